@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The tests, from nothing: installs into a virtual environment, then runs pytest.
+#
+#   bash scripts/test.sh                 everything (under 25 minutes on two cores)
+#   bash scripts/test.sh -m "not slow"   the fast part (under 3 minutes)
+#   bash scripts/test.sh tests/unit/data further arguments go to pytest
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
+# Tests start several TensorFlow processes on few cores: without this their threads fight. No GPU: results are
+# compared bit for bit.
+export OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1 CUDA_VISIBLE_DEVICES= TF_CPP_MIN_LOG_LEVEL=2
+python -m ruff check tfdist tests scripts
+exec python -m pytest "$@"

@@ -1,0 +1,57 @@
+"""One worker of a parity run: trains every row of ROWS for 50 steps on one runtime, and writes what came out.
+
+    python -m tests.parity.worker OUT_DIR [train flags]      with TF_CONFIG for more than one worker
+
+Writes OUT_DIR/ROW-rank-K.npz: the weights, the evaluation, the training losses. One process runs all rows, because
+starting TensorFlow takes longer than training them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+STEPS = 50
+BASE = {"source": "digits", "steps": STEPS, "global_batch": 24, "accumulation": 1, "learning_rate": 0.02, "eval_batch": 64, "model": "tests.parity.models:conv_bn"}
+DENSE = "tests.parity.models:dense"
+
+# name -> what differs from BASE
+ROWS: dict[str, dict] = {
+    "momentum": {"optimizer": "momentum"},
+    "momentum_accumulation": {"optimizer": "momentum", "accumulation": 4, "model": DENSE},
+    "momentum_clip": {"optimizer": "momentum", "clip_norm": 0.5},
+    "momentum_clip_accumulation": {"optimizer": "momentum", "clip_norm": 0.5, "accumulation": 4, "model": DENSE},
+    "momentum_uneven": {"optimizer": "momentum", "global_batch": 25},
+    "adamw": {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "model": DENSE},
+    "adamw_accumulation": {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "accumulation": 4, "model": DENSE},
+    "adamw_clip_ema": {"optimizer": "adamw", "learning_rate": 0.002, "clip_norm": 0.5, "ema": 0.9, "model": DENSE},
+    "adamw_jit": {"optimizer": "adamw", "learning_rate": 0.002, "jit_compile": True, "model": DENSE},
+    "float16": {"optimizer": "momentum", "precision": "float16", "model": DENSE},
+}
+
+
+def main(out: Path, flags: list[str]) -> None:
+    import keras
+    import numpy as np
+
+    from tfdist import build
+    from tfdist.control.cluster import resolve_cluster
+    from tfdist.flags import parse
+
+    config = parse(flags).config.replace(**BASE)
+    runtime = build.start_runtime(config, resolve_cluster(os.environ))
+    for name, row in ROWS.items():
+        keras.backend.clear_session()
+        job = build.compose(config.replace(**row), runtime)
+        outputs = [job.step(iterators, 10) for iterators in [job.iterators(0)] for _ in range(STEPS // 10)]
+        weights = {f"weight_{index}": value for index, value in enumerate(job.model.get_weights())}
+        evaluation = job.evaluator()()
+        np.savez(out / f"{name}-rank-{runtime.rank}.npz", losses=[output.means["loss"] for output in outputs],
+                 evaluation=[evaluation[key] for key in sorted(evaluation)], **weights)
+    runtime.barrier()
+    print("parity worker: done", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

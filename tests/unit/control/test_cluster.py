@@ -1,0 +1,76 @@
+"""TF_CONFIG: what is read, and one sentence for everything that is wrong."""
+
+import json
+
+import pytest
+
+from tfdist.control.cluster import parse_tf_config, resolve_cluster
+from tfdist.control.exit_codes import ClusterError
+
+
+def config(cluster, role="worker", index=0):
+    return json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
+
+
+def test_nothing_is_one_worker():
+    for environ in ({}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}):
+        cluster = resolve_cluster(environ)
+        assert (cluster.rank, cluster.size, cluster.peers) == (0, 1, ())
+
+
+def test_ranks_without_a_chief():
+    cluster = parse_tf_config(config({"worker": ["a:1", "b:2"]}, index=1))
+    assert (cluster.rank, cluster.size, cluster.peers, cluster.address) == (1, 2, ("a:1", "b:2"), "b:2")
+
+
+def test_the_chief_comes_first_wherever_it_stands():
+    text = config({"worker": ["a:1", "b:2"], "chief": ["c:3"]}, index=1)
+    cluster = parse_tf_config(text)
+    assert (cluster.rank, cluster.peers) == (2, ("c:3", "a:1", "b:2"))
+    assert parse_tf_config(config({"worker": ["a:1"], "chief": ["c:3"]}, "chief")).rank == 0
+    assert cluster.name(0) == "chief 0 (rank 0, c:3)" and cluster.name(2) == "worker 1 (rank 2, b:2)"
+
+
+def test_an_evaluator_trains_nothing_and_need_not_be_listed():
+    for spec in ({"worker": ["a:1", "b:2"]}, {"worker": ["a:1", "b:2"], "evaluator": ["e:9"]}):
+        cluster = parse_tf_config(config(spec, "evaluator"))
+        assert (cluster.rank, cluster.size, cluster.address) == (-1, 2, "")
+    listed = parse_tf_config(config({"worker": ["a:1", "b:2"], "evaluator": ["e:9"]}))
+    assert "evaluator" not in json.loads(listed.tf_config())["cluster"]
+
+
+BAD = {
+    "bad JSON": ("{'cluster': 1}", ["not valid JSON", "character"]),
+    "not an object": ("[1]", ["object"]),
+    "no cluster": ('{"task": {"type": "worker", "index": 0}}', ['no "cluster"']),
+    "no task": ('{"cluster": {"worker": ["a:1"]}}', ['no "task"']),
+    "no type": ('{"cluster": {"worker": ["a:1"]}, "task": {"index": 0}}', ["task.type", "null"]),
+    "unknown type": (config({"worker": ["a:1"]}, "master"), ["task.type", "master"]),
+    "unknown role": (config({"worker": ["a:1"], "boss": ["b:1"]}), ["cluster.boss", "chief"]),
+    "index out of range": (config({"worker": ["a:1", "b:1"]}, index=2), ["task.index is 2", "0 to 1"]),
+    "negative index": (config({"worker": ["a:1"]}, index=-1), ["task.index is -1"]),
+    "index no number": (config({"worker": ["a:1"]}, index="one"), ["task.index", "one"]),
+    "index a fraction": (config({"worker": ["a:1"]}, index=0.5), ["task.index", "0.5"]),
+    "duplicate": (config({"chief": ["a:1"], "worker": ["b:1", "a:1"]}), ["a:1", "cluster.chief[0]", "cluster.worker[1]"]),
+    "no port": (config({"worker": ["a"]}), ["cluster.worker[0]", "host:port"]),
+    "bad port": (config({"worker": ["a:http"]}), ["a:http", "65535"]),
+    "port too large": (config({"worker": ["a:70000"]}), ["a:70000"]),
+    "no host": (config({"worker": [":2222"]}), [":2222"]),
+    "two chiefs": (config({"chief": ["a:1", "b:1"]}, "chief"), ["2 chiefs", "cluster.worker"]),
+    "no workers": (config({"evaluator": ["a:1"]}, "evaluator"), ["no chief and no worker"]),
+    "addresses no list": (config({"worker": "a:1"}), ["cluster.worker", "list"]),
+    "role absent": (config({"worker": ["a:1"]}, "chief"), ["cluster lists no chief"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes_are_named(name):
+    text, words = BAD[name]
+    with pytest.raises(ClusterError) as error:
+        parse_tf_config(text)
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value) and "TF_CONFIG" in str(error.value)
+
+
+def test_an_index_as_text_is_read():
+    assert parse_tf_config(config({"worker": ["a:1", "b:1"]}, index="1")).rank == 1

@@ -1,0 +1,107 @@
+"""Augmentations: what they may change, that they depend on the seeds alone, and bad names and inputs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.config import BatchPlan
+from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data import augment, order, pipeline
+from tfdist.data.sources.base import array_split
+
+IMAGES = np.random.default_rng(0).random([400, 8, 8, 3], np.float32)
+LABELS = np.arange(400, dtype=np.int32)
+
+
+def run(name: str, images: np.ndarray = IMAGES, seed: int = 0) -> np.ndarray:
+    seeds = order.element_seeds(tf.range(len(images), dtype=tf.int64), seed)
+    x, y = augment.load_augmentation(name)(tf.constant(images), tf.constant(LABELS), seeds)
+    np.testing.assert_array_equal(y, LABELS)
+    return x.numpy()
+
+
+def test_none():
+    assert augment.load_augmentation("none") is None
+
+
+@pytest.mark.parametrize("name", ["flip", "flip_crop", "random_resized_crop", "shift"])
+def test_depends_on_the_seeds_alone_and_keeps_the_shape(name):
+    once = run(name)
+    assert once.shape == IMAGES.shape and once.dtype == np.float32
+    np.testing.assert_array_equal(once, run(name))
+    assert (once != run(name, seed=1)).any()
+    # A sample alone is augmented as within its batch.
+    seeds = order.element_seeds(tf.constant([7], tf.int64), 0)
+    alone, _ = augment.load_augmentation(name)(tf.constant(IMAGES[7:8]), tf.constant(LABELS[7:8]), seeds)
+    np.testing.assert_allclose(alone[0], once[7], atol=1e-6)
+
+
+def test_flip_mirrors_half_of_the_images_left_to_right():
+    out = run("flip")
+    mirrored = (out == IMAGES[:, :, ::-1]).all((1, 2, 3))
+    assert (mirrored | (out == IMAGES).all((1, 2, 3))).all()
+    assert 150 < mirrored.sum() < 250
+
+
+@pytest.mark.parametrize(("name", "pad", "mirrors"), [("shift", 1, False), ("flip_crop", 4, True)])
+def test_pad_and_crop_reaches_every_offset(name, pad, mirrors):
+    padded = np.pad(IMAGES, [(0, 0), (pad, pad), (pad, pad), (0, 0)])
+    seen = set()
+    for image, whole in zip(run(name), padded, strict=True):
+        matches = {
+            (top, left, flipped) for flipped in ((False, True) if mirrors else (False,))
+            for top in range(2 * pad + 1) for left in range(2 * pad + 1)
+            if ((whole[:, ::-1] if flipped else whole)[top:top + 8, left:left + 8] == image).all()}
+        assert matches
+        seen |= matches
+    rows, columns, flips = (set(values) for values in zip(*seen, strict=True))
+    assert rows == columns == set(range(2 * pad + 1)) and len(flips) == 1 + mirrors
+
+
+def test_random_resized_crop_zooms_in():
+    ramp = np.broadcast_to(np.linspace(0, 1, 16, dtype=np.float32)[None, None, :, None], [400, 16, 16, 1])
+    out = run("random_resized_crop", ramp)[:, 0, :, 0]
+    spread = np.abs(out[:, -1] - out[:, 0])  # the part of the width that is seen
+    assert out.min() >= 0 and out.max() <= 1 and spread.max() <= 1.0001
+    assert 0.2 < spread.min() < 0.45 and spread.max() > 0.9  # sqrt(0.08 * 3 / 4) is 0.245
+    assert 120 < (out[:, 0] > out[:, -1]).sum() < 280  # mirrored
+
+
+def test_a_sample_changes_from_epoch_to_epoch_but_not_with_the_number_of_replicas():
+    split = array_split("images", (IMAGES[:6], LABELS[:6]))
+
+    def batches(replicas: int, augmentation: str) -> np.ndarray:
+        parts = [list(pipeline.train_dataset(
+            split, plan=BatchPlan(6, 1, replicas), replica=r, seed=0, shuffle=False, consumed=0,
+            augment=augment.load_augmentation(augmentation)).take(5).as_numpy_iterator()) for r in range(replicas)]
+        return np.stack([np.concatenate([parts[r][s][0] for r in range(replicas)]) for s in range(5)])
+
+    alone = batches(1, "flip_crop")
+    for replicas in (2, 3, 4):
+        np.testing.assert_array_equal(batches(replicas, "flip_crop"), alone)
+    assert len({image.tobytes() for image in alone[:, 0]}) > 1
+    assert len({image.tobytes() for image in batches(1, "none")[:, 0]}) == 1
+
+
+def test_user_function(tmp_path, monkeypatch):
+    (tmp_path / "my_augment.py").write_text("def double(x, y, seeds):\n    return x * 2, y\ndef wrong(x, y, seeds):\n    return x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    np.testing.assert_array_equal(run("my_augment:double"), IMAGES * 2)
+    split = array_split("images", (IMAGES, LABELS))
+    with pytest.raises(DataError, match="must return"):
+        pipeline.train_dataset(split, plan=BatchPlan(6, 1, 1), replica=0, seed=0, shuffle=True, consumed=0,
+                               augment=augment.load_augmentation("my_augment:wrong"))
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("flop", "--augment=flop is unknown: use none, flip"), ("no_such_module:f", "no module 'no_such_module'"), ("math:cosinus", "no function 'cosinus'")])
+def test_bad_names(name, message):
+    with pytest.raises(ConfigError, match=message):
+        augment.load_augmentation(name)
+
+
+def test_images_are_required():
+    with pytest.raises(DataError, match="--augment=shift is for batches of images"):
+        run("shift", IMAGES[:, 0])

@@ -1,0 +1,167 @@
+"""package.module:function: everything it may return, and everything it may do wrong."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.config import BatchPlan, DataConfig
+from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data import pipeline
+from tfdist.data.sources.registry import load_split
+
+MODULE = '''
+import keras, numpy as np, tensorflow as tf
+from tfdist.data.sources.base import Split, array_split
+
+x, y = np.arange(40, dtype=np.float32).reshape(20, 2), np.arange(20) % 4
+x_eval, y_eval = -x[:6], np.array([0, 1, 2, 6, 0, 1])
+
+def load_data(): return (x, y), (x_eval, y_eval)
+def as_dict(scale=1): return {"train": (x * scale, y), "eval": (x_eval, y_eval)}
+def by_split(split): return (x, y) if split == "train" else (x_eval, y_eval)
+def by_config(split, config): return x[:config.sequence_length], y[:config.sequence_length]
+def anything(**options): return x * options["scale"], y
+def weighted(split): return {"a": x, "b": (y, y + 1)}, y, y / 2
+
+class Rows:
+    num_classes = 4
+    def __init__(self, n=20): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, i):
+        assert 0 <= i < self.n
+        return {"v": x[i], "i": i}, y[i]
+
+class Ragged(Rows):
+    def __getitem__(self, i): return np.zeros(1 if i == 3 else 5), 0
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self): return 2
+    def __getitem__(self, i): return x[:4], y[:4]
+
+def rows(split): return Rows()
+def weighted_rows(split): return [(np.ones(3) * i, i % 2, 0.5) for i in range(10)]
+def ragged(split): return Ragged()
+def dataset(split): return tf.data.Dataset.from_tensor_slices((x, y))
+def split_itself(split): return array_split("mine", (x, y), num_classes=9)
+
+def only_one(): return x, y
+def batches(split): return Batches()
+def batched(split): return dataset(split).batch(4)
+def triple_dataset(split): return tf.data.Dataset.range(4)
+def empty_dataset(split): return dataset(split).take(0)
+def none(split): return None
+def one_array(split): return x
+def unequal(split): return x, y[:3]
+def strings_in_objects(split): return np.array([object()] * 3), y[:3]
+def no_rows(split): return Rows(0)
+def not_pairs(split): return [1, 2, 3]
+def needs(split, folder): return x, y
+'''
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    (tmp_path / "user_data_module.py").write_text(MODULE)
+    (tmp_path / "user_broken_module.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("user_data_module", None)
+
+
+def load(function, split="train", source_args="", **config):
+    return load_split(DataConfig(source=f"user_data_module:{function}", source_args=source_args, **config), split)
+
+
+def values(split, *indices):
+    return tf.nest.map_structure(lambda t: t.numpy().tolist(), split.fetch(tf.constant(indices, tf.int64)))
+
+
+@pytest.mark.parametrize("function", ["load_data", "as_dict", "by_split"])
+def test_arrays(function):
+    train, held_out = load(function), load(function, "eval")
+    assert (train.size, held_out.size) == (20, 6)
+    assert values(train, 19, 0) == ([[38, 39], [0, 1]], [3, 0]) and values(held_out, 3) == ([[-6, -7]], [6])
+    if function != "by_split":  # then each split is all there is
+        assert train.num_classes == held_out.num_classes == 7
+
+
+def test_arguments():
+    assert values(load("as_dict", source_args="scale=10"), 1) == ([[20, 30]], [1])
+    assert load("by_config", sequence_length=5).size == 5
+    assert values(load("anything", source_args="scale=2"), 1) == ([[4, 6]], [1])
+
+
+def test_nests_and_weights():
+    split = load("weighted")
+    assert values(split, 3) == ({"a": [[6, 7]], "b": ([3], [4])}, [3], [1.5])
+    assert split.element_spec[2].dtype == tf.float32
+
+
+def test_random_access_object():
+    split = load("rows")
+    assert (split.size, split.num_classes) == (20, 4)
+    assert values(split, 19, 0, 0) == ({"v": [[38, 39], [0, 1], [0, 1]], "i": [19, 0, 0]}, [3, 0, 0])
+    dataset = pipeline.train_dataset(split, plan=BatchPlan(10, 1, 2), replica=1, seed=0, shuffle=True, consumed=0)
+    assert dataset.element_spec[0]["v"].shape == (5, 2) and dataset.element_spec[2].shape == (5,)
+    assert len(next(iter(dataset))[0]["i"]) == 5
+    weighted = load("weighted_rows")
+    assert values(weighted, 4) == ([[4, 4, 4]], [0], [0.5]) and weighted.element_spec[2].dtype == tf.float32
+
+
+def test_dataset_is_a_stream():
+    split = load("dataset")
+    assert split.size is None and len(list(split.stream(0, 1))) == 20 and len(list(split.stream(1, 3))) == 7
+    batches = list(pipeline.train_dataset(split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0).take(2))
+    assert sorted(np.concatenate([x[:, 0] for x, _, _ in batches]).tolist()) == list(range(0, 40, 2))
+
+
+def test_split():
+    assert load("split_itself").num_classes == 9
+
+
+@pytest.mark.parametrize(("function", "message"), [
+    ("only_one", "does not declare `split` and returned one set of data"),
+    ("batches", "is a Keras PyDataset, which yields batches"),
+    ("batched", "not batches"),
+    ("triple_dataset", "must be (x, y) or (x, y, w)"),
+    ("empty_dataset", "is an empty tf.data.Dataset"),
+    ("none", "is a NoneType: return"),
+    ("one_array", "is a ndarray: return"),
+    ("unequal", "different lengths [(20,), (3,)]"),
+    ("strings_in_objects", "cannot be a tensor"),
+    ("no_rows", "is an empty Rows"),
+    ("not_pairs", "item 0 of user_data_module:not_pairs/train is a int"),
+])
+def test_bad_data(function, message):
+    with pytest.raises(DataError) as error:
+        load(function)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("source", "source_args", "message"), [
+    ("user_data_module:nothing", "", "has no function 'nothing'"),
+    ("user_data_module:x", "", "has no function 'x'"),
+    ("user_data_modul:load_data", "", "no module 'user_data_modul' on the Python path"),
+    ("user_data_module.sub:f", "", "no module 'user_data_module.sub'"),
+    ("user_data_module:by_split", "scale=2", "does not take 'scale'; it takes none"),
+    ("user_data_module:as_dict", "scal=2", "does not take 'scal'; it takes scale"),
+    ("user_data_module:needs", "", "needs a value for 'folder'"),
+])
+def test_bad_functions(source, source_args, message):
+    with pytest.raises(ConfigError) as error:
+        load_split(DataConfig(source=source, source_args=source_args), "train")
+    assert message in str(error.value)
+
+
+def test_a_missing_import_inside_the_users_module_is_not_hidden():
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        load_split(DataConfig(source="user_broken_module:f"), "train")
+
+
+def test_an_item_of_another_shape_is_not_broadcast():
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"DataError: .*item 3 .* has shape \(1,\), item 0 has \(5,\)"):
+        list(pipeline.eval_dataset(load("ragged"), batch=5, replica=0, replicas=1)[0])

@@ -1,0 +1,183 @@
+"""The step on one device and on two virtual devices, against plain Keras and against closed forms."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.config import BatchPlan, OptimizerConfig, PrecisionConfig
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.one_device import OneDevice
+from tfdist.training.objectives import classification
+from tfdist.training.optimizer import make_optimizer
+from tfdist.training.precision import LossScale, set_policy
+from tfdist.training.schedule import Schedule
+from tfdist.training.step import StepOptions, TrainStep, reseed, seed_states
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(96, 6)).astype("float32")
+Y = RANDOM.integers(0, 4, 96).astype("int32")
+W = np.ones(96, "float32")
+
+
+@pytest.fixture(autouse=True)
+def _float32_policy():
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def make_step(*, optimizer="sgd", precision="float32", growth_steps=2000, scale=32768.0, batch=16, accumulation=1, dropout=0.0, **options):
+    keras.utils.set_random_seed(1)
+    config = PrecisionConfig(precision=precision, loss_scale_growth_steps=growth_steps, loss_scale_initial=scale)
+    set_policy(config)
+    model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dropout(dropout), keras.layers.Dense(4, dtype="float32")])
+    rule = make_optimizer(OptimizerConfig(optimizer=optimizer), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+    rule.build(model.trainable_variables)
+    spec = (tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))
+    plan = BatchPlan(batch, accumulation, 1)
+    return TrainStep(OneDevice(), model, rule, classification(), LossScale(config), StepOptions(plan, 0, **options), spec)
+
+
+def batches(size, x=X, y=Y, w=W):
+    return [iter(tf.data.Dataset.from_tensor_slices((x, y, w)).repeat().batch(size, drop_remainder=False))]
+
+
+def weights(step):
+    return np.concatenate([value.ravel() for value in step.model.get_weights()])
+
+
+def test_equals_plain_keras():
+    step = make_step(optimizer="adamw")
+    twin = keras.models.clone_model(step.model)
+    twin.set_weights(step.model.get_weights())
+    twin.compile(keras.optimizers.Adam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    output = step(batches(16), 12)
+    history = twin.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"]
+    np.testing.assert_allclose(weights(step), np.concatenate([value.ravel() for value in twin.get_weights()]), atol=1e-6)
+    assert output.means["loss"] == pytest.approx(np.mean(history), abs=1e-5)
+    assert (output.step, output.weight, output.skipped, output.finite) == (12, 192, 0, True)
+
+
+def test_accumulation_is_the_same_step():
+    whole, parts = make_step(), make_step(accumulation=4)
+    whole(batches(16), 6)
+    parts(batches(4), 6)
+    np.testing.assert_allclose(weights(whole), weights(parts), atol=1e-6)
+
+
+def test_weights_count_over_the_whole_global_batch():
+    """Half of the samples weigh nothing, unevenly over micro-batches: as if only the others were there."""
+    w = np.zeros(96, "float32")
+    w[[0, 1, 2, 3, 4, 9, 13, 14]] = 1
+    some, alone = make_step(accumulation=4), make_step(batch=8)
+    some(batches(4, w=w), 1)
+    alone(batches(8, X[w > 0], Y[w > 0], np.ones(8, "float32")), 1)
+    np.testing.assert_allclose(weights(some), weights(alone), atol=1e-6)
+
+
+def test_clipping_is_of_the_whole_gradient():
+    free, clipped = make_step(), make_step(clip_norm=0.01, accumulation=2)
+    start = weights(free)
+    norm = free(batches(16), 1).gradient_norm
+    assert clipped(batches(8), 1).gradient_norm == pytest.approx(norm, rel=1e-5)
+    assert np.linalg.norm(weights(free) - start) == pytest.approx(0.1 * norm, rel=1e-4)
+    assert np.linalg.norm(weights(clipped) - start) == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+def test_any_n_is_one_trace():
+    step = make_step()
+    iterators = batches(16)
+    for n in (1, 2, 7):
+        step(iterators, n)
+    assert step._function.experimental_get_tracing_count() == 1
+    assert int(step.counter) == 10
+
+
+def test_float16_without_overflow_equals_keras_loss_scale_optimizer():
+    step = make_step(precision="float16", growth_steps=3, optimizer="momentum")
+    twin = keras.models.clone_model(step.model)
+    twin.set_weights(step.model.get_weights())
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=32768.0, dynamic_growth_steps=3)
+    twin.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    output = step(batches(16), 6)
+    twin.fit(X, Y, batch_size=16, epochs=1, shuffle=False, verbose=0)
+    twin_scale = float(optimizer.dynamic_scale)
+    np.testing.assert_allclose(weights(step), np.concatenate([value.ravel() for value in twin.get_weights()]), atol=2e-4)
+    assert output.loss_scale == twin_scale == 32768.0 * 4
+    assert output.skipped == 0
+
+
+def test_float16_overflow_skips_and_halves():
+    x = X.copy()
+    x[20] = 1e30  # in the second batch of 16
+    step = make_step(precision="float16", scale=1024.0, optimizer="momentum")
+    iterators = batches(16, x)
+    assert step(iterators, 1).loss_scale == 1024
+    before = weights(step)
+    output = step(iterators, 1)
+    assert (output.skipped, output.loss_scale, output.finite) == (1, 512, True)
+    np.testing.assert_array_equal(weights(step), before)
+    assert (int(step.optimizer.iterations), int(step.counter)) == (1, 2)
+    assert step(iterators, 3).skipped == 0
+    assert np.isfinite(weights(step)).all() and (weights(step) != before).any()
+
+
+def test_nan_is_reported_or_skipped():
+    x = X.copy()
+    x[20] = np.nan
+    assert not make_step()(batches(16, x), 3).finite
+    step = make_step(skip_non_finite=True)
+    output = step(batches(16, x), 6)
+    assert output.skipped == 1 and np.isfinite(weights(step)).all()
+
+
+def test_signals_come_back():
+    step = make_step()
+    assert step(batches(16), 2).signals == {"save": False, "stop": False}
+    assert step(batches(16), 2, (True, False)).signals == {"save": True, "stop": False}
+
+
+def test_dropout_masks_depend_on_seed_step_micro_batch_and_replica_only():
+    step = make_step(dropout=0.5)
+    states = seed_states(step.model)
+    assert len(states) == 1
+
+    def state(*numbers):
+        reseed(states, numbers[0], *(tf.constant(number) for number in numbers[1:]))
+        return tuple(states[0].numpy())
+
+    seen = [state(seed, at, micro, replica) for seed in (0, 1) for at in (0, 1) for micro in (0, 1) for replica in (0, 1)]
+    assert len(set(seen)) == len(seen)
+    assert state(1, 1, 1, 1) == seen[-1]
+
+
+def test_optimizer_options():
+    schedule = Schedule("constant", 0.1, 0, 10, 0.1, 0.0)
+    for name in ("sgd", "momentum", "adam", "adamw", "lion", "lamb", "adafactor", "muon"):
+        make_optimizer(OptimizerConfig(optimizer=name), schedule)
+    assert make_optimizer(OptimizerConfig(optimizer_args="beta_2=0.95"), schedule).beta_2 == 0.95
+    for text, word in (("clipnorm=1.0", "--clip_norm"), ("betta=1", "betta"), ("use_ema=True", "--ema")):
+        with pytest.raises(ConfigError, match=word):
+            make_optimizer(OptimizerConfig(optimizer_args=text), schedule)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "lion", "lamb", "adafactor", "muon"])
+def test_every_optimizer_learns(name):
+    step = make_step(optimizer=name)
+    iterators = batches(16)
+    first = step(iterators, 6).means["loss"]
+    for _ in range(3):
+        last = step(iterators, 6).means["loss"]
+    assert last < first
+
+
+def test_excluded_variables_do_not_decay():
+    keras.utils.set_random_seed(1)
+    layer = keras.layers.Dense(4, bias_initializer="ones")
+    layer.build((None, 3))
+    rule = make_optimizer(OptimizerConfig(optimizer="sgd", weight_decay=0.5), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+    rule.build(layer.trainable_variables)
+    kernel, bias = layer.get_weights()
+    rule.apply([tf.zeros_like(kernel), tf.zeros_like(bias)], layer.trainable_variables)
+    np.testing.assert_allclose(layer.get_weights()[0], kernel * (1 - 0.1 * 0.5), rtol=1e-6)
+    np.testing.assert_array_equal(layer.get_weights()[1], bias)

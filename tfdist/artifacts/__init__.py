@@ -1,0 +1,1 @@
+"""Artifact plane: snapshots (policy, retention, writer, restore) and exports."""

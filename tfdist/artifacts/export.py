@@ -1,0 +1,33 @@
+"""What is left for others: `.keras` and SavedModel, which load without tfdist."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import keras
+
+KERAS_FILE, SAVED_MODEL_FOLDER = "model.keras", "saved_model"
+
+
+def export_model(model: keras.Model, folder: Path, formats: tuple[str, ...]) -> list[Path]:
+    """Writes the formats ("keras", "saved_model") of a plain model, one that no strategy has distributed.
+
+    Each is written under a temporary name and renamed. Returns the paths.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for form in formats:
+        target = folder / {"keras": KERAS_FILE, "saved_model": SAVED_MODEL_FOLDER}[form]
+        temporary = folder / f".writing-{uuid.uuid4().hex[:8]}{target.suffix}"
+        if form == "keras":
+            model.save(temporary)
+        else:
+            model.export(temporary, format="tf_saved_model", verbose=False)
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+        written.append(target)
+    return written

@@ -1,0 +1,42 @@
+"""When to save, and what to keep. Pure decisions: no files, no clock of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+
+class TimePolicy:
+    """Saves every `minutes`, by a clock that only the chief asks. 0: never."""
+
+    def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic):
+        self.seconds, self._now = minutes * 60, now
+        self._last = now()
+
+    def due(self) -> bool:
+        return self.seconds > 0 and self._now() - self._last >= self.seconds
+
+    def saved(self) -> None:
+        """Starts the next interval."""
+        self._last = self._now()
+
+
+class Retention:
+    """Keeps the newest `keep`, every one whose step is a multiple of `every` for ever, and the best by a metric.
+
+    best: "min:loss" or "max:accuracy"; "" for none.
+    """
+
+    def __init__(self, keep: int, every: int = 0, best: str = ""):
+        self.keep, self.every = keep, every
+        self.order, _, self.metric = best.partition(":")
+
+    def doomed(self, steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Which of `steps` to delete. `metrics`: step -> evaluation metrics, where known. Never the newest."""
+        steps = sorted(steps)
+        kept = set(steps[-self.keep:])
+        kept |= {step for step in steps if self.every and step % self.every == 0}
+        scored = {step: metrics[step][self.metric] for step in steps if self.metric and self.metric in metrics.get(step, {})}
+        if scored:
+            kept.add((min if self.order == "min" else max)(scored, key=lambda step: (scored[step], step)))
+        return [step for step in steps if step not in kept]

@@ -1,0 +1,53 @@
+"""Which snapshot a run goes on from, and whether it may.
+
+1. The newest valid snapshot of the run folder. Newer ones that are damaged are passed over, and named.
+2. --resume=never refuses a folder that has one; --resume=must refuses one that has none.
+3. A snapshot of another configuration (by digest) is refused with the fields that differ, unless --allow_config_change.
+4. Another number of workers is allowed, and said: the data order does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.artifacts.store import Snapshot, SnapshotStore
+from tfdist.config import Config
+from tfdist.control.exit_codes import CheckpointError
+
+
+def choose(store: SnapshotStore, config: Config) -> tuple[Snapshot | None, list[str]]:
+    """The snapshot to resume from (None: start anew) and messages for the user. Raises CheckpointError."""
+    snapshot, messages = store.newest_valid()
+    messages = [f"passed over a snapshot: {reason}" for reason in messages]
+    resume = config.checkpoint.resume
+    if snapshot is None:
+        if resume == "must":
+            raise CheckpointError(f"--resume=must, but {store.directory} has no valid snapshot ({'; '.join(messages) or 'it is empty'}): check --run_dir, or use --resume=auto.")
+        if messages:
+            raise CheckpointError(f"No snapshot in {store.directory} is valid ({'; '.join(messages)}): restore one from elsewhere, or choose another --run_dir to start anew.")
+        return None, messages
+    if resume == "never":
+        raise CheckpointError(f"--resume=never, but {snapshot.path} is there: choose another --run_dir, or use --resume=auto.")
+    check_configuration(snapshot.manifest, config, snapshot.path)
+    return snapshot, messages
+
+
+def check_configuration(manifest: Mapping[str, Any], config: Config, path: str) -> None:
+    """Refuses a snapshot of another configuration, naming the fields. Raises CheckpointError."""
+    if manifest["config_digest"] == config.digest() or config.checkpoint.allow_config_change:
+        return
+    saved, now = manifest["identity"], config.identity()
+    different = [f"--{name}: {saved.get(name)!r} there, {now.get(name)!r} now" for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
+    raise CheckpointError(
+        f"{path} belongs to another configuration ({'; '.join(different)}): use its flags, choose another --run_dir, or allow it with --allow_config_change.")
+
+
+def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int) -> None:
+    """What a snapshot says about itself must agree with what was restored. Raises CheckpointError."""
+    if step != manifest["step"]:
+        raise CheckpointError(f"The snapshot of step {manifest['step']} holds a step counter of {step}: it cannot be trusted, remove it.")
+    if manifest["consumed"] != step * manifest["identity"]["global_batch"]:
+        raise CheckpointError(f"The snapshot of step {step} has consumed {manifest['consumed']} samples, which is not step x global batch {manifest['identity']['global_batch']}: it cannot be trusted, remove it.")
+    if manifest["consumed"] % global_batch:
+        raise CheckpointError(f"The snapshot has consumed {manifest['consumed']} samples, not a multiple of --global_batch={global_batch}: keep the run's global batch.")

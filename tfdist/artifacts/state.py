@@ -1,0 +1,86 @@
+"""What a snapshot holds: the variables of a run by key, their copies in host memory, and the host's own generators.
+
+Keys are positions ("model/0003", "optimizer/0001", "train/step"), not names: Keras numbers layer names by what was built
+before in the process. The names are kept beside the keys, for messages.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.control.exit_codes import CheckpointError
+
+
+def collect(model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any]) -> dict[str, Any]:
+    """key -> variable: all of the model's (weights, moving statistics, seed generators), all of the optimizer's
+    (slots, iterations, moving averages), and `train` (step, loss scale) under "train/"."""
+    # model.variables has the seed generators, which tf.train.Checkpoint(model=model) silently leaves out.
+    return {
+        **{f"model/{index:04d}": variable for index, variable in enumerate(_once(model.variables))},
+        **{f"optimizer/{index:04d}": variable for index, variable in enumerate(_once(optimizer.variables))},
+        **{f"train/{name}": variable for name, variable in train.items()},
+    }
+
+
+def to_host(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """key -> a copy in host memory that later steps do not touch. Call between steps."""
+    return {key: np.asarray(_tf_variable(variable).numpy()) for key, variable in variables.items()}
+
+
+def assign(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Gives every variable its array. Raises CheckpointError, before anything is changed, if the two do not fit."""
+    check(variables, {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
+    for key, variable in variables.items():
+        _tf_variable(variable).assign(arrays[key])
+
+
+def check(variables: Mapping[str, Any], stored: Mapping[str, tuple]) -> None:
+    """Compares the variables with what is stored, key -> (shape, dtype). Raises CheckpointError naming the first misfit."""
+    described = table(variables)
+    missing, unexpected = sorted(set(described) - set(stored)), sorted(set(stored) - set(described))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"The checkpoint does not fit the model and optimizer: it lacks {len(missing)} variables"
+            f"{f' ({described[missing[0]][0]}, ...)' if missing else ''} and has {len(unexpected)} that they lack"
+            f"{f' ({unexpected[0]}, ...)' if unexpected else ''}: use the model and optimizer flags of the run that wrote it.")
+    for key, (name, shape, dtype) in described.items():
+        if tuple(stored[key][0]) != tuple(shape) or stored[key][1] != dtype:
+            raise CheckpointError(
+                f"The checkpoint does not fit: {name} is {dtype} {tuple(shape)} here, {stored[key][1]} {tuple(stored[key][0])} there: "
+                "use the model flags of the run that wrote it.")
+
+
+def table(variables: Mapping[str, Any]) -> dict[str, tuple[str, list[int], str]]:
+    """key -> (name, shape, dtype), for the manifest and for messages."""
+    result = {}
+    for key, variable in variables.items():
+        value = _tf_variable(variable)
+        result[key] = (getattr(variable, "path", value.name), list(value.shape), value.dtype.name)
+    return result
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of Python's and NumPy's global generators, as JSON."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [name, keys.tolist(), position, has_gauss, cached]}
+
+
+def restore_generator_states(states: Mapping[str, Any]) -> None:
+    """The inverse of `generator_states`."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.asarray(keys, np.uint32), position, has_gauss, cached))
+
+
+def _tf_variable(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _once(variables: Sequence) -> list:
+    return list({id(variable): variable for variable in variables}.values())

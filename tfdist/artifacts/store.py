@@ -1,0 +1,200 @@
+"""How a snapshot is committed, and how it is trusted again.
+
+A snapshot is a folder, step-00000100, with TensorFlow's checkpoint files (state-100.index, ...) and manifest.json, which
+names every file with its size and SHA-256. It is written under a temporary name, flushed to the disk, and renamed: so a
+folder of that name is whole or damaged later, and the manifest tells which. Without a valid manifest nothing is trusted.
+
+Where a rename is not atomic (object stores, recognised by "://") the manifest, written last, is the commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.control.exit_codes import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_NAME = re.compile(r"^step-(\d{8,})$")
+_TEMPORARY = (".writing-", ".deleting-")
+_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot whose manifest and files have been found valid."""
+
+    path: str
+    step: int
+    manifest: Mapping[str, Any]
+
+
+class SnapshotStore:
+    """The snapshots of one folder; `directory` may be any path that tf.io.gfile takes."""
+
+    def __init__(self, directory: str):
+        self.directory = str(directory).rstrip("/")
+        self.local = "://" not in self.directory
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a snapshot folder, valid or not, oldest first."""
+        if not tf.io.gfile.isdir(self.directory):
+            return []
+        names = (name.rstrip("/") for name in tf.io.gfile.listdir(self.directory))
+        return sorted(int(match.group(1)) for match in map(_NAME.match, names) if match)
+
+    def path(self, step: int) -> str:
+        return f"{self.directory}/step-{step:08d}"
+
+    def clean(self) -> None:
+        """Removes what killed writers left behind. Only while no other process writes here."""
+        if tf.io.gfile.isdir(self.directory):
+            for name in tf.io.gfile.listdir(self.directory):
+                if name.startswith(_TEMPORARY):
+                    tf.io.gfile.rmtree(f"{self.directory}/{name.rstrip('/')}")
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def write(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> int:
+        """Writes and commits a snapshot; replaces one of the same step. Returns its size in bytes.
+
+        arrays: key -> array. fields: further entries of the manifest, JSON. Raises OSError or tf.errors.OpError.
+        """
+        tf.io.gfile.makedirs(self.directory)
+        final = self.path(step)
+        folder = f"{self.directory}/.writing-step-{step:08d}-{uuid.uuid4().hex[:8]}" if self.local else final
+        if not self.local and tf.io.gfile.exists(final):
+            self.delete(step)
+        try:
+            tf.io.gfile.makedirs(folder)
+            _write_tensors(folder, step, arrays)
+            files = {}
+            for name in sorted(tf.io.gfile.listdir(folder)):
+                size, digest = _measure(f"{folder}/{name}", flush=self.local)
+                files[name] = {"bytes": size, "sha256": digest}
+            manifest = {"format": FORMAT, "step": step, **fields, "files": files}
+            self._write_text(f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1, sort_keys=True))
+            if self.local:
+                _flush_folder(folder)
+                if os.path.exists(final):
+                    self.delete(step)
+                os.rename(folder, final)
+                _flush_folder(self.directory)
+        except BaseException:
+            if self.local and tf.io.gfile.exists(folder):
+                tf.io.gfile.rmtree(folder)
+            raise
+        self._point_to(step)
+        return sum(entry["bytes"] for entry in files.values())
+
+    def _write_text(self, path: str, text: str) -> None:
+        with tf.io.gfile.GFile(path, "w") as file:
+            file.write(text)
+        if self.local:
+            _flush_file(path)
+
+    def _point_to(self, step: int) -> None:
+        """Keeps TensorFlow's `checkpoint` file, so that tf.train.latest_checkpoint(directory) finds the newest."""
+        text = f'model_checkpoint_path: "step-{step:08d}/state-{step}"\n'
+        temporary = f"{self.directory}/.writing-checkpoint-{uuid.uuid4().hex[:8]}"
+        self._write_text(temporary, text)
+        tf.io.gfile.rename(temporary, f"{self.directory}/checkpoint", overwrite=True)
+
+    def delete(self, step: int) -> None:
+        """Deletes a snapshot. Killed in the middle it leaves nothing that looks whole."""
+        path, doomed = self.path(step), f"{self.directory}/.deleting-step-{step:08d}-{uuid.uuid4().hex[:8]}"
+        if self.local:
+            os.rename(path, doomed)
+            tf.io.gfile.rmtree(doomed)
+        else:
+            tf.io.gfile.remove(f"{path}/{MANIFEST}")
+            tf.io.gfile.rmtree(path)
+
+    # -- trusting --------------------------------------------------------------------------------------------------
+
+    def verify(self, step: int) -> Snapshot:
+        """Checks a snapshot file by file. Raises CheckpointError naming the file that is damaged."""
+        path = self.path(step)
+        try:
+            with tf.io.gfile.GFile(f"{path}/{MANIFEST}") as file:
+                manifest = json.loads(file.read())
+            files, found_step = manifest["files"], manifest["step"]
+        except tf.errors.NotFoundError:
+            raise CheckpointError(f"{path}/{MANIFEST} is missing: the snapshot was never completed.") from None
+        except (tf.errors.OpError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}/{MANIFEST} is damaged ({type(error).__name__}).") from None
+        if manifest.get("format") != FORMAT or found_step != step:
+            raise CheckpointError(f"{path}/{MANIFEST} is of format {manifest.get('format')}, step {found_step}; expected format {FORMAT}, step {step}.")
+        for name, entry in files.items():
+            file = f"{path}/{PurePosixPath(name).name}"
+            if not tf.io.gfile.exists(file):
+                raise CheckpointError(f"{file} is missing.")
+            size, digest = _measure(file, flush=False)
+            if size != entry["bytes"]:
+                raise CheckpointError(f"{file} has {size} bytes instead of {entry['bytes']}.")
+            if digest != entry["sha256"]:
+                raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
+        return Snapshot(path, step, manifest)
+
+    def newest_valid(self) -> tuple[Snapshot | None, list[str]]:
+        """The newest snapshot that is whole, and why newer ones were passed over."""
+        passed_over = []
+        for step in reversed(self.steps()):
+            try:
+                return self.verify(step), passed_over
+            except CheckpointError as error:
+                passed_over.append(str(error))
+        return None, passed_over
+
+    def read(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
+        """key -> array."""
+        reader = tf.train.load_checkpoint(f"{snapshot.path}/state-{snapshot.step}")
+        names = (name for name in reader.get_variable_to_shape_map() if name.endswith(_SUFFIX) and not name.startswith("save_counter"))
+        return {name.removesuffix(_SUFFIX): reader.get_tensor(name) for name in names}
+
+
+def _write_tensors(folder: str, step: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Through a real tf.train.CheckpointManager, so that TensorFlow's own tools read the files."""
+    with tf.device("CPU:0"):
+        groups: dict[str, dict[str, tf.Variable]] = {}
+        for key, array in arrays.items():
+            group, _, name = key.partition("/")
+            groups.setdefault(group, {})[name] = tf.Variable(array, trainable=False)
+        manager = tf.train.CheckpointManager(tf.train.Checkpoint(**groups), folder, max_to_keep=None, checkpoint_name="state")
+        manager.save(checkpoint_number=step)
+
+
+def _measure(path: str, flush: bool) -> tuple[int, str]:
+    """(bytes, SHA-256) of a file; flushed to the disk first if asked."""
+    if flush:
+        _flush_file(path)
+    digest, size = hashlib.sha256(), 0
+    with tf.io.gfile.GFile(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return size, digest.hexdigest()
+
+
+def _flush_file(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flush_folder(path: str) -> None:
+    _flush_file(path)  # a folder can be opened and flushed like a file

@@ -1,0 +1,109 @@
+"""Writes snapshots beside training: the caller pays for the copy to host memory, a thread for the rest.
+
+A failed write (disk full, read-only, folder gone) never stops training and never deletes anything: it is counted, told
+every time, and the next save tries again.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.store import SnapshotStore
+
+
+@dataclass
+class WriterStats:
+    """Counts and seconds since the start."""
+
+    saves: int = 0
+    failures: int = 0
+    bytes: int = 0
+    wait_s: float = 0.0  # training stood still because the previous write was not done
+    write_s: float = 0.0  # in the thread
+
+
+class SnapshotWriter:
+    """`save` hands arrays over; `messages` tells what has become of them. Only the chief has one."""
+
+    def __init__(self, store: SnapshotStore, retention: Retention, *, asynchronous: bool = True, retry_after: float = 1.0):
+        self.store, self.retention, self.asynchronous, self.retry_after = store, retention, asynchronous, retry_after
+        self.stats = WriterStats()
+        self.last_failure = ""
+        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._messages: queue.SimpleQueue[tuple[str, dict]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def save(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
+        """Starts writing a snapshot, after the previous one is done. `arrays` must not change any more."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(step, arrays, fields), name="tfdist-snapshot", daemon=False)
+        self._thread.start()
+        if not self.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written; the time counts as `wait_s`."""
+        if self._thread:
+            start = time.monotonic()
+            self._thread.join()
+            self._thread = None
+            self.stats.wait_s += time.monotonic() - start
+
+    def messages(self) -> list[tuple[str, dict]]:
+        """What happened since the last call: ("save", values) or ("warning", {"message": ...})."""
+        found = []
+        while not self._messages.empty():
+            found.append(self._messages.get())
+        return found
+
+    def _write(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
+        start = time.monotonic()
+        for attempt in (1, 2):
+            try:
+                size = self.store.write(step, arrays, fields)
+                break
+            except (OSError, tf.errors.OpError) as error:
+                self.last_failure = f"step {step}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                if attempt == 1:
+                    time.sleep(self.retry_after)
+        else:
+            self.stats.failures += 1
+            self._messages.put(("warning", {"message": f"SNAPSHOT NOT WRITTEN (failure number {self.stats.failures}), {self.last_failure}. Training goes on; the next save tries again. "
+                                                       f"Free or repair {self.store.directory}.", "failures": self.stats.failures}))
+            return
+        self.last_failure = ""
+        self.stats.saves += 1
+        self.stats.bytes += size
+        self.stats.write_s += time.monotonic() - start
+        self._metrics[step] = fields.get("metrics", {})
+        self._messages.put(("save", {"message": f"snapshot {self.store.path(step)}", "save/bytes": size, "save/write_s": time.monotonic() - start, "save/step": step}))
+        self._retain()
+
+    def _retain(self) -> None:
+        """Deletes what is not to be kept; only ever after a newer snapshot has been committed."""
+        try:
+            steps = self.store.steps()
+            for known in steps:
+                if known not in self._metrics:
+                    self._metrics[known] = self._stored_metrics(known)
+            for doomed in self.retention.doomed(steps, self._metrics):
+                self.store.delete(doomed)
+        except (OSError, tf.errors.OpError) as error:
+            self._messages.put(("warning", {"message": f"An old snapshot could not be deleted: {error}"}))
+
+    def _stored_metrics(self, step: int) -> Mapping[str, float]:
+        try:
+            with tf.io.gfile.GFile(f"{self.store.path(step)}/manifest.json") as file:
+                return json.loads(file.read()).get("metrics", {})
+        except (tf.errors.OpError, ValueError):
+            return {}

@@ -1,0 +1,151 @@
+"""Config -> a job: the one file that knows every part, and where the order of composition is written down.
+
+Order: environment -> runtime -> data -> batch plan and length -> precision -> model (synchronised BatchNorm) ->
+optimizer -> step -> evaluator -> restore -> observers -> loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from tfdist.config import BatchPlan, Config, plan_batch
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError
+from tfdist.data import augment, pipeline
+from tfdist.data.sources.base import Split
+from tfdist.data.sources.registry import load_split
+from tfdist.models.registry import build_model
+from tfdist.runtime.base import Runtime
+from tfdist.runtime.factory import create_runtime
+from tfdist.training.evaluation import Evaluator
+from tfdist.training.objectives import Objective, make_objective
+from tfdist.training.optimizer import ema_variables, make_optimizer
+from tfdist.training.precision import LossScale, set_policy
+from tfdist.training.schedule import Schedule
+from tfdist.training.step import StepOptions, TrainStep
+
+
+def prepare_environment(config: Config) -> None:
+    """Process-wide settings of TensorFlow and Keras; before anything touches a device."""
+    if config.cluster.intra_op_threads:
+        tf.config.threading.set_intra_op_parallelism_threads(config.cluster.intra_op_threads)
+    if config.cluster.inter_op_threads:
+        tf.config.threading.set_inter_op_parallelism_threads(config.cluster.inter_op_threads)
+    for gpu in tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.set_memory_growth(gpu, True)
+    if config.run.deterministic:
+        tf.config.experimental.enable_op_determinism()
+
+
+@dataclass
+class Job:
+    """The parts of a run, composed but not yet trained."""
+
+    config: Config  # resolved: steps, global batch and accumulation are numbers
+    runtime: Runtime
+    plan: BatchPlan
+    train_split: Split
+    eval_split: Split | None
+    model: keras.Model
+    optimizer: keras.Optimizer
+    objective: Objective
+    schedule: Schedule
+    step: TrainStep
+
+    def iterators(self, consumed: int) -> list:
+        """One iterator of training micro-batches per local replica, from a position in the data order."""
+        return [iter(train_dataset(self.config, self.train_split, self.plan, self.runtime.first_replica + index, consumed))
+                for index in range(self.runtime.local_replicas)]
+
+    def evaluator(self) -> Evaluator | None:
+        """Evaluates on the evaluation split; None if the source has none."""
+        if self.eval_split is None:
+            return None
+        return make_evaluator(self.config, self.runtime, self.model, self.objective, self.eval_split, self.plan.micro_batch, ema_variables(self.optimizer))
+
+
+def compose(config: Config, runtime: Runtime) -> Job:
+    """Builds every part of a run on a runtime. Raises TfdistError subclasses on what a user can mend."""
+    train_split, eval_split = load_split(config.data, "train"), load_split(config.data, "eval")
+    plan = plan_batch(config.batch, runtime.replicas)
+    config = resolve(config, plan, train_split)
+
+    keras.utils.set_random_seed(config.run.seed)
+    set_policy(config.precision)
+    schedule = Schedule.create(config.schedule, config.run.steps)
+    with runtime.scope():
+        model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
+        _check_compiled(config, runtime, model)
+        optimizer = make_optimizer(config.optimizer, schedule)
+        optimizer.build(model.trainable_variables)
+        loss_scale = LossScale(config.precision)
+    objective = make_objective(config.model, train_split.element_spec[1])
+    batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
+    step = TrainStep(runtime, model, optimizer, objective, loss_scale, StepOptions(
+        plan=plan,
+        seed=config.run.seed,
+        clip_norm=config.optimizer.clip_norm,
+        jit_compile=config.model.jit_compile,
+        skip_non_finite=config.loop.on_nan == "skip",
+        weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
+    ), batch_spec)
+    return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step)
+
+
+def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
+    """Replaces what was given indirectly (--epochs, --micro_batch) by the numbers it comes to."""
+    steps = config.run.steps
+    if not steps:
+        if split.size is None:
+            raise ConfigError(f"--epochs={config.run.epochs:g} needs a source of known size, which --source={config.data.source} is not: use --steps.")
+        steps = math.ceil(config.run.epochs * split.size / plan.global_batch)
+    return config.replace(steps=steps, epochs=0.0, global_batch=plan.global_batch, accumulation=plan.accumulation, micro_batch=0).validate()
+
+
+def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
+    """The training micro-batches of one replica, from a position in the data order."""
+    return pipeline.train_dataset(
+        split, plan=plan, replica=replica, seed=config.run.seed, shuffle=config.data.shuffle, consumed=consumed,
+        augment=augment.load_augmentation(config.data.augment), threads=config.data.reader_threads)
+
+
+def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objective: Objective, split: Split,
+                   micro_batch: int, averages: Sequence = ()) -> Evaluator:
+    """An evaluator of `model` on `split`, spread over the runtime's replicas."""
+
+    def datasets() -> tuple[list[tf.data.Dataset], int]:
+        made = [pipeline.eval_dataset(split, batch=config.data.eval_batch or micro_batch, replica=runtime.first_replica + index,
+                                      replicas=runtime.replicas, limit=config.data.eval_samples)
+                for index in range(runtime.local_replicas)]
+        return [dataset for dataset, _ in made], made[0][1]
+
+    return Evaluator(runtime, model, objective, datasets, averages)
+
+
+def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
+    """XLA cannot compile the collectives of a synchronised BatchNormalization."""
+    synchronized = any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
+    if config.model.jit_compile and synchronized and runtime.replicas > 1:
+        raise ConfigError("--jit_compile cannot compile synchronised BatchNormalization over several replicas: add --nosync_batchnorm, or drop --jit_compile.")
+
+
+def start_runtime(config: Config, cluster: Cluster) -> Runtime:
+    """The environment, then the runtime."""
+    prepare_environment(config)
+    return create_runtime(config, cluster)
+
+
+def run_folder(config: Config) -> Path:
+    """RUN_DIR, made if it is not there."""
+    folder = Path(config.run.run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run_dir={folder} cannot be made ({error.strerror}): choose a folder that can be written.") from None
+    return folder

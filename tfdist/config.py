@@ -1,0 +1,392 @@
+"""The configuration: one frozen dataclass per component, their cross-field checks, the digest, the batch arithmetic.
+
+Every field made with `option()` is also a command-line flag of the same name (flags.py reads the fields), so a new
+flag is one line here and one line in tests/unit/flag_surface.txt. No TensorFlow import: `--help` and `--dry_run`
+must answer at once.
+
+Fields marked `identity=True` count towards `Config.digest()`: they are those that change the numbers a run computes
+(model, data order, global batch, optimizer, ...). What only changes where or how fast the numbers are computed
+(strategy, number of workers, micro-batch, paths, logging, saving) does not count, so that a run may be resumed on
+another cluster.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist.control.exit_codes import ConfigError
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), identity: bool = False, least: float | None = None) -> Any:
+    """Declares a field that is also a flag: its help text, its allowed values, whether it is part of the identity."""
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": choices, "identity": identity, "least": least}
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole."""
+
+    run_dir: str = option("runs/default", "Folder of this run: logs, checkpoints, exports. An existing one is resumed.")
+    steps: int = option(0, "Optimizer steps to train in all. 0: taken from --epochs.", least=0)
+    epochs: float = option(0.0, "Passes over the training data, instead of --steps.", least=0)
+    seed: int = option(0, "Seed of weights, data order, dropout and augmentation.", identity=True, least=0)
+    deterministic: bool = option(False, "Bitwise repeatable: deterministic kernels, slower on GPUs.")
+    dry_run: bool = option(False, "Print the resolved configuration and the batch arithmetic, then stop.")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """How workers find each other, and the threads of each."""
+
+    startup_timeout: float = option(300.0, "Seconds to wait for every peer to appear.", least=1)
+    heartbeat_timeout: float = option(10.0, "Seconds of silence after which a peer counts as dead.", least=1)
+    intra_op_threads: int = option(0, "Threads within one TensorFlow operation. 0: TensorFlow decides.", least=0)
+    inter_op_threads: int = option(0, "Operations run at the same time. 0: TensorFlow decides.", least=0)
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """Which Runtime, and how it communicates."""
+
+    strategy: str = option("auto", "auto: multi_worker if TF_CONFIG lists several workers, mirrored if there are several local GPUs, else one_device.")
+    virtual_devices: int = option(0, "With --strategy=mirrored: this many CPU devices instead of the local GPUs.", least=0)
+    communication: str = option("auto", "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC; nccl: NVIDIA's. auto: nccl on GPUs, else socket.", choices=("auto", "socket", "ring", "nccl"))
+    pack_mb: float = option(1.0, "Gradients are reduced in packs of about this many MB, so that the first packs travel while the backward pass goes on. 0: one pack per tensor.", least=0)
+    collective_timeout: float = option(1800.0, "Seconds after which a collective that does not end is an error. Must exceed the longest save or evaluation. 0: never.", least=0)
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """global batch = micro-batch x accumulation x replicas. Give any two; the third follows."""
+
+    global_batch: int = option(0, "Samples per optimizer step over all workers. 0: follows from the others.", identity=True, least=0)
+    micro_batch: int = option(0, "Samples per replica in one forward pass. 0: follows from the others.", least=0)
+    accumulation: int = option(0, "Micro-batches per optimizer step. 0: follows from the others.", least=0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on, in which order."""
+
+    source: str = option("digits", "Data source: a registered name or package.module:function.", identity=True)
+    source_args: str = option("", "Options of the source, key=value,key=value.", identity=True)
+    data_dir: str = option("", "Where the source finds its files, if it needs any.")
+    sequence_length: int = option(128, "Tokens per sample of a text source.", identity=True, least=1)
+    shuffle: bool = option(True, "Permute the samples anew in each epoch.", identity=True)
+    augment: str = option("none", "Augmentation of training samples: none, a registered name or package.module:function.", identity=True)
+    eval_batch: int = option(0, "Samples per replica in one evaluation step. 0: the micro-batch.", least=0)
+    eval_samples: int = option(0, "Evaluate on the first N samples only. 0: all.", least=0)
+    reader_threads: int = option(0, "Batches fetched at the same time. 0: tf.data tunes it.", least=0)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is trained."""
+
+    model: str = option("cnn", "Model: a registered name or package.module:function returning a Keras 3 model.", identity=True)
+    model_args: str = option("", "Options of the model, key=value,key=value, for example size=tiny,dropout=0.1.", identity=True)
+    objective: str = option("auto", "Loss and metrics: auto, classification, next_token, regression or package.module:function.", identity=True)
+    label_smoothing: float = option(0.0, "Label smoothing of the classification objective, 0 to 1.", identity=True, least=0)
+    sync_batchnorm: bool = option(True, "BatchNormalization takes its statistics over all replicas.", identity=True)
+    jit_compile: bool = option(False, "Compile the forward and backward pass with XLA.")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Compute type, and the dynamic loss scale of float16 (Micikevicius et al. 2018, arXiv:1710.03740)."""
+
+    precision: str = option("float32", "Compute type; variables stay float32.", choices=("float32", "bfloat16", "float16"), identity=True)
+    loss_scale_initial: float = option(32768.0, "First loss scale of float16.", identity=True, least=1)
+    loss_scale_growth_steps: int = option(2000, "The loss scale doubles after this many steps without overflow.", identity=True, least=1)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The update rule."""
+
+    optimizer: str = option("adamw", "Update rule.", choices=("sgd", "momentum", "adam", "adamw", "lion", "lamb", "adafactor", "muon"), identity=True)
+    optimizer_args: str = option("", "Options of the Keras optimizer, key=value,key=value, for example beta_2=0.95.", identity=True)
+    weight_decay: float = option(0.0, "Decoupled weight decay per step, times the learning rate.", identity=True, least=0)
+    weight_decay_exclude: str = option("bias,gamma,beta", "Variables whose name contains one of these are not decayed.", identity=True)
+    clip_norm: float = option(0.0, "Clip the reduced gradient to this global norm. 0: off.", identity=True, least=0)
+    ema: float = option(0.0, "Decay of an exponential moving average of the weights, used in evaluation and export. 0: off.", identity=True, least=0)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning rate over the steps."""
+
+    learning_rate: float = option(1e-3, "Peak learning rate.", identity=True, least=0)
+    schedule: str = option("constant", "Shape after the warm-up. wsd: warm-up, stable, linear decay.", choices=("constant", "linear", "cosine", "wsd"), identity=True)
+    warmup_steps: int = option(0, "Steps of linear warm-up from 0.", identity=True, least=0)
+    decay_steps: int = option(0, "Step at which the decay ends. 0: the last step of the run.", identity=True, least=0)
+    decay_fraction: float = option(0.1, "Part of --decay_steps in which wsd decays.", identity=True, least=0)
+    min_learning_rate_ratio: float = option(0.0, "Learning rate at the end of the decay, as a part of the peak.", identity=True, least=0)
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """The rhythm of the outer loop, in steps."""
+
+    steps_per_loop: int = option(0, "Steps inside one tf.function call. 0: up to the next boundary, at most 100.", least=0)
+    log_every: int = option(20, "Steps between two log lines.", least=1)
+    eval_every: int = option(0, "Steps between two evaluations. 0: at the end only; -1: never.", least=-1)
+    on_nan: str = option("stop", "What a NaN or infinite loss or gradient does (float16 overflow is handled by the loss scale).", choices=("stop", "skip"))
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Snapshots: when to save, what to keep, what to trust."""
+
+    save_every: int = option(0, "Steps between two snapshots. 0: by --save_minutes and at the end only.", least=0)
+    save_minutes: float = option(15.0, "Minutes between two snapshots, by the chief's clock. 0: off.", least=0)
+    save_final: bool = option(True, "Save when training ends.")
+    keep: int = option(3, "Newest snapshots kept.", least=1)
+    keep_every: int = option(0, "Every snapshot whose step is a multiple of this is kept for ever. 0: none.", least=0)
+    keep_best: str = option("", "Keep also the snapshot that is best by this evaluation metric, for example min:loss or max:accuracy.")
+    async_save: bool = option(True, "Write snapshots in a background thread; training waits only for the copy to host memory.")
+    resume: str = option("auto", "auto: from the newest valid snapshot if there is one; never: refuse a run folder that has one; must: fail without one.", choices=("auto", "never", "must"))
+    allow_config_change: bool = option(False, "Resume although the configuration's digest differs.")
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What is left for others at the end."""
+
+    export: str = option("keras,saved_model", "Formats exported at the end: keras, saved_model, both, or none.")
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """What is shown, and where."""
+
+    progress: str = option("auto", "Progress on the console: a bar on a terminal, plain lines elsewhere.", choices=("auto", "bar", "plain", "none"))
+    tensorboard: bool = option(True, "Write TensorBoard scalars under RUN_DIR/tensorboard.")
+    plot: bool = option(True, "Draw RUN_DIR/curves.png at the end.")
+
+
+COMPONENTS: dict[str, type] = {
+    "run": RunConfig,
+    "cluster": ClusterConfig,
+    "strategy": StrategyConfig,
+    "batch": BatchConfig,
+    "data": DataConfig,
+    "model": ModelConfig,
+    "precision": PrecisionConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "loop": LoopConfig,
+    "checkpoint": CheckpointConfig,
+    "export": ExportConfig,
+    "telemetry": TelemetryConfig,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run needs to know. Built by flags.py, or in code: `Config(run=RunConfig(steps=100))`."""
+
+    run: RunConfig = RunConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    strategy: StrategyConfig = StrategyConfig()
+    batch: BatchConfig = BatchConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    loop: LoopConfig = LoopConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any]) -> Config:
+        """Builds a Config from {flag name: value}; absent names keep their defaults."""
+        known = {field.name for _, field in iter_options()}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"--{name} is not an option of tfdist; `--help` lists them.")
+        return cls(**{
+            component: kind(**{f.name: values[f.name] for f in dataclasses.fields(kind) if f.name in values})
+            for component, kind in COMPONENTS.items()
+        })
+
+    def flat(self) -> dict[str, Any]:
+        """{flag name: value} of every option."""
+        return {field.name: getattr(getattr(self, component), field.name) for component, field in iter_options()}
+
+    def replace(self, **values: Any) -> Config:
+        """A copy with some options changed, by flag name."""
+        return Config.from_flat({**self.flat(), **values})
+
+    def identity(self) -> dict[str, Any]:
+        """{flag name: value} of the options that decide what the run computes."""
+        values = self.flat()
+        named = {field.name: values[field.name] for _, field in iter_options() if field.metadata["identity"]}
+        if self.schedule.schedule == "constant":  # its end has no effect, so a longer run is still the same run
+            named["decay_steps"] = 0
+        elif not self.schedule.decay_steps:
+            named["decay_steps"] = self.run.steps or f"{self.run.epochs:g} epochs"
+        return named
+
+    def digest(self) -> str:
+        """16 hex digits that identify what the run computes: SHA-256 of the identity as canonical JSON."""
+        text = json.dumps(self.identity(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def validate(self) -> Config:
+        """Returns self, or raises ConfigError with a sentence that names the flag, its value and the fix."""
+        values = self.flat()
+        for _, field in iter_options():
+            _check_option(field, values[field.name])
+        if self.run.steps and self.run.epochs:
+            raise ConfigError(f"--steps={self.run.steps} and --epochs={self.run.epochs:g} both say when to end: give one of them.")
+        if not self.run.steps and not self.run.epochs:
+            raise ConfigError("Neither --steps nor --epochs is given: say how long to train, for example --epochs=10.")
+        if self.optimizer.ema >= 1:
+            raise ConfigError(f"--ema={self.optimizer.ema:g} must be below 1: use for example --ema=0.999, or 0 for none.")
+        if self.model.label_smoothing >= 1:
+            raise ConfigError(f"--label_smoothing={self.model.label_smoothing:g} must be below 1: use for example 0.1.")
+        if self.schedule.min_learning_rate_ratio > 1:
+            raise ConfigError(f"--min_learning_rate_ratio={self.schedule.min_learning_rate_ratio:g} must be at most 1.")
+        if not 0 < self.schedule.decay_fraction <= 1:
+            raise ConfigError(f"--decay_fraction={self.schedule.decay_fraction:g} must be above 0 and at most 1.")
+        decay_end = self.schedule.decay_steps or self.run.steps
+        if decay_end and self.schedule.warmup_steps >= decay_end and self.schedule.schedule != "constant":
+            raise ConfigError(
+                f"--warmup_steps={self.schedule.warmup_steps} leaves no step to decay before step {decay_end}: "
+                "lower it, or raise --steps or --decay_steps.")
+        if self.strategy.virtual_devices and self.strategy.strategy not in ("auto", "mirrored"):
+            raise ConfigError(
+                f"--virtual_devices={self.strategy.virtual_devices} is for --strategy=mirrored, not {self.strategy.strategy}: drop one of them.")
+        if self.checkpoint.keep_best and not self.checkpoint.keep_best.startswith(("min:", "max:")):
+            raise ConfigError(f"--keep_best={self.checkpoint.keep_best} must start with min: or max:, for example max:accuracy.")
+        if self.checkpoint.keep_best and self.loop.eval_every < 0:
+            raise ConfigError(f"--keep_best={self.checkpoint.keep_best} needs evaluations, but --eval_every=-1 turns them off.")
+        formats = set(self.export.export.split(","))
+        if not formats <= {"keras", "saved_model", "none"} or ("none" in formats and len(formats) > 1):
+            raise ConfigError(f"--export={self.export.export} must be keras, saved_model, keras,saved_model or none.")
+        for name in ("source_args", "model_args", "optimizer_args"):
+            parse_args(name, values[name])
+        return self
+
+
+def iter_options() -> Iterator[tuple[str, dataclasses.Field]]:
+    """Every option as (component name, field), in the order of declaration."""
+    for component, kind in COMPONENTS.items():
+        for field in dataclasses.fields(kind):
+            yield component, field
+
+
+def _check_option(field: dataclasses.Field, value: Any) -> None:
+    choices, least = field.metadata["choices"], field.metadata["least"]
+    if choices and value not in choices:
+        raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
+    if least is not None and not value >= least:  # also catches NaN
+        raise ConfigError(f"--{field.name}={value} is too small: it must be at least {least:g}.")
+
+
+def parse_args(flag: str, text: str) -> dict[str, Any]:
+    """Reads `key=value,key=value` into {key: Python literal or string}; commas inside brackets or quotes do not split.
+
+    Raises ConfigError if a piece has no `=`.
+    """
+    result: dict[str, Any] = {}
+    for piece in _split_outside_brackets(text):
+        key, equals, value = piece.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ConfigError(f"--{flag}={text}: {piece.strip()!r} is not key=value; write for example size=tiny,dropout=0.1.")
+        try:
+            result[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            result[key.strip()] = value.strip()
+    return result
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    pieces, depth, quote, current = [], 0, "", ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        if char == "," and depth == 0 and not quote:
+            pieces.append(current)
+            current = ""
+        else:
+            current += char
+    return [piece for piece in [*pieces, current] if piece.strip()]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a global batch of consecutive positions is cut: first into micro-batches, then over the replicas.
+
+    Cut points are i * B // n, so any global batch works with any number of replicas: parts differ by at most one
+    sample, and which samples make a (global, micro) batch does not depend on the number of replicas.
+    """
+
+    global_batch: int
+    accumulation: int
+    replicas: int
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per replica in one forward pass (the largest part, if parts are uneven)."""
+        return -(-self.global_batch // (self.accumulation * self.replicas))
+
+    @property
+    def even(self) -> bool:
+        return self.global_batch % (self.accumulation * self.replicas) == 0
+
+    def slice(self, micro: int, replica: int) -> tuple[int, int]:
+        """[start, stop) within the global batch of what `replica` takes in micro-batch `micro`."""
+        start = micro * self.global_batch // self.accumulation
+        size = (micro + 1) * self.global_batch // self.accumulation - start
+        return start + replica * size // self.replicas, start + (replica + 1) * size // self.replicas
+
+    def describe(self) -> str:
+        approximately = "" if self.even else "at most "
+        return (f"global batch {self.global_batch} = {approximately}{self.micro_batch} per micro-batch "
+                f"x {self.accumulation} accumulation x {self.replicas} replica{'s' if self.replicas > 1 else ''}")
+
+
+def plan_batch(batch: BatchConfig, replicas: int) -> BatchPlan:
+    """Completes the batch arithmetic for a number of replicas (at least 1).
+
+    Of --global_batch, --micro_batch and --accumulation any two give the third; with one alone, accumulation is 1.
+    Raises ConfigError on a contradiction, on nothing given, or if a micro-batch would be empty.
+    """
+    total, micro, accumulation = batch.global_batch, batch.micro_batch, batch.accumulation
+    if not total and not micro:
+        raise ConfigError("The batch size is not given: set --global_batch (samples per step over all workers) or --micro_batch.")
+    if total and micro and not accumulation:
+        accumulation = max(1, -(-total // (micro * replicas)))
+        if total % (micro * replicas) and micro * replicas < total:
+            raise ConfigError(
+                f"--global_batch={total} is not a multiple of --micro_batch={micro} x {replicas} replicas: "
+                f"use --global_batch={accumulation * micro * replicas}, or drop --micro_batch.")
+    accumulation = accumulation or 1
+    total = total or micro * accumulation * replicas
+    if micro and micro * accumulation * replicas != total:
+        raise ConfigError(
+            f"--global_batch={total} contradicts --micro_batch={micro} x --accumulation={accumulation} x {replicas} replicas "
+            f"= {micro * accumulation * replicas}: drop one of the three.")
+    if total < accumulation * replicas:
+        raise ConfigError(
+            f"--global_batch={total} leaves some of {replicas} replicas x {accumulation} micro-batches empty: "
+            f"raise it to at least {accumulation * replicas}, or use fewer workers.")
+    return BatchPlan(total, accumulation, replicas)

@@ -1,0 +1,1 @@
+"""Control plane: who is in the cluster, starting and stopping. No TensorFlow import."""

@@ -1,0 +1,124 @@
+"""The table of exit codes, the errors that carry them, and how a command maps an error to its code.
+
+A supervisor (ours, Kubernetes, Slurm) decides by the code alone whether to start the job again; README holds the
+same table, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+
+class ExitCode(enum.IntEnum):
+    """What a tfdist process ends with."""
+
+    OK = 0
+    INTERNAL = 1
+    CONFIG = 2
+    CLUSTER = 3
+    DATA = 4
+    STARTUP = 5
+    PEER_LOST = 6
+    HANG = 7
+    DIVERGED = 8
+    CHECKPOINT = 9
+    UNSUPPORTED = 10
+    CRASH_LOOP = 11
+    PREEMPTED = 42
+    INTERRUPTED = 130
+
+
+MEANING: dict[ExitCode, str] = {
+    ExitCode.OK: "training (or the command) ended as asked",
+    ExitCode.INTERNAL: "an unexpected error; the traceback is in the log",
+    ExitCode.CONFIG: "a flag, a flag file or their combination is wrong",
+    ExitCode.CLUSTER: "TF_CONFIG or the cluster's environment is wrong",
+    ExitCode.DATA: "the data source is missing, empty or malformed",
+    ExitCode.STARTUP: "a peer did not appear in time, or a port is in use",
+    ExitCode.PEER_LOST: "another worker died or left while training",
+    ExitCode.HANG: "a watchdog found this or another worker stuck",
+    ExitCode.DIVERGED: "the loss or a gradient became NaN or infinite",
+    ExitCode.CHECKPOINT: "a checkpoint cannot be used: none valid, or of another configuration",
+    ExitCode.UNSUPPORTED: "this Python, TensorFlow or Keras version is not supported, or a needed package is missing",
+    ExitCode.CRASH_LOOP: "the supervisor gave up: the job failed again and again without progress",
+    ExitCode.PREEMPTED: "stopped by a signal after saving: start again to go on",
+    ExitCode.INTERRUPTED: "stopped from the keyboard",
+}
+
+# Starting the same job again can help after these; after the others it fails in the same way.
+RESTARTABLE = frozenset({ExitCode.INTERNAL, ExitCode.STARTUP, ExitCode.PEER_LOST, ExitCode.HANG, ExitCode.PREEMPTED})
+
+
+class TfdistError(ValueError):
+    """Base of every error whose cause and cure can be named in a sentence. Its text is that sentence."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+class ConfigError(TfdistError):
+    exit_code = ExitCode.CONFIG
+
+
+class ClusterError(TfdistError):
+    exit_code = ExitCode.CLUSTER
+
+
+class DataError(TfdistError):
+    exit_code = ExitCode.DATA
+
+
+class StartupError(TfdistError):
+    exit_code = ExitCode.STARTUP
+
+
+class PeerLostError(TfdistError):
+    exit_code = ExitCode.PEER_LOST
+
+
+class HangError(TfdistError):
+    exit_code = ExitCode.HANG
+
+
+class DivergedError(TfdistError):
+    exit_code = ExitCode.DIVERGED
+
+
+class CheckpointError(TfdistError):
+    exit_code = ExitCode.CHECKPOINT
+
+
+class UnsupportedError(TfdistError):
+    exit_code = ExitCode.UNSUPPORTED
+
+
+def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoReturn:
+    """Runs a command's `main(argv)` and ends the process with the code that its result or error means.
+
+    A TfdistError is shown as its sentence; anything unexpected with its traceback. After an error the process ends at
+    once: TensorFlow's orderly shutdown waits for peers that may be gone.
+    """
+    try:
+        code = int(main(argv) or 0)
+    except SystemExit as end:  # --help
+        raise SystemExit(end.code) from None
+    except KeyboardInterrupt:
+        print("tfdist: interrupted.", file=sys.stderr)
+        code = ExitCode.INTERRUPTED
+    except TfdistError as error:
+        print(f"tfdist: error: {error} (exit code {error.exit_code.value}, {error.exit_code.name})", file=sys.stderr)
+        code = error.exit_code
+    except BaseException as error:  # noqa: BLE001 - the last resort
+        traceback.print_exc()
+        print(f"tfdist: error: unexpected {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} "
+              f"(exit code {ExitCode.INTERNAL.value}, INTERNAL)", file=sys.stderr)
+        code = ExitCode.INTERNAL
+    if code == ExitCode.OK:
+        raise SystemExit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,39 @@
+"""Signals as requests: SIGTERM asks for "save and stop", SIGUSR1 for "save and go on".
+
+A handler only sets a flag. The loop hands the flags to the next step, whose reduction tells them to every worker, so
+that all save (and stop) at the same step, whichever worker was signalled.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from tfdist.control.exit_codes import ExitCode
+
+
+class SignalRequests:
+    """The requests of this process; `save` and `stop` are read by the loop."""
+
+    def __init__(self) -> None:
+        self.save = False
+        self.stop = False
+
+    def install(self) -> SignalRequests:
+        """Takes over SIGTERM and SIGUSR1; only in the main thread. A second SIGTERM ends the process at once."""
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGUSR1, self._on_usr1)
+        return self
+
+    def _on_term(self, *_) -> None:
+        if self.stop:
+            os.write(2, b"tfdist: second SIGTERM: ending at once, without saving.\n")
+            os._exit(128 + signal.SIGTERM)
+        self.stop = True
+        # Not print(): a handler may interrupt another print and deadlock on its lock.
+        os.write(2, f"tfdist: SIGTERM: saving at the next boundary, then ending with exit code {ExitCode.PREEMPTED.value}.\n".encode())
+        sys.stderr.flush()
+
+    def _on_usr1(self, *_) -> None:
+        self.save = True

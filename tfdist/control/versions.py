@@ -1,0 +1,33 @@
+"""Refuses Python, TensorFlow and Keras versions that tfdist has not been shown to work with. Imports none of them."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+
+from tfdist.control.exit_codes import UnsupportedError
+
+PYTHON = ((3, 11), (3, 13))
+# distribution names -> the release series that works. Keras internals are overridden in training/optimizer.py.
+SERIES = {("tensorflow", "tensorflow-cpu", "tensorflow-intel"): "2.21", ("keras",): "3.15"}
+
+
+def check(python: tuple[int, int] = sys.version_info[:2], installed=metadata.version) -> None:
+    """Raises UnsupportedError with a sentence if a version does not fit. `installed`: name -> version."""
+    if not PYTHON[0] <= python <= PYTHON[1]:
+        raise UnsupportedError(f"Python {python[0]}.{python[1]} is not supported: use Python 3.11, 3.12 or 3.13.")
+    for names, series in SERIES.items():
+        found = _first_version(names, installed)
+        if found is None:
+            raise UnsupportedError(f"{names[0]} is not installed: pip install '{names[0]}~={series}.0'.")
+        if not (found == series or found.startswith(series + ".")):
+            raise UnsupportedError(f"{names[0]} {found} is not supported, its internals may differ: pip install '{names[0]}~={series}.0'.")
+
+
+def _first_version(names: tuple[str, ...], installed) -> str | None:
+    for name in names:
+        try:
+            return installed(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,108 @@
+"""Augmentation of training samples, and how it is joined to a split.
+
+An augmentation is a function `fn(x, y, seeds) -> (x, y)` on a whole micro-batch: x and y nests with leading dim n,
+seeds int32 [n, 2], one a sample, made of nothing but (run seed, position). So a sample is augmented in the same way at
+any number of workers, and anew in each epoch. It is traced in a tf.data map and must be stateless: draw from
+`order.uniform(seeds, k)`, or a sample at a time from `tf.map_fn` and `tf.image.stateless_*(..., seed=seed)`.
+AutoGraph is off there: decorate the function with @tf.function if it has Python branches on tensors.
+It may change shapes (if it does, the model must be built for the changed ones). Images are [n, H, W, C].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdist.control.exit_codes import DataError
+from tfdist.data import order
+from tfdist.data.sources.base import Sample, Split
+from tfdist.data.sources.registry import resolve
+
+Augmentation = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple]
+
+
+def load_augmentation(name: str) -> Augmentation | None:
+    """The augmentation called `name` (a registered name or package.module:function), or None for "none".
+
+    Raises ConfigError for an unknown name.
+    """
+    return resolve("augment", name, AUGMENTATIONS)
+
+
+def augmented_fetch(split: Split, augment: Augmentation | None) -> Callable[[tf.Tensor, tf.Tensor], Sample]:
+    """(indices int64 [n], seeds int32 [n, 2]) -> augmented samples; what the source can do while decoding is left to it."""
+    if augment is None:
+        return lambda indices, seeds: split.fetch(indices)
+    if augment is random_resized_crop and split.fetch_cropped is not None:
+        return split.fetch_cropped
+    return lambda indices, seeds: apply(augment, split.fetch(indices), seeds, split.name)
+
+
+def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) -> Sample:
+    """The micro-batch with x and y augmented, and its weights, if any, kept. Raises DataError on a wrong return value."""
+    result = augment(*sample[:2], seeds)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise DataError(f"--augment: the function returned {type(result).__name__} for {name}: it must return (x, y).")
+    for tensor in tf.nest.flatten(result):
+        if not tensor.shape[1:].is_fully_defined():
+            raise DataError(f"--augment: the function lost the shape of {name} ({tensor.shape}): end it with tf.ensure_shape.")
+    return (*result, *sample[2:])
+
+
+def flip(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
+    """Mirrors every second image, left to right."""
+    _check_images("flip", x)
+    return tf.where(order.uniform(seeds, 0)[:, None, None, None] < 0.5, tf.reverse(x, [2]), x), y
+
+
+def shift(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
+    """Moves each image by -1, 0 or 1 pixels both ways, filling with zeros. For digits, which must not be mirrored."""
+    _check_images("shift", x)
+    return _pad_and_crop(x, seeds, 1), y
+
+
+def flip_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
+    """Mirrors, pads with 4 zeros and crops to the old size, as usual for CIFAR (He et al. 2015, arXiv:1512.03385)."""
+    x, _ = flip(x, y, seeds)
+    return _pad_and_crop(x, seeds, 4), y
+
+
+def random_resized_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
+    """A crop of 8 to 100 % of the area and aspect ratio 3/4 to 4/3, resized to the old size, mirrored half of the time.
+
+    The usual one for ImageNet (Szegedy et al. 2014, arXiv:1409.4842). Images that are stored larger than they are used
+    are cropped while decoding instead (`Split.fetch_cropped`). Returns float32.
+    """
+    _check_images("random_resized_crop", x)
+    height, width = x.shape[1], x.shape[2]
+    area = 0.08 + 0.92 * order.uniform(seeds, 1)
+    root_aspect = tf.exp((order.uniform(seeds, 2) - 0.5) * math.log(4 / 3))  # sqrt of the width-to-height ratio
+    scale_y = tf.minimum(tf.sqrt(area * width / height) / root_aspect, 1.0)
+    scale_x = tf.minimum(tf.sqrt(area * height / width) * root_aspect, 1.0)
+    top = order.uniform(seeds, 3) * (1.0 - scale_y)
+    left = order.uniform(seeds, 4) * (1.0 - scale_x)
+    boxes = tf.stack([top, left, top + scale_y, left + scale_x], axis=1)
+    x = tf.image.crop_and_resize(x, boxes, tf.range(tf.shape(x)[0]), [height, width])
+    return flip(x, y, seeds)
+
+
+AUGMENTATIONS = {
+    "none": None, "flip": flip, "flip_crop": flip_crop, "random_resized_crop": random_resized_crop, "shift": shift}
+
+
+def _pad_and_crop(x: tf.Tensor, seeds: tf.Tensor, pad: int) -> tf.Tensor:
+    """Moves each image by -pad..pad pixels: gathers rows, then columns, of the padded images."""
+    height, width = x.shape[1], x.shape[2]
+    padded = tf.pad(x, [[0, 0], [pad, pad], [pad, pad], [0, 0]])
+    rows = order.uniform_int(seeds, 5, 2 * pad + 1)[:, None] + tf.range(height)
+    columns = order.uniform_int(seeds, 6, 2 * pad + 1)[:, None] + tf.range(width)
+    return tf.gather(tf.gather(padded, rows, axis=1, batch_dims=1), columns, axis=2, batch_dims=1)
+
+
+def _check_images(name: str, x: tf.Tensor) -> None:
+    if not isinstance(x, tf.Tensor) or x.shape.rank != 4:
+        raise DataError(
+            f"--augment={name} is for batches of images [n, height, width, channels], not for "
+            f"{getattr(x, 'shape', type(x).__name__)}: use --augment=none.")

@@ -1,0 +1,209 @@
+"""From a split to micro-batches: order + source -> tf.data, batched, augmented, prefetched.
+
+A batch is (x, y, w): x and y nests of tensors with leading dim n, w the float32 weights, [n] or [n, T].
+
+What a batch of 32, 64, 256 costs, all threads and the consuming loop on one core together (60,000 images of 8x8,
+shuffled): 40, 46, 75 us; made one by one instead of in blocks of 8: 105, 105, 140 us; and with
+`from_tensor_slices().shuffle(10000).repeat().batch()`: 104, 148, 422 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdist.config import BatchPlan
+from tfdist.control.exit_codes import DataError
+from tfdist.data import augment as augmentation
+from tfdist.data import order
+from tfdist.data.sources.base import Sample, Split
+
+STREAM_WINDOW = 1024  # samples of a stream that are kept in memory and shuffled among themselves
+
+
+def train_dataset(split: Split, *, plan: BatchPlan, replica: int, seed: int, shuffle: bool, consumed: int,
+                  augment: augmentation.Augmentation | None = None, threads: int = 0) -> tf.data.Dataset:
+    """The endless micro-batches of one replica: step 0 micro-batch 0, step 0 micro-batch 1, ..., counted from `consumed`.
+
+    `consumed` is reached in constant time; it need not be a multiple of the global batch. n is static if the plan is even.
+    augment: see augment.py. threads: batches made at the same time; 0: tf.data tunes it.
+
+    Streams (split.size None) know no order. The stream is shuffled within windows of STREAM_WINDOW samples,
+    repeated, and cut by position, so that the global batches are the same at any number of replicas; every replica reads
+    (and decodes) all of it, and `consumed` is reached by reading on. If the stream can be cut into enough shards (files),
+    each replica reads and repeats its own: less reading, but which samples make a batch then depends on the number of
+    replicas, and shards of different length end their passes at different times.
+    """
+    if split.size is None:
+        dataset = _stream_batches(split, plan, replica, seed, shuffle, consumed, augment)
+    else:
+        dataset = _indexed_batches(split, plan, replica, seed, shuffle, consumed, augment, threads)
+    return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
+
+
+def eval_dataset(
+        split: Split, *, batch: int, replica: int, replicas: int, limit: int = 0) -> tuple[tf.data.Dataset, int]:
+    """The evaluation batches of one replica, and their number, which is the same on all replicas.
+
+    Step s, replica r takes samples s * batch * replicas + r * batch + (0..batch-1), in plain order: each of the first
+    `limit` samples (0: all) exactly once over all replicas. Rows beyond them repeat sample 0 with w == 0; a replica may
+    have nothing else. Raises DataError if there is no sample.
+
+    A stream is counted first, by reading it through once if tf.data does not know its length; then every replica reads
+    all of it and keeps its share.
+    """
+    width = batch * replicas
+    shaped = _shaper(batch, split.element_spec)
+    if split.size is None:
+        size = _stream_length(split, limit)
+        steps = -(-size // width)
+        dataset = _stream_eval(split, size, steps, batch, replica, width).map(shaped)
+    else:
+        size = min(limit or split.size, split.size)
+        steps = -(-size // width)
+
+        def eval_batch(step: tf.Tensor) -> Sample:
+            index = step * width + replica * batch + tf.range(batch, dtype=tf.int64)
+            real = index < size
+            x, y, w = _weighted(split.fetch(tf.where(real, index, 0)), batch)
+            return shaped(x, y, _masked(w, real))
+
+        dataset = tf.data.Dataset.range(steps).map(_plain(eval_batch), num_parallel_calls=tf.data.AUTOTUNE)
+    return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options()), steps
+
+
+def _plain(function: Callable) -> Callable:
+    """The function as it is, not rewritten by AutoGraph, which would bury our errors in an error of its own."""
+    return tf.autograph.experimental.do_not_convert(function)
+
+
+def _options() -> tf.data.Options:
+    options = tf.data.Options()
+    options.deterministic = True
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return options
+
+
+def _indexed_batches(split: Split, plan: BatchPlan, replica: int, seed: int, shuffle: bool, consumed: int,
+                     augment: augmentation.Augmentation | None, threads: int) -> tf.data.Dataset:
+    """The micro-batches of a split with random access, made in blocks of several where that is cheaper."""
+    block = split.block if plan.even and not split.fixed else 1
+    positions = order.micro_positions(plan, replica, consumed)
+    fetch = augmentation.augmented_fetch(split, augment)
+    shaped = _shaper(block * plan.micro_batch if plan.even else None, split.element_spec if augment is None else None)
+
+    def make(first: tf.Tensor) -> Sample:
+        at = positions(first + tf.range(block, dtype=tf.int64))
+        samples = order.sample_of(at, split.size, seed, shuffle)
+        batch = shaped(*_weighted(fetch(samples, order.element_seeds(at, seed)), tf.shape(at)[0]))
+        return batch if block == 1 else tf.nest.map_structure(in_block, batch)
+
+    def in_block(t: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(t, [block, plan.micro_batch, *t.shape[1:]])
+
+    dataset = tf.data.Dataset.counter(step=block, dtype=tf.int64)
+    if split.fixed:
+        return dataset.take(plan.accumulation).map(_plain(make)).cache().repeat()
+    dataset = dataset.map(_plain(make), num_parallel_calls=threads or tf.data.AUTOTUNE)
+    return dataset if block == 1 else dataset.unbatch()
+
+
+def _weighted(sample: Sample, rows: int | tf.Tensor) -> Sample:
+    """(x, y) -> (x, y, ones [rows]); (x, y, w) stays."""
+    return sample if len(sample) == 3 else (*sample, tf.ones([rows], tf.float32))
+
+
+def _masked(w: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
+    """w with 0 in the rows (first dim) that are not real. `where`, not a product: the weight there may be anything."""
+    real = tf.reshape(real, tf.concat([tf.shape(real), tf.ones([tf.rank(w) - 1], tf.int32)], 0))
+    return tf.where(real, tf.cast(w, tf.float32), 0.0)
+
+
+def _shaper(rows: int | None, spec: tuple | None) -> Callable[..., Sample]:
+    """(x, y, w) -> the same with static shapes, which Python sources lose: `rows`, then as in `spec` if given."""
+    def shaped(x, y, w):
+        if spec is None:
+            tf.nest.map_structure(lambda t: t.set_shape([rows, *t.shape[1:]]), (x, y, w))
+        else:
+            full = (*spec, tf.TensorSpec([], tf.float32))[:3]
+            tf.nest.map_structure(lambda t, s: t.set_shape([rows, *s.shape]), (x, y, w), full)
+        return x, y, w
+
+    return shaped
+
+
+def _stream_batches(split: Split, plan: BatchPlan, replica: int, seed: int, shuffle: bool, consumed: int,
+                    augment: augmentation.Augmentation | None) -> tf.data.Dataset:
+    """The micro-batches of a stream: numbered samples, the replica's own among them, cut to the plan's lengths."""
+    bounds = [plan.slice(micro, replica) for micro in range(plan.accumulation)]
+    lengths = [stop - start for start, stop in bounds]
+    by_shard = 1 < plan.replicas <= split.stream_shards
+    stream = split.stream(replica, plan.replicas) if by_shard else split.stream(0, 1)
+    if not list(stream.take(1)):  # repeated, it would end at once, on this replica alone
+        raise DataError(f"{split.name} has no samples for replica {replica} of {plan.replicas}: check --source_args and --data_dir.")
+    endless = _window_shuffled(stream, seed) if shuffle else stream.repeat()
+    if by_shard:
+        own = consumed * sum(lengths) // plan.global_batch
+        # Numbers that no other replica has, so that no two samples share an augmentation.
+        numbered = endless.enumerate().skip(own).map(lambda i, sample: (i * plan.replicas + replica, sample))
+    else:
+        starts, stops = (list(ends) for ends in zip(*bounds, strict=True))
+
+        def is_own(number: tf.Tensor, sample: Sample) -> tf.Tensor:
+            offset = (number - consumed) % plan.global_batch
+            return tf.reduce_any((offset >= starts) & (offset < stops))
+
+        numbered = endless.enumerate().skip(consumed).filter(is_own)
+
+    shaped = _shaper(plan.micro_batch if plan.even else None, split.element_spec if augment is None else None)
+
+    def finish(numbers: tf.Tensor, sample: Sample) -> Sample:
+        if augment is not None:
+            sample = augmentation.apply(augment, sample, order.element_seeds(numbers, seed), split.name)
+        return shaped(*_weighted(sample, tf.shape(numbers)[0]))
+
+    batched = numbered.batch(sum(lengths)).rebatch(lengths) if len(set(lengths)) > 1 else numbered.batch(lengths[0])
+    return batched.map(_plain(finish), num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _window_shuffled(stream: tf.data.Dataset, seed: int) -> tf.data.Dataset:
+    """The stream, endless, each window of it in an order made of (seed, number of the window).
+
+    Not Dataset.shuffle: its order depends on TensorFlow's global seed as well, which may differ between workers; they
+    would then take some samples twice and others never.
+    """
+    def shuffled(number: tf.Tensor, window: Sample) -> Sample:
+        rows = tf.shape(tf.nest.flatten(window)[0], tf.int64)[0]
+        keys = order.element_seeds(number * STREAM_WINDOW + tf.range(rows), seed)[:, 0]
+        permutation = tf.argsort(keys, stable=True)
+        return tf.nest.map_structure(lambda t: tf.gather(t, permutation), window)
+
+    windows = stream.batch(STREAM_WINDOW).repeat().enumerate()
+    return windows.map(shuffled).unbatch()
+
+
+def _stream_length(split: Split, limit: int) -> int:
+    stream = split.stream(0, 1)
+    known = int(stream.cardinality())
+    if known == tf.data.INFINITE_CARDINALITY and not limit:
+        raise DataError(f"{split.name} is an endless stream: set --eval_samples, the number of samples to evaluate on.")
+    if known < 0:
+        stream = stream.take(limit) if limit else stream
+        known = int(stream.reduce(tf.constant(0, tf.int64), lambda count, _: count + 1))
+    size = min(limit or known, known)
+    if size < 1:
+        raise DataError(f"{split.name} is an empty stream: check --source, --source_args and --data_dir.")
+    return size
+
+
+def _stream_eval(split: Split, size: int, steps: int, batch: int, replica: int, width: int) -> tf.data.Dataset:
+    stream = split.stream(0, 1)
+    padded = stream.take(size).concatenate(stream.take(1).repeat()).take(steps * width).enumerate()
+
+    def finish(index: tf.Tensor, sample: Sample) -> Sample:
+        x, y, w = _weighted(sample, batch)
+        return x, y, _masked(w, index < size)
+
+    own = padded.filter(lambda index, _: index % width // batch == replica)
+    return own.batch(batch, drop_remainder=True).map(finish)

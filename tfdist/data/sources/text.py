@@ -1,0 +1,165 @@
+"""The text source: language modelling on the bytes of any text files.
+
+The files of a split, in the order of their relative paths, each followed by one zero byte, are one long array of bytes,
+held in memory once. Sample i is the window of T + 1 bytes that starts at byte i * T (T = --sequence_length):
+x = its first T bytes, y = its last T, so each byte of the corpus but the first is predicted exactly once. The rest
+of the corpus that fills no window is not used. x, y int32 [T] in 0..255.
+
+--data_dir is a folder (searched recursively) or one file; without it the corpus is the sources of the standard library
+of the Python that runs, without site-packages, tests and generated tables: 10 MB of real text on every machine.
+(Another Python version is another corpus: compare `info["digest"]` between workers.)
+
+About 5 % of the files are held out for evaluation: those whose path's SHA-256 says so, so that a file stays where it is
+when others are added. If that leaves a split without a window (few files, or one), the last 5 % of the bytes are held
+out.
+
+Options: pattern, one or a list of file name patterns, for example pattern=['*.txt','*.md']; eval_pattern, files
+whose relative path matches are held out, and no others; max_bytes, use only so many bytes of the training corpus, and a
+twentieth of it for evaluation (0: all).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import hashlib
+import math
+import os
+import posixpath
+import sysconfig
+from dataclasses import dataclass
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import DataConfig
+from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.sources.base import BLOCK, SPLITS, Sample, Split, on_host, read_options
+
+PATTERNS = ("*.txt", "*.md", "*.rst", "*.tex", "*.html", "*.py", "*.js", "*.ts", "*.c", "*.h", "*.cc", "*.cpp", "*.go", "*.rs", "*.java")
+# Not on every machine (tests), somebody else's (packages), or tables rather than text (the last two).
+STANDARD_LIBRARY_SKIPS = (
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "pydoc_data", "encodings")
+HELD_OUT = 0.05
+SEPARATOR = b"\0"
+
+
+def load(config: DataConfig, split: str) -> Split:
+    """See above. info: files, bytes, digest of this split; unigram entropies of both, in nats a byte; skipped files.
+
+    Raises DataError if there is no such folder, or too little text for one window in a split.
+    """
+    options = read_options(config, {"pattern": None, "eval_pattern": None, "max_bytes": 0})
+    patterns = [_patterns(name, options[name]) for name in ("pattern", "eval_pattern")]
+    corpora = _corpora(config.data_dir, *patterns, options["max_bytes"], config.sequence_length)
+    corpus, length = corpora[split], config.sequence_length
+    data = on_host(corpus.data)
+
+    def fetch(indices: tf.Tensor) -> Sample:
+        window = tf.cast(tf.gather(data, indices[:, None] * length + tf.range(length + 1, dtype=tf.int64)), tf.int32)
+        return window[:, :-1], window[:, 1:]
+
+    info = {"files": corpus.files, "bytes": len(corpus.data), "digest": corpus.digest, "skipped_files": corpus.skipped}
+    info |= {f"{name}_unigram_entropy_nats": corpora[name].unigram_entropy for name in SPLITS}
+    spec = (tf.TensorSpec([length], tf.int32),) * 2
+    return Split(f"text/{split}", (len(corpus.data) - 1) // length, spec, fetch, 256, info, block=BLOCK)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The bytes of one split. data uint8 [bytes]; skipped: files of both splits that are not readable or empty."""
+
+    data: np.ndarray
+    files: int
+    skipped: int
+
+    @functools.cached_property
+    def unigram_entropy(self) -> float:
+        """Nats a byte: the loss of the best model that knows only how often each byte occurs."""
+        p = np.bincount(self.data, minlength=256) / len(self.data)
+        return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.data.tobytes()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=1)  # both splits are asked for, one after the other
+def _corpora(data_dir: str, pattern: tuple, eval_pattern: tuple, max_bytes: int, length: int) -> dict[str, Corpus]:
+    where = f"--data_dir={data_dir}" if data_dir else "the standard library"
+    texts, skipped = {}, 0
+    for relative, path in _files(data_dir, pattern):
+        text = _read(path)
+        if text:
+            texts[relative] = text
+        else:
+            skipped += 1
+    if not texts:
+        raise DataError(
+            f"{where} holds no readable text in files like {', '.join(pattern or PATTERNS[:4])}: check the folder, or set "
+            "--source_args=pattern=...")
+    held_out = {name for name in texts if (_matches(name, eval_pattern) if eval_pattern else _hashed_out(name))}
+    chosen = {name: [t for n, t in texts.items() if (n in held_out) == (name == "eval")] for name in SPLITS}
+    data = {name: _joined(parts) for name, parts in chosen.items()}
+    if not eval_pattern and min(len(d) for d in data.values()) <= length:
+        whole = _joined(list(texts.values()))
+        cut = len(whole) - int(len(whole) * HELD_OUT)
+        data = {"train": whole[:cut], "eval": whole[cut:]}
+        chosen = dict.fromkeys(SPLITS, list(texts))
+    if max_bytes:
+        data = {"train": data["train"][:max_bytes], "eval": data["eval"][:max(max_bytes // 20, length + 1)]}
+    for name, part in data.items():
+        if len(part) <= length:
+            raise DataError(
+                f"{where} has {len(part)} bytes of text for {name}, too few for --sequence_length={length}: add text, or "
+                "lower it.")
+    return {name: Corpus(part, len(chosen[name]), skipped) for name, part in data.items()}
+
+
+def _files(data_dir: str, pattern: tuple) -> list[tuple[str, str]]:
+    """(relative path with /, path) of every file that matches, sorted by the former."""
+    if data_dir and not tf.io.gfile.exists(data_dir):
+        raise DataError(f"--data_dir={data_dir} does not exist: give a folder of text files or one file.")
+    if data_dir and not tf.io.gfile.isdir(data_dir):
+        return [(posixpath.basename(data_dir), data_dir)]
+    skips = () if data_dir else STANDARD_LIBRARY_SKIPS
+    root = data_dir or sysconfig.get_path("stdlib")
+    accepted = pattern or (PATTERNS if data_dir else ("*.py",))
+    found = []
+    for folder, inner, names in tf.io.gfile.walk(root):
+        # The walk does not enter what is taken out of this list.
+        inner[:] = [name for name in inner if name not in skips and not name.startswith(".")]
+        inside = folder[len(root):].replace(os.sep, "/").strip("/")
+        matching = [name for name in names if _matches(name, accepted)]
+        found += [(posixpath.join(inside, name), os.path.join(folder, name)) for name in matching]
+    return sorted(found)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with tf.io.gfile.GFile(path, "rb") as file:
+            return file.read()
+    except tf.errors.OpError:
+        return b""
+
+
+def _joined(parts: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(part + SEPARATOR for part in parts), np.uint8)
+
+
+def _hashed_out(relative: str) -> bool:
+    first = int.from_bytes(hashlib.sha256(relative.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+    return first < math.floor(HELD_OUT * 2**64)
+
+
+def _matches(name: str, patterns: tuple) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _patterns(name: str, value: object) -> tuple[str, ...]:
+    values = tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    if not all(isinstance(item, str) for item in values):
+        raise ConfigError(
+            f"--source_args: {name}={value!r} must be a file name pattern or a list of them, for example "
+            f"{name}=['*.txt','*.md'].")
+    return values

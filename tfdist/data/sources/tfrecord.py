@@ -1,0 +1,167 @@
+"""The tfrecord source: tf.train.Example records in TFRecord files.
+
+The files of a split are those in --data_dir that match a pattern, in the order of their names. They are read at random
+through an index of their records (records.py), so that order, exactly-once and resuming work as for any source.
+
+Options:
+  x, y        what a sample is made of, as FEATURE:KIND[SHAPE], for example x=image:uint8[28,28,1],y=label:int32.
+              KIND[SHAPE] is
+                float32, int64, int32 [...]  a float_list or int64_list (int32 is an int64_list, narrowed)
+                uint8, float16, ... [...]    raw bytes, little endian, in a bytes_list; also raw_float32, raw_int64,
+                                             raw_int32. In x, uint8 of rank 3 is an image and becomes float32 in 0..1
+                image[H,H,C]                 a JPEG, PNG, GIF or BMP file, resized, the centre kept (images.py); in
+                                             training with --augment=random_resized_crop a random crop is resized
+              No [SHAPE] means one number.
+  classes     number of classes or vocabulary size, if y is an integer
+  train, eval file name patterns; default *train*, and *eval*, *val* or *test*
+  stream      True: read the files from front to back instead (see pipeline.py for what is lost); a replica reads only
+              its own files if there are at least as many files as replicas
+  compression GZIP or ZLIB; only with stream=True
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfdist.config import DataConfig
+from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.sources import images
+from tfdist.data.sources.base import Sample, Split, read_options, scaled
+from tfdist.data.sources.records import RecordFiles, read_in_graph
+
+DEFAULTS = {"x": "", "y": "", "classes": 0, "train": "", "eval": "", "stream": False, "compression": ""}
+PATTERNS = {"train": ("*train*",), "eval": ("*eval*", "*val*", "*test*")}
+_LISTS = {"float32": tf.float32, "int64": tf.int64, "int32": tf.int64}
+_RAW = ("uint8", "int8", "uint16", "int16", "float16", "float64", "raw_float32", "raw_int32", "raw_int64")
+
+
+def load(config: DataConfig, split: str) -> Split:
+    """See above. Raises ConfigError for a wrong option, DataError if files are missing, damaged, or do not fit x and y."""
+    options = read_options(config, DEFAULTS)
+    x, y = (_Field.parse(name, options[name]) for name in ("x", "y"))
+    if y.spec.dtype.is_integer and not options["classes"]:
+        raise ConfigError(f"--source_args: y={options['y']} is an integer, so the number of classes is needed: add classes=N.")
+    compression = options["compression"]
+    if compression not in ("", "GZIP", "ZLIB") or (compression and not options["stream"]):
+        raise ConfigError(f"--source_args: compression={compression} must be GZIP or ZLIB, together with stream=True.")
+    paths = _paths(config.data_dir, options, split)
+    shared = set(paths) & set(_paths(config.data_dir, options, "eval" if split == "train" else "train", required=False))
+    if shared:
+        raise DataError(f"{min(shared)} belongs to both splits: set train= and eval= in --source_args to patterns that share no file.")
+    name, info = f"tfrecord/{split}", {"files": len(paths)}
+    spec, classes = (x.spec_of_x, y.spec), options["classes"] or None
+    features = {field.feature: field.parser for field in (x, y)}
+
+    def parse(records: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
+        parsed = tf.io.parse_example(records, features)
+        return scaled(x.decode(parsed, seeds)), y.decode(parsed, None)
+
+    if options["stream"]:
+        paths = [path for path in paths if tf.io.gfile.stat(path).length]
+        first = next(iter(tf.data.TFRecordDataset(paths, compression).take(1)), None) if paths else None
+    else:
+        files = RecordFiles(paths)
+        first = files.read([0])[0] if len(files) else None
+    if first is None:
+        raise DataError(f"{name}: the {info['files']} files that match hold no record: check --data_dir and --source_args.")
+    _try(parse, first, name)
+    if options["stream"]:
+        stream = _stream(paths, compression, parse)
+        return Split(name, None, spec, num_classes=classes, info=info, stream=stream, stream_shards=len(paths))
+
+    def fetch(indices: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
+        return parse(read_in_graph(files.read, indices), seeds)
+
+    return Split(name, len(files), spec, fetch, classes, info, fetch_cropped=fetch if x.kind == "image" else None)
+
+
+@dataclass(frozen=True)
+class _Field:
+    """One feature of the records: its name, how it is stored, its shape."""
+
+    feature: str
+    kind: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> _Field:
+        match = re.fullmatch(r"([^:]+):(\w+)(?:\[([\d, ]*)\])?", text)
+        if not match or match[2] not in (*_LISTS, *_RAW, "image"):
+            raise ConfigError(
+                f"--source_args: {option}={text!r} must be FEATURE:KIND[SHAPE], for example {option}=image:uint8[28,28,1], with KIND one of "
+                f"{', '.join((*_LISTS, *_RAW, 'image'))}.")
+        shape = tuple(int(n) for n in (match[3] or "").split(",") if n.strip())
+        if match[2] == "image" and (len(shape) != 3 or shape[0] != shape[1]):
+            raise ConfigError(f"--source_args: {option}={text}: an image needs its size and channels, for example image[224,224,3].")
+        return cls(match[1], match[2], shape)
+
+    @property
+    def spec(self) -> tf.TensorSpec:
+        dtype = "float32" if self.kind == "image" else self.kind.removeprefix("raw_")
+        return tf.TensorSpec(self.shape, tf.as_dtype(dtype))
+
+    @property
+    def spec_of_x(self) -> tf.TensorSpec:
+        image = self.kind == "uint8" and len(self.shape) == 3
+        return tf.TensorSpec(self.shape, tf.float32) if image else self.spec
+
+    @property
+    def parser(self) -> tf.io.FixedLenFeature:
+        stored = _LISTS.get(self.kind, tf.string)
+        return tf.io.FixedLenFeature(self.shape if self.kind in _LISTS else [], stored)
+
+    def decode(self, parsed: dict[str, tf.Tensor], seeds: tf.Tensor | None) -> tf.Tensor:
+        """The parsed feature as a tensor [n, *shape]."""
+        value = parsed[self.feature]
+        if self.kind in _LISTS:
+            return tf.cast(value, self.spec.dtype)
+        if self.kind == "image":
+            size, channels = self.shape[1:]
+            if seeds is None:
+                return images.decode(value, size, channels)
+            return images.decode_cropped(value, seeds, size, channels)
+        # With the number of rows, and not -1: records that are too long by a whole factor must not become more rows.
+        return tf.reshape(tf.io.decode_raw(value, self.spec.dtype), [tf.shape(value)[0], *self.shape])
+
+
+def _paths(data_dir: str, options: dict, split: str, required: bool = True) -> list[str]:
+    patterns = (options[split],) if options[split] else PATTERNS[split]
+    for pattern in patterns:
+        found = tf.io.gfile.glob(os.path.join(data_dir, pattern))
+        if found:
+            return sorted(path for path in found if not os.path.basename(path).startswith("."))
+    if required:
+        raise DataError(
+            f"--data_dir={data_dir} has no file {' or '.join(patterns)} for {split}: check the folder, or set "
+            f"--source_args={split}=PATTERN.")
+    return []
+
+
+def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
+    """Parses one record now, so that a wrong x or y is a clear error and not one from inside tf.data."""
+    record = bytes(record.numpy()) if isinstance(record, tf.Tensor) else record
+    try:
+        parse(tf.constant([record]))
+    except (tf.errors.InvalidArgumentError, ValueError) as error:
+        try:
+            stored = tf.train.Example.FromString(record).features.feature
+            has = ", ".join(f"{key}:{value.WhichOneof('kind')}" for key, value in sorted(stored.items())) or "no features"
+        except Exception:  # whatever the protobuf library raises for bytes that are no message
+            has = "no tf.train.Example"
+        reason = str(error).splitlines()[0][:300]
+        raise DataError(f"{name}: the first record ({has}) does not fit x and y of --source_args: {reason}") from error
+
+
+def _stream(paths: list[str], compression: str, parse: Callable) -> Callable[[int, int], tf.data.Dataset]:
+    def stream(shard: int, shards: int) -> tf.data.Dataset:
+        files = tf.data.Dataset.from_tensor_slices(paths).shard(shards, shard)
+        records = files.interleave(lambda path: tf.data.TFRecordDataset(path, compression), cycle_length=4,
+                                   num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return records.batch(64).map(parse, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
+
+    return stream

@@ -1,0 +1,169 @@
+"""The user's own data: --source=package.module:function.
+
+The function is called in every worker with those of these keyword arguments that it declares: `split` ("train" or
+"eval"), `config` (a DataConfig) and the options in --source_args (all of them must be declared; **kwargs takes
+everything). It returns the data of one split:
+
+  (x, y) or (x, y, w)      arrays with one row a sample, or nests (tuples, dicts) of such arrays
+  an object                with __len__ and __getitem__(i) -> (x, y) or (x, y, w): a sample each, all of one shape and
+                           type. It may be called from several threads at once. `num_classes` is read from it if it
+                           has one
+  tf.data.Dataset          of single samples, not of batches, the same at every pass: it must not be shuffled, repeated
+                           or sharded, that is done here. It is read as a stream (see pipeline.py for what is lost)
+  Split                    anything else (tfdist/data/sources/base.py)
+
+or of both: {"train": ..., "eval": ...}, or a pair of pairs, as keras.datasets.*.load_data() returns them. A function
+that does not declare `split` must return both: one set of data for both would be training on what is evaluated on.
+
+w is the weight of a sample (or of each of its tokens), float32. Integer y of rank 1 gives the number of classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import DataConfig, parse_args
+from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.sources.base import Sample, Split, array_split
+from tfdist.data.sources.registry import resolve
+
+
+def load(config: DataConfig, split: str) -> Split:
+    """See above. Raises ConfigError for a function that is missing or options it does not take, DataError for its data."""
+    function = resolve("source", config.source, {})
+    arguments, takes_split = _arguments(function, config, split)
+    result = function(**arguments)
+    name = f"{config.source}/{split}"
+    if isinstance(result, dict) and set(result) == {"train", "eval"}:
+        pair = (result["train"], result["eval"])
+    elif _is_pair_of_pairs(result) and not takes_split:
+        pair = result
+    elif takes_split:
+        return _split(name, result)
+    else:
+        raise DataError(
+            f"--source={config.source} does not declare `split` and returned one set of data ({type(result).__name__}), which "
+            "would be both trained and evaluated on: declare `split`, or return {'train': ..., 'eval': ...}.")
+    found = _split(name, pair[split == "eval"])
+    # Classes are counted over both, since one split may lack the last of them.
+    classes = [_count_classes(part) for part in pair]
+    return found if None in classes else dataclasses.replace(found, num_classes=max(classes))
+
+
+def _arguments(function: Callable, config: DataConfig, split: str) -> tuple[dict[str, Any], bool]:
+    options = parse_args("source_args", config.source_args)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some built-in functions do not tell
+        parameters = ()
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    declared = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for option in options:
+        if option not in declared and not anything or option in ("split", "config"):
+            raise ConfigError(
+                f"--source_args={config.source_args}: {config.source} does not take {option!r}; it takes "
+                f"{', '.join(sorted(declared - {'split', 'config'})) or 'none'}.")
+    given = {"split": split, "config": config}
+    missing = [p.name for p in parameters if p.name in declared - set(options) - set(given) and p.default is p.empty]
+    if missing:
+        raise ConfigError(f"--source={config.source} needs a value for {missing[0]!r}: add --source_args={missing[0]}=...")
+    takes_split = "split" in declared or anything
+    return options | {k: v for k, v in given.items() if k in declared or anything}, takes_split
+
+
+def _split(name: str, data: Any) -> Split:
+    """One split from whatever the function returned for it."""
+    if isinstance(data, Split):
+        return data
+    if isinstance(data, tf.data.Dataset):
+        return _dataset_split(name, data)
+    if isinstance(data, tuple) and len(data) in (2, 3):
+        arrays = tf.nest.map_structure(np.asarray, data)
+        if len(data) == 3:
+            arrays = (*arrays[:2], tf.nest.map_structure(lambda w: w.astype(np.float32), arrays[2]))
+        return array_split(name, arrays, num_classes=_count_classes(data))
+    if isinstance(data, tf.keras.utils.PyDataset):
+        raise DataError(f"--source: {name} is a Keras PyDataset, which yields batches: return single samples instead.")
+    is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if is_sequence and not isinstance(data, (dict, str, bytes, np.ndarray)):
+        return _object_split(name, data)
+    raise DataError(
+        f"--source: {name} is a {type(data).__name__}: return (x, y) arrays, an object with __len__ and __getitem__, "
+        "a tf.data.Dataset or a Split.")
+
+
+def _object_split(name: str, data: Any) -> Split:
+    """Random access through data[i], in Python."""
+    if not len(data):
+        raise DataError(f"--source: {name} is an empty {type(data).__name__}.")
+    first = data[0]
+    if not isinstance(first, tuple) or len(first) not in (2, 3):
+        raise DataError(f"--source: item 0 of {name} is a {type(first).__name__}: __getitem__ must return (x, y) or (x, y, w).")
+    spec = tf.nest.map_structure(_spec, first)
+    if len(first) == 3:
+        spec = (*spec[:2], tf.nest.map_structure(lambda s: tf.TensorSpec(s.shape, tf.float32), spec[2]))
+    flat_spec = tf.nest.flatten(spec)
+
+    def rows(indices: np.ndarray) -> list[np.ndarray]:
+        columns = [np.empty([len(indices), *s.shape], s.dtype.as_numpy_dtype) for s in flat_spec]
+        for row, index in enumerate(indices):
+            item = data[int(index)]
+            tf.nest.assert_same_structure(first, item)
+            for column, s, value in zip(columns, flat_spec, tf.nest.flatten(item), strict=True):
+                if np.shape(value) != tuple(s.shape):  # an assignment would broadcast it
+                    raise DataError(
+                        f"--source: item {index} of {name} has shape {np.shape(value)}, item 0 has {tuple(s.shape)}: give all "
+                        "one shape.")
+                column[row] = value
+        return columns
+
+    def fetch(indices: tf.Tensor) -> Sample:
+        # stateful=False: otherwise op determinism forbids reading in parallel.
+        columns = tf.numpy_function(rows, [indices], [s.dtype for s in flat_spec], stateful=False)
+        for column, s in zip(columns, flat_spec, strict=True):
+            column.set_shape([*indices.shape, *s.shape])
+        return tf.nest.pack_sequence_as(spec, columns)
+
+    return Split(name, len(data), spec, fetch, getattr(data, "num_classes", None))
+
+
+def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
+    spec = data.element_spec
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+        raise DataError(f"--source: {name} is a tf.data.Dataset of {spec}: its elements must be (x, y) or (x, y, w).")
+    if any(s.shape.rank is None or None in s.shape for s in tf.nest.flatten(spec)):
+        raise DataError(
+            f"--source: {name} is a tf.data.Dataset with a dim of unknown length ({spec}): it must yield single samples of "
+            "one shape, not batches.")
+    if data.cardinality() == 0:
+        raise DataError(f"--source: {name} is an empty tf.data.Dataset.")
+
+    def stream(shard: int, shards: int) -> tf.data.Dataset:
+        return data.shard(shards, shard) if shards > 1 else data
+
+    return Split(name, None, spec, stream=stream)
+
+
+def _spec(value: Any) -> tf.TensorSpec:
+    array = np.asarray(value)
+    return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))
+
+
+def _is_pair_of_pairs(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return all(isinstance(part, tuple) and len(part) in (2, 3) for part in value)
+
+
+def _count_classes(data: Any) -> int | None:
+    """Largest label + 1 if the data are arrays with integer labels of rank 1, else None."""
+    if not isinstance(data, tuple) or len(data) not in (2, 3) or isinstance(data[1], (tuple, dict)):
+        return None
+    y = np.asarray(data[1])
+    return int(y.max()) + 1 if y.ndim == 1 and len(y) and np.issubdtype(y.dtype, np.integer) else None

@@ -1,0 +1,191 @@
+"""The command line: turns the options of config.py into absl flags, reads flag files, writes the resolved ones.
+
+Only the commands import this. What differs from plain absl, on purpose:
+- The command line always wins over flag files, wherever `--flagfile` stands (absl: the last one by position).
+- A nested flag file is looked up beside the file that names it, then in the working directory.
+- `--help` lists the flags by component.
+No TensorFlow import: `--help` and `--dry_run` must answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+import sys
+import textwrap
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags as absl_flags
+
+from tfdist.config import COMPONENTS, Config
+from tfdist.control.exit_codes import ConfigError
+
+FLAGS_FILE = "flags.txt"
+
+
+class Parsed(NamedTuple):
+    """What a command line says."""
+
+    config: Config
+    command: Any  # the command's own options, an instance of the dataclass given to `parse`
+
+
+def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> Parsed:
+    """Parses the arguments of a command (without the program's name).
+
+    Args:
+      argv: arguments, for example ["--flagfile=flags/digits_cnn.flags", "--steps=30"].
+      usage: text shown above the flags by --help.
+      command: a frozen dataclass of `config.option()` fields with the command's own flags, or None.
+
+    Returns: the Config (not yet validated) and the command's own options.
+    Raises: ConfigError with a sentence; SystemExit(0) for --help and --version.
+    """
+    components = {**({"command": command} if command else {}), **COMPONENTS}
+    if any(arg in ("--help", "-h", "-help", "--helpfull", "--helpshort") for arg in argv):
+        print(help_text(usage, components))
+        raise SystemExit(0)
+    if "--version" in argv:
+        print(f"tfdist {metadata_version('tfdist') or 'from source'}")
+        raise SystemExit(0)
+    values = _define(components)
+    try:
+        rest = values(["tfdist", *expand_flagfiles(argv)])[1:]
+    except absl_flags.Error as error:
+        raise ConfigError(_sentence(error)) from None
+    if rest:
+        raise ConfigError(f"{rest[0]!r} is not a flag: every argument has the form --name=value.")
+    own = command(**{f.name: values[f.name].value for f in dataclasses.fields(command)}) if command else None
+    return Parsed(Config.from_flat({f.name: values[f.name].value for kind in COMPONENTS.values() for f in dataclasses.fields(kind)}), own)
+
+
+def expand_flagfiles(argv: list[str]) -> list[str]:
+    """Replaces every --flagfile by the file's flags, in front of all others, so that the command line wins."""
+    from_files: list[str] = []
+    others: list[str] = []
+    arguments = iter(argv)
+    for arg in arguments:
+        if arg in ("--flagfile", "-flagfile"):
+            path = next(arguments, None)
+            if path is None:
+                raise ConfigError("--flagfile is given without a file: write --flagfile=PATH.")
+            from_files += _read_flagfile(Path(path), ())
+        elif arg.startswith(("--flagfile=", "-flagfile=")):
+            from_files += _read_flagfile(Path(arg.partition("=")[2]), ())
+        else:
+            others.append(arg)
+    return from_files + others
+
+
+def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
+    if including and not path.is_absolute() and (including[-1].parent / path).exists():
+        path = including[-1].parent / path
+    if path.resolve() in including:
+        raise ConfigError(f"--flagfile={path} includes itself: remove that line.")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise ConfigError(f"--flagfile={path} cannot be read ({reason}): check the path.") from None
+    arguments = []
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if not line or line.startswith(("#", "//")):
+            continue
+        if not line.startswith("-"):
+            raise ConfigError(f"{path}, line {number}: {line!r} is not a flag; write --name=value, or # before a comment.")
+        name, equals, value = line.lstrip("-").partition("=")
+        if name == "flagfile":
+            if not equals:
+                raise ConfigError(f"{path}, line {number}: write --flagfile=PATH.")
+            arguments += _read_flagfile(Path(value), (*including, path.resolve()))
+        else:
+            arguments.append(line)
+    return arguments
+
+
+def write_flagfile(config: Config, path: Path, command: str = "") -> None:
+    """Writes all flags, resolved, as a flag file that reproduces the run. Atomic: a temporary name, flush, rename."""
+    lines = [
+        f"# Written by tfdist at the start of the run; `python -m tfdist.train --flagfile={FLAGS_FILE} --run_dir=ELSEWHERE` repeats it.",
+        f"# Configuration digest {config.digest()}. Python {platform.python_version()}, "
+        + ", ".join(f"{name} {metadata_version(name) or metadata_version(name + '-cpu')}" for name in ("tensorflow", "keras", "numpy")),
+    ]
+    if command:
+        lines.append(f"# Command: {command}")
+    for component, kind in COMPONENTS.items():
+        lines += ["", f"# {component}"]
+        for field in dataclasses.fields(kind):
+            if field.name == "dry_run":
+                continue
+            lines.append(format_flag(field.name, getattr(getattr(config, component), field.name)))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def format_flag(name: str, value: Any) -> str:
+    """One flag as it is written on a command line."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no{name}"
+    return f"--{name}={value!r}" if isinstance(value, float) else f"--{name}={value}"
+
+
+def metadata_version(distribution: str) -> str | None:
+    """The installed version of a distribution, or None. Does not import it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def help_text(usage: str, components: dict[str, type]) -> str:
+    """All flags by component, with defaults and allowed values."""
+    lines = [usage.strip(), "", "  --flagfile=PATH", "        Read flags from a file, one a line; # starts a comment. The command line wins over it."]
+    for kind in components.values():
+        lines += ["", (kind.__doc__ or "").strip().splitlines()[0]]
+        for field in dataclasses.fields(kind):
+            default = format_flag(field.name, field.default)
+            allowed = f" One of: {', '.join(field.metadata['choices'])}." if field.metadata["choices"] else ""
+            lines.append(f"  {default}")
+            lines += textwrap.wrap(field.metadata["help"] + allowed, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(lines)
+
+
+def _define(components: dict[str, type]) -> absl_flags.FlagValues:
+    values = absl_flags.FlagValues()
+    makers = {bool: absl_flags.DEFINE_bool, int: absl_flags.DEFINE_integer, float: absl_flags.DEFINE_float, str: absl_flags.DEFINE_string}
+    for kind in components.values():
+        for field in dataclasses.fields(kind):
+            makers[type(field.default)](field.name, field.default, field.metadata["help"], flag_values=values)
+    return values
+
+
+def _sentence(error: absl_flags.Error) -> str:
+    """absl's message in our form: the flag, its value, the fix."""
+    text = str(error)
+    unknown = re.match(r"Unknown command line flag '([^']*)'\.?(.*)", text, re.DOTALL)
+    if unknown:
+        hint = unknown.group(2).strip() or "`--help` lists them."
+        return f"--{unknown.group(1)} is not a flag of this command. {hint}"
+    illegal = re.match(r"flag --(\w+)=(.*?): (.*)", text, re.DOTALL)
+    if illegal:
+        name, value, reason = illegal.groups()
+        wanted = "a whole number" if "int()" in reason or "integer" in reason else "a number" if "float" in reason else "true or false" if "boolean" in reason else ""
+        return f"--{name}={value} is not {wanted}." if wanted else f"--{name}={value}: {reason.strip()}."
+    missing = re.match(r"Missing value for flag --?(\w+)", text)
+    if missing:
+        return f"--{missing.group(1)} is given without a value: write --{missing.group(1)}=VALUE."
+    return text.splitlines()[0]
+
+
+def main_command(argv: list[str]) -> str:
+    """The command as typed, for logs and the flag file's header."""
+    return " ".join(["python", "-m", f"tfdist.{Path(sys.argv[0]).stem}", *argv])

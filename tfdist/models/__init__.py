@@ -1,0 +1,1 @@
+"""Models: one file each, a registry in registry.py."""

@@ -1,0 +1,98 @@
+"""The pre-norm transformer block and learned positions, which transformer.py and vit.py share.
+
+Shapes: B batch, T positions, D width, H heads, K = D / H.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import keras
+from keras import initializers, layers, ops
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.models.inputs import dropout, rate
+
+EPSILON = 1e-5
+_STDDEV = 0.02
+_MASKED = -1e9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a stack of blocks."""
+
+    layers: int
+    width: int
+    heads: int
+    dropout: float = 0.0
+
+
+def choose_shape(model: str, sizes: dict[str, Shape], size: str, *, layers: int | None, width: int | None, heads: int | None, dropout: float) -> Shape:
+    """The named size, with what is not None instead. Raises ConfigError for an unknown size or a width that heads do not divide."""
+    if size not in sizes:
+        raise ConfigError(f"--model={model} got size={size}: use {', '.join(sizes)}.")
+    named = sizes[size]
+    given = {"layers": layers, "width": width, "heads": heads}
+    chosen = {key: getattr(named, key) if value is None else value for key, value in given.items()}
+    for key, value in chosen.items():
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"--model={model} got {key}={value}: it must be a whole number, at least 1.")
+    if chosen["width"] % chosen["heads"]:
+        raise ConfigError(f"--model={model} got width={chosen['width']} and heads={chosen['heads']}: heads must divide the width.")
+    return Shape(**chosen, dropout=rate(model, dropout))
+
+
+def normal() -> initializers.Initializer:
+    """The initial weights of GPT-2: normal, standard deviation 0.02. A new one for each layer, or all would start equal."""
+    return initializers.RandomNormal(stddev=_STDDEV)
+
+
+def positions(x_BT: keras.KerasTensor) -> keras.KerasTensor:
+    """int32 [1, T]: 0, 1, ..., T - 1. Made from the input, because Keras cannot save a model that holds a constant tensor."""
+    return ops.cumsum(ops.ones_like(x_BT[:1], dtype="int32"), axis=1) - 1
+
+
+def causal_mask(positions_1T: keras.KerasTensor) -> keras.KerasTensor:
+    """bool [1, T, T]: True where the query's position (dim 1) may see the key's (dim 2)."""
+    return ops.expand_dims(positions_1T, 2) >= ops.expand_dims(positions_1T, 1)
+
+
+def block(x_BTD: keras.KerasTensor, index: int, shape: Shape, mask: keras.KerasTensor | None = None) -> keras.KerasTensor:
+    """x + attention(norm(x)), then x + mlp(norm(x)): the block of GPT-2 (Radford et al. 2019). [B, T, D] -> [B, T, D].
+
+    `mask` is bool [1, T, T], None: every position sees all. The last layer of each branch starts with weights of
+    standard deviation 0.02 / sqrt(2 * layers), so that the sum over the branches does not grow with depth.
+    """
+    name = f"block_{index:02d}"
+    residual = initializers.RandomNormal(stddev=_STDDEV / (2 * shape.layers) ** 0.5)
+
+    h_BTD = layers.LayerNormalization(epsilon=EPSILON, name=f"{name}_norm_1")(x_BTD)
+    h_BTD = _attention(h_BTD, name, shape, mask, residual.clone())
+    x_BTD = layers.Add(name=f"{name}_attention_add")([x_BTD, dropout(h_BTD, shape.dropout, f"{name}_attention_dropout")])
+
+    h_BTD = layers.LayerNormalization(epsilon=EPSILON, name=f"{name}_norm_2")(x_BTD)
+    h_BTF = layers.Dense(4 * shape.width, kernel_initializer=normal(), name=f"{name}_mlp_up")(h_BTD)
+    h_BTF = ops.gelu(h_BTF, approximate=True)
+    h_BTD = layers.Dense(shape.width, kernel_initializer=residual.clone(), name=f"{name}_mlp_down")(h_BTF)
+    return layers.Add(name=f"{name}_mlp_add")([x_BTD, dropout(h_BTD, shape.dropout, f"{name}_mlp_dropout")])
+
+
+def _attention(x_BTD: keras.KerasTensor, name: str, shape: Shape, mask: keras.KerasTensor | None, residual: initializers.Initializer) -> keras.KerasTensor:
+    """Multi-head softmax attention with one projection for queries, keys and values. The softmax is in float32."""
+    length, per_head = x_BTD.shape[1], shape.width // shape.heads
+
+    def by_head(x: keras.KerasTensor) -> keras.KerasTensor:
+        return ops.transpose(ops.reshape(x, (-1, length, shape.heads, per_head)), (0, 2, 1, 3))
+
+    qkv = layers.Dense(3 * shape.width, kernel_initializer=normal(), name=f"{name}_attention_qkv")(x_BTD)
+    q_BHTK, k_BHTK, v_BHTK = (by_head(part) for part in ops.split(qkv, 3, axis=-1))
+    scores_BHTT = ops.matmul(q_BHTK * per_head**-0.5, ops.transpose(k_BHTK, (0, 1, 3, 2)))
+    scores_BHTT = ops.cast(scores_BHTT, "float32")
+    if mask is not None:
+        scores_BHTT = ops.where(mask, scores_BHTT, _MASKED)
+    weights_BHTT = ops.cast(ops.softmax(scores_BHTT), v_BHTK.dtype)
+    weights_BHTT = dropout(weights_BHTT, shape.dropout, f"{name}_attention_weights_dropout")
+    y_BTHK = ops.transpose(ops.matmul(weights_BHTT, v_BHTK), (0, 2, 1, 3))
+    y_BTD = ops.reshape(y_BTHK, (-1, length, shape.width))
+    return layers.Dense(shape.width, kernel_initializer=residual, name=f"{name}_attention_out")(y_BTD)

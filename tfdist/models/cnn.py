@@ -1,0 +1,42 @@
+"""The cnn model: a small convolutional classifier for small images (8x8 digits, 28x28, 32x32)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.models.inputs import dropout as drop
+from tfdist.models.inputs import image_input, outputs, rate
+
+_STRIDED = 16  # sides from which the first convolution has stride 2, which divides the work of all that follows by 4
+_FLATTENED = 4  # sides up to which the last feature map keeps its places; a larger one is averaged
+
+
+def cnn(*, x_spec: tf.TensorSpec, num_outputs: int | None, widths: Sequence[int] = (32, 64), dropout: float = 0.0,
+        norm: str = "batch") -> keras.Model:
+    """Images [B, H, W, C] in 0..1 -> per width: 3x3 convolution, BatchNorm, ReLU, 2x2 max-pool -> logits [B, num_outputs] float32.
+
+    norm: "batch", or "none" (convolutions then have a bias). `dropout` is before the last layer.
+    Raises ConfigError for another norm, x that is no image, or no number of classes.
+    """
+    if norm not in ("batch", "none"):
+        raise ConfigError(f"--model=cnn got norm={norm}: use batch or none.")
+    rate("cnn", dropout)
+    inputs = x = image_input("cnn", x_spec)
+    for index, width in enumerate(widths):
+        strides = 2 if index == 0 and min(x.shape[1:3]) >= _STRIDED else 1
+        x = layers.Conv2D(width, 3, strides=strides, padding="same", use_bias=norm == "none", kernel_initializer="he_normal",
+                          name=f"conv_{index:02d}")(x)
+        if norm == "batch":
+            x = layers.BatchNormalization(momentum=0.9, name=f"norm_{index:02d}")(x)
+        x = layers.ReLU(name=f"relu_{index:02d}")(x)
+        if min(x.shape[1:3]) >= 2:
+            x = layers.MaxPooling2D(2, name=f"pool_{index:02d}")(x)
+    flat = layers.Flatten(name="flatten") if max(x.shape[1:3]) <= _FLATTENED else layers.GlobalAveragePooling2D(name="average")
+    x = drop(flat(x), dropout, "dropout")
+    logits = layers.Dense(outputs("cnn", num_outputs), dtype="float32", name="logits")(x)
+    return keras.Model(inputs, logits, name="cnn")

@@ -1,0 +1,44 @@
+"""What the models check of the data they are given, and the layers at both ends that they share."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+from tfdist.control.exit_codes import ConfigError
+
+
+def image_input(model: str, x_spec: tf.TensorSpec) -> keras.KerasTensor:
+    """A Keras input [B, height, width, channels]. Raises ConfigError unless x is a floating image of known shape."""
+    if x_spec.shape.rank != 3 or not x_spec.shape.is_fully_defined() or not x_spec.dtype.is_floating:
+        raise ConfigError(f"--model={model} takes floating images [height, width, channels], but a sample's x is {_say(x_spec)}: use another --model or --source.")
+    return keras.Input(tuple(x_spec.shape), dtype=x_spec.dtype.name, name="image")
+
+
+def outputs(model: str, num_outputs: int | None) -> int:
+    """`num_outputs`. Raises ConfigError if the source knows no number of classes or vocabulary."""
+    if not num_outputs:
+        raise ConfigError(f"--model={model} needs a number of classes, which --source does not give: use another source, or a model of your own.")
+    return num_outputs
+
+
+def rate(model: str, value: float) -> float:
+    """A dropout rate. Raises ConfigError unless it is at least 0 and below 1."""
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(f"--model={model} got dropout={value}: it must be at least 0 and below 1.")
+    return value
+
+
+def dropout(x: keras.KerasTensor, value: float, name: str) -> keras.KerasTensor:
+    """A Dropout layer, or nothing at rate 0, so that a model without dropout has no random state to save."""
+    return layers.Dropout(value, name=name)(x) if value else x
+
+
+def float32_logits(x: keras.KerasTensor) -> keras.KerasTensor:
+    """The last layer: casts to float32 under every precision policy, because the loss takes exponentials."""
+    return layers.Activation("linear", dtype="float32", name="logits")(x)
+
+
+def _say(x_spec: tf.TensorSpec) -> str:
+    return f"{x_spec.dtype.name} {x_spec.shape}"

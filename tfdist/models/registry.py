@@ -1,0 +1,100 @@
+"""The names of the models, and how a name, or package.module:function, becomes a built Keras model.
+
+A new model is a function in a file of this folder, `builder(*, x_spec, num_outputs, **options) -> keras.Model`, and one
+line here. It is imported when it is asked for. A model returns logits in float32 and is made of layers and operations
+that Keras ships, so that its .keras file loads without tfdist.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.config import ModelConfig, parse_args
+from tfdist.control.exit_codes import ConfigError
+
+MODELS = {
+    "mlp": "tfdist.models.mlp:mlp",
+    "cnn": "tfdist.models.cnn:cnn",
+    "resnet50": "tfdist.models.applications:resnet50",
+    "applications": "tfdist.models.applications:applications",
+    "transformer": "tfdist.models.transformer:transformer",
+    "vit": "tfdist.models.vit:vit",
+}
+
+
+def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> keras.Model:
+    """The model of `--model` with `--model_args`, for samples of `x_spec` (no batch dim).
+
+    `num_outputs` is the number of classes or the size of the vocabulary, None where the source knows none. A function
+    of the user's own gets those of x_spec, num_outputs and the options of --model_args that its signature has.
+    Call it in the scope of the strategy, under the precision policy of the run and after the seed is set.
+
+    Raises ConfigError for an unknown model or option, or one that does not fit the data.
+    """
+    builder = _find(config.model)
+    own = config.model not in MODELS
+    arguments = _arguments(config, builder, {"x_spec": x_spec, "num_outputs": num_outputs})
+    if own:
+        model = builder(**arguments)
+    else:
+        if not isinstance(x_spec, tf.TensorSpec):
+            raise ConfigError(f"--model={config.model} takes one tensor, but a sample's x is {x_spec}: use a model of your own, --model=package.module:function.")
+        try:
+            model = builder(**arguments)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:  # what Keras says of, for example, layers=two or an image that is too small
+            raise ConfigError(f"--model={config.model} with --model_args={config.model_args!r} cannot be built for x of shape {tuple(x_spec.shape)}: {error}") from error
+    if not isinstance(model, keras.Model):
+        raise ConfigError(f"--model={config.model} returned {type(model).__name__}: it must return a keras.Model of Keras 3.")
+    if not model.built:
+        raise ConfigError(f"--model={config.model} returned a model without variables: call its build(input_shape), or begin it with keras.Input.")
+    _set_synchronized(model, config.sync_batchnorm)
+    return model
+
+
+def _find(name: str) -> Callable:
+    """The builder of that name. Raises ConfigError if there is none."""
+    module, colon, function = MODELS.get(name, name).partition(":")
+    if not colon:
+        raise ConfigError(f"--model={name} is unknown: use {', '.join(MODELS)}, or package.module:function.")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+            raise  # the module is there, but something that it imports is not
+        raise ConfigError(f"--model={name}: there is no module {module!r} on the Python path; start the command in its folder, or set PYTHONPATH.") from error
+    if not callable(getattr(found, function, None)):
+        raise ConfigError(f"--model={name}: the module {module} has no function {function!r}.")
+    return getattr(found, function)
+
+
+def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) -> dict[str, Any]:
+    """What to call the builder with: those of `given` that it accepts, and the options of --model_args."""
+    options = parse_args("model_args", config.model_args)
+    kinds = inspect.Parameter
+    parameters = {
+        name: parameter for name, parameter in inspect.signature(builder).parameters.items()
+        if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY, kinds.VAR_KEYWORD)
+    }
+    open_ended = any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values())
+    named = [name for name, parameter in parameters.items() if name not in given and parameter.kind is not kinds.VAR_KEYWORD]
+    for name in options:
+        if name in given or (name not in named and not open_ended):
+            raise ConfigError(f"--model_args={config.model_args}: --model={config.model} has no option {name!r}; it accepts {', '.join(named) or 'none'}.")
+    missing = [name for name in named if parameters[name].default is kinds.empty and name not in options]
+    if missing:
+        raise ConfigError(f"--model={config.model} needs {', '.join(missing)}: give for example --model_args={missing[0]}=VALUE.")
+    return {name: value for name, value in given.items() if name in parameters or open_ended} | options
+
+
+def _set_synchronized(model: keras.Model, synchronized: bool) -> None:
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = synchronized

@@ -1,0 +1,67 @@
+"""The transformer model: a decoder-only language model of the GPT-2 family (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.models.blocks import EPSILON, Shape, block, causal_mask, choose_shape, normal, positions
+from tfdist.models.inputs import dropout as drop
+from tfdist.models.inputs import float32_logits, outputs
+
+SIZES = {
+    "tiny": Shape(layers=2, width=64, heads=4),
+    "small": Shape(layers=6, width=384, heads=6),
+    "gpt2": Shape(layers=12, width=768, heads=12),
+    "gpt2-medium": Shape(layers=24, width=1024, heads=16),
+}
+
+
+def transformer(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "tiny", layers: int | None = None,
+                width: int | None = None, heads: int | None = None, dropout: float = 0.0, context: int | None = None,
+                vocabulary: int | None = None) -> keras.Model:
+    """Tokens int [B, T] -> logits [B, T, vocabulary] float32; position t sees tokens 0..t.
+
+    Pre-norm blocks, learned positions, LayerNorm epsilon 1e-5, GELU in its tanh form, the head tied to the token
+    embedding. Weights start normal(0.02), and at 0.02 / sqrt(2 * layers) where a branch joins the residual sum.
+    layers, width, heads: instead of those of `size`. context: positions with an embedding, by default T.
+    vocabulary: by default num_outputs; a larger one, for example the next multiple of 64, adds tokens that never occur.
+    dropout: of the embeddings, the attention weights and both branches.
+
+    Parameters: (vocabulary + context + 2) * D + layers * (12 * D^2 + 13 * D). With vocabulary 50257 and context 1024,
+    gpt2 has 124,439,808 and gpt2-medium 354,823,168.
+
+    Raises ConfigError for an option out of range, or x that is no sequence of tokens of known length.
+    """
+    shape = choose_shape("transformer", SIZES, size, layers=layers, width=width, heads=heads, dropout=dropout)
+    length = _length(x_spec)
+    context = length if context is None else context
+    if context < length:
+        raise ConfigError(f"--model=transformer got context={context}, shorter than the sequences of {length} tokens: raise it, or lower --sequence_length.")
+    tokens = outputs("transformer", num_outputs or vocabulary)
+    vocabulary = tokens if vocabulary is None else vocabulary
+    if vocabulary < tokens:
+        raise ConfigError(f"--model=transformer got vocabulary={vocabulary}, but the source has {tokens} tokens: raise it, or leave it out.")
+    return _build(shape, length, context, vocabulary, x_spec.dtype.name)
+
+
+def _length(x_spec: tf.TensorSpec) -> int:
+    if x_spec.shape.rank != 1 or not x_spec.shape.is_fully_defined() or not x_spec.dtype.is_integer:
+        raise ConfigError(f"--model=transformer takes integer tokens [length], but a sample's x is {x_spec.dtype.name} {x_spec.shape}: use another --model or --source.")
+    return x_spec.shape[0]
+
+
+def _build(shape: Shape, length: int, context: int, vocabulary: int, dtype: str) -> keras.Model:
+    tokens_BT = keras.Input((length,), dtype=dtype, name="tokens")
+    embed_tokens = layers.ReversibleEmbedding(vocabulary, shape.width, embeddings_initializer=normal(), name="embed_tokens")
+    embed_positions = layers.Embedding(context, shape.width, embeddings_initializer=normal(), name="embed_positions")
+    positions_1T = positions(tokens_BT)
+    x_BTD = embed_tokens(tokens_BT) + embed_positions(positions_1T)
+    x_BTD = drop(x_BTD, shape.dropout, "embed_dropout")
+    mask = causal_mask(positions_1T)
+    for index in range(shape.layers):
+        x_BTD = block(x_BTD, index, shape, mask)
+    x_BTD = layers.LayerNormalization(epsilon=EPSILON, name="final_norm")(x_BTD)
+    return keras.Model(tokens_BT, float32_logits(embed_tokens(x_BTD, reverse=True)), name="transformer")

@@ -1,0 +1,60 @@
+"""The Runtime protocol: all that the training plane knows about devices and other workers.
+
+A *worker* is a process, a *replica* a copy of the model; a worker holds one or more replicas. A per-replica value is
+one value per replica of this worker; with one replica it is just the value. A new runtime implements this protocol in
+a file of its own and adds a line to factory.py; tests/multi runs one conformance suite over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+
+class Runtime(Protocol):
+    """Where code runs, and how values are combined."""
+
+    name: str
+    rank: int  # of this worker; 0 is the chief
+    size: int  # workers
+    replicas: int  # over all workers
+    local_replicas: int  # of this worker
+    first_replica: int  # global index of this worker's first replica
+
+    # Inside a tf.function.
+
+    def scope(self) -> AbstractContextManager:
+        """Variables created inside exist on every replica, with the chief's initial values."""
+
+    def run(self, fn: Callable, args: Sequence = ()) -> Any:
+        """Calls `fn(*args)` once per local replica; per-replica arguments are unpacked, results are per-replica."""
+
+    def per_replica(self, values: Sequence) -> Any:
+        """Makes one per-replica value of `local_replicas` values."""
+
+    def local(self, value: Any) -> tuple:
+        """The inverse of `per_replica`: the local replicas' values."""
+
+    def replica_id(self) -> tf.Tensor:
+        """Inside the `fn` of `run`: the global index of the replica, int32 []."""
+
+    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Inside the `fn` of `run`: the sum of each tensor over all replicas. Every replica passes the same shapes."""
+
+    # Between steps, on host values. Every worker must call these in the same order.
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """[size, *array.shape]: every worker's array (same shape and dtype on all)."""
+
+    def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """The chief's arrays, bit for bit, on every worker (same shapes and dtypes on all)."""
+
+    def barrier(self) -> None:
+        """Returns when every worker has called it."""
+
+    def close(self) -> None:
+        """Leaves the cluster in order."""

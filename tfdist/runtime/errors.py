@@ -1,0 +1,44 @@
+"""What TensorFlow's errors mean to a user."""
+
+from __future__ import annotations
+
+import re
+
+import tensorflow as tf
+
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError, PeerLostError, TfdistError
+from tfdist.runtime.ring import MARK
+
+_PEER_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
+
+
+def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
+    """The error as a sentence with its exit code, or None if it is not one that we know."""
+    if isinstance(error, TfdistError) or not isinstance(error, tf.errors.OpError):
+        return None
+    text = str(error.message)
+    if isinstance(error, tf.errors.ResourceExhaustedError):
+        return ConfigError(f"Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16. TensorFlow says: {_first_line(text)}")
+    if MARK in text:
+        return PeerLostError(f"{text[text.index(MARK) + len(MARK):].splitlines()[0]} Look at the log of that worker for the cause, then start all workers again.")
+    if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
+        if isinstance(error, tf.errors.DeadlineExceededError) or "timed out" in text.lower():
+            return PeerLostError(
+                "A collective did not end within --collective_timeout: a peer is stuck or much slower, or the time-out is shorter than "
+                f"its longest save or evaluation. TensorFlow says: {_first_line(text)}")
+        return PeerLostError(f"Lost contact with {_peer(text, cluster)}: look at its log for the cause, then start all workers again. TensorFlow says: {_first_line(text)}")
+    return None
+
+
+def _peer(text: str, cluster: Cluster) -> str:
+    """The first other task that TensorFlow's message names, as rank and address."""
+    own = f"/job:{cluster.role}/replica:0/task:{cluster.index}"
+    for role, index in re.findall(r"/job:(\w+)/replica:0/task:(\d+)", text):
+        if f"/job:{role}/replica:0/task:{index}" != own and role in cluster.spec and int(index) < len(cluster.spec[role]):
+            return cluster.name(cluster.peers.index(cluster.spec[role][int(index)]))
+    return "a peer"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else "nothing"

@@ -1,0 +1,40 @@
+"""Which Runtime a configuration means. Adding one is a file and a line in RUNTIMES."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.base import Runtime
+
+RUNTIMES: dict[str, str] = {
+    "one_device": "tfdist.runtime.one_device:OneDevice",
+    "mirrored": "tfdist.runtime.mirrored:Mirrored",
+    "multi_worker": "tfdist.runtime.mirrored:MultiWorker",
+}
+
+
+def create_runtime(config: Config, cluster: Cluster) -> Runtime:
+    """Builds the runtime named by --strategy (`auto`: by what is there).
+
+    Raises: ConfigError if the name is unknown or does not fit the cluster.
+    """
+    name = config.strategy.strategy
+    if name == "auto":
+        name = _choose(config, cluster)
+    if name not in RUNTIMES:
+        raise ConfigError(f"--strategy={name} is not one of auto, {', '.join(RUNTIMES)}.")
+    module, _, kind = RUNTIMES[name].partition(":")
+    return getattr(import_module(module), kind).create(config, cluster)
+
+
+def _choose(config: Config, cluster: Cluster) -> str:
+    import tensorflow as tf
+
+    if cluster.size > 1:
+        return "multi_worker"
+    if config.strategy.virtual_devices > 1 or len(tf.config.list_physical_devices("GPU")) > 1:
+        return "mirrored"
+    return "one_device"

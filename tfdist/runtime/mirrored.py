@@ -1,0 +1,177 @@
+"""Synchronous data parallelism through tf.distribute: MirroredStrategy (the devices of one process) and
+MultiWorkerMirroredStrategy (several processes, each with one or more devices)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute.values import PerReplica  # not public, and there is no public way inside a tf.function
+from tensorflow.python.eager import context
+
+from tfdist.config import Config, StrategyConfig
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.ring import Ring, RingReducer
+
+_LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
+_CHUNK = 1 << 24  # int32 elements (64 MiB) per host collective, to bound its memory
+
+
+class StrategyRuntime:
+    """A tf.distribute.Strategy as a Runtime; see runtime/base.py."""
+
+    def __init__(self, name: str, strategy: tf.distribute.Strategy, options: tf.distribute.experimental.CommunicationOptions, *, rank: int, size: int):
+        self.name = name
+        self.strategy = strategy
+        self.options = options
+        self.rank = rank
+        self.size = size
+        self.replicas = strategy.num_replicas_in_sync
+        self.local_replicas = self.replicas // size
+        self.first_replica = rank * self.local_replicas
+        self._reducer: RingReducer | None = None
+        self._sum_function = tf.function(self._sum_of_first_replicas, reduce_retracing=True)
+
+    def scope(self) -> AbstractContextManager:
+        return self.strategy.scope()
+
+    def run(self, fn: Callable, args: Sequence = ()) -> Any:
+        return self.strategy.run(fn, args=tuple(args))
+
+    def per_replica(self, values: Sequence) -> Any:
+        if len(values) == 1:
+            return values[0]
+        return tf.nest.map_structure(lambda *leaves: PerReplica(leaves), *values)
+
+    def local(self, value: Any) -> tuple:
+        if self.local_replicas == 1:
+            return (value,)
+        return tuple(
+            tf.nest.map_structure(lambda leaf: self.strategy.experimental_local_results(leaf)[index], value, expand_composites=False)
+            for index in range(self.local_replicas))
+
+    def replica_id(self) -> tf.Tensor:
+        return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+    def use_ring(self, host: str, bucket_bytes: int, timeout: float) -> None:
+        """From now on float32 tensors are reduced by runtime/ring.py; `host`: where other workers reach this one."""
+
+        def exchange(endpoint: str) -> list[str]:
+            rows = self.all_gather(np.frombuffer(endpoint.encode().ljust(_LONGEST_ENDPOINT), np.uint8))
+            return [row.tobytes().decode().strip() for row in rows]
+
+        self._reducer = RingReducer(Ring(self.rank, self.size, host, exchange, timeout), bucket_bytes)
+
+    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        if self._reducer and all(tensor.dtype == tf.float32 and tensor.shape.is_fully_defined() for tensor in tensors):
+            return self._reducer(tensors)
+        # Arguments of `run` that pass straight through fail with "destinations can not be empty" without the identity.
+        return tf.distribute.get_replica_context().all_reduce(
+            tf.distribute.ReduceOp.SUM, [tf.identity(tensor) for tensor in tensors], options=self.options)
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        array = np.ascontiguousarray(array)
+        words = _to_words([array])
+        rows = np.zeros((self.size, words.size), np.int32)
+        rows[self.rank] = words
+        gathered = self._sum(rows.reshape(-1)).reshape(rows.shape)
+        return np.stack([_from_words(row, [array])[0] for row in gathered])
+
+    def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        words = _to_words(arrays)
+        return _from_words(self._sum(words if self.rank == 0 else np.zeros_like(words)), arrays)
+
+    def barrier(self) -> None:
+        self._sum(np.zeros(1, np.int32))
+
+    def close(self) -> None:
+        pass
+
+    def _sum(self, words: np.ndarray) -> np.ndarray:
+        """Sum of int32 [n] over workers: exact, and of any dtype when all but one worker pass zeros."""
+        if self.size == 1:
+            return words
+        chunks = [self._sum_function(tf.constant(words[start:start + _CHUNK])).numpy() for start in range(0, words.size, _CHUNK)]
+        return np.concatenate(chunks) if chunks else words
+
+    def _sum_of_first_replicas(self, words: tf.Tensor) -> tf.Tensor:
+        # int32, so never through the ring: that is set up with this.
+        first = self.per_replica([words if index == 0 else tf.zeros_like(words) for index in range(self.local_replicas)])
+        return self.local(self.run(lambda value: self.all_reduce([value])[0], (first,)))[0]
+
+
+class Mirrored(StrategyRuntime):
+    """All local GPUs, or K virtual CPU devices."""
+
+    @classmethod
+    def create(cls, config: Config, cluster: Cluster) -> Mirrored:
+        if cluster.size > 1:
+            raise ConfigError(
+                f"--strategy=mirrored trains in one process, but TF_CONFIG lists {cluster.size} workers: use --strategy=multi_worker.")
+        virtual = config.strategy.virtual_devices
+        if virtual:
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            if len(tf.config.get_logical_device_configuration(cpu) or [None]) != virtual:
+                tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * virtual)
+            devices = [f"CPU:{index}" for index in range(virtual)]
+        else:
+            devices = [f"GPU:{index}" for index in range(len(tf.config.list_logical_devices("GPU")))]
+            if not devices:
+                raise ConfigError("--strategy=mirrored, but this machine shows no GPU: use --virtual_devices=2 to try it on the CPU, or --strategy=one_device.")
+        options = communication_options(config.strategy)
+        strategy = tf.distribute.MirroredStrategy(devices)
+        return cls("mirrored", strategy, options, rank=0, size=1)
+
+
+class MultiWorker(StrategyRuntime):
+    """MultiWorkerMirroredStrategy. The cluster must have passed control/preflight.py."""
+
+    @classmethod
+    def create(cls, config: Config, cluster: Cluster) -> MultiWorker:
+        options = communication_options(config.strategy)
+        if cluster.size > 1:
+            os.environ["TF_CONFIG"] = cluster.tf_config()
+            # The heartbeat is how the death of a peer that cannot say so (SIGSTOP, power, network) is noticed.
+            context.context().configure_coordination_service(
+                service_type="standalone",
+                service_leader="/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0",
+                heartbeat_timeout_in_ms=int(config.cluster.heartbeat_timeout * 1000),
+                cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000))
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        runtime = cls("multi_worker", strategy, options, rank=cluster.rank, size=cluster.size)
+        choice = config.strategy.communication
+        suits = cluster.size > 1 and runtime.local_replicas == 1 and not tf.config.list_logical_devices("GPU")
+        if choice == "socket" and not suits:
+            raise ConfigError("--communication=socket is for several workers of one CPU replica each: use --communication=auto.")
+        if suits and choice in ("auto", "socket"):
+            host = cluster.peers[cluster.rank].rpartition(":")[0]
+            runtime.use_ring(host, int(config.strategy.pack_mb * 2**20), config.strategy.collective_timeout)
+        return runtime
+
+
+def communication_options(config: StrategyConfig) -> tf.distribute.experimental.CommunicationOptions:
+    """The flags of the strategy component as TensorFlow's options."""
+    kinds = tf.distribute.experimental.CommunicationImplementation
+    return tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=int(config.pack_mb * 2**20),
+        timeout_seconds=config.collective_timeout or None,
+        implementation={"auto": kinds.AUTO, "socket": kinds.AUTO, "ring": kinds.RING, "nccl": kinds.NCCL}[config.communication])
+
+
+def _to_words(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+    return np.frombuffer(data + bytes(-len(data) % 4), np.int32)
+
+
+def _from_words(words: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    data, offset, arrays = words.tobytes(), 0, []
+    for array in like:
+        array = np.asarray(array)
+        arrays.append(np.frombuffer(data, array.dtype, array.size, offset).reshape(array.shape).copy())
+        offset += array.nbytes
+    return arrays

@@ -1,0 +1,63 @@
+"""One replica on one device: no tf.distribute, no overhead. The baseline every other runtime is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError
+
+
+class OneDevice:
+    """See runtime/base.py."""
+
+    name = "one_device"
+    rank = 0
+    size = 1
+    replicas = 1
+    local_replicas = 1
+    first_replica = 0
+
+    @classmethod
+    def create(cls, config: Config, cluster: Cluster) -> OneDevice:
+        if cluster.size > 1:
+            raise ConfigError(
+                f"--strategy=one_device, but TF_CONFIG lists {cluster.size} workers: use --strategy=multi_worker, or unset TF_CONFIG.")
+        return cls()
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def run(self, fn: Callable, args: Sequence = ()) -> Any:
+        return fn(*args)
+
+    def per_replica(self, values: Sequence) -> Any:
+        (value,) = values
+        return value
+
+    def local(self, value: Any) -> tuple:
+        return (value,)
+
+    def replica_id(self) -> tf.Tensor:
+        return tf.constant(0)
+
+    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return list(tensors)
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        return np.asarray(array)[np.newaxis]
+
+    def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        return arrays
+
+    def barrier(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,74 @@
+"""What the chief shows on standard output: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+
+from tfdist.telemetry.events import Event
+
+
+class PlainConsole:
+    """A line per event."""
+
+    def __init__(self, total_steps: int, steps_per_epoch: float | None):
+        self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
+
+    def __call__(self, event: Event) -> None:
+        line = self.line(event)
+        if line:
+            print(line, flush=True)
+
+    def line(self, event: Event) -> str:
+        """The event as a line; "" if it has nothing to show."""
+        values = event.values
+        if event.kind == "train":
+            return " | ".join([f"step {event.step}/{self.total_steps}", *self.train_parts(event)])
+        if event.kind == "eval":
+            numbers = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items() if name != "eval/samples")
+            return f"evaluation at step {event.step}: {numbers}  ({values.get('eval/samples', 0):,.0f} samples)"
+        if event.kind == "warning":
+            return f"WARNING at step {event.step}: {values['message']}"
+        return f"{event.kind}: {values['message']}" if values.get("message") else ""
+
+    def train_parts(self, event: Event) -> list[str]:
+        """The pieces of a train line, those that there are."""
+        values, parts = event.values, []
+        if self.steps_per_epoch:
+            parts.append(f"epoch {event.step / self.steps_per_epoch:.2f}")
+        parts += [f"{name.removeprefix('train/')} {values[name]:.4f}" for name in values
+                  if name.startswith("train/") and name not in ("train/learning_rate", "train/gradient_norm", "train/loss_scale", "train/skipped_steps")]
+        parts.append(f"lr {values['train/learning_rate']:.1e}")
+        if values.get("train/skipped_steps"):
+            parts.append(f"skipped {values['train/skipped_steps']} steps, loss scale {values['train/loss_scale']:g}")
+        parts.append(f"{values['perf/samples_per_s']:,.0f} samples/s")
+        left = (self.total_steps - event.step) / max(values["perf/steps_per_s"], 1e-9)
+        return [*parts, f"eta {int(left // 3600)}:{int(left // 60 % 60):02d}:{int(left % 60):02d}"]
+
+
+class BarConsole(PlainConsole):
+    """The same on a terminal: train events move a bar, the others are lines above it."""
+
+    def __init__(self, total_steps: int, steps_per_epoch: float | None):
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        super().__init__(total_steps, steps_per_epoch)
+        self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[numbers]}"))
+        self._task = self._bar.add_task("", total=total_steps, numbers="")
+        self._bar.start()
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "train":
+            self._bar.update(self._task, completed=event.step, numbers=" | ".join(self.train_parts(event)))
+        elif line := self.line(event):
+            self._bar.console.print(line, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def make_console(progress: str, total_steps: int, steps_per_epoch: float | None) -> PlainConsole | None:
+    """The console of --progress; None for none."""
+    if progress == "none":
+        return None
+    bar = progress == "bar" or (progress == "auto" and sys.stdout.isatty())
+    return (BarConsole if bar else PlainConsole)(total_steps, steps_per_epoch)

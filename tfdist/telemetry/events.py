@@ -1,0 +1,58 @@
+"""What a run tells about itself: events, and the observers that receive them.
+
+| kind    | when                              | values (names carry units where they have any)                                    |
+|---------|-----------------------------------|-----------------------------------------------------------------------------------|
+| start   | once per attempt                  | message, parameters, config_digest, replicas, workers, startup_s, flags, data/*   |
+| restore | after resuming                    | message                                                                           |
+| train   | every --log_every steps           | train/loss, train/METRIC, train/learning_rate, train/gradient_norm, train/loss_scale, train/skipped_steps, perf/steps_per_s, perf/samples_per_s, data/consumed_samples |
+| eval    | after an evaluation               | eval/loss, eval/METRIC, eval/samples                                              |
+| save    | when a snapshot has been written  | message, save/bytes, save/write_s, save/step                                      |
+| warning | when something needs attention    | message                                                                           |
+| end     | once, unless killed               | stopped, train_s, eval/*                                                          |
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step. `time`: Unix seconds."""
+
+    kind: str
+    step: int
+    values: Mapping[str, Any]
+    time: float = field(default_factory=time.time)
+
+
+Observer = Callable[[Event], None]
+
+
+class FanOut:
+    """Passes events on to several observers. One that fails is switched off, loudly: training goes on without it."""
+
+    def __init__(self, observers: Iterable[Observer]):
+        self.observers = list(observers)
+
+    def __call__(self, event: Event) -> None:
+        for observer in list(self.observers):
+            try:
+                observer(event)
+            except Exception as error:  # noqa: BLE001 - a tracker's failure must not end the training
+                self._switch_off(observer, error)
+
+    def close(self) -> None:
+        for observer in list(self.observers):
+            try:
+                getattr(observer, "close", lambda: None)()
+            except Exception as error:  # noqa: BLE001
+                self._switch_off(observer, error)
+
+    def _switch_off(self, observer: Observer, error: Exception) -> None:
+        self.observers.remove(observer)
+        print(f"tfdist: WARNING: {type(observer).__name__} failed ({type(error).__name__}: {error}) and is switched off; training goes on.", file=sys.stderr, flush=True)

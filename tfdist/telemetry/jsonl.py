@@ -1,0 +1,71 @@
+"""One JSON object per line and rank: RUN_DIR/logs/rank-K.jsonl.
+
+Schema, version 1: {"v": 1, "time": ISO 8601 in UTC, "run_id", "attempt": how often the run was started before,
+"rank", "host", "kind", "step", "values": {name: number, text, true, false or null}}; not-a-number and infinities are the
+texts "nan", "inf", "-inf", since JSON has no numbers for them. Kinds and values: events.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tfdist.telemetry.events import Event
+
+VERSION = 1
+
+
+class JsonlObserver:
+    """Appends events to a file, each flushed, so that a killed process loses nothing that it has told."""
+
+    def __init__(self, path: Path, *, run_id: str, attempt: int, rank: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._constant = {"v": VERSION, "run_id": run_id, "attempt": attempt, "rank": rank, "host": socket.gethostname()}
+        torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        if torn:  # a killed process left half a line: do not append to it
+            self._file.write("\n")
+
+    def __call__(self, event: Event) -> None:
+        time = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds")
+        values = {name: _finite(value) for name, value in event.values.items() if name != "flags"}
+        self._file.write(json.dumps({**self._constant, "time": time, "kind": event.kind, "step": event.step, "values": values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file; lines that a killed process left unfinished are skipped."""
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict) and record.get("v") == VERSION:
+                yield record
+
+
+def next_attempt(path: Path) -> int:
+    """How many times the run of this log was started already."""
+    return sum(record["kind"] == "start" for record in read_jsonl(path))
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _finite(value: Any) -> Any:
+    return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value

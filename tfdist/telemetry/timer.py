@@ -1,0 +1,49 @@
+"""The clock of a run: seconds of training, over all attempts, without the pauses for evaluation and saving."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+
+class Clock:
+    """Counts while running; `now`: a monotonic time in seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self._counted = 0.0
+        self._since: float | None = None
+        self.pauses: dict[str, float] = {}  # name -> seconds
+
+    @property
+    def seconds(self) -> float:
+        """Training seconds so far."""
+        return self._counted + (self._now() - self._since if self._since is not None else 0.0)
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = self._now()
+
+    def stop(self) -> None:
+        self._counted, self._since = self.seconds, None
+
+    @contextlib.contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """Stops the clock during the context and counts its time under `name`."""
+        self.stop()
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self.pauses[name] = self.pauses.get(name, 0.0) + self._now() - begin
+            self.start()
+
+    def state(self) -> dict:
+        """What a snapshot keeps; JSON."""
+        return {"seconds": self.seconds, "pauses": dict(self.pauses)}
+
+    def restore(self, state: dict) -> None:
+        """Goes on counting from a snapshot's state."""
+        self._counted, self.pauses = state["seconds"], dict(state["pauses"])
+        self._since = None

@@ -1,0 +1,55 @@
+"""python -m tfdist.train: trains a Keras 3 model, as one worker of the cluster that TF_CONFIG describes.
+
+Without TF_CONFIG it is the only worker. `python -m tfdist.launch --workers=N -- FLAGS` starts N of them on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tfdist import flags
+from tfdist.config import Config, plan_batch
+from tfdist.control import exit_codes, versions
+from tfdist.control.cluster import Cluster, resolve_cluster
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.preflight import Preflight
+
+USAGE = __doc__ + """
+  python -m tfdist.train --flagfile=flags/digits_cnn.flags
+  python -m tfdist.train --source=digits --model=cnn --global_batch=64 --epochs=10 --run_dir=runs/first
+"""
+
+
+def main(argv: list[str]) -> int:
+    config = flags.parse(argv, usage=USAGE).config.validate()
+    cluster = resolve_cluster(os.environ)
+    if config.run.dry_run:
+        print(dry_run(config, cluster))
+        return 0
+    versions.check()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    if cluster.role == "evaluator":
+        from tfdist.evaluate import follow
+
+        return follow(config)
+    with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
+        from tfdist import session
+    return session.run(config, cluster, flags.main_command(argv))
+
+
+def dry_run(config: Config, cluster: Cluster) -> str:
+    """The resolved configuration and the batch arithmetic, as text; imports no TensorFlow."""
+    local = config.strategy.virtual_devices or 1
+    lines = [flags.format_flag(name, value) for name, value in config.flat().items() if name != "dry_run"]
+    lines += ["", f"cluster: {cluster.describe()}", f"configuration digest: {config.digest()}"]
+    try:
+        plan = plan_batch(config.batch, cluster.size * local)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (Counting {local} replica{'s' if local > 1 else ''} per worker.)") from None
+    lines.append(f"{plan.describe()} (counting {local} replica{'s' if local > 1 else ''} per worker)")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    exit_codes.run_command(main, sys.argv[1:])

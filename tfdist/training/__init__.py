@@ -1,0 +1,1 @@
+"""Training plane: precision, schedule, optimizer, the step and the loop."""

@@ -1,0 +1,75 @@
+"""Evaluation: every sample once, whatever the number of workers, with no communication until the end.
+
+Each replica adds up its own samples in float64; the workers' sums meet in one gather at the end and are added in rank
+order. So the result is that of one process, up to the rounding of float64 sums, and no worker waits for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.runtime.base import Runtime
+from tfdist.training.objectives import Objective
+from tfdist.training.step import scores_spec
+
+
+class Evaluator:
+    """Evaluates a model on an evaluation split.
+
+    Args:
+      datasets: makes, anew for each evaluation, ([one dataset of (x, y, w) per local replica], steps); the padding
+        rows have w = 0, and `steps` is the same on every replica.
+      averages: moving averages of the trainable variables to evaluate with instead; empty for none.
+    """
+
+    def __init__(self, runtime: Runtime, model: keras.Model, objective: Objective,
+                 datasets: Callable[[], tuple[Sequence[tf.data.Dataset], int]], averages: Sequence = ()):
+        self.averages = averages
+        self.runtime, self.model, self.objective, self.datasets = runtime, model, objective, datasets
+        self._names: tuple[str, ...] = ()
+        self._function = tf.function(self._steps)
+
+    def __call__(self) -> dict[str, float]:
+        """Means over the split: "loss", the objective's metrics, and "samples" (the sum of the weights)."""
+        datasets, steps = self.datasets()
+        if not self._names:
+            self._names = tuple(sorted(scores_spec(self.model, self.objective, datasets[0].element_spec).metrics))
+        with swapped_in(self.model.trainable_variables, self.averages) if self.averages else contextlib.nullcontext():
+            local = self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy()
+        loss, weight, *metrics = np.sum(self.runtime.all_gather(local), axis=0)
+        means = {name: float(value / weight) if weight else float("nan") for name, value in zip(("loss", *self._names), (loss, *metrics), strict=True)}
+        return {**means, "samples": float(weight)}
+
+    def _steps(self, iterators: list, steps: tf.Tensor) -> tf.Tensor:
+        """float64 [loss, weight, *metrics]: weighted sums over this worker's replicas."""
+        totals = tf.zeros([2 + len(self._names)], tf.float64)
+        for _ in tf.range(steps):
+            batch = self.runtime.per_replica([next(iterator) for iterator in iterators])
+            totals += tf.add_n(self.runtime.local(self.runtime.run(self._sums, batch)))
+        return totals
+
+    def _sums(self, x, y, w: tf.Tensor) -> tf.Tensor:
+        scores = self.objective(self.model(x, training=False), y, w)
+        weights = tf.cast(scores.weights, tf.float64)
+        values = [scores.losses, *(scores.metrics[name] for name in self._names)]
+        # A padding row may well have an infinite loss: select, do not multiply by 0.
+        sums = [tf.reduce_sum(tf.where(weights > 0, tf.cast(value, tf.float64) * weights, 0)) for value in values]
+        return tf.stack([sums[0], tf.reduce_sum(weights), *sums[1:]])
+
+
+@contextlib.contextmanager
+def swapped_in(variables: Sequence, values: Sequence) -> Iterator[None]:
+    """Within the context, `variables` hold `values` (for example the moving average); afterwards their own again."""
+    own = [variable.numpy() for variable in variables]
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value.numpy())
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, own, strict=True):
+            variable.assign(value)

@@ -1,0 +1,125 @@
+"""The outer loop and its contract.
+
+    state, clock, position = restored, or initialised (build.py; the chief decides, all follow)
+    while step < target:
+        n = steps until the next boundary (log, eval, save, steps_per_loop)
+        out = multi_step(n)              # one tf.function, n a tensor: one trace for every n
+        the step counter must have moved by exactly n, or the run stops
+        observers(event)
+        if all agree to save: save(step)
+        if all agree to stop: break
+
+Agreement costs nothing: what a worker asks for travels in the step's own reduction, so every worker reads the same
+answer at the same step. The loop knows no strategy, model, source or tracker; they come in through `Parts`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tfdist.control.exit_codes import DivergedError
+from tfdist.telemetry.events import Event, Observer
+from tfdist.telemetry.timer import Clock
+from tfdist.training.interval import Interval
+from tfdist.training.step import TrainStep
+
+_MOST_STEPS_PER_LOOP = 100  # bounds how long a request to save or stop waits
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """When, in steps, what happens. 0 or less: never."""
+
+    target: int
+    log_every: int
+    eval_every: int
+    save_every: int
+    steps_per_loop: int = 0
+    save_at_evaluation: bool = False  # so that the best by a metric can be kept
+
+    def next_boundary(self, step: int) -> int:
+        """The first step after `step` at which something is due."""
+        most = step + (self.steps_per_loop or _MOST_STEPS_PER_LOOP)
+        periods = [period for period in (self.log_every, self.eval_every, self.save_every) if period > 0]
+        return min([self.target, most, *((step // period + 1) * period for period in periods)])
+
+    def due(self, period: int, before: int, step: int) -> bool:
+        """Whether a multiple of `period` lies in (before, step]."""
+        return period > 0 and step // period > before // period
+
+
+@dataclass
+class Parts:
+    """What the loop drives; all are plain callables but the step and the clock."""
+
+    step: TrainStep
+    iterators: Sequence
+    rhythm: Rhythm
+    global_batch: int
+    clock: Clock
+    observer: Observer
+    learning_rate: Callable[[], float]
+    evaluate: Callable[[], dict[str, float]] | None  # on all workers
+    save: Callable[[int], None]  # on all workers; takes the step
+    requests: Callable[[int], tuple[bool, bool]]  # (save, stop) that this worker asks for, in the order of SIGNALS
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the loop ended."""
+
+    step: int
+    stopped: bool  # by request, before the target
+    evaluation: dict[str, float]  # the last one
+
+
+def train(parts: Parts, step: int) -> Ending:
+    """Trains from `step` to the rhythm's target.
+
+    Raises: DivergedError when loss or gradients are not finite; RuntimeError when the step counter and the loop disagree.
+    """
+    rhythm, clock = parts.rhythm, parts.clock
+    interval = Interval(clock, parts.global_batch)
+    evaluation: dict[str, float] = {}
+    evaluated_at = -1
+    stopped = False
+    first = True
+    clock.start()
+    while step < rhythm.target and not stopped:
+        n = rhythm.next_boundary(step) - step
+        out = parts.step(parts.iterators, n, parts.requests(step))
+        if out.step != step + n:
+            raise RuntimeError(f"The step counter is {out.step} after {n} steps from {step}: the run stops, its state cannot be trusted.")
+        before, step = step, out.step
+        interval.add(out, n)
+        if not out.finite:
+            raise DivergedError(
+                f"Loss or gradients became NaN or infinite between step {before} and {step} (loss {out.means['loss']}): "
+                "lower --learning_rate, set --clip_norm, or use --on_nan=skip.")
+        if rhythm.due(rhythm.log_every, before, step) or step == rhythm.target:
+            parts.observer(interval.event(step, parts.learning_rate()))
+        if first:
+            # Tracing left a large heap that lives as long as the run: never scan it again.
+            gc.collect()
+            gc.freeze()
+            first = False
+        stopped = out.signals["stop"]
+        if parts.evaluate and rhythm.due(rhythm.eval_every, before, step):
+            evaluation, evaluated_at = _evaluate(parts, step), step
+        asked = out.signals["save"] or stopped or (rhythm.save_at_evaluation and evaluated_at == step)
+        if asked or rhythm.due(rhythm.save_every, before, step):
+            with clock.pause("saving"):
+                parts.save(step)
+    if parts.evaluate and rhythm.eval_every >= 0 and evaluated_at != step and not stopped:
+        evaluation = _evaluate(parts, step)
+    clock.stop()
+    return Ending(step, stopped, evaluation)
+
+
+def _evaluate(parts: Parts, step: int) -> dict[str, float]:
+    with parts.clock.pause("evaluation"):
+        evaluation = parts.evaluate()
+    parts.observer(Event("eval", step, {f"eval/{name}": value for name, value in evaluation.items()}))
+    return evaluation

@@ -1,0 +1,226 @@
+"""The step: accumulate -> reduce -> unscale -> finite? -> clip -> apply, and n of them inside one tf.function.
+
+What is added up locally over micro-batches and then, once, over all replicas:
+  gradients   of  scale * sum_i w_i * loss_i / E    with E = global batch x weights per sample, a constant
+  sums        [sum w*loss, sum w, sum w*regularisation, sum w*metric_1, ..., signal_1, ...]
+With W = sum w over all replicas and micro-batches, the gradient of the mean loss is (E / W) * gradients / scale:
+exactly the one-device value however samples, padding and weights fall on the workers. Dividing by E at once, not by W
+at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample is weighted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import BatchPlan
+from tfdist.runtime.base import Runtime
+from tfdist.training.objectives import Objective
+from tfdist.training.precision import LossScale
+
+SIGNALS = ("save", "stop")  # what a worker may ask for; summed over workers in the reduction that is there anyway
+_FIRST_SUMS = ("loss", "weight", "regularization")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What the step needs of the configuration."""
+
+    plan: BatchPlan
+    seed: int
+    clip_norm: float = 0.0
+    jit_compile: bool = False
+    skip_non_finite: bool = False
+    weighted: bool = True  # False: every weight is known to be 1, which saves a pass over the gradients
+
+
+class StepOutput(NamedTuple):
+    """Results of n steps, the same on every worker."""
+
+    step: int  # the counter after them
+    means: dict[str, float]  # loss and metrics, weighted means over the n global batches
+    weight: float  # sum of the weights: samples, or tokens
+    gradient_norm: float  # of the last step, before clipping
+    loss_scale: float
+    skipped: int  # of the n steps, those without an update because a gradient was not finite
+    finite: bool  # whether loss and (where computed) gradients of all n steps were
+    signals: dict[str, bool]  # whether any worker asked
+
+
+class TrainStep:
+    """n optimizer steps as one call. Owns the step counter.
+
+    `batch_spec`: the spec of a micro-batch (x, y, w), a dataset's `element_spec`.
+    """
+
+    def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective,
+                 loss_scale: LossScale, options: StepOptions, batch_spec: tuple):
+        spec = scores_spec(model, objective, batch_spec)
+        self.metric_names = tuple(sorted(spec.metrics))
+        # E: the sum of weights of a global batch in which every weight is 1.
+        self._expected_weight = float(options.plan.global_batch * np.prod(spec.weights.shape[1:], dtype=np.int64))
+        self.runtime, self.model, self.optimizer, self.objective = runtime, model, optimizer, objective
+        self.loss_scale, self.options = loss_scale, options
+        self.seeds = seed_states(model)
+        self._needs_norm = bool(options.clip_norm) or loss_scale.dynamic or options.skip_non_finite
+        with runtime.scope():
+            self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step", aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+        self._function = tf.function(self._steps)
+        self._differentiate = tf.function(self._gradients, jit_compile=True) if options.jit_compile else self._gradients
+
+    @property
+    def variables(self) -> dict[str, tf.Variable]:
+        """What must be saved beside model and optimizer."""
+        return {"step": self.counter, **self.loss_scale.variables}
+
+    def __call__(self, iterators: Sequence, n: int, signals: Sequence[bool] = (False, False)) -> StepOutput:
+        """Makes n optimizer steps.
+
+        Args:
+          iterators: one tf.data iterator of (x, y, w) micro-batches per local replica.
+          n: how many; a new value does not trace again.
+          signals: what this worker asks for, in the order of SIGNALS.
+        """
+        step, packed = self._function(list(iterators), tf.constant(n), tf.constant(np.asarray(signals, np.float32)))
+        packed = packed.numpy()
+        norm, scale, skipped, bad = packed[:4]
+        sums = dict(zip(self._sum_names(), packed[4:], strict=True))
+        weight = sums["weight"]
+        means = {name: float(sums[name] / weight) if weight else float("nan") for name in ("loss", *self.metric_names)}
+        if sums["regularization"]:
+            means["regularization"] = float(sums["regularization"] / weight)
+        return StepOutput(int(step), means, float(weight), float(norm), float(scale), int(skipped), not bad,
+                          {name: bool(sums[name]) for name in SIGNALS})
+
+    def _sum_names(self) -> tuple[str, ...]:
+        return (*_FIRST_SUMS, *self.metric_names, *SIGNALS)
+
+    # -- inside the tf.function ------------------------------------------------------------------------------------
+
+    def _steps(self, iterators: list, n: tf.Tensor, signals: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """n steps. Returns the counter and float64 [norm, loss scale, skipped, non-finite, *sums]."""
+        size = len(self._sum_names())
+        totals, norm = tf.zeros([size], tf.float64), tf.constant(0.0)
+        skipped, bad = tf.constant(0), tf.constant(False)
+        for i in tf.range(n):
+            sums, norm, finite = self._one_step(iterators, signals, last=tf.equal(i, n - 1))
+            totals += tf.cast(sums, tf.float64)
+            overflow = tf.logical_not(finite)
+            skipped += tf.cast(overflow, tf.int32) if self._may_skip else 0
+            # An overflow that the loss scale answers is not an error; anything else is.
+            bad = tf.logical_or(bad, overflow if not self.loss_scale.dynamic else tf.less(self.loss_scale.value(), 2.0**-14))
+        head = [norm, self.loss_scale.value(), tf.cast(skipped, tf.float32), tf.cast(bad, tf.float32)]
+        return tf.identity(self.counter), tf.concat([tf.cast(tf.stack(head), tf.float64), totals], 0)
+
+    @property
+    def _may_skip(self) -> bool:
+        return self.loss_scale.dynamic or self.options.skip_non_finite
+
+    def _one_step(self, iterators: list, signals: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        step, scale = tf.identity(self.counter), self.loss_scale.value()
+        run, next_batch = self.runtime.run, lambda: self.runtime.per_replica([next(iterator) for iterator in iterators])
+        carry = run(self._micro, (next_batch(), step, tf.constant(0), scale))
+        if self.options.plan.accumulation > 1:
+            for micro in tf.range(1, self.options.plan.accumulation):
+                carry = run(self._accumulate, (carry, next_batch(), step, micro, scale))
+        reduced = run(self._reduce, (carry, signals))
+        gradients, sums = self.runtime.local(reduced)[0]
+        norm, finite, factor = self._judge(gradients, sums, scale, last)
+        if self._may_skip:
+            tf.cond(finite, lambda: self._apply(reduced, factor), lambda: None)
+        else:
+            self._apply(reduced, factor)
+        self.loss_scale.update(finite)
+        self.counter.assign_add(1)
+        # One overflowing sample must not make the shown mean of the whole interval infinite.
+        shown = tf.where(tf.logical_or(finite, not self._may_skip), sums, tf.where(tf.math.is_finite(sums), sums, 0.0))
+        return shown, norm, finite
+
+    def _judge(self, gradients: list, sums: tf.Tensor, scale: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
+        """From reduced values, so that all replicas conclude the same: (norm, finite, factor for the gradients or None for 1)."""
+        factor = self._expected_weight / tf.maximum(sums[1], 1e-30) / scale if self.options.weighted else 1.0 / scale
+        factor = tf.where(sums[1] > 0, factor, 0.0)
+        finite = tf.math.is_finite(sums[0])
+        if not self._needs_norm:
+            # Only shown, so computed once a loop: a pass over all gradients is not free.
+            norm = tf.cond(last, lambda: tf.linalg.global_norm(gradients) * factor, lambda: tf.constant(0.0))
+            return norm, finite, factor if self.options.weighted else None
+        norm = tf.linalg.global_norm(gradients) * factor  # finite exactly if every element is
+        finite = tf.math.is_finite(norm) if self.loss_scale.dynamic else tf.logical_and(finite, tf.math.is_finite(norm))
+        if self.options.clip_norm:
+            factor *= self.options.clip_norm / tf.maximum(norm, self.options.clip_norm)
+        return norm, finite, factor
+
+    def _apply(self, reduced: tuple, factor: tf.Tensor | None) -> None:
+        def apply(gradients: list, _: tf.Tensor) -> None:
+            if factor is not None:
+                gradients = [gradient * factor for gradient in gradients]
+            self.optimizer.apply(gradients, self.model.trainable_variables)
+
+        self.runtime.run(apply, reduced)
+
+    # -- on one replica --------------------------------------------------------------------------------------------
+
+    def _micro(self, batch: tuple, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
+        """(gradients, sums) of one micro-batch."""
+        reseed(self.seeds, self.options.seed, step, micro, self.runtime.replica_id())
+        return self._differentiate(*batch, scale)
+
+    def _accumulate(self, carry: tuple, batch: tuple, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
+        gradients, sums = self._micro(batch, step, micro, scale)
+        return [a + b for a, b in zip(carry[0], gradients, strict=True)], carry[1] + sums
+
+    def _reduce(self, carry: tuple, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
+        gradients, sums = carry
+        # The small tensor goes last: it depends on the forward pass alone but must not hold up the first pack.
+        reduced = self.runtime.all_reduce([*gradients, tf.concat([sums, signals], 0)])
+        return reduced[:-1], reduced[-1]
+
+    def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            scores = self.objective(self.model(x, training=True), y, w)
+            loss = tf.reduce_sum(scores.losses * scores.weights)
+            weight = tf.reduce_sum(scores.weights)
+            regularization = weight * tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) if self.model.losses else tf.constant(0.0)
+            total = (loss + regularization) / self._expected_weight * scale
+        variables = [variable.value for variable in self.model.trainable_variables]
+        gradients = tape.gradient(total, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        # Keras optimizers treat IndexedSlices (embeddings) differently, and slices cannot be reduced in packs.
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.metric_names]
+        return gradients, tf.stack([loss, weight, regularization, *metrics])
+
+
+def scores_spec(model: keras.Model, objective: Objective, batch_spec: tuple) -> Scores:
+    """The specs of what `objective` returns for a batch; runs nothing."""
+    x, y, w = batch_spec
+    try:
+        output = model.output  # functional and Sequential models know it
+    except (AttributeError, ValueError):
+        output = model.compute_output_spec(tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x))
+    output = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), output)
+    return tf.function(objective).get_concrete_function(output, y, w).structured_outputs
+
+
+def seed_states(model: keras.Model) -> list[tf.Variable]:
+    """The states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order."""
+    return [variable.value for variable in model.variables if variable.path.endswith("seed_generator_state")]
+
+
+def reseed(states: list[tf.Variable], seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> None:
+    """Sets every seed generator to a pure function of (seed, its index, step, micro-batch, replica).
+
+    Keras would draw the same masks on all workers, and a restored run would have to save each worker's generators.
+    """
+    if not states:
+        return
+    base = tf.constant([seed, 0x7F4A7C15], tf.int64)
+    for number in (step, micro, replica):
+        base = tf.random.experimental.stateless_fold_in(base, tf.cast(number, tf.int64))
+    for index, state in enumerate(states):
+        state.assign(tf.random.experimental.stateless_fold_in(base, tf.constant(index, tf.int64)))
