@@ -33,6 +33,7 @@ from tfdist.training.step import StepOptions, TrainStep
 
 def prepare_environment(config: Config) -> None:
     """Process-wide settings of TensorFlow and Keras; before anything touches a device."""
+    tf.get_logger().setLevel("ERROR")  # its warnings are about retracing and packing, which are as meant
     if config.cluster.intra_op_threads:
         tf.config.threading.set_intra_op_parallelism_threads(config.cluster.intra_op_threads)
     if config.cluster.inter_op_threads:

@@ -56,9 +56,11 @@ class Session:
 
     def __init__(self, config: Config, cluster: Cluster, command: str):
         started = time.monotonic()
-        self.signals = SignalRequests().install()
         self.folder = build.run_folder(config)
-        self.job = build.compose(config, build.start_runtime(config, cluster))
+        runtime = build.start_runtime(config, cluster)
+        # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
+        self.signals = SignalRequests().install()
+        self.job = build.compose(config, runtime)
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
         self.variables = state.collect(self.job.model, self.job.optimizer, self.job.step.variables)
@@ -246,7 +248,7 @@ class Session:
         if formats:
             export_model(self._plain_model(), self.folder / "export", formats)
         info = self._split_info()
-        entropy = info.get("data/unigram_entropy")
+        entropy = info.get("data/eval_unigram_entropy_nats")
         log = self.folder / "logs" / "rank-0.jsonl"
         if self.config.telemetry.plot:
             plot.draw_curves(log, self.folder / "curves.png", {"byte-unigram entropy": entropy} if entropy else None)

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         print(dry_run(config, cluster))
         return 0
     versions.check()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    versions.quiet()
     if cluster.role == "evaluator":
         from tfdist.evaluate import follow
 

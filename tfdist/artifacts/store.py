@@ -85,7 +85,7 @@ class SnapshotStore:
                 size, digest = _measure(f"{folder}/{name}", flush=self.local)
                 files[name] = {"bytes": size, "sha256": digest}
             manifest = {"format": FORMAT, "step": step, **fields, "files": files}
-            self._write_text(f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1, sort_keys=True))
+            self._write_text(f"{folder}/{MANIFEST}", json.dumps({**manifest, "sha256": _self_digest(manifest)}, indent=1))
             if self.local:
                 _flush_folder(folder)
                 if os.path.exists(final):
@@ -130,10 +130,12 @@ class SnapshotStore:
         try:
             with tf.io.gfile.GFile(f"{path}/{MANIFEST}") as file:
                 manifest = json.loads(file.read())
+            if manifest.pop("sha256") != _self_digest(manifest):
+                raise CheckpointError(f"{path}/{MANIFEST} is damaged: its checksum is not the one in it.")
             files, found_step = manifest["files"], manifest["step"]
         except tf.errors.NotFoundError:
             raise CheckpointError(f"{path}/{MANIFEST} is missing: the snapshot was never completed.") from None
-        except (tf.errors.OpError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except (tf.errors.OpError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}/{MANIFEST} is damaged ({type(error).__name__}).") from None
         if manifest.get("format") != FORMAT or found_step != step:
             raise CheckpointError(f"{path}/{MANIFEST} is of format {manifest.get('format')}, step {found_step}; expected format {FORMAT}, step {step}.")
@@ -174,6 +176,11 @@ def _write_tensors(folder: str, step: int, arrays: Mapping[str, np.ndarray]) -> 
             groups.setdefault(group, {})[name] = tf.Variable(array, trainable=False)
         manager = tf.train.CheckpointManager(tf.train.Checkpoint(**groups), folder, max_to_keep=None, checkpoint_name="state")
         manager.save(checkpoint_number=step)
+
+
+def _self_digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of the manifest without its own checksum."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _measure(path: str, flush: bool) -> tuple[int, str]:

@@ -26,6 +26,8 @@ _COLORS = (36, 33, 35, 32, 34, 31)
 # did not merely lose a peer is its cause.
 _SAME_FAILURE_SECONDS = 3.0
 _LAST_LINES = 20
+# What TensorFlow's C++ says at every import whatever its log level. Kept in the log files, not shown.
+_NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.")
 
 
 class PortReservation:
@@ -136,7 +138,7 @@ class LocalJob:
                     log.write(line)
                 text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # of a progress bar only the last state
                 worker.last_lines.append(text)
-                if prefix is not None:
+                if prefix is not None and not any(noise in text for noise in _NOISE):
                     with self._lock, contextlib.suppress(OSError, ValueError):
                         self.output.write(f"{prefix}{text}\n")
                         self.output.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import metadata
 
@@ -31,3 +32,9 @@ def _first_version(names: tuple[str, ...], installed) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def quiet() -> None:
+    """Keeps TensorFlow's start-up notices off the terminal; what is set already stays. Before TensorFlow is imported."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # the default; setting it spares its notice

@@ -50,7 +50,8 @@ def normal() -> initializers.Initializer:
 
 def positions(x_BT: keras.KerasTensor) -> keras.KerasTensor:
     """int32 [1, T]: 0, 1, ..., T - 1. Made from the input, because Keras cannot save a model that holds a constant tensor."""
-    return ops.cumsum(ops.ones_like(x_BT[:1], dtype="int32"), axis=1) - 1
+    one_row = ops.sum(ops.zeros_like(x_BT, dtype="int32"), axis=0, keepdims=True) + 1
+    return ops.cumsum(one_row, axis=1) - 1
 
 
 def causal_mask(positions_1T: keras.KerasTensor) -> keras.KerasTensor:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist.config import BatchPlan
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective
-from tfdist.training.precision import LossScale
+from tfdist.training.precision import SMALLEST_SCALE, LossScale
 
 SIGNALS = ("save", "stop")  # what a worker may ask for; summed over workers in the reduction that is there anyway
 _FIRST_SUMS = ("loss", "weight", "regularization")
@@ -112,8 +112,11 @@ class TrainStep:
             totals += tf.cast(sums, tf.float64)
             overflow = tf.logical_not(finite)
             skipped += tf.cast(overflow, tf.int32) if self._may_skip else 0
-            # An overflow that the loss scale answers is not an error; anything else is.
-            bad = tf.logical_or(bad, overflow if not self.loss_scale.dynamic else tf.less(self.loss_scale.value(), 2.0**-14))
+            # A step that was skipped did no harm; but if no loss scale is small enough, the model itself produces NaN.
+            bad = tf.logical_or(bad, tf.less(self.loss_scale.value(), SMALLEST_SCALE) if self._may_skip else overflow)
+        # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Once a call.
+        weight_norm = tf.linalg.global_norm([variable.value for variable in self.model.trainable_variables])
+        bad = tf.logical_or(bad, tf.logical_not(tf.math.is_finite(weight_norm)))
         head = [norm, self.loss_scale.value(), tf.cast(skipped, tf.float32), tf.cast(bad, tf.float32)]
         return tf.identity(self.counter), tf.concat([tf.cast(tf.stack(head), tf.float64), totals], 0)
 

@@ -83,8 +83,8 @@ def test_seed_changes_the_order():
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_blocks_and_threads_do_not_change_batches(threads):
     plan = BatchPlan(16, 2, 2)
-    alone = micro_batches(numbered(97, block=1), plan, 1, 30, threads=1)
-    blocks = micro_batches(numbered(97, block=8), plan, 1, 30, threads=threads)
+    alone = micro_batches(numbered(97, cheap=False), plan, 1, 30, threads=1)
+    blocks = micro_batches(numbered(97, cheap=True), plan, 1, 30, threads=threads)
     assert all((a[0] == b[0]).all() and (a[1] == b[1]).all() for a, b in zip(alone, blocks, strict=True))
 
 
@@ -164,8 +164,9 @@ def test_order_does_not_depend_on_the_global_seed_which_differs_between_workers(
         np.testing.assert_array_equal(*found)
 
 
-def test_stream_longer_than_a_window(monkeypatch):
-    monkeypatch.setattr(pipeline, "STREAM_WINDOW", 8)
+@pytest.mark.parametrize(("limit", "value"), [("STREAM_WINDOW", 8), ("STREAM_WINDOW_BYTES", 8 * (8 + 4))])
+def test_stream_longer_than_a_window(monkeypatch, limit, value):
+    monkeypatch.setattr(pipeline, limit, value)
     found = global_batches(stream(30), 10, 1, 2, 6).reshape(2, 30)
     np.testing.assert_array_equal(np.sort(found, axis=1), np.tile(np.arange(30), (2, 1)))
     assert (found[0] != found[1]).any() and (found // 8 == np.arange(30) // 8).all()

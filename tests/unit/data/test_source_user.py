@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -165,3 +167,21 @@ def test_a_missing_import_inside_the_users_module_is_not_hidden():
 def test_an_item_of_another_shape_is_not_broadcast():
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"DataError: .*item 3 .* has shape \(1,\), item 0 has \(5,\)"):
         list(pipeline.eval_dataset(load("ragged"), batch=5, replica=0, replicas=1)[0])
+
+
+@pytest.mark.slow
+def test_python_readers_work_under_op_determinism(tmp_path):
+    # In a process of its own, since op determinism cannot be turned off again. It forbids stateful reads in parallel.
+    program = """
+import tensorflow as tf
+tf.config.experimental.enable_op_determinism()
+from tfdist.config import BatchPlan, DataConfig
+from tfdist.data import pipeline
+from tfdist.data.sources.registry import load_split
+split = load_split(DataConfig(source="user_data_module:rows"), "train")
+dataset = pipeline.train_dataset(split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0, threads=3)
+print(sum(int(tf.reduce_sum(x["i"])) for x, _, _ in dataset.take(2)))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(sum(range(20))), done.stderr

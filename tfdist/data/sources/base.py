@@ -6,6 +6,7 @@ registry.py. Legend: n, samples asked for at once; a *nest* is a tensor, or a tu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,6 @@ from tfdist.control.exit_codes import ConfigError, DataError
 
 Sample = tuple  # (x, y) or (x, y, w): nests of tensors; w, the weight, is float32, a scalar or one per token
 SPLITS = ("train", "eval")
-BLOCK = 8  # Split.block of sources in memory: see pipeline.py for what it brings
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Split:
     stream_shards: into how many shards the stream can be cut without reading all of it, for example its files.
     fetch_cropped: like fetch, with int32 [n, 2] seeds as its second argument: each image is a random resized crop of
         the stored one, taken while decoding. For images that are stored larger than they are used.
-    block: micro-batches worth making in one go, more than 1 for cheap samples in memory.
+    cheap: making a sample costs little more than copying it, for example because it is in memory.
     fixed: a benchmark's split: the pipeline makes the first batches once and returns them for ever.
     """
 
@@ -52,8 +52,13 @@ class Split:
     stream: Callable[[int, int], tf.data.Dataset] | None = None
     stream_shards: int = 1
     fetch_cropped: Callable[[tf.Tensor, tf.Tensor], Sample] | None = None
-    block: int = 1
+    cheap: bool = False
     fixed: bool = False
+
+    @property
+    def sample_bytes(self) -> int:
+        """Memory of one sample; a string counts as one byte."""
+        return sum(math.prod(spec.shape) * spec.dtype.size for spec in tf.nest.flatten(self.element_spec))
 
     def check(self) -> Split:
         """Returns self, or raises DataError if the split is empty or not usable."""
@@ -116,7 +121,7 @@ def array_split(name: str, arrays: tuple, *, num_classes: int | None = None, inf
     spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), tensors)
     if scale:
         spec = (tf.nest.map_structure(scaled_spec, spec[0]), *spec[1:])
-    return Split(name, sizes.pop(), spec, fetch, num_classes, dict(info or {}), block=BLOCK)
+    return Split(name, sizes.pop(), spec, fetch, num_classes, dict(info or {}), cheap=True)
 
 
 def scaled(x: tf.Tensor) -> tf.Tensor:

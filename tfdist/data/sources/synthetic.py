@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data import order
-from tfdist.data.sources.base import BLOCK, Sample, Split, on_host, read_options
+from tfdist.data.sources.base import Sample, Split, on_host, read_options
 
 DEFAULTS = {
     "task": "image", "shape": (224, 224, 3), "classes": 1000, "samples": 1_281_167, "eval_samples": 50_000,
@@ -47,8 +47,7 @@ def load(config: DataConfig, split: str) -> Split:
     else:
         fetch, spec = _tokens(length, outputs, seed), (tf.TensorSpec([length], tf.int32),) * 2
     size = options["eval_samples"] if split == "eval" else options["samples"]
-    block = BLOCK if math.prod(spec[0].shape) <= 4096 else 1
-    return Split(f"synthetic/{split}", size, spec, fetch, outputs, block=block, fixed=options["fixed"])
+    return Split(f"synthetic/{split}", size, spec, fetch, outputs, cheap=True, fixed=options["fixed"])
 
 
 def _images(shape: tuple[int, ...], classes: int, seed: int) -> Callable[[tf.Tensor], Sample]:

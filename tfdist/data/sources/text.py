@@ -34,7 +34,7 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data.sources.base import BLOCK, SPLITS, Sample, Split, on_host, read_options
+from tfdist.data.sources.base import SPLITS, Sample, Split, on_host, read_options
 
 PATTERNS = ("*.txt", "*.md", "*.rst", "*.tex", "*.html", "*.py", "*.js", "*.ts", "*.c", "*.h", "*.cc", "*.cpp", "*.go", "*.rs", "*.java")
 # Not on every machine (tests), somebody else's (packages), or tables rather than text (the last two).
@@ -62,7 +62,7 @@ def load(config: DataConfig, split: str) -> Split:
     info = {"files": corpus.files, "bytes": len(corpus.data), "digest": corpus.digest, "skipped_files": corpus.skipped}
     info |= {f"{name}_unigram_entropy_nats": corpora[name].unigram_entropy for name in SPLITS}
     spec = (tf.TensorSpec([length], tf.int32),) * 2
-    return Split(f"text/{split}", (len(corpus.data) - 1) // length, spec, fetch, 256, info, block=BLOCK)
+    return Split(f"text/{split}", (len(corpus.data) - 1) // length, spec, fetch, 256, info, cheap=True)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -88,7 +89,7 @@ def _split(name: str, data: Any) -> Split:
         if len(data) == 3:
             arrays = (*arrays[:2], tf.nest.map_structure(lambda w: w.astype(np.float32), arrays[2]))
         return array_split(name, arrays, num_classes=_count_classes(data))
-    if isinstance(data, tf.keras.utils.PyDataset):
+    if isinstance(data, keras.utils.PyDataset):
         raise DataError(f"--source: {name} is a Keras PyDataset, which yields batches: return single samples instead.")
     is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if is_sequence and not isinstance(data, (dict, str, bytes, np.ndarray)):

@@ -1,0 +1,58 @@
+"""Starts `tfdist.launch` and `tfdist.train` as a user would, for the end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+# One thread each: the tests share few cores.
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
+               "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+ENVIRONMENT.pop("TF_CONFIG", None)
+
+CLUSTERS = ["--source=tests.e2e.sources:clean", "--model=mlp", "--model_args=widths=(16,),dropout=0.1", "--global_batch=24", "--learning_rate=0.01",
+            "--log_every=10", "--export=none", "--noplot", "--save_minutes=0"]
+
+
+def start(workers: int, flags: list[str], launch_flags: tuple[str, ...] = ()) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "tfdist.launch", f"--workers={workers}", *launch_flags, "--", *flags],
+                            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(workers: int, flags: list[str], *, code: int = 0, launch_flags: tuple[str, ...] = (), timeout: float = 240) -> str:
+    """The output of a job that must end with `code`."""
+    process = start(workers, flags, launch_flags)
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == code, f"exit code {process.returncode} instead of {code}:\n{output}"
+    return output
+
+
+def train(flags: list[str], environment: dict | None = None, timeout: float = 240) -> subprocess.CompletedProcess:
+    """One `tfdist.train` without a launcher."""
+    return subprocess.run([sys.executable, "-m", "tfdist.train", *flags], env={**ENVIRONMENT, **(environment or {})}, capture_output=True, text=True, timeout=timeout)
+
+
+def records(run_dir: Path, rank: int = 0, kind: str | None = None) -> list[dict]:
+    lines = (run_dir / "logs" / f"rank-{rank}.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if kind in (None, record["kind"])]
+
+
+def snapshot(run_dir: Path, step: int) -> dict[str, np.ndarray]:
+    """All that a snapshot holds."""
+    from tfdist.artifacts.store import SnapshotStore
+
+    store = SnapshotStore(str(run_dir / "checkpoints"))
+    return store.read(store.verify(step))
+
+
+def wait_for(condition, timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.05)

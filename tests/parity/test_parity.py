@@ -1,0 +1,65 @@
+"""N workers compute what one device computes: every row of worker.ROWS, on every runtime, against `one_device`."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from tests.parity.worker import ROWS
+from tfdist.control.launcher import LocalJob
+
+pytestmark = pytest.mark.slow
+
+# name -> (workers, flags)
+RUNTIMES = {
+    "one_device": (1, ["--strategy=one_device"]),
+    "mirrored": (1, ["--strategy=mirrored", "--virtual_devices=2"]),
+    "two_workers": (2, ["--strategy=multi_worker"]),
+    "three_workers": (3, ["--strategy=multi_worker"]),
+    "two_workers_grpc": (2, ["--strategy=multi_worker", "--communication=ring"]),
+}
+# largest difference of a weight after 50 steps
+BOUNDS = {"momentum": 1e-6, "adamw": 1e-5, "float16": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """runtime -> row -> [arrays of every rank]"""
+    found = {}
+
+    def result(runtime):
+        if runtime not in found:
+            workers, flags = RUNTIMES[runtime]
+            out = tmp_path_factory.mktemp(runtime)
+            job = LocalJob([sys.executable, "-m", "tests.parity.worker", str(out), "--steps=50", *flags], workers, out / "logs", pin=False)
+            job.start()
+            ended = job.wait()
+            assert ended.code == 0, ended.cause
+            found[runtime] = {row: [dict(np.load(out / f"{row}-rank-{rank}.npz")) for rank in range(workers)] for row in ROWS}
+        return found[runtime]
+
+    return result
+
+
+@pytest.mark.parametrize("runtime", [name for name in RUNTIMES if name != "one_device"])
+def test_parity(results, runtime):
+    problems = []
+    for row in ROWS:
+        reference, ranks = results("one_device")[row][0], results(runtime)[row]
+        bound = BOUNDS[row.partition("_")[0]]
+        for name, expected in reference.items():
+            difference = np.abs(ranks[0][name] - expected).max()
+            # Losses and metrics of weights that differ by up to `bound` differ by about as much.
+            if not difference <= (bound if name.startswith("weight") else 10 * bound):
+                problems.append(f"{row}: {name} differs by {difference:.1e}")
+            problems += [f"{row}: {name} of rank {rank} is not that of rank 0" for rank, other in enumerate(ranks) if not np.array_equal(other[name], ranks[0][name])]
+    assert not problems, "\n".join(problems)
+
+
+def test_training_moved_the_weights(results):
+    """Parity of runs that learn nothing would prove nothing."""
+    for row in ROWS:
+        losses = results("one_device")[row][0]["losses"]
+        assert losses[-1] < 0.8 * losses[0], (row, losses)

@@ -1,0 +1,112 @@
+"""What a snapshot holds: nothing is left out, and nothing that does not fit is taken."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.artifacts import restore, state
+from tfdist.artifacts.store import SnapshotStore
+from tfdist.config import Config
+from tfdist.control.exit_codes import CheckpointError
+
+CONFIG = Config().replace(steps=10, global_batch=4)
+
+
+def make(width=3, seed=0):
+    keras.utils.set_random_seed(seed)
+    inner = keras.Sequential([keras.layers.Dense(width), keras.layers.Dropout(0.5)])
+    model = keras.Sequential([keras.layers.Input((4,)), inner, keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.Adam(0.1, use_ema=True)
+    optimizer.build(model.trainable_variables)
+    return model, optimizer, {"step": tf.Variable(7, dtype=tf.int64, name="step")}
+
+
+def test_everything_is_collected():
+    model, optimizer, train = make()
+    variables = state.collect(model, optimizer, train)
+    names = [name for name, *_ in state.table(variables).values()]
+    assert sum("seed_generator_state" in name for name in names) == 1  # in a nested model
+    for part in ("moving_mean", "kernel", "iteration", "velocity", "average", "step"):
+        assert any(part in name for name in names), part
+    assert len(names) == len(model.variables) + len(optimizer.variables) + 1
+
+
+def test_round_trip_into_another_model():
+    model, optimizer, train = make()
+    optimizer.apply([tf.ones_like(variable.value) for variable in model.trainable_variables], model.trainable_variables)
+    arrays = state.to_host(state.collect(model, optimizer, train))
+    other = state.collect(*make(seed=1))
+    state.assign(other, arrays)
+    for key, array in state.to_host(other).items():
+        np.testing.assert_array_equal(array, arrays[key])
+
+
+def test_copies_do_not_change_with_the_variables():
+    model, optimizer, train = make()
+    variables = state.collect(model, optimizer, train)
+    arrays = state.to_host(variables)
+    before = {key: array.copy() for key, array in arrays.items()}
+    for _ in range(2):
+        optimizer.apply([tf.ones_like(variable.value) for variable in model.trainable_variables], model.trainable_variables)
+    for key in arrays:
+        np.testing.assert_array_equal(arrays[key], before[key])
+
+
+def test_misfits_are_named_before_anything_changes():
+    arrays = state.to_host(state.collect(*make(width=3)))
+    other = state.collect(*make(width=5))
+    before = state.to_host(other)
+    with pytest.raises(CheckpointError, match=r"kernel is float32 \(4, 5\) here, float32 \(4, 3\) there"):
+        state.assign(other, arrays)
+    del arrays["train/step"], arrays["model/0001"]
+    with pytest.raises(CheckpointError, match="lacks 2 variables"):
+        state.assign(other, arrays)
+    for key, array in state.to_host(other).items():
+        np.testing.assert_array_equal(array, before[key])
+
+
+def test_host_generators():
+    random.seed(3)
+    np.random.seed(3)
+    states = state.generator_states()
+    expected = [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand()]
+    import json
+
+    state.restore_generator_states(json.loads(json.dumps(states)))
+    assert [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand()] == expected
+
+
+def stored(tmp_path, config=CONFIG, **fields):
+    store = SnapshotStore(tmp_path / "checkpoints")
+    store.write(5, {"train/step": np.array(5)}, {"config_digest": config.digest(), "identity": config.identity(), "consumed": 20, **fields})
+    return store
+
+
+def test_choice(tmp_path):
+    assert restore.choose(SnapshotStore(tmp_path / "none"), CONFIG) == (None, [])
+    with pytest.raises(CheckpointError, match="--resume=must"):
+        restore.choose(SnapshotStore(tmp_path / "none"), CONFIG.replace(resume="must"))
+    store = stored(tmp_path)
+    assert restore.choose(store, CONFIG)[0].step == 5
+    with pytest.raises(CheckpointError, match="--resume=never"):
+        restore.choose(store, CONFIG.replace(resume="never"))
+
+
+def test_another_configuration_is_refused_with_the_fields_that_differ(tmp_path):
+    store = stored(tmp_path)
+    other = CONFIG.replace(seed=3, learning_rate=0.5, run_dir="elsewhere")
+    with pytest.raises(CheckpointError) as error:
+        restore.choose(store, other)
+    assert "--seed: 0 there, 3 now" in str(error.value) and "--learning_rate" in str(error.value) and "run_dir:" not in str(error.value)
+    assert restore.choose(store, other.replace(allow_config_change=True))[0].step == 5
+
+
+def test_an_inconsistent_snapshot_is_not_trusted():
+    manifest = {"step": 5, "consumed": 20, "identity": CONFIG.identity()}
+    restore.check_consistency(manifest, 5, 4)
+    for step, changes, global_batch in ((6, {}, 4), (5, {"consumed": 24}, 4), (5, {}, 3)):
+        with pytest.raises(CheckpointError):
+            restore.check_consistency({**manifest, **changes}, step, global_batch)

@@ -1,0 +1,138 @@
+"""Snapshots: committed whole or not at all, and never trusted when damaged."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.artifacts.store import MANIFEST, SnapshotStore
+from tfdist.control.exit_codes import CheckpointError
+
+ARRAYS = {
+    "model/0000": np.arange(12, dtype="float32").reshape(3, 4) / 7,
+    "model/0001": np.array([1, -2], "int64"),
+    "optimizer/0000": np.array(-0.0, "float32"),
+    "optimizer/0001": np.array([1.5, 3e38], ml_dtypes.bfloat16),
+    "train/step": np.array(10, "int64"),
+}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return SnapshotStore(tmp_path / "checkpoints")
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "removed":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(content[:-1])
+    else:
+        path.write_bytes(content[:len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1:])
+
+
+def test_round_trip_is_bitwise(store):
+    store.write(10, ARRAYS, {"consumed": 640})
+    snapshot = store.verify(10)
+    assert (snapshot.manifest["step"], snapshot.manifest["consumed"]) == (10, 640)
+    read = store.read(snapshot)
+    assert read.keys() == ARRAYS.keys()
+    for key, array in ARRAYS.items():
+        assert read[key].dtype == array.dtype and read[key].tobytes() == array.tobytes(), key
+
+
+def test_tensorflow_reads_it_with_its_own_tools(store):
+    store.write(10, ARRAYS, {})
+    store.write(20, ARRAYS, {})
+    latest = tf.train.latest_checkpoint(store.directory)
+    assert latest == f"{store.directory}/step-00000020/state-20"
+    np.testing.assert_array_equal(tf.train.load_checkpoint(latest).get_tensor("model/0000/.ATTRIBUTES/VARIABLE_VALUE"), ARRAYS["model/0000"])
+
+
+@pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
+def test_every_damaged_file_is_found_and_the_previous_snapshot_used(store, how):
+    store.write(10, ARRAYS, {})
+    names = sorted(os.listdir(store.path(10)))
+    assert len(names) >= 4 and MANIFEST in names
+    for name in (name.replace("state-10", "state-20") for name in names):
+        store.write(20, ARRAYS, {})
+        damage(Path(store.path(20)) / name, how)
+        snapshot, passed_over = store.newest_valid()
+        assert snapshot.step == 10 and len(passed_over) == 1 and name in passed_over[0], (name, passed_over)
+        store.delete(20)
+
+
+def test_without_a_valid_one_there_is_none(store):
+    assert store.newest_valid() == (None, [])
+    store.write(10, ARRAYS, {})
+    damage(Path(store.path(10)) / MANIFEST, "removed")
+    snapshot, passed_over = store.newest_valid()
+    assert snapshot is None and "never completed" in passed_over[0]
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        store.verify(10)
+
+
+def test_a_failed_write_leaves_nothing_and_touches_nothing(store, monkeypatch):
+    store.write(10, ARRAYS, {})
+    with pytest.raises((OSError, tf.errors.OpError)):
+        monkeypatch.setattr("os.rename", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+        store.write(20, ARRAYS, {})
+    assert os.listdir(store.directory).count("step-00000010") == 1 and store.steps() == [10]
+    assert not [name for name in os.listdir(store.directory) if name.startswith(".writing")]
+    assert store.newest_valid()[0].step == 10
+
+
+def test_leftovers_of_killed_writers_are_removed(store):
+    store.write(10, ARRAYS, {})
+    (Path(store.directory) / ".writing-step-00000020-abc").mkdir()
+    (Path(store.directory) / ".deleting-step-00000005-abc").mkdir()
+    store.clean()
+    assert sorted(os.listdir(store.directory)) == ["checkpoint", "step-00000010"]
+
+
+def test_marker_last_where_rename_is_not_atomic(tmp_path, monkeypatch):
+    """The road of object stores, on a local folder: without the manifest it does not count, and a second write replaces."""
+    store = SnapshotStore(tmp_path / "checkpoints")
+    store.local = False
+    store.write(10, ARRAYS, {"metrics": {}})
+    store.write(10, ARRAYS, {"metrics": {"loss": 1.0}})
+    assert store.newest_valid()[0].manifest["metrics"] == {"loss": 1.0}
+    damage(Path(store.path(10)) / MANIFEST, "removed")
+    assert store.newest_valid()[0] is None
+    store.write(20, ARRAYS, {})
+    store.delete(20)
+    assert store.newest_valid()[0] is None
+
+
+KILLED = """
+import sys, numpy as np
+from tfdist.artifacts.store import SnapshotStore
+store = SnapshotStore(sys.argv[1])
+for step in range(1, 1000):
+    store.write(step, {"model/0000": np.full(2_000_000, step, "float32")}, {})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_any_moment_leaves_a_valid_snapshot(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    for round_, delay in enumerate((0.02, 0.035, 0.05)):
+        store = SnapshotStore(tmp_path / str(round_))
+        writer = subprocess.Popen([sys.executable, "-c", KILLED, store.directory], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True)
+        for _ in range(3):
+            done = int(writer.stdout.readline())
+        time.sleep(delay)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        snapshot, _ = store.newest_valid()
+        assert snapshot.step >= done
+        assert (store.read(snapshot)["model/0000"] == snapshot.step).all()

@@ -1,0 +1,134 @@
+"""Events and what becomes of them: logs, TensorBoard, console, picture, clock."""
+
+import json
+import math
+
+import pytest
+
+from tfdist.config import TelemetryConfig
+from tfdist.telemetry import plot, summary
+from tfdist.telemetry.build import build_observers
+from tfdist.telemetry.console import BarConsole, PlainConsole, make_console
+from tfdist.telemetry.events import Event, FanOut
+from tfdist.telemetry.jsonl import JsonlObserver, next_attempt, read_jsonl
+from tfdist.telemetry.timer import Clock
+
+
+def train_event(step, loss=1.0, **values):
+    return Event("train", step, {"train/loss": loss, "train/accuracy": 0.5, "train/learning_rate": 1e-3, "train/gradient_norm": 1.0, "train/loss_scale": 512.0,
+                                 "train/skipped_steps": 0, "perf/steps_per_s": 2.0, "perf/samples_per_s": 4312.0, **values})
+
+
+def test_a_failing_observer_is_switched_off_loudly_and_alone(capsys):
+    seen = []
+
+    def broken(event):
+        raise OSError("disk full")
+
+    observers = FanOut([broken, seen.append])
+    observers(train_event(1))
+    observers(train_event(2))
+    assert [event.step for event in seen] == [1, 2]
+    assert capsys.readouterr().err.count("disk full") == 1
+
+
+def test_jsonl_survives_torn_lines_and_odd_numbers(tmp_path):
+    path = tmp_path / "logs" / "rank-1.jsonl"
+    for attempt in range(2):
+        assert next_attempt(path) == attempt
+        log = JsonlObserver(path, run_id="abc", attempt=attempt, rank=1)
+        log(Event("start", 0, {"flags": "not in the log"}))
+        log(train_event(5, loss=math.nan))
+        with open(path, "a") as file:
+            file.write('{"v": 1, "kind": "tr')  # killed in the middle of a line
+    log = JsonlObserver(path, run_id="abc", attempt=2, rank=1)
+    log(train_event(9, loss=math.inf))
+    found = list(read_jsonl(path))
+    assert [(record["kind"], record["step"], record["attempt"]) for record in found] == [("start", 0, 0), ("train", 5, 0), ("start", 0, 1), ("train", 5, 1), ("train", 9, 2)]
+    assert found[1]["values"]["train/loss"] == "nan" and found[4]["values"]["train/loss"] == "inf" and found[0]["values"] == {}
+    assert {"v", "time", "run_id", "attempt", "rank", "host", "kind", "step", "values"} == set(found[0])
+
+
+def test_tensorboard_is_one_run_over_restarts(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def observers(resumed):
+        return build_observers(TelemetryConfig(progress="none"), run_dir=tmp_path, rank=0, total_steps=40, steps_per_epoch=None, run_id="r", attempt=0, resumed_step=resumed)
+
+    first = observers(0)
+    first(Event("start", 0, {"flags": "--steps=40"}))
+    for step in (10, 20, 30):
+        first(train_event(step, loss=step))
+    first.close()
+    second = observers(20)  # the snapshot of step 20 was the last: step 30 is made again
+    for step in (30, 40):
+        second(train_event(step, loss=step + 0.5))
+    second.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(scalar.step, scalar.value) for scalar in found.Scalars("train/loss")] == [(10, 10), (20, 20), (30, 30.5), (40, 40.5)]
+    assert b"--steps=40" in found.Tensors("flags")[0].tensor_proto.string_val[0]
+
+
+def test_other_ranks_write_their_log_only(tmp_path):
+    observers = build_observers(TelemetryConfig(), run_dir=tmp_path, rank=2, total_steps=40, steps_per_epoch=None, run_id="r", attempt=0, resumed_step=0)
+    observers(train_event(1))
+    observers.close()
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == ["logs/rank-2.jsonl"]
+
+
+def test_lines():
+    console = PlainConsole(500, steps_per_epoch=40.0)
+    assert console.line(train_event(100)) == "step 100/500 | epoch 2.50 | loss 1.0000 | accuracy 0.5000 | lr 1.0e-03 | 4,312 samples/s | eta 0:03:20"
+    assert "skipped 3 steps, loss scale 512" in console.line(train_event(100, **{"train/skipped_steps": 3}))
+    assert console.line(Event("eval", 100, {"eval/loss": 0.25, "eval/samples": 360.0})) == "evaluation at step 100: loss 0.25  (360 samples)"
+    assert console.line(Event("warning", 7, {"message": "careful"})) == "WARNING at step 7: careful"
+    assert console.line(Event("end", 7, {"stopped": False})) == ""
+
+
+def test_bar_on_a_terminal_lines_elsewhere(monkeypatch, capsys):
+    assert make_console("none", 10, None) is None and type(make_console("auto", 10, None)) is PlainConsole
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    console = make_console("auto", 10, None)
+    assert type(console) is BarConsole
+    console(train_event(5))
+    console(Event("eval", 5, {"eval/loss": 0.25}))
+    console.close()
+    assert "evaluation at step 5" in capsys.readouterr().out
+
+
+def test_clock_counts_training_only_and_goes_on_after_a_restart():
+    now = [100.0]
+    clock = Clock(lambda: now[0])
+    now[0] += 5
+    assert clock.seconds == 0
+    clock.start()
+    now[0] += 10
+    with clock.pause("evaluation"):
+        now[0] += 3
+        assert clock.seconds == 10
+    now[0] += 1
+    other = Clock(lambda: now[0])
+    other.restore(json.loads(json.dumps(clock.state())))
+    now[0] += 50
+    assert other.seconds == 11 and other.pauses == {"evaluation": 3}
+    other.start()
+    now[0] += 2
+    other.stop()
+    now[0] += 2
+    assert other.seconds == 13
+
+
+def test_picture_and_summary(tmp_path, capsys):
+    log = JsonlObserver(tmp_path / "run" / "logs" / "rank-0.jsonl", run_id="r", attempt=0, rank=0)
+    picture = tmp_path / "run" / "curves.png"
+    assert "no steps" in plot.draw_curves(tmp_path / "run" / "logs" / "rank-0.jsonl", picture)
+    for step in (10, 20, 10, 20):
+        log(train_event(step, loss=1 / step))
+    log(Event("eval", 20, {"eval/loss": 0.1, "eval/accuracy": 0.9}))
+    assert plot.draw_curves(tmp_path / "run" / "logs" / "rank-0.jsonl", picture, {"entropy": 0.2}) == ""
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert plot.read_series(tmp_path / "run" / "logs" / "rank-0.jsonl")["train/loss"] == {10: pytest.approx(0.1), 20: pytest.approx(0.05)}
+    summary.write_summary(tmp_path / "summary.json", {"steps": 1000, "pauses_s": {"saving": 1.5}})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1000, "pauses_s": {"saving": 1.5}}
+    summary.print_summary({"steps": 1000, "pauses_s": {"saving": 1.5}, "export": ""})
+    assert capsys.readouterr().out.split() == ["steps", "1,000", "pauses_s", "saving", "1.5000"]

@@ -1,0 +1,169 @@
+"""python -m tfdist.evaluate: evaluates a snapshot or an export of a run, or follows a running job.
+
+  python -m tfdist.evaluate --run_dir=runs/first                       the newest valid snapshot
+  python -m tfdist.evaluate --run_dir=runs/first --at_step=500         that one
+  python -m tfdist.evaluate --run_dir=runs/first --model_file=runs/first/export/model.keras
+  python -m tfdist.evaluate --run_dir=runs/first --follow              each new snapshot, until training is over
+
+The run's own flags are read from RUN_DIR/flags.txt; flags given here win over them. In a cluster, TF_CONFIG with the
+task type "evaluator" makes `tfdist.train` do the same as --follow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfdist import flags
+from tfdist.config import Config, option
+from tfdist.control import exit_codes, versions
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
+
+if TYPE_CHECKING:
+    from tfdist.artifacts.store import Snapshot, SnapshotStore
+    from tfdist.build import Job
+
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What is evaluated."""
+
+    at_step: int = option(-1, "The step whose snapshot is evaluated. -1: the newest valid one.", least=-1)
+    model_file: str = option("", "A .keras file to evaluate instead of a snapshot.")
+    follow: bool = option(False, "Evaluate every new snapshot until training is over.")
+
+
+def main(argv: list[str]) -> int:
+    given = flags.parse(argv, usage=__doc__, command=EvaluateOptions)
+    versions.check()
+    versions.quiet()
+    if given.command.follow:
+        return follow(given.config, argv)
+    config = run_configuration(given.config, argv)
+    job = _compose(config)
+    if given.command.model_file:
+        _show(_evaluate_file(job, given.command.model_file), given.command.model_file)
+        return 0
+    store = _store(config)
+    _show(_evaluate_snapshot(job, store, _choose(store, given.command.at_step)), store.directory)
+    return 0
+
+
+def run_configuration(config: Config, argv: list[str]) -> Config:
+    """The run's own flags, with those of `argv` over them."""
+    stored = Path(config.run.run_dir) / flags.FLAGS_FILE
+    if stored.exists():
+        config = flags.parse([f"--flagfile={stored}", *argv], command=EvaluateOptions).config
+    return config.validate()
+
+
+def follow(config: Config, argv: list[str] | None = None) -> int:
+    """Evaluates every new snapshot of a running job; returns when the job is over and its last snapshot is done."""
+    from tfdist.telemetry.events import Event
+    from tfdist.telemetry.jsonl import JsonlObserver, next_attempt
+    from tfdist.telemetry.tensorboard import TensorBoardObserver
+
+    folder = Path(config.run.run_dir)
+    _await_start(folder, config.cluster.startup_timeout)
+    job = _compose(run_configuration(config, argv or []))
+    store, done = _store(config), -1
+    log = folder / "logs" / "evaluator.jsonl"
+    observers = [JsonlObserver(log, run_id=_status(folder).get("run_id", ""), attempt=next_attempt(log), rank=-1)]
+    if config.telemetry.tensorboard:
+        observers.append(TensorBoardObserver(folder / "tensorboard" / "evaluator", 0))
+    while True:
+        over = _status(folder).get("status") == "finished"  # read before looking: what is written afterwards is seen next time
+        snapshot, _ = store.newest_valid()
+        if snapshot and snapshot.step > done:
+            values = _evaluate_snapshot(job, store, snapshot)
+            done = snapshot.step
+            _show(values, snapshot.path)
+            for observer in observers:
+                observer(Event("eval", done, {f"eval/{name}": value for name, value in values.items()}))
+        elif over:
+            break
+        else:
+            time.sleep(_POLL_SECONDS)
+    for observer in observers:
+        observer.close()
+    return 0
+
+
+def _await_start(folder: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not (folder / "status.json").exists():
+        if time.monotonic() > deadline:
+            raise StartupError(f"No run appeared in --run_dir={folder} within {timeout:g} s: start the workers, or raise --startup_timeout.")
+        time.sleep(_POLL_SECONDS)
+
+
+def _compose(config: Config) -> Job:
+    from tfdist import build
+
+    # One process evaluates, whatever the run was trained with; the batch only has to fit.
+    batch = config.data.eval_batch or min(config.batch.global_batch or config.batch.micro_batch, 128)
+    alone = config.replace(strategy="auto" if config.strategy.strategy == "multi_worker" else config.strategy.strategy, accumulation=0, micro_batch=0,
+                           global_batch=config.batch.global_batch or config.batch.micro_batch, eval_batch=batch, jit_compile=False)
+    job = build.compose(alone, build.start_runtime(alone, Cluster()))
+    if job.eval_split is None:
+        raise ConfigError(f"--source={config.data.source} has no evaluation split: give one that has.")
+    return job
+
+
+def _store(config: Config) -> SnapshotStore:
+    from tfdist.artifacts.store import SnapshotStore
+
+    return SnapshotStore(str(Path(config.run.run_dir) / "checkpoints"))
+
+
+def _choose(store: SnapshotStore, step: int) -> Snapshot:
+    if step >= 0:
+        return store.verify(step)
+    snapshot, passed_over = store.newest_valid()
+    for reason in passed_over:
+        print(f"passed over a snapshot: {reason}", file=sys.stderr)
+    if snapshot is None:
+        raise CheckpointError(f"{store.directory} has no valid snapshot: check --run_dir.")
+    return snapshot
+
+
+def _evaluate_snapshot(job: Job, store: SnapshotStore, snapshot: Snapshot) -> dict[str, float]:
+    from tfdist.artifacts import state
+
+    state.assign(state.collect(job.model, job.optimizer, job.step.variables), store.read(snapshot))
+    return {**job.evaluator()(), "step": snapshot.step}
+
+
+def _evaluate_file(job: Job, path: str) -> dict[str, float]:
+    import keras
+
+    from tfdist import build
+
+    try:
+        model = keras.models.load_model(path, compile=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--model_file={path} cannot be loaded: {str(error).splitlines()[0]}") from None
+    return build.make_evaluator(job.config, job.runtime, model, job.objective, job.eval_split, job.plan.micro_batch)()
+
+
+def _status(folder: Path) -> dict:
+    try:
+        return json.loads((folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _show(values: dict[str, float], origin: str) -> None:
+    print(f"evaluation of {origin}: " + json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    exit_codes.run_command(main, sys.argv[1:])
