@@ -1,6 +1,6 @@
 """What tfdist's loop costs, and how it scales to two workers.
 
-    python scripts/bench_loop.py [--repeats=5] [--steps=20] [--workload=transformer|cnn] [--jit] [--out=FILE.json]
+    python scripts/bench_loop.py [--repeats=5] [--steps=8] [--workload=transformer|cnn] [--jit] [--out=FILE.json]
 
 1. Loop overhead: tfdist against a minimal hand-written TensorFlow loop with the same model, data and optimizer, block
    by block in turn in one process pinned to one core. A ratio of 1 means that tfdist costs nothing.
@@ -31,7 +31,7 @@ WORKLOADS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="steps in a timed block")
+    parser.add_argument("--steps", type=int, default=8, help="steps in a timed block")
     parser.add_argument("--workload", choices=WORKLOADS, default="transformer")
     parser.add_argument("--jit", action="store_true", help="compile forward and backward pass with XLA")
     parser.add_argument("--out", default="")
@@ -79,8 +79,8 @@ def start(arguments: argparse.Namespace, child: str, workers: int, communication
             environment["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
         command = [sys.executable, __file__, f"--child={child}", f"--steps={arguments.steps}", f"--workload={arguments.workload}",
                    f"--communication={communication}", *(["--jit"] if arguments.jit else [])]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True,
-                                          preexec_fn=lambda core=cores[rank % len(cores)]: os.sched_setaffinity(0, {core})))
+        core = {cores[rank % len(cores)]}
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=lambda core=core: os.sched_setaffinity(0, core)))
     outputs = [process.communicate(timeout=900)[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit("a child failed; its error is above")
@@ -98,7 +98,7 @@ def compose(arguments: argparse.Namespace):
     return build.compose(config, build.start_runtime(config, resolve_cluster(os.environ)))
 
 
-def blocks_per_second(block, steps: int, warm: int = 2, blocks: int = 5) -> float:
+def blocks_per_second(block, steps: int, warm: int = 2, blocks: int = 3) -> float:
     """Median rate of `block(steps)` calls, in steps per second."""
     for _ in range(warm):
         block(max(steps // 4, 1))
@@ -153,7 +153,7 @@ def child_overhead(arguments: argparse.Namespace) -> None:
     by_hand = lambda n: hand_written(tf.constant(n)).numpy()  # noqa: E731
     ours = lambda n: job.step(iterators, n)  # noqa: E731
     rates: dict[str, list[float]] = {"tfdist": [], "hand-written": []}
-    for _ in range(5):
+    for _ in range(3):
         for name, loop in (("hand-written", by_hand), ("tfdist", ours)):
             rates[name].append(blocks_per_second(loop, arguments.steps, warm=1, blocks=1))
     print(json.dumps({name: statistics.median(values) for name, values in rates.items()}), flush=True)

@@ -12,7 +12,6 @@ task type "evaluator" makes `tfdist.train` do the same as --follow.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfdist import flags
+from tfdist.artifacts.status import read_status
 from tfdist.config import Config, option
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
@@ -76,11 +76,11 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     job = _compose(run_configuration(config, argv or []))
     store, done = _store(config), -1
     log = folder / "logs" / "evaluator.jsonl"
-    observers = [JsonlObserver(log, run_id=_status(folder).get("run_id", ""), attempt=next_attempt(log), rank=-1)]
+    observers = [JsonlObserver(log, run_id=read_status(folder).get("run_id", ""), attempt=next_attempt(log), rank=-1)]
     if config.telemetry.tensorboard:
         observers.append(TensorBoardObserver(folder / "tensorboard" / "evaluator", 0))
     while True:
-        over = _status(folder).get("status") == "finished"  # read before looking: what is written afterwards is seen next time
+        over = read_status(folder).get("status") == "finished"  # read before looking: what is written afterwards is seen next time
         snapshot, _ = store.newest_valid()
         if snapshot and snapshot.step > done:
             values = _evaluate_snapshot(job, store, snapshot)
@@ -98,8 +98,9 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
 
 
 def _await_start(folder: Path, timeout: float) -> None:
+
     deadline = time.monotonic() + timeout
-    while not (folder / "status.json").exists():
+    while not read_status(folder):
         if time.monotonic() > deadline:
             raise StartupError(f"No run appeared in --run_dir={folder} within {timeout:g} s: start the workers, or raise --startup_timeout.")
         time.sleep(_POLL_SECONDS)
@@ -152,13 +153,6 @@ def _evaluate_file(job: Job, path: str) -> dict[str, float]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"--model_file={path} cannot be loaded: {str(error).splitlines()[0]}") from None
     return build.make_evaluator(job.config, job.runtime, model, job.objective, job.eval_split, job.plan.micro_batch)()
-
-
-def _status(folder: Path) -> dict:
-    try:
-        return json.loads((folder / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}
 
 
 def _show(values: dict[str, float], origin: str) -> None:

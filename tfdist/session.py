@@ -5,12 +5,12 @@ Every worker runs this; what only the chief does (the files that all share) is b
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import uuid
 import zlib
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -20,9 +20,9 @@ from tfdist import build, flags
 from tfdist.artifacts import restore, state
 from tfdist.artifacts.export import export_model
 from tfdist.artifacts.policy import Retention, TimePolicy
+from tfdist.artifacts.status import read_status, write_status
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
-from tfdist.build import Job
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, ExitCode
@@ -36,8 +36,6 @@ from tfdist.telemetry.jsonl import next_attempt
 from tfdist.telemetry.timer import Clock
 from tfdist.training.loop import Ending, Parts, Rhythm, train
 from tfdist.training.optimizer import ema_variables
-
-STATUS_FILE = "status.json"  # tells an evaluator that training is over
 
 
 def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
@@ -80,7 +78,7 @@ class Session:
             run_id=self.run_id, attempt=self.attempt, resumed_step=self.first_step)
         if self.chief:
             flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, command)
-            _write_json(self.folder / STATUS_FILE, {"status": "running", "run_id": self.run_id})
+            write_status(self.folder, "running", self.run_id)
         self.observer(Event("start", self.first_step, {
             "message": f"{cluster.describe()}; {self.runtime.name}; {self.job.plan.describe()}; {self.job.model.count_params():,} parameters; run folder {self.folder}",
             "parameters": self.job.model.count_params(), "config_digest": self.config.digest(), "replicas": self.runtime.replicas, "workers": self.runtime.size,
@@ -91,11 +89,19 @@ class Session:
     # -- start -----------------------------------------------------------------------------------------------------
 
     def _agree_on_configuration(self) -> None:
-        """Workers with different flags would train different models on each other's gradients."""
-        digests = self.runtime.all_gather(np.frombuffer(self.config.digest().encode(), np.uint8))
-        for rank, digest in enumerate(digests):
-            if digest.tobytes() != digests[0].tobytes():
-                raise ConfigError(f"Rank {rank} has configuration {digest.tobytes().decode()}, rank 0 has {digests[0].tobytes().decode()}: give all workers the same flags.")
+        """Workers with different flags would train different models, on each other's gradients; those with different
+        data would take samples twice and leave others out."""
+        self._must_agree("configuration", self.config.digest(), "give all workers the same flags")
+        for split in filter(None, (self.job.train_split, self.job.eval_split)):
+            identity = hashlib.sha256(f"{split.size} {split.info.get('digest', '')}".encode()).hexdigest()[:16]
+            self._must_agree(f"{split.name} data", identity, "give all workers the same files and package versions")
+
+    def _must_agree(self, what: str, identity: str, fix: str) -> None:
+        """Raises ConfigError on all workers unless `identity` (16 characters) is the same on all."""
+        found = [row.tobytes().decode() for row in self.runtime.all_gather(np.frombuffer(identity.encode(), np.uint8))]
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise ConfigError(f"Rank {rank} has {what} {other}, rank 0 has {found[0]}: {fix}.")
 
     def _restore(self) -> tuple[list[str], int]:
         """Restores from the chief's choice, or leaves the initial state. Returns messages and the step to go on from."""
@@ -150,7 +156,7 @@ class Session:
         identity = {}
         if self.chief:
             log = self.folder / "logs" / "rank-0.jsonl"
-            previous = _read_json(self.folder / STATUS_FILE).get("run_id")
+            previous = read_status(self.folder).get("run_id")
             identity = {"run_id": previous or uuid.uuid4().hex[:12], "attempt": next_attempt(log)}
         identity = self._broadcast_json(identity)
         return identity["run_id"], identity["attempt"]
@@ -262,7 +268,7 @@ class Session:
         }
         summary.write_summary(self.folder / "summary.json", values)
         summary.print_summary(values)
-        _write_json(self.folder / STATUS_FILE, {"status": "finished", "step": ending.step, "run_id": self.run_id})
+        write_status(self.folder, "finished", self.run_id)
 
     def _plain_model(self) -> keras.Model:
         """A copy of the model outside of any strategy, with the weights that evaluation used (the moving average, if any)."""
@@ -277,16 +283,3 @@ class Session:
 def _resumed(path: str, manifest: dict, workers: int) -> str:
     change = f", written by {manifest['workers']} workers, now {workers}" if manifest["workers"] != workers else ""
     return f"resumed from {path}: step {manifest['step']}, {manifest['consumed']:,} samples consumed{change}"
-
-
-def _write_json(path: Path, value: dict) -> None:
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(json.dumps(value))
-    temporary.replace(path)
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist.control.exit_codes import DataError
 from tfdist.data import order
 from tfdist.data.sources.base import Sample, Split
-from tfdist.data.sources.registry import resolve
+from tfdist.plugins import resolve
 
 Augmentation = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple]
 

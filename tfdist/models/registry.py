@@ -7,7 +7,6 @@ that Keras ships, so that its .keras file loads without tfdist.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.config import ModelConfig, parse_args
 from tfdist.control.exit_codes import ConfigError
+from tfdist.plugins import resolve
 
 MODELS = {
     "mlp": "tfdist.models.mlp:mlp",
@@ -37,7 +37,7 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
 
     Raises ConfigError for an unknown model or option, or one that does not fit the data.
     """
-    builder = _find(config.model)
+    builder = resolve("model", config.model, MODELS)
     own = config.model not in MODELS
     arguments = _arguments(config, builder, {"x_spec": x_spec, "num_outputs": num_outputs})
     if own:
@@ -57,22 +57,6 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
         raise ConfigError(f"--model={config.model} returned a model without variables: call its build(input_shape), or begin it with keras.Input.")
     _set_synchronized(model, config.sync_batchnorm)
     return model
-
-
-def _find(name: str) -> Callable:
-    """The builder of that name. Raises ConfigError if there is none."""
-    module, colon, function = MODELS.get(name, name).partition(":")
-    if not colon:
-        raise ConfigError(f"--model={name} is unknown: use {', '.join(MODELS)}, or package.module:function.")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
-            raise  # the module is there, but something that it imports is not
-        raise ConfigError(f"--model={name}: there is no module {module!r} on the Python path; start the command in its folder, or set PYTHONPATH.") from error
-    if not callable(getattr(found, function, None)):
-        raise ConfigError(f"--model={name}: the module {module} has no function {function!r}.")
-    return getattr(found, function)
 
 
 def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute.values import PerReplica  # not public, and there is no public way inside a tf.function
+from tensorflow.python.distribute.values import (
+    PerReplica,  # not public, and there is no public way inside a tf.function
+)
 from tensorflow.python.eager import context
 
 from tfdist.config import Config, StrategyConfig
@@ -51,9 +53,8 @@ class StrategyRuntime:
     def local(self, value: Any) -> tuple:
         if self.local_replicas == 1:
             return (value,)
-        return tuple(
-            tf.nest.map_structure(lambda leaf: self.strategy.experimental_local_results(leaf)[index], value, expand_composites=False)
-            for index in range(self.local_replicas))
+        leaves = [self.strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(value)]
+        return tuple(tf.nest.pack_sequence_as(value, [leaf[index] for leaf in leaves]) for index in range(self.local_replicas))
 
     def replica_id(self) -> tf.Tensor:
         return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)

@@ -12,6 +12,7 @@ order, and then copied, so all ranks end with the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import queue
@@ -110,10 +111,8 @@ class Ring:
             if wanted:
                 poll.register(connection, events)
             else:
-                try:
+                with contextlib.suppress(KeyError):
                     poll.unregister(connection)
-                except KeyError:
-                    pass
         if not poll.poll(self.timeout * 1000 or None):
             silent = (self.rank - 1) % self.size if receiving else (self.rank + 1) % self.size
             raise RingError(f"{MARK}rank {silent} was silent for {self.timeout:g} s (--collective_timeout).")

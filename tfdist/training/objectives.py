@@ -7,13 +7,13 @@ weights over micro-batches and workers, which no worker knows alone. Legend: n s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError
+from tfdist.plugins import resolve
 
 
 class Scores(NamedTuple):
@@ -73,13 +73,7 @@ def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
         name = "classification" if y_spec.dtype.is_integer else "regression"
     if name in OBJECTIVES:
         return OBJECTIVES[name](config)
-    module, colon, function = name.partition(":")
-    if not colon:
-        raise ConfigError(f"--objective={name} is not one of auto, {', '.join(OBJECTIVES)} nor package.module:function.")
-    try:
-        return getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--objective={name} cannot be imported ({error}): check the name and PYTHONPATH.") from None
+    return resolve("objective", name, OBJECTIVES)
 
 
 def _weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist.config import BatchPlan
 from tfdist.runtime.base import Runtime
-from tfdist.training.objectives import Objective
+from tfdist.training.objectives import Objective, Scores
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
 
 SIGNALS = ("save", "stop")  # what a worker may ask for; summed over workers in the reduction that is there anyway

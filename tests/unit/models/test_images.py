@@ -46,7 +46,7 @@ def test_cnn_learns_the_digits():
     images = images.reshape(-1, 8, 8, 1).astype(np.float32) / 16
     held_out = np.arange(len(labels)) % 5 == 4
     model = cnn(x_spec=image(8, 1), num_outputs=10)
-    model.compile(keras.optimizers.Adam(2e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True), ["accuracy"])
+    model.compile(keras.optimizers.Adam(2e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     model.fit(images[~held_out], labels[~held_out], batch_size=64, epochs=6, verbose=0)
     assert model.evaluate(images[held_out], labels[held_out], verbose=0)[1] > 0.95
 

@@ -32,7 +32,7 @@ import tensorflow as tf
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.sources.base import Sample, Split, array_split
-from tfdist.data.sources.registry import resolve
+from tfdist.plugins import resolve
 
 
 def load(config: DataConfig, split: str) -> Split:

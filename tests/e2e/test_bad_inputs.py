@@ -1,0 +1,50 @@
+"""What users get wrong, at the real command: one sentence, the documented exit code, no traceback."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.job import CLUSTERS, train
+
+pytestmark = pytest.mark.slow
+
+
+def tf_config(**changes):
+    return {"TF_CONFIG": json.dumps({"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}, **changes})}
+
+
+# name -> (flags after CLUSTERS, environment, exit code, words of the message)
+CASES = {
+    "TF_CONFIG: bad JSON": ([], {"TF_CONFIG": "{cluster: worker}"}, 3, ["TF_CONFIG", "JSON"]),
+    "TF_CONFIG: no task": ([], {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, 3, ["task"]),
+    "TF_CONFIG: index out of range": ([], tf_config(task={"type": "worker", "index": 7}), 3, ["task.index is 7", "0 to 1"]),
+    "TF_CONFIG: duplicate address": ([], tf_config(cluster={"worker": ["a:1", "a:1"]}), 3, ["a:1", "cluster.worker[1]"]),
+    "TF_CONFIG: no port": ([], tf_config(cluster={"worker": ["a", "b:1"]}), 3, ["cluster.worker[0]", "port"]),
+    "TF_CONFIG: two chiefs": ([], tf_config(cluster={"chief": ["a:1", "b:1"]}), 3, ["2 chiefs"]),
+    "a peer that does not come": (["--startup_timeout=1"], tf_config(cluster={"worker": ["127.0.0.1:29871", "127.0.0.1:29872"]}), 5, ["worker 1 (rank 1, 127.0.0.1:29872)", "--startup_timeout"]),
+    "unknown flag": (["--batchsize=3"], {}, 2, ["--batchsize"]),
+    "batch contradiction": (["--micro_batch=7", "--accumulation=2"], {}, 2, ["--global_batch=24", "--micro_batch=7", "= 14"]),
+    "no length": (["--steps=0"], {}, 2, ["--steps", "--epochs"]),
+    "unknown model": (["--model=resnet5000"], {}, 2, ["--model=resnet5000", "resnet50"]),
+    "unknown model option": (["--model_args=width=3"], {}, 2, ["width", "widths"]),
+    "unknown strategy": (["--strategy=multi"], {}, 2, ["--strategy=multi", "multi_worker"]),
+    "unknown source": (["--source=digit"], {}, 2, ["--source=digit", "digits"]),
+    "module without the function": (["--source=tests.e2e.sources:nothing"], {}, 2, ["nothing"]),
+    "no data": (["--source=tests.e2e.sources:empty"], {}, 4, ["tests.e2e.sources:empty"]),
+    "missing files": (["--source=text", "--data_dir=/nonexistent"], {}, 4, ["/nonexistent"]),
+    "mirrored without GPUs": (["--strategy=mirrored"], {}, 2, ["--virtual_devices"]),
+    "a run folder that cannot be made": (["--run_dir=/proc/run"], {}, 2, ["--run_dir=/proc/run"]),
+    "nothing to resume": (["--resume=must"], {}, 9, ["--resume=must"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_sentence_and_its_code(name, tmp_path):
+    flags, environment, code, words = CASES[name]
+    result = train([*CLUSTERS, "--steps=5", f"--run_dir={tmp_path}", *flags], environment)
+    told = [line for line in result.stderr.splitlines() if line.startswith("tfdist: error:")]
+    assert result.returncode == code, result.stderr
+    assert len(told) == 1 and all(word in told[0] for word in words), result.stderr
+    assert "Traceback" not in result.stderr and f"(exit code {code}," in told[0]
