@@ -4,7 +4,8 @@
 
 Flags before `--` are the launcher's own, those after it go to every worker. Each worker's output is shown under its
 name and written to RUN_DIR/logs/worker-K.log. The first worker to fail stops all; its cause is named, and its exit
-code becomes the launcher's. SIGTERM (or Ctrl-C once) lets the workers save and end; a second ends them at once.
+code becomes the launcher's. With --max_restarts=N all are started again instead, and go on from the newest snapshot,
+until N failures come without progress; mistakes in flags or data are never retried. SIGTERM (or Ctrl-C once) lets the workers save and end; a second ends them at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tfdist import flags
 from tfdist.control import exit_codes
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.launcher import LocalJob
+from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
 
 
 def main(argv: list[str]) -> int:
@@ -29,34 +31,34 @@ def main(argv: list[str]) -> int:
     show = None if options.show_ranks == "all" else {int(rank) for rank in options.show_ranks.split(",")}
     command = [sys.executable, "-m", "tfdist.train", *train]
     evaluator = [sys.executable, "-m", "tfdist.evaluate", "--follow", *train] if options.evaluator else None
-    job = LocalJob(command, options.workers, Path(config.run.run_dir) / "logs", evaluator=evaluator, show=show, pin=options.pin == "auto", grace=options.grace)
-    return run(job)
+    run_dir = Path(config.run.run_dir)
+
+    def make_job() -> LocalJob:
+        return LocalJob(command, options.workers, run_dir / "logs", evaluator=evaluator, show=show, pin=options.pin == "auto", grace=options.grace)
+
+    return run(Supervisor(make_job, RestartPolicy(options.max_restarts), lambda: newest_snapshot_step(run_dir)), run_dir / "logs")
 
 
-def run(job: LocalJob) -> int:
-    """Runs a job to its end, with signals passed on. Returns its exit code."""
+def run(supervisor: Supervisor, logs: Path) -> int:
+    """Runs a supervised job to its end, with signals passed on. Returns its exit code."""
     requests = 0
 
     def on_signal(number: int, _) -> None:
         nonlocal requests
         requests += 1
-        if requests > 1:
-            job.kill()
-            return
-        job.request_stop(signal.SIGTERM)
+        supervisor.stop()
+        if supervisor.job:
+            supervisor.job.kill() if requests > 1 else supervisor.job.request_stop(signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGUSR1, lambda *_: job.request_stop(signal.SIGUSR1))
+    signal.signal(signal.SIGUSR1, lambda *_: supervisor.job and supervisor.job.request_stop(signal.SIGUSR1))
     try:
-        job.start()
-        result = job.wait()
+        result = supervisor.run()
     except OSError as error:
-        raise ConfigError(f"The log folder {job.log_dir} cannot be written ({error.strerror}): choose another --run_dir.") from None
-    finally:
-        job.kill()
+        raise ConfigError(f"The log folder {logs} cannot be written ({error.strerror}): choose another --run_dir.") from None
     if result.cause:
-        print(f"tfdist: {result.cause}\ntfdist: logs are in {job.log_dir}", file=sys.stderr)
+        print(f"tfdist: {result.cause}\ntfdist: logs are in {logs}", file=sys.stderr)
     return result.code
 
 
@@ -79,9 +81,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--show_ranks", default="all", help="whose output is shown: all, or ranks such as 0,1 (logs are always complete)")
     parser.add_argument("--pin", choices=("auto", "none"), default="auto", help="auto: each worker gets an equal part of the cores (and GPUs) and as many threads")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds that a worker has to end after SIGTERM before it is killed")
+    parser.add_argument("--max_restarts", type=int, default=0, help="failures without a new snapshot in between after which the launcher gives up (default 0: no restarts)")
     options = parser.parse_args(argv)
     if options.workers < 1:
         raise ConfigError(f"--workers={options.workers} is too small: it must be at least 1.")
+    if options.max_restarts < 0:
+        raise ConfigError(f"--max_restarts={options.max_restarts} is too small: it must be at least 0.")
     if options.show_ranks != "all" and not all(rank.isdigit() for rank in options.show_ranks.split(",")):
         raise ConfigError(f"--show_ranks={options.show_ranks} must be all, or ranks such as 0,1.")
     return options

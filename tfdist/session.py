@@ -252,7 +252,10 @@ class Session:
         """Exports, plot and summary; chief only."""
         formats = tuple(form for form in self.config.export.export.split(",") if form != "none")
         if formats:
-            export_model(self._plain_model(), self.folder / "export", formats)
+            try:
+                export_model(self._plain_model(), self.folder / "export", formats)
+            except OSError as error:
+                raise CheckpointError(f"The model could not be exported to {self.folder / 'export'} ({error}): free or repair it, then start again; the training itself is saved.") from None
         info = self._split_info()
         entropy = info.get("data/eval_unigram_entropy_nats")
         log = self.folder / "logs" / "rank-0.jsonl"

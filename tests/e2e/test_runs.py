@@ -17,7 +17,7 @@ from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, run, snapshot, start, 
 pytestmark = pytest.mark.slow
 
 # What makes resuming hard: dropout, moving averages, a schedule, accumulation, shuffling over epochs.
-HARD = [*CLUSTERS, "--steps=90", "--deterministic", "--optimizer=adamw", "--ema=0.9", "--schedule=cosine", "--warmup_steps=5", "--accumulation=2", "--weight_decay=0.1"]
+HARD = [*CLUSTERS, "--steps=900", "--deterministic", "--optimizer=adamw", "--ema=0.9", "--schedule=cosine", "--warmup_steps=5", "--accumulation=2", "--weight_decay=0.1"]
 
 
 def assert_same_end(one: Path, other: Path, step: int, atol: float = 0.0) -> None:
@@ -59,12 +59,12 @@ np.testing.assert_allclose(one, other, atol=1e-5)
 def test_a_repeated_run_is_bitwise_equal(undisturbed, tmp_path):
     """From the flag file that the first run has written."""
     run(2, [f"--flagfile={undisturbed / 'flags.txt'}", f"--run_dir={tmp_path}"])
-    assert_same_end(undisturbed, tmp_path, 90)
+    assert_same_end(undisturbed, tmp_path, 900)
 
 
 def test_a_stopped_and_resumed_run_is_bitwise_equal(undisturbed, tmp_path):
     """Stopped twice: by a smaller target, and by SIGTERM to one worker only."""
-    flags = [*HARD, "--decay_steps=90", f"--run_dir={tmp_path}"]
+    flags = [*HARD, "--decay_steps=900", f"--run_dir={tmp_path}"]
     run(2, [*flags, "--steps=31"])
     process = start(2, [*flags, "--steps_per_loop=1", "--log_every=1"])
     wait_for(lambda: any(record["step"] >= 40 for record in records(tmp_path, rank=1)))
@@ -73,11 +73,11 @@ def test_a_stopped_and_resumed_run_is_bitwise_equal(undisturbed, tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 42, output
     steps = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*"))
-    assert 40 <= steps[-1] < 90
+    assert 40 <= steps[-1] < 900
     assert f"step {steps[0]}, {steps[0] * 24:,} samples consumed" in output
     output = run(2, flags)
     assert f"resumed from {tmp_path}/checkpoints/step-{steps[-1]:08d}" in output
-    assert_same_end(undisturbed, tmp_path, 90)
+    assert_same_end(undisturbed, tmp_path, 900)
     attempts = {record["attempt"] for record in records(tmp_path)}
     assert attempts == {0, 1, 2} and len({record["run_id"] for record in records(tmp_path)}) == 1
 
@@ -138,6 +138,31 @@ def test_a_killed_worker_is_named_and_nothing_is_left_running(tmp_path):
     os.kill(children[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 6 and "worker 1 was killed by signal 9 (SIGKILL)" in output, output
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_a_supervised_job_goes_on_after_a_kill(undisturbed, tmp_path):
+    """SIGKILL, restart from the newest snapshot, and the same end, bit for bit."""
+    process = start(2, [*HARD, "--save_every=40", "--log_every=1", f"--run_dir={tmp_path}"], ("--max_restarts=2",))
+    wait_for(lambda: (tmp_path / "checkpoints" / "step-00000120").exists())
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "was killed by signal 9 (SIGKILL); restart number 1 in" in output, output
+    assert_same_end(undisturbed, tmp_path, 900)
+    steps = [record["step"] for record in records(tmp_path, 0, "train") if record["attempt"] == 1]
+    assert steps == list(range(steps[0], 901))
+
+
+@pytest.mark.parametrize("communication", ["socket", "ring"])
+def test_a_stopped_worker_is_noticed(communication, tmp_path):
+    """It keeps its connections open: only the heartbeat tells."""
+    process = start(2, [*CLUSTERS, "--steps=100000", "--progress=none", "--heartbeat_timeout=3", f"--communication={communication}", f"--run_dir={tmp_path}"], ("--grace=1",))
+    wait_for(lambda: all((tmp_path / "logs" / f"rank-{rank}.jsonl").exists() and records(tmp_path, rank, "train") for rank in range(2)))
+    children = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()]
+    os.kill(children[1], signal.SIGSTOP)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 6 and "worker 0 ended with exit code 6" in output, output
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 

@@ -34,11 +34,16 @@ class Cluster:
 
     def name(self, rank: int) -> str:
         """How messages name a rank: "worker 1 (rank 2, host:port)"."""
-        for role in TRAINING_ROLES:
-            for index, address in enumerate(self.spec.get(role, ())):
-                if address == self.peers[rank]:
-                    return f"{role} {index} (rank {rank}, {address})"
-        return f"rank {rank}"
+        role, index = self._role_and_index(rank)
+        return f"{role} {index} (rank {rank}, {self.peers[rank]})"
+
+    def task(self, rank: int) -> str:
+        """How TensorFlow names a rank."""
+        role, index = self._role_and_index(rank)
+        return f"/job:{role}/replica:0/task:{index}"
+
+    def _role_and_index(self, rank: int) -> tuple[str, int]:
+        return next((role, index) for role in TRAINING_ROLES for index, address in enumerate(self.spec.get(role, ())) if address == self.peers[rank])
 
     def tf_config(self) -> str:
         """TF_CONFIG for TensorFlow: the training workers only, since it waits for every process that it lists."""

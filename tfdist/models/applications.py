@@ -39,7 +39,7 @@ def applications(*, x_spec: tf.TensorSpec, num_outputs: int | None, name: str = 
     scaled = layers.Rescaling(scale, offset, name="from_0_to_1")(image)
     backbone = network(weights=None, include_top=True, input_tensor=scaled, input_shape=tuple(x_spec.shape),
                        classes=outputs("applications", num_outputs), classifier_activation=None, **options)
-    return keras.Model(image, float32_logits(backbone.output), name=backbone.name)
+    return keras.Model(image, float32_logits(backbone.output, "float32_logits"), name=backbone.name)
 
 
 def resnet50(*, x_spec: tf.TensorSpec, num_outputs: int | None) -> keras.Model:

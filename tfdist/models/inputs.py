@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import keras
 import tensorflow as tf
 from keras import layers
@@ -17,10 +19,12 @@ def image_input(model: str, x_spec: tf.TensorSpec) -> keras.KerasTensor:
 
 
 def outputs(model: str, num_outputs: int | None) -> int:
-    """`num_outputs`. Raises ConfigError if the source knows no number of classes or vocabulary."""
-    if not num_outputs:
-        raise ConfigError(f"--model={model} needs a number of classes, which --source does not give: use another source, or a model of your own.")
-    return num_outputs
+    """`num_outputs`. Raises ConfigError if there is none, or it is no whole number of at least 1."""
+    if num_outputs is not None and (not isinstance(num_outputs, Integral) or num_outputs < 1):
+        raise ConfigError(f"--model={model} got num_outputs={num_outputs}: it must be a whole number, at least 1.")
+    if num_outputs is None:
+        raise ConfigError(f"--model={model} needs a number of classes, which --source does not give: add it to the model's options, for example --model_args=num_outputs=10.")
+    return int(num_outputs)
 
 
 def rate(model: str, value: float) -> float:
@@ -35,9 +39,9 @@ def dropout(x: keras.KerasTensor, value: float, name: str) -> keras.KerasTensor:
     return layers.Dropout(value, name=name)(x) if value else x
 
 
-def float32_logits(x: keras.KerasTensor) -> keras.KerasTensor:
+def float32_logits(x: keras.KerasTensor, name: str = "logits") -> keras.KerasTensor:
     """The last layer: casts to float32 under every precision policy, because the loss takes exponentials."""
-    return layers.Activation("linear", dtype="float32", name="logits")(x)
+    return layers.Activation("linear", dtype="float32", name=name)(x)
 
 
 def _say(x_spec: tf.TensorSpec) -> str:

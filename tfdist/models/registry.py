@@ -31,15 +31,27 @@ MODELS = {
 def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> keras.Model:
     """The model of `--model` with `--model_args`, for samples of `x_spec` (no batch dim).
 
-    `num_outputs` is the number of classes or the size of the vocabulary, None where the source knows none. A function
-    of the user's own gets those of x_spec, num_outputs and the options of --model_args that its signature has.
-    Call it in the scope of the strategy, under the precision policy of the run and after the seed is set.
+    `num_outputs` is the number of classes or the size of the vocabulary, None where the source knows none;
+    --model_args=num_outputs=N goes before it. Call it in the scope of the strategy, under the precision policy of the
+    run and after the seed is set: builders draw the initial weights from Keras' seed alone.
 
-    Raises ConfigError for an unknown model or option, or one that does not fit the data.
+    A function of the user's own gets those of x_spec, input_shape (the shape of x_spec as a tuple), num_outputs and
+    the options of --model_args that its signature names. A model of KerasHub, for example, is
+    `--model=my_models:gpt2 --model_args=preset=gpt2_base_en` with, in my_models.py:
+
+        def gpt2(preset):
+            backbone = keras_hub.models.GPT2Backbone.from_preset(preset)
+            tokens = keras.Input((None,), dtype="int32")
+            hidden = backbone({"token_ids": tokens, "padding_mask": keras.ops.ones_like(tokens)})
+            logits = backbone.token_embedding(hidden, reverse=True)
+            return keras.Model(tokens, keras.layers.Activation("linear", dtype="float32")(logits))
+
+    Raises ConfigError for an unknown model or option, one that does not fit the data, or half-precision outputs.
     """
     builder = resolve("model", config.model, MODELS)
     own = config.model not in MODELS
-    arguments = _arguments(config, builder, {"x_spec": x_spec, "num_outputs": num_outputs})
+    input_shape = tuple(x_spec.shape) if isinstance(x_spec, tf.TensorSpec) else None
+    arguments = _arguments(config, builder, {"x_spec": x_spec, "input_shape": input_shape, "num_outputs": num_outputs})
     if own:
         model = builder(**arguments)
     else:
@@ -55,8 +67,19 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
         raise ConfigError(f"--model={config.model} returned {type(model).__name__}: it must return a keras.Model of Keras 3.")
     if not model.built:
         raise ConfigError(f"--model={config.model} returned a model without variables: call its build(input_shape), or begin it with keras.Input.")
-    _set_synchronized(model, config.sync_batchnorm)
+    _check_not_half(config.model, model, x_spec)
+    synchronize_batchnorm(model, config.sync_batchnorm)
     return model
+
+
+def synchronize_batchnorm(model: keras.Model, synchronized: bool = True) -> None:
+    """Makes every BatchNormalization of the model, at any depth, take its statistics over all replicas, or over its own.
+
+    Works on a built model: Keras 3.15 reads the attribute when the layer is called, so before the step is traced.
+    """
+    for layer in model._flatten_layers():  # Keras has no public way into layers that are attributes of layers
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = synchronized
 
 
 def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) -> dict[str, Any]:
@@ -70,15 +93,22 @@ def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) ->
     open_ended = any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values())
     named = [name for name, parameter in parameters.items() if name not in given and parameter.kind is not kinds.VAR_KEYWORD]
     for name in options:
-        if name in given or (name not in named and not open_ended):
+        override = name == "num_outputs" and name in parameters
+        if not override and (name in given or (name not in named and not open_ended)):
             raise ConfigError(f"--model_args={config.model_args}: --model={config.model} has no option {name!r}; it accepts {', '.join(named) or 'none'}.")
     missing = [name for name in named if parameters[name].default is kinds.empty and name not in options]
     if missing:
         raise ConfigError(f"--model={config.model} needs {', '.join(missing)}: give for example --model_args={missing[0]}=VALUE.")
-    return {name: value for name, value in given.items() if name in parameters or open_ended} | options
+    return {name: value for name, value in given.items() if name in parameters or (open_ended and name != "input_shape")} | options
 
 
-def _set_synchronized(model: keras.Model, synchronized: bool) -> None:
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.BatchNormalization):
-            layer.synchronized = synchronized
+def _check_not_half(name: str, model: keras.Model, x_spec: Any) -> None:
+    """Under float16 or bfloat16 the last layer of a model must be float32, because the loss takes exponentials."""
+    try:
+        output = model.output  # functional and Sequential models know it
+    except (AttributeError, ValueError):
+        symbols = tf.nest.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape), spec.dtype.name), x_spec)
+        output = model.compute_output_spec(symbols)
+    halves = {keras.backend.standardize_dtype(tensor.dtype) for tensor in keras.tree.flatten(output)} & {"float16", "bfloat16"}
+    if halves:
+        raise ConfigError(f"--model={name} returns {', '.join(sorted(halves))}: give its last layer dtype=\"float32\".")

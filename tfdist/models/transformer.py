@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.models.blocks import EPSILON, Shape, block, causal_mask, choose_shape, normal, positions
+from tfdist.models.blocks import EPSILON, Shape, block, choose_shape, normal, positions
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import float32_logits, outputs
 
@@ -21,7 +21,7 @@ SIZES = {
 
 def transformer(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "tiny", layers: int | None = None,
                 width: int | None = None, heads: int | None = None, dropout: float = 0.0, context: int | None = None,
-                vocabulary: int | None = None) -> keras.Model:
+                vocabulary: int | None = None, tied: bool = True) -> keras.Model:
     """Tokens int [B, T] -> logits [B, T, vocabulary] float32; position t sees tokens 0..t.
 
     Pre-norm blocks, learned positions, LayerNorm epsilon 1e-5, GELU in its tanh form, the head tied to the token
@@ -29,9 +29,11 @@ def transformer(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "
     layers, width, heads: instead of those of `size`. context: positions with an embedding, by default T.
     vocabulary: by default num_outputs; a larger one, for example the next multiple of 64, adds tokens that never occur.
     dropout: of the embeddings, the attention weights and both branches.
+    tied: the head is the transpose of the token embedding, else a matrix of its own.
 
-    Parameters: (vocabulary + context + 2) * D + layers * (12 * D^2 + 13 * D). With vocabulary 50257 and context 1024,
-    gpt2 has 124,439,808 and gpt2-medium 354,823,168.
+    Parameters: (vocabulary + context + 2) * D + layers * (12 * D^2 + 13 * D), and vocabulary * D more if not tied. With
+    vocabulary 50257 and context 1024, gpt2 has 124,439,808 and gpt2-medium 354,823,168; small has 10,795,008 with 256
+    and 128. The layers besides the blocks' (blocks.py) are embed_tokens (the head too), embed_positions and final_norm.
 
     Raises ConfigError for an option out of range, or x that is no sequence of tokens of known length.
     """
@@ -44,7 +46,7 @@ def transformer(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "
     vocabulary = tokens if vocabulary is None else vocabulary
     if vocabulary < tokens:
         raise ConfigError(f"--model=transformer got vocabulary={vocabulary}, but the source has {tokens} tokens: raise it, or leave it out.")
-    return _build(shape, length, context, vocabulary, x_spec.dtype.name)
+    return _build(shape, length, context, vocabulary, tied, x_spec.dtype.name)
 
 
 def _length(x_spec: tf.TensorSpec) -> int:
@@ -53,15 +55,15 @@ def _length(x_spec: tf.TensorSpec) -> int:
     return x_spec.shape[0]
 
 
-def _build(shape: Shape, length: int, context: int, vocabulary: int, dtype: str) -> keras.Model:
+def _build(shape: Shape, length: int, context: int, vocabulary: int, tied: bool, dtype: str) -> keras.Model:
     tokens_BT = keras.Input((length,), dtype=dtype, name="tokens")
-    embed_tokens = layers.ReversibleEmbedding(vocabulary, shape.width, embeddings_initializer=normal(), name="embed_tokens")
+    # Without reverse_dtype, Keras would compute the head, a third of gpt2's work, in float32 under every policy.
+    embed_tokens = layers.ReversibleEmbedding(vocabulary, shape.width, tie_weights=tied, embeddings_initializer=normal(),
+                                              reverse_dtype=keras.config.dtype_policy().compute_dtype, name="embed_tokens")
     embed_positions = layers.Embedding(context, shape.width, embeddings_initializer=normal(), name="embed_positions")
-    positions_1T = positions(tokens_BT)
-    x_BTD = embed_tokens(tokens_BT) + embed_positions(positions_1T)
+    x_BTD = embed_tokens(tokens_BT) + embed_positions(positions(tokens_BT))
     x_BTD = drop(x_BTD, shape.dropout, "embed_dropout")
-    mask = causal_mask(positions_1T)
     for index in range(shape.layers):
-        x_BTD = block(x_BTD, index, shape, mask)
+        x_BTD = block(x_BTD, index, shape, causal=True)
     x_BTD = layers.LayerNormalization(epsilon=EPSILON, name="final_norm")(x_BTD)
     return keras.Model(tokens_BT, float32_logits(embed_tokens(x_BTD, reverse=True)), name="transformer")

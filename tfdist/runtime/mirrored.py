@@ -59,14 +59,24 @@ class StrategyRuntime:
     def replica_id(self) -> tf.Tensor:
         return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
 
-    def use_ring(self, host: str, bucket_bytes: int, timeout: float) -> None:
-        """From now on float32 tensors are reduced by runtime/ring.py; `host`: where other workers reach this one."""
+    def use_ring(self, cluster: Cluster, config: Config) -> None:
+        """From now on float32 tensors are reduced by runtime/ring.py."""
+        patience = config.cluster.heartbeat_timeout
 
         def exchange(endpoint: str) -> list[str]:
             rows = self.all_gather(np.frombuffer(endpoint.encode().ljust(_LONGEST_ENDPOINT), np.uint8))
             return [row.tobytes().decode().strip() for row in rows]
 
-        self._reducer = RingReducer(Ring(self.rank, self.size, host, exchange, timeout), bucket_bytes)
+        def is_alive(rank: int) -> bool:
+            try:
+                context.context().check_collective_ops_peer_health(cluster.task(rank), timeout_in_ms=int(patience * 1000))
+            except tf.errors.OpError:
+                return False
+            return True
+
+        host = cluster.address.rpartition(":")[0]
+        ring = Ring(self.rank, self.size, host, exchange, config.strategy.collective_timeout, is_alive, patience)
+        self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         if self._reducer and all(tensor.dtype == tf.float32 and tensor.shape.is_fully_defined() for tensor in tensors):
@@ -76,7 +86,7 @@ class StrategyRuntime:
             tf.distribute.ReduceOp.SUM, [tf.identity(tensor) for tensor in tensors], options=self.options)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array)
         words = _to_words([array])
         rows = np.zeros((self.size, words.size), np.int32)
         rows[self.rank] = words
@@ -150,8 +160,7 @@ class MultiWorker(StrategyRuntime):
         if choice == "socket" and not suits:
             raise ConfigError("--communication=socket is for several workers of one CPU replica each: use --communication=auto.")
         if suits and choice in ("auto", "socket"):
-            host = cluster.peers[cluster.rank].rpartition(":")[0]
-            runtime.use_ring(host, int(config.strategy.pack_mb * 2**20), config.strategy.collective_timeout)
+            runtime.use_ring(cluster, config)
         return runtime
 
 
@@ -165,7 +174,7 @@ def communication_options(config: StrategyConfig) -> tf.distribute.experimental.
 
 
 def _to_words(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+    data = b"".join(np.asarray(array).tobytes() for array in arrays)
     return np.frombuffer(data + bytes(-len(data) % 4), np.int32)
 
 

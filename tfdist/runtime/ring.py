@@ -45,10 +45,13 @@ class Ring:
       exchange: hands this worker's endpoint "host:port" to all and returns all endpoints in rank order (a collective).
       host: name or address under which the other workers reach this one.
       timeout: seconds after which a neighbour that sends nothing is an error; 0: never.
+      is_alive: asked about a neighbour's rank whenever that has been silent for `patience` seconds. A process that has
+        ended closes its connections, but one that is stopped, or whose machine is gone, does not.
     """
 
-    def __init__(self, rank: int, size: int, host: str, exchange: Callable[[str], Sequence[str]], timeout: float = 0.0):
-        self.rank, self.size, self.timeout = rank, size, timeout
+    def __init__(self, rank: int, size: int, host: str, exchange: Callable[[str], Sequence[str]], timeout: float = 0.0,
+                 is_alive: Callable[[int], bool] = lambda rank: True, patience: float = 10.0):
+        self.rank, self.size, self.timeout, self.is_alive, self.patience = rank, size, timeout, is_alive, patience
         with socket.create_server(("", 0), backlog=1) as listener:
             endpoints = exchange(f"{host}:{listener.getsockname()[1]}")
             right_host, _, right_port = endpoints[(rank + 1) % size].rpartition(":")
@@ -113,9 +116,13 @@ class Ring:
             else:
                 with contextlib.suppress(KeyError):
                     poll.unregister(connection)
-        if not poll.poll(self.timeout * 1000 or None):
-            silent = (self.rank - 1) % self.size if receiving else (self.rank + 1) % self.size
-            raise RingError(f"{MARK}rank {silent} was silent for {self.timeout:g} s (--collective_timeout).")
+        silent = (self.rank - 1) % self.size if receiving else (self.rank + 1) % self.size
+        start = time.monotonic()
+        while not poll.poll(1000 * min(self.patience, self.timeout or self.patience)):
+            if self.timeout and time.monotonic() - start >= self.timeout:
+                raise RingError(f"{MARK}rank {silent} was silent for {self.timeout:g} s (--collective_timeout).")
+            if not self.is_alive(silent):
+                raise RingError(f"{MARK}rank {silent} does not answer any more: it is stopped, or its machine or network is gone.")
 
     def close(self) -> None:
         self._right.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 from tfdist.telemetry.events import Event
+
+_NOT_METRICS = ("train/learning_rate", "train/gradient_norm", "train/loss_scale", "train/skipped_steps")
 
 
 class PlainConsole:
@@ -27,7 +30,7 @@ class PlainConsole:
             numbers = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items() if name != "eval/samples")
             return f"evaluation at step {event.step}: {numbers}  ({values.get('eval/samples', 0):,.0f} samples)"
         if event.kind == "warning":
-            return f"WARNING at step {event.step}: {values['message']}"
+            return f"WARNING at step {event.step}: {values.get('message', '')}"
         return f"{event.kind}: {values['message']}" if values.get("message") else ""
 
     def train_parts(self, event: Event) -> list[str]:
@@ -35,14 +38,17 @@ class PlainConsole:
         values, parts = event.values, []
         if self.steps_per_epoch:
             parts.append(f"epoch {event.step / self.steps_per_epoch:.2f}")
-        parts += [f"{name.removeprefix('train/')} {values[name]:.4f}" for name in values
-                  if name.startswith("train/") and name not in ("train/learning_rate", "train/gradient_norm", "train/loss_scale", "train/skipped_steps")]
-        parts.append(f"lr {values['train/learning_rate']:.1e}")
+        parts += [f"{name.removeprefix('train/')} {_number(value)}" for name, value in values.items() if name.startswith("train/") and name not in _NOT_METRICS]
+        if "train/learning_rate" in values:
+            parts.append(f"lr {values['train/learning_rate']:.1e}")
         if values.get("train/skipped_steps"):
-            parts.append(f"skipped {values['train/skipped_steps']} steps, loss scale {values['train/loss_scale']:g}")
-        parts.append(f"{values['perf/samples_per_s']:,.0f} samples/s")
-        left = (self.total_steps - event.step) / max(values["perf/steps_per_s"], 1e-9)
-        return [*parts, f"eta {int(left // 3600)}:{int(left // 60 % 60):02d}:{int(left % 60):02d}"]
+            parts.append(f"skipped {values['train/skipped_steps']} steps, loss scale {values.get('train/loss_scale', 1.0):g}")
+        if "perf/samples_per_s" in values:
+            parts.append(f"{values['perf/samples_per_s']:,.0f} samples/s")
+        speed = values.get("perf/steps_per_s", 0.0)
+        if speed > 0 and math.isfinite(speed):
+            parts.append(f"eta {_duration(max(self.total_steps - event.step, 0) / speed)}")
+        return parts
 
 
 class BarConsole(PlainConsole):
@@ -52,14 +58,20 @@ class BarConsole(PlainConsole):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         super().__init__(total_steps, steps_per_epoch)
-        self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[numbers]}"))
+        # Standard error stays what it is where it is a file: errors must not end up on standard output.
+        self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[numbers]}", markup=False),
+                             refresh_per_second=4, redirect_stderr=sys.stderr.isatty())
         self._task = self._bar.add_task("", total=total_steps, numbers="")
         self._bar.start()
+        self._bar.console.show_cursor(True)  # a process that ends abruptly would leave it hidden
 
     def __call__(self, event: Event) -> None:
         if event.kind == "train":
             self._bar.update(self._task, completed=event.step, numbers=" | ".join(self.train_parts(event)))
-        elif line := self.line(event):
+            return
+        if event.kind in ("start", "restore"):  # a resumed run does not begin at 0
+            self._bar.update(self._task, completed=event.step)
+        if line := self.line(event):
             self._bar.console.print(line, markup=False, highlight=False)
 
     def close(self) -> None:
@@ -72,3 +84,12 @@ def make_console(progress: str, total_steps: int, steps_per_epoch: float | None)
         return None
     bar = progress == "bar" or (progress == "auto" and sys.stdout.isatty())
     return (BarConsole if bar else PlainConsole)(total_steps, steps_per_epoch)
+
+
+def _number(value: float) -> str:
+    """Four decimals, or an exponent where they would show nothing or too much."""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.3e}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{int(seconds // 3600)}:{int(seconds // 60 % 60):02d}:{int(seconds % 60):02d}"

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -52,7 +53,12 @@ class FanOut:
                 getattr(observer, "close", lambda: None)()
             except Exception as error:  # noqa: BLE001
                 self._switch_off(observer, error)
+        self.observers.clear()
 
     def _switch_off(self, observer: Observer, error: Exception) -> None:
         self.observers.remove(observer)
-        print(f"tfdist: WARNING: {type(observer).__name__} failed ({type(error).__name__}: {error}) and is switched off; training goes on.", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # it has failed already; this only frees what it holds
+            getattr(observer, "close", lambda: None)()
+        name = getattr(observer, "__qualname__", type(observer).__name__)
+        with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full
+            print(f"tfdist: WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training goes on.", file=sys.stderr, flush=True)

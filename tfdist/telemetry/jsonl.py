@@ -11,7 +11,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class JsonlObserver:
 
     def __call__(self, event: Event) -> None:
         time = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds")
-        values = {name: _finite(value) for name, value in event.values.items() if name != "flags"}
+        values = {name: plain(value) for name, value in event.values.items() if name != "flags"}
         self._file.write(json.dumps({**self._constant, "time": time, "kind": event.kind, "step": event.step, "values": values}) + "\n")
         self._file.flush()
 
@@ -57,8 +57,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def next_attempt(path: Path) -> int:
-    """How many times the run of this log was started already."""
-    return sum(record["kind"] == "start" for record in read_jsonl(path))
+    """The number of the attempt that starts now: 0 for the first, else one more than the log's last."""
+    return max((record["attempt"] for record in read_jsonl(path)), default=-1) + 1
 
 
 def _ends_with_newline(path: Path) -> bool:
@@ -67,5 +67,9 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _finite(value: Any) -> Any:
-    return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: NumPy's scalars as Python's, not-a-number and infinities as text."""
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    value = value.item() if hasattr(value, "item") else value
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

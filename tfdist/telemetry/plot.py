@@ -11,7 +11,7 @@ _BLUE, _ORANGE, _GRAY = "#1f5fa8", "#d9730d", "#777777"
 
 
 def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None = None) -> str:
-    """Draws loss, accuracy (or gradient norm), throughput and learning rate over steps.
+    """Draws loss, accuracy (or perplexity, or gradient norm), throughput and learning rate over steps.
 
     log: a rank-0.jsonl. reference: label -> loss, drawn as dashed lines. Returns "" or why there is no picture.
     """
@@ -23,10 +23,10 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None 
     except ImportError:
         return "no picture: matplotlib is not installed"
     series = read_series(log)
-    if not series:
+    if not any(series.values()):
         return "no picture: the log has no steps yet"
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 7.5), dpi=100, sharex=True)
-    second = "accuracy" if "train/accuracy" in series or "eval/accuracy" in series else "gradient_norm"
+    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), dpi=100, sharex=True)
+    second = next((name for name in ("accuracy", "perplexity") if f"train/{name}" in series or f"eval/{name}" in series), "gradient_norm")
     _panel(axes[0, 0], series, {"train/loss": "training", "eval/loss": "evaluation"}, "loss (nats)")
     for label, value in (reference or {}).items():
         axes[0, 0].axhline(value, color=_GRAY, linestyle="--", linewidth=1)
@@ -37,19 +37,25 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None 
     axes[1, 0].set_ylim(bottom=0)
     for panel in axes[1]:
         panel.set_xlabel("optimizer step")
-    figure.suptitle(str(log.parent.parent.name), fontsize=12)
+    figure.suptitle(log.resolve().parent.parent.name, fontsize=12)
     figure.tight_layout()
     temporary = picture.with_name(f".{picture.name}.writing.png")
-    figure.savefig(temporary)
-    pyplot.close(figure)
-    temporary.replace(picture)
+    try:
+        figure.savefig(temporary)
+        temporary.replace(picture)
+    except OSError as error:  # a picture is no reason to fail at the end of a training
+        return f"no picture: {error}"
+    finally:
+        pyplot.close(figure)
     return ""
 
 
 def read_series(log: Path) -> dict[str, dict[int, float]]:
-    """name -> {step: value}; where attempts overlap, the later one counts."""
+    """name -> {step: value}; an attempt replaces all that earlier ones wrote after the step from which it went on."""
     series: dict[str, dict[int, float]] = {}
     for record in read_jsonl(log):
+        if record["kind"] == "start":
+            series = {name: {step: value for step, value in points.items() if step <= record["step"]} for name, points in series.items()}
         if record["kind"] in ("train", "eval"):
             for name, value in record["values"].items():
                 if isinstance(value, (int, float)):

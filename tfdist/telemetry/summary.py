@@ -4,33 +4,48 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tfdist.telemetry.jsonl import plain
+
 
 def write_summary(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes the values as JSON; a temporary name, flushed, renamed."""
+    """Writes the values as JSON; a temporary name, flushed, renamed.
+
+    Raises: OSError when the folder cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.writing")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=1)
+        json.dump(plain(values), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
 
 
 def print_summary(values: Mapping[str, Any]) -> None:
-    """Prints the values as two columns, those that there are."""
-    width = max(len(name) for name in values)
-    for name, value in values.items():
-        if value in ("", None, {}):
-            continue
-        if isinstance(value, Mapping):
-            value = ", ".join(f"{key} {_number(item)}" for key, item in value.items())
-        print(f"  {name:<{width}}  {_number(value)}", flush=True)
+    """Prints the values that there are in two columns: a table on a terminal, plain lines elsewhere."""
+    rows = [(name, _text(value)) for name, value in values.items() if value not in ("", None, {})]
+    if not sys.stdout.isatty():
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, text in rows:
+            print(f"  {name:<{width}}  {text}", flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False)
+    for name, text in rows:
+        table.add_row(Text(name, style="bold"), Text(text, overflow="fold"))  # paths must be whole, to be copied
+    Console().print(table)
 
 
-def _number(value: Any) -> str:
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
     if isinstance(value, float):
-        return f"{value:,.4f}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from pathlib import Path
 
 from tfdist.telemetry.events import Event
@@ -13,15 +14,16 @@ class TensorBoardObserver:
     """Writes train/, eval/ and perf/ values as scalars, and the flags as text.
 
     resumed_step: what earlier attempts wrote after this step is repeated now; TensorBoard is told to forget it.
+    restarted: whether there were earlier attempts; one that died before its first snapshot is repeated from step 0.
     """
 
-    def __init__(self, folder: Path, resumed_step: int):
+    def __init__(self, folder: Path, resumed_step: int, *, restarted: bool = False):
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._proto = event_pb2
-        self._writer = EventFileWriter(str(folder), flush_secs=10)
-        if resumed_step:
+        self._writer = EventFileWriter(str(folder), flush_secs=5)
+        if resumed_step or restarted:
             session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.add_event(event_pb2.Event(step=resumed_step + 1, session_log=session))
 
@@ -29,7 +31,7 @@ class TensorBoardObserver:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in event.values.items()
-                   if name.startswith(_GROUPS) and isinstance(value, (int, float))]
+                   if name.startswith(_GROUPS) and isinstance(value, Real)]
         if scalars:
             self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step, summary=Summary(value=scalars)))
         if event.values.get("flags"):

@@ -30,14 +30,16 @@ class Clock:
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Stops the clock during the context and counts its time under `name`."""
+        """Stops the clock during the context and counts its time under `name`; a clock that stood still stays so."""
+        running = self._since is not None
         self.stop()
         begin = self._now()
         try:
             yield
         finally:
             self.pauses[name] = self.pauses.get(name, 0.0) + self._now() - begin
-            self.start()
+            if running:
+                self.start()
 
     def state(self) -> dict:
         """What a snapshot keeps; JSON."""

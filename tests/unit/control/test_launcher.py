@@ -102,7 +102,9 @@ import sys
 from pathlib import Path
 from tfdist import launch
 from tfdist.control.launcher import LocalJob
-sys.exit(launch.run(LocalJob([sys.executable, sys.argv[1]], 2, Path(sys.argv[2]), grace=5.0)))
+from tfdist.control.supervisor import RestartPolicy, Supervisor
+logs = Path(sys.argv[2])
+sys.exit(launch.run(Supervisor(lambda: LocalJob([sys.executable, sys.argv[1]], 2, logs, grace=5.0), RestartPolicy(3), lambda: -1), logs))
 """
 
 

@@ -30,6 +30,10 @@ def test_cnn_count_and_bias():
     batch = cnn(x_spec=image(8, 1), num_outputs=10)
     assert trainable(batch) == 9 * 32 + 2 * 32 + 9 * 32 * 64 + 2 * 64 + (2 * 2 * 64 + 1) * 10
     assert trainable(cnn(x_spec=image(8, 1), num_outputs=10, norm="none")) == trainable(batch) - 32 - 64
+    group = cnn(x_spec=image(8, 1), num_outputs=10, norm="group")
+    assert trainable(group) == trainable(batch)
+    assert not group.non_trainable_variables
+    assert [group.get_layer(name).groups for name in ("norm_00", "norm_01")] == [4, 8]
 
 
 @pytest.mark.parametrize(("spec", "last"), [(image(1, 1), 64), (image(8, 1), 4 * 64), (image(28, 1), 9 * 64), (image(32), 16 * 64), (image(96), 64)])
@@ -54,15 +58,18 @@ def test_cnn_learns_the_digits():
 def test_resnet50_and_vit_have_the_published_number_of_parameters():
     with keras.StatelessScope(initialize_variables=False):  # counts shapes; allocates nothing
         base = vit(x_spec=image(224), num_outputs=1000, size="base")
+        with_class = {size: vit(x_spec=image(224), num_outputs=1000, size=size, pool="class") for size in ("small", "base")}
         resnet = resnet50(x_spec=image(224), num_outputs=1000)
     # 86,567,656 of Dosovitskiy et al., less the class token and its position
     assert trainable(base) == 86_567_656 - 2 * 768
+    assert {size: trainable(model) for size, model in with_class.items()} == {"small": 22_050_664, "base": 86_567_656}
     assert sum(int(np.prod(v.shape)) for v in resnet.variables) == 25_636_712
 
 
-def test_vit_sees_all_patches_and_their_places():
+@pytest.mark.parametrize("pool", ["mean", "class"])
+def test_vit_sees_all_patches_and_their_places(pool):
     keras.utils.set_random_seed(0)
-    model = vit(x_spec=image(8, 1), num_outputs=10, layers=1, width=16, heads=2)
+    model = vit(x_spec=image(8, 1), num_outputs=10, layers=1, width=16, heads=2, pool=pool)
     x = np.zeros((1, 8, 8, 1), np.float32)
     corners = []
     for row, column in ((0, 0), (0, 7), (7, 0), (7, 7)):
@@ -82,7 +89,7 @@ def test_vit_default_patch():
         assert model.get_layer("embed_positions").embeddings.shape[0] == patches
 
 
-@pytest.mark.parametrize(("name", "low", "high"), [("MobileNetV2", -1, 1), ("EfficientNetV2B0", 0, 255)])
+@pytest.mark.parametrize(("name", "low", "high"), [("MobileNetV2", -1, 1), ("EfficientNetV2B0", 0, 255), ("MobileNetV3Small", 0, 255)])
 def test_applications_scale_0_to_1_to_what_the_network_takes(name, low, high):
     with keras.StatelessScope(initialize_variables=False):
         model = applications(x_spec=image(32), num_outputs=10, name=name)

@@ -115,6 +115,28 @@ def own_model(num_outputs, width=4):
     return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(width), keras.layers.Dense(num_outputs)])
 
 
+def own_half(input_shape, dtype):
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(3, dtype=dtype)])
+
+
+class Subclassed(keras.Model):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dense = keras.layers.Dense(3, dtype=dtype)
+
+    def build(self, input_shape):
+        self.dense.build((None, 64))
+
+    def call(self, x):
+        return self.dense(keras.ops.reshape(x, (-1, 64)))
+
+
+def own_subclassed(x_spec, dtype="float32"):
+    model = Subclassed(dtype)
+    model.build((None, *x_spec.shape))
+    return model
+
+
 def own_open_ended(**options):
     assert options["x_spec"] is IMAGE and options["num_outputs"] == 10 and options["depth"] == 3
     return own_model(10)
@@ -136,13 +158,22 @@ def test_an_own_function_gets_what_its_signature_names():
     assert build(f"{__name__}:own_model").count_params() == 65 * 4 + 5 * 10
     assert build(f"{__name__}:own_model", "width=7").layers[1].units == 7
     build(f"{__name__}:own_open_ended", "depth=3")
+    assert build(f"{__name__}:own_half", "dtype=float32").count_params() == 65 * 3
+    assert build(f"{__name__}:own_subclassed").count_params() == 65 * 3
+
+
+def test_num_outputs_can_be_given_as_an_option():
+    assert build("mlp", "num_outputs=3", outputs=None).output_shape == (None, 3)
+    assert build("mlp", "num_outputs=3", outputs=10).output_shape == (None, 3)
+    assert build(f"{__name__}:own_model", "num_outputs=3").outputs[0].shape == (None, 3)
 
 
 @pytest.mark.parametrize(("model", "options", "sentence"), [
     ("resnet51", "", r"--model=resnet51 is unknown: use mlp, cnn, .*, or package\.module:function\."),
     ("cnn", "width=3", r"--model_args=width=3: --model=cnn has no option 'width'; it accepts widths, dropout, norm\."),
-    ("cnn", "num_outputs=3", r"has no option 'num_outputs'"),
-    ("cnn", "norm=layer", r"norm=layer: use batch or none"),
+    ("cnn", "x_spec=3", r"has no option 'x_spec'"),
+    ("cnn", "num_outputs=-1", r"num_outputs=-1: it must be a whole number"),
+    ("cnn", "norm=layer", r"norm=layer: use batch, group or none"),
     ("mlp", "dropout=1", r"dropout=1: it must be at least 0 and below 1"),
     ("mlp", "widths=(-3,)", r"--model=mlp with --model_args='widths=\(-3,\)' cannot be built for x of shape \(8, 8, 1\)"),
     ("vit", "patch=3", r"patch=3, which does not divide an image of 8 x 8"),
@@ -158,6 +189,9 @@ def test_an_own_function_gets_what_its_signature_names():
     (f"{__name__}:own_demanding", "", r"own_demanding needs width: give for example --model_args=width=VALUE"),
     (f"{__name__}:own_model", "depth=3", r"has no option 'depth'; it accepts width\."),
     (f"{__name__}:returns_text", "", r"returned str: it must return a keras\.Model"),
+    (f"{__name__}:own_half", "dtype=bfloat16", r'returns bfloat16: give its last layer dtype="float32"\.'),
+    (f"{__name__}:own_subclassed", "dtype=float16", r'returns float16: give its last layer dtype="float32"\.'),
+    (f"{__name__}:returns_text", "num_outputs=3", r"has no option 'num_outputs'; it accepts none\."),
     (f"{__name__}:returns_unbuilt", "", r"returned a model without variables"),
 ])
 def test_what_is_wrong_is_said_in_a_sentence(model, options, sentence):
@@ -172,7 +206,7 @@ def test_data_that_does_not_fit_is_refused():
         build("transformer", "", IMAGE)
     with pytest.raises(ConfigError, match="takes one tensor, but a sample's x is"):
         build("mlp", "", {"a": IMAGE})
-    with pytest.raises(ConfigError, match="needs a number of classes"):
+    with pytest.raises(ConfigError, match=r"needs a number of classes, .*--model_args=num_outputs=10\."):
         build("mlp", "", outputs=None)
     with pytest.raises(ConfigError, match="cannot be built for x of shape \\(8, 8, 1\\)"):
         build("resnet50", "")

@@ -36,6 +36,15 @@ def test_small_sizes_follow_the_closed_form(size):
     assert count(build(128, 256, size=size)) == closed_form(size, 256, 128)
 
 
+def test_an_untied_head_is_a_matrix_of_its_own():
+    model = build(tied=False)
+    assert count(model) == closed_form("tiny", 11, 8) + 11 * 64
+    tokens = np.ones((1, 8), np.int32)
+    before = model(tokens).numpy()
+    model.get_layer("embed_tokens").reverse_embeddings.assign_add(np.eye(64, 11))
+    assert np.abs(model(tokens) - before).max() > 1e-3
+
+
 def test_names_are_stable():
     names = [layer.name for layer in build(layers=1).layers if layer.weights]
     assert names == ["embed_tokens", "embed_positions", "block_00_norm_1", "block_00_attention_qkv", "block_00_attention_out",
@@ -51,6 +60,36 @@ def test_a_position_sees_itself_and_the_past_only():
     difference = np.abs(model(changed) - model(tokens)).max(-1)[0]
     assert (difference[:4] == 0).all()
     assert (difference[4:] > 1e-6).all()
+
+
+def test_the_model_can_be_cut_between_blocks():
+    """As pipeline stages need it: a stage takes one tensor, and holds its own blocks and no others."""
+    model, tokens = build(layers=4, width=32, heads=2), np.arange(16).reshape(2, 8).astype(np.int32) % 11
+    cuts = [model.get_layer(name).output for name in ("block_01_mlp_add", "block_03_mlp_add")]
+    stages = [keras.Model(model.input, cuts[0]), keras.Model(*cuts), keras.Model(cuts[1], model.output)]
+    x = tokens
+    for stage in stages:
+        x = stage(x)
+    np.testing.assert_allclose(x, model(tokens), atol=1e-6)
+    middle = [variable.path for variable in stages[1].trainable_variables]
+    assert len(middle) == 24
+    assert all(path.startswith(("block_02", "block_03")) for path in middle)
+
+
+@pytest.mark.parametrize(("half", "tolerance"), [("float16", 2e-3), ("bfloat16", 2e-2)])
+def test_every_matrix_product_is_in_the_policy_and_the_logits_in_float32(half, tolerance):
+    tokens = np.arange(16).reshape(2, 8).astype(np.int32) % 11
+    exact = build()
+    keras.mixed_precision.set_dtype_policy(f"mixed_{half}")
+    try:
+        mixed = build()
+    finally:
+        keras.mixed_precision.set_dtype_policy("float32")
+    assert mixed(tokens).dtype == tf.float32
+    np.testing.assert_allclose(mixed(tokens), exact(tokens), atol=tolerance)
+    graph = tf.function(mixed).get_concrete_function(tf.TensorSpec((2, 8), tf.int32)).graph
+    products = [op.outputs[0].dtype.name for op in graph.get_operations() if op.type in ("MatMul", "BatchMatMulV2")]
+    assert products == [half] * (2 * 6 + 1)
 
 
 def test_position_matters():

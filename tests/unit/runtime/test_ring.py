@@ -77,6 +77,25 @@ def test_a_neighbour_that_leaves_is_named():
     on_every_rank(2, reduce)
 
 
+def test_a_neighbour_that_is_stopped_is_named():
+    """Silent, and not alive either: no need to wait for the time-out."""
+    waiting, asked = threading.Event(), []
+
+    def reduce(ring):
+        if ring.rank == 1:
+            waiting.wait(30)
+            return
+        ring.patience, ring.is_alive = 0.1, lambda rank: asked.append(rank) or len(asked) < 3
+        try:
+            with pytest.raises(RingError, match="rank 1 does not answer"):
+                ring.all_reduce(np.zeros(10, np.float32))
+        finally:
+            waiting.set()
+
+    on_every_rank(2, reduce)
+    assert asked == [1, 1, 1]
+
+
 def test_a_silent_neighbour_is_named_after_the_timeout():
     waiting = threading.Event()
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from tfdist.config import TelemetryConfig
@@ -29,7 +30,19 @@ def test_a_failing_observer_is_switched_off_loudly_and_alone(capsys):
     observers(train_event(1))
     observers(train_event(2))
     assert [event.step for event in seen] == [1, 2]
-    assert capsys.readouterr().err.count("disk full") == 1
+    error = capsys.readouterr().err
+    assert error.count("disk full") == 1 and "broken" in error
+
+
+def test_a_full_disk_ends_the_log_not_the_training(tmp_path, capsys):
+    (tmp_path / "full.jsonl").symlink_to("/dev/full")
+    seen = []
+    observers = FanOut([JsonlObserver(tmp_path / "full.jsonl", run_id="r", attempt=0, rank=0), seen.append])
+    for step in (1, 2):
+        observers(train_event(step))
+    observers.close()
+    assert len(seen) == 2
+    assert capsys.readouterr().err.count("JsonlObserver failed (OSError") == 1
 
 
 def test_jsonl_survives_torn_lines_and_odd_numbers(tmp_path):
@@ -38,14 +51,14 @@ def test_jsonl_survives_torn_lines_and_odd_numbers(tmp_path):
         assert next_attempt(path) == attempt
         log = JsonlObserver(path, run_id="abc", attempt=attempt, rank=1)
         log(Event("start", 0, {"flags": "not in the log"}))
-        log(train_event(5, loss=math.nan))
+        log(train_event(5, loss=(math.nan, np.float32("nan"))[attempt]))
         with open(path, "a") as file:
             file.write('{"v": 1, "kind": "tr')  # killed in the middle of a line
     log = JsonlObserver(path, run_id="abc", attempt=2, rank=1)
     log(train_event(9, loss=math.inf))
     found = list(read_jsonl(path))
     assert [(record["kind"], record["step"], record["attempt"]) for record in found] == [("start", 0, 0), ("train", 5, 0), ("start", 0, 1), ("train", 5, 1), ("train", 9, 2)]
-    assert found[1]["values"]["train/loss"] == "nan" and found[4]["values"]["train/loss"] == "inf" and found[0]["values"] == {}
+    assert found[1]["values"]["train/loss"] == "nan" and found[3]["values"]["train/loss"] == "nan" and found[4]["values"]["train/loss"] == "inf" and found[0]["values"] == {}
     assert {"v", "time", "run_id", "attempt", "rank", "host", "kind", "step", "values"} == set(found[0])
 
 
@@ -69,6 +82,18 @@ def test_tensorboard_is_one_run_over_restarts(tmp_path):
     assert b"--steps=40" in found.Tensors("flags")[0].tensor_proto.string_val[0]
 
 
+def test_tensorboard_forgets_an_attempt_that_died_before_its_first_snapshot(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for attempt, steps in enumerate([(10, 20, 30), (10, 20)]):
+        observers = build_observers(TelemetryConfig(progress="none"), run_dir=tmp_path, rank=0, total_steps=40, steps_per_epoch=None, run_id="r", attempt=attempt, resumed_step=0)
+        for step in steps:
+            observers(train_event(step, loss=step + attempt / 2))
+        observers.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(scalar.step, scalar.value) for scalar in found.Scalars("train/loss")] == [(10, 10.5), (20, 20.5)]
+
+
 def test_other_ranks_write_their_log_only(tmp_path):
     observers = build_observers(TelemetryConfig(), run_dir=tmp_path, rank=2, total_steps=40, steps_per_epoch=None, run_id="r", attempt=0, resumed_step=0)
     observers(train_event(1))
@@ -80,6 +105,8 @@ def test_lines():
     console = PlainConsole(500, steps_per_epoch=40.0)
     assert console.line(train_event(100)) == "step 100/500 | epoch 2.50 | loss 1.0000 | accuracy 0.5000 | lr 1.0e-03 | 4,312 samples/s | eta 0:03:20"
     assert "skipped 3 steps, loss scale 512" in console.line(train_event(100, **{"train/skipped_steps": 3}))
+    assert console.line(Event("train", 100, {"train/loss": math.nan, "perf/steps_per_s": math.nan})) == "step 100/500 | epoch 2.50 | loss nan"
+    assert "loss 2.000e-05 " in console.line(train_event(100, loss=2e-5))
     assert console.line(Event("eval", 100, {"eval/loss": 0.25, "eval/samples": 360.0})) == "evaluation at step 100: loss 0.25  (360 samples)"
     assert console.line(Event("warning", 7, {"message": "careful"})) == "WARNING at step 7: careful"
     assert console.line(Event("end", 7, {"stopped": False})) == ""
@@ -90,6 +117,8 @@ def test_bar_on_a_terminal_lines_elsewhere(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     console = make_console("auto", 10, None)
     assert type(console) is BarConsole
+    console(Event("start", 4, {}))
+    assert console._bar.tasks[0].completed == 4
     console(train_event(5))
     console(Event("eval", 5, {"eval/loss": 0.25}))
     console.close()
@@ -114,8 +143,10 @@ def test_clock_counts_training_only_and_goes_on_after_a_restart():
     other.start()
     now[0] += 2
     other.stop()
+    with other.pause("saving"):  # standing still, it does not begin to count afterwards
+        now[0] += 1
     now[0] += 2
-    assert other.seconds == 13
+    assert other.seconds == 13 and other.pauses == {"evaluation": 3, "saving": 1}
 
 
 def test_picture_and_summary(tmp_path, capsys):
@@ -128,7 +159,34 @@ def test_picture_and_summary(tmp_path, capsys):
     assert plot.draw_curves(tmp_path / "run" / "logs" / "rank-0.jsonl", picture, {"entropy": 0.2}) == ""
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert plot.read_series(tmp_path / "run" / "logs" / "rank-0.jsonl")["train/loss"] == {10: pytest.approx(0.1), 20: pytest.approx(0.05)}
-    summary.write_summary(tmp_path / "summary.json", {"steps": 1000, "pauses_s": {"saving": 1.5}})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1000, "pauses_s": {"saving": 1.5}}
-    summary.print_summary({"steps": 1000, "pauses_s": {"saving": 1.5}, "export": ""})
-    assert capsys.readouterr().out.split() == ["steps", "1,000", "pauses_s", "saving", "1.5000"]
+
+
+def test_the_curve_of_a_dead_attempt_ends_where_the_next_one_went_on(tmp_path):
+    path = tmp_path / "rank-0.jsonl"
+    for attempt, (start, steps) in enumerate([(0, (10, 20, 30, 40)), (20, (25, 45))]):  # with another --log_every
+        log = JsonlObserver(path, run_id="r", attempt=attempt, rank=0)
+        log(Event("start", start, {}))
+        for step in steps:
+            log(train_event(step))
+        log.close()
+    assert list(plot.read_series(path)["train/loss"]) == [10, 20, 25, 45]
+
+
+def test_no_picture_is_a_sentence_not_a_failure(tmp_path):
+    log = JsonlObserver(tmp_path / "rank-0.jsonl", run_id="r", attempt=0, rank=0)
+    log(train_event(1))
+    assert plot.draw_curves(tmp_path / "rank-0.jsonl", tmp_path / "absent" / "curves.png").startswith("no picture: ")
+
+
+def test_summary(tmp_path, capsys, monkeypatch):
+    values = {"steps": 1000, "pauses_s": {"saving": 1.5}, "eval/loss": math.nan, "stopped": False, "export": ""}
+    summary.write_summary(tmp_path / "summary.json", values)
+    assert json.loads((tmp_path / "summary.json").read_text()) == values | {"eval/loss": "nan"}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    summary.print_summary(values)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["steps", "1,000"], ["pauses_s", "saving", "1.5"], ["eval/loss", "nan"], ["stopped", "False"]]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    summary.print_summary(values)
+    table = capsys.readouterr().out
+    assert "┌" in table and "steps" in table and "1,000" in table

@@ -1,0 +1,74 @@
+"""What every Runtime must do, checked from inside: one process of tests/multi/test_conformance.py.
+
+    python -m tests.multi.conformance [train flags]      with TF_CONFIG for more than one worker
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def check(runtime) -> None:
+    import ml_dtypes
+    import numpy as np
+    import tensorflow as tf
+
+    rank, size = runtime.rank, runtime.size
+    assert 0 <= rank < size and runtime.replicas == size * runtime.local_replicas and runtime.first_replica == rank * runtime.local_replicas
+
+    # Host collectives are exact for every type, bit for bit.
+    for array in (np.array([rank, -1], "int64"), np.array([[-0.0, np.nan], [rank, 3e38]], "float32"), np.array([rank], ml_dtypes.bfloat16), np.array(rank, "float64"),
+                  np.array([True, rank > 0]), np.zeros([0, 3], "float32"), np.frombuffer(b"abc", np.uint8)):
+        gathered = runtime.all_gather(array)
+        assert gathered.shape == (size, *array.shape) and gathered.dtype == array.dtype
+        assert gathered[rank].tobytes() == array.tobytes()
+    assert runtime.all_gather(np.array(rank)).tolist() == list(range(size))
+    mine = [np.full([3, 5], rank - 0.0, "float32") * -1, np.array([rank + 7], "int8"), np.array(rank, ml_dtypes.bfloat16), np.arange(5_000_000, dtype="int32") + rank]
+    chiefs = [np.full([3, 5], -0.0, "float32"), np.array([7], "int8"), np.array(0, ml_dtypes.bfloat16), np.arange(5_000_000, dtype="int32")]
+    for received, expected in zip(runtime.broadcast(mine), chiefs, strict=True):
+        assert received.dtype == expected.dtype and received.tobytes() == expected.tobytes()
+
+    # Every replica has an index of its own, and sums are over all of them.
+    @tf.function
+    def indices():
+        return runtime.local(runtime.run(lambda: runtime.replica_id()))
+
+    local = [int(index) for index in indices()]
+    assert local == list(range(runtime.first_replica, runtime.first_replica + runtime.local_replicas))
+
+    shapes = [(), (7,), (0,), (33, 65), (1,)]
+
+    def of_replica(index):
+        return [np.random.default_rng([index, number]).normal(size=shape).astype("float32") for number, shape in enumerate(shapes)]
+
+    @tf.function
+    def summed(n):
+        values = runtime.per_replica([[tf.constant(value) for value in of_replica(runtime.first_replica + index)] for index in range(runtime.local_replicas)])
+        for _ in tf.range(n):  # a second round on the sums of the first
+            values = runtime.run(lambda tensors: runtime.all_reduce(list(tensors)), (values,))
+        return runtime.local(values)
+
+    expected = [runtime.replicas * sum(parts) for parts in zip(*(map(np.float64, of_replica(index)) for index in range(runtime.replicas)), strict=True)]
+    for replica in summed(tf.constant(2)):
+        for value, wanted in zip(replica, expected, strict=True):
+            np.testing.assert_allclose(value.numpy(), wanted, rtol=1e-5, atol=1e-5)
+            everywhere = runtime.all_gather(value.numpy())
+            assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
+
+    # Variables start with the chief's values.
+    with runtime.scope():
+        variable = tf.Variable(np.full([4], rank, "float32"))
+    assert variable.numpy().tolist() == [0.0] * 4
+    runtime.barrier()
+
+
+if __name__ == "__main__":
+    from tfdist import build
+    from tfdist.control.cluster import resolve_cluster
+    from tfdist.flags import parse
+
+    made = build.start_runtime(parse(sys.argv[1:]).config, resolve_cluster(os.environ))
+    check(made)
+    print(f"conformance: {made.name} rank {made.rank} of {made.size} is as it must be", flush=True)
+    made.close()

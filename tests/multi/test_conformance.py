@@ -1,0 +1,30 @@
+"""One suite over every Runtime, with real processes."""
+
+import io
+import sys
+
+import pytest
+
+from tests.e2e.job import ENVIRONMENT
+from tfdist.control.launcher import LocalJob
+
+pytestmark = pytest.mark.slow
+
+RUNTIMES = {
+    "one_device": (1, ["--strategy=one_device"]),
+    "mirrored": (1, ["--strategy=mirrored", "--virtual_devices=3"]),
+    "two workers": (2, ["--strategy=multi_worker"]),
+    "three workers, small packs": (3, ["--strategy=multi_worker", "--pack_mb=0.001"]),
+    "three workers over gRPC": (3, ["--strategy=multi_worker", "--communication=ring"]),
+}
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_conformance(name, tmp_path):
+    workers, flags = RUNTIMES[name]
+    output = io.StringIO()
+    job = LocalJob([sys.executable, "-m", "tests.multi.conformance", *flags], workers, tmp_path, pin=False, environment=ENVIRONMENT, output=output)
+    job.start()
+    result = job.wait()
+    assert result.code == 0, f"{result.cause}\n{output.getvalue()}"
+    assert output.getvalue().count("is as it must be") == workers

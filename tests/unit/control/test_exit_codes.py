@@ -1,0 +1,54 @@
+"""How commands end, and which versions they refuse."""
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from tfdist.control import exit_codes, versions
+from tfdist.control.exit_codes import MEANING, ExitCode, TfdistError, UnsupportedError
+
+
+def test_every_code_has_a_meaning_and_every_error_a_code():
+    assert set(MEANING) == set(ExitCode)
+    errors = [kind for kind in vars(exit_codes).values() if isinstance(kind, type) and issubclass(kind, TfdistError)]
+    assert len(errors) > 8 and all(isinstance(kind.exit_code, ExitCode) for kind in errors)
+
+
+@pytest.mark.parametrize("body, code, words", [
+    ("return 0", 0, []),
+    ("return 42", 42, []),
+    ("raise exit_codes.DataError('no files in x: check --data_dir.')", 4, ["tfdist: error: no files in x: check --data_dir. (exit code 4, DATA)"]),
+    ("raise KeyError('surprise')", 1, ["Traceback", "unexpected KeyError: 'surprise' (exit code 1, INTERNAL)"]),
+    ("raise KeyboardInterrupt", 130, ["interrupted"]),
+    ("raise SystemExit(0)", 0, []),
+])
+def test_endings(body, code, words):
+    script = f"from tfdist.control import exit_codes\ndef main(argv):\n    {body}\nexit_codes.run_command(main, [])"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == code and all(word in result.stderr for word in words), result.stderr
+    assert ("Traceback" in result.stderr) == ("Traceback" in words)
+
+
+GOOD = {"tensorflow": "2.21.0", "keras": "3.15.1"}
+
+
+def check(python=(3, 11), **changes):
+    found = {**GOOD, **changes}
+
+    def installed(name):
+        if found.get(name) is None:
+            raise metadata.PackageNotFoundError(name)
+        return found[name]
+
+    versions.check(python, installed)
+
+
+def test_versions():
+    check()
+    check((3, 13), tensorflow=None, **{"tensorflow-cpu": "2.21.3"})
+    for python, changes, word in [((3, 10), {}, "Python 3.10"), ((3, 14), {}, "Python 3.14"), ((3, 11), {"tensorflow": "2.20.0"}, "tensorflow 2.20.0"),
+                                  ((3, 11), {"tensorflow": "2.210.0"}, "2.210.0"), ((3, 11), {"keras": "3.14.2"}, "keras 3.14.2"), ((3, 11), {"keras": None}, "keras is not installed")]:
+        with pytest.raises(UnsupportedError, match=word):
+            check(python, **changes)

@@ -1,0 +1,86 @@
+"""When a job is started again, and when not; with small scripts in place of workers."""
+
+import io
+import sys
+
+import pytest
+
+from tfdist.control.exit_codes import ExitCode
+from tfdist.control.launcher import LocalJob
+from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
+
+
+def policy(**options):
+    return RestartPolicy(**{"max_restarts": 2, "random": lambda: 1.0, **options})
+
+
+@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.CLUSTER, ExitCode.DATA, ExitCode.DIVERGED, ExitCode.CHECKPOINT, ExitCode.UNSUPPORTED, ExitCode.INTERRUPTED])
+def test_what_would_fail_again_is_not_retried(code):
+    assert policy().after(code, 10) is None
+
+
+def test_the_wait_doubles_up_to_a_limit_and_jitters_downwards():
+    made = policy(max_restarts=10, longest_wait=5)
+    assert [made.after(ExitCode.PEER_LOST, -1) for _ in range(5)] == [1, 2, 4, 5, 5]
+    assert policy(random=lambda: 0.0).after(ExitCode.PEER_LOST, -1) == 0.5
+
+
+def test_progress_forgives_and_standstill_does_not():
+    made = policy()
+    codes = [(6, 10), (6, 10), (6, 20), (6, 20), (6, 20)]
+    assert [made.after(*each) is None for each in codes] == [False, False, False, False, True]
+
+
+def test_preemption_is_no_failure():
+    made = policy(max_restarts=1)
+    assert [made.after(ExitCode.PREEMPTED, -1) for _ in range(3)] == [0, 0, 0]
+    assert policy(max_restarts=0).after(ExitCode.PREEMPTED, -1) is None
+
+
+def test_codes_of_others_are_retried():
+    assert policy().after(77, 1) is not None
+
+
+WORKER = """
+import os, pathlib, sys
+folder = pathlib.Path(sys.argv[0]).parent
+starts = len(list(folder.glob("start-*")))
+(folder / f"start-{starts}").touch()
+"""
+
+
+def supervise(tmp_path, code, **options):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER + code)
+    made = Supervisor(lambda: LocalJob([sys.executable, str(script)], 1, tmp_path / "logs", output=io.StringIO()),
+                      policy(first_wait=0.01, **options), lambda: newest_snapshot_step(tmp_path))
+    return made, made.run(), len(list(tmp_path.glob("start-*")))
+
+
+def test_a_job_that_recovers(tmp_path):
+    made, result, starts = supervise(tmp_path, "sys.exit(0 if starts == 2 else 6)")
+    assert (result.code, made.restarts, starts) == (0, 2, 3)
+
+
+def test_a_crash_loop_ends_with_its_cause_and_step(tmp_path):
+    code = "(folder / 'checkpoints' / 'step-00000040').mkdir(parents=True, exist_ok=True)\nprint('tfdist: error: the disk is on fire')\nsys.exit(1)"
+    _, result, starts = supervise(tmp_path, code)
+    assert result.code == ExitCode.CRASH_LOOP and starts == 3
+    assert "3 times after step 40" in result.cause and "the disk is on fire" in result.cause
+
+
+def test_a_mistake_keeps_its_own_code(tmp_path):
+    _, result, starts = supervise(tmp_path, "sys.exit(4)")
+    assert (result.code, starts) == (4, 1)
+
+
+def test_no_restarts_by_default(tmp_path):
+    _, result, starts = supervise(tmp_path, "sys.exit(6)", max_restarts=0)
+    assert (result.code, starts) == (6, 1)
+
+
+def test_newest_snapshot(tmp_path):
+    assert newest_snapshot_step(tmp_path) == -1
+    for name in ("step-00000010", "step-00000009", ".writing-step-00000099-x", "checkpoint"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert newest_snapshot_step(tmp_path) == 10

@@ -1,0 +1,31 @@
+"""TensorFlow's errors in our words."""
+
+import pytest
+import tensorflow as tf
+
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError, DataError, ExitCode, PeerLostError
+from tfdist.runtime.errors import explain
+from tfdist.runtime.ring import MARK
+
+CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
+
+
+@pytest.mark.parametrize("error, kind, words", [
+    (tf.errors.UnavailableError(None, None, "from /job:worker/replica:0/task:0: Connection reset by peer /job:worker/replica:0/task:1\nmore"), PeerLostError, ["worker 1 (rank 1, b:2)", "Connection reset"]),
+    (tf.errors.DeadlineExceededError(None, None, "Collective has timed out during execution."), PeerLostError, ["--collective_timeout"]),
+    (tf.errors.InternalError(None, None, "Collective ops is aborted by: x"), PeerLostError, ["a peer"]),
+    (tf.errors.UnknownError(None, None, f"RingError: {MARK}lost contact with rank 1 (it closed the connection).\nTraceback"), PeerLostError, ["lost contact with rank 1"]),
+    (tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[9]"), ConfigError, ["--micro_batch", "shape[9]"]),
+    (tf.errors.InvalidArgumentError(None, None, "DataError: record 7 of x.tfrecord is damaged.\n stack"), DataError, ["record 7 of x.tfrecord is damaged."]),
+])
+def test_explained(error, kind, words):
+    told = explain(error, CLUSTER)
+    assert type(told) is kind and all(word in str(told) for word in words) and "\n" not in str(told)
+
+
+def test_what_is_not_known_stays_as_it_is():
+    assert explain(KeyError("x"), CLUSTER) is None
+    assert explain(tf.errors.InvalidArgumentError(None, None, "shapes"), CLUSTER) is None
+    assert explain(tf.errors.UnavailableError(None, None, "alone"), Cluster()) is None
+    assert PeerLostError.exit_code == ExitCode.PEER_LOST

@@ -1,0 +1,115 @@
+"""Starts a local job again after a failure: when, how often, and when to give up.
+
+The contract with any engine that restarts jobs (this one, Kubernetes, Slurm): a job that ended with a code of
+exit_codes.RESTARTABLE is started again with the same flags and run folder, with any number of workers; it goes on from
+the newest valid snapshot. All workers are started anew, since none can rejoin a TensorFlow cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfdist.control.exit_codes import RESTARTABLE, ExitCode
+from tfdist.control.launcher import JobResult, LocalJob
+
+_SNAPSHOT = re.compile(r"^step-(\d+)$")
+
+
+@dataclass
+class RestartPolicy:
+    """How many failures without progress are borne, and how long to wait after each.
+
+    The wait doubles from `first_wait` to at most `longest_wait` seconds, times a random factor of 0.5 to 1, so that many
+    jobs that failed together do not come back together. Any progress (a newer snapshot) forgives all failures so far.
+    """
+
+    max_restarts: int
+    first_wait: float = 1.0
+    longest_wait: float = 60.0
+    random: Callable[[], float] = random.random
+    failures: int = 0  # since the last progress
+    step: int = -1  # of the newest snapshot, -1 for none
+
+    def after(self, code: int, step: int) -> float | None:
+        """Seconds to wait before starting again; None: give up. `step`: of the newest snapshot when the job ended."""
+        if self.max_restarts == 0:
+            return None
+        known = {member.value for member in ExitCode}
+        if code in known and ExitCode(code) not in RESTARTABLE:
+            return None
+        if step > self.step:
+            self.step, self.failures = step, 0
+        if code == ExitCode.PREEMPTED:  # it saved and asked to be started again: no failure
+            return 0.0
+        self.failures += 1
+        if self.failures > self.max_restarts:
+            return None
+        return min(self.longest_wait, self.first_wait * 2 ** (self.failures - 1)) * (0.5 + self.random() / 2)
+
+
+class Supervisor:
+    """Runs jobs made by `make_job` until one ends well, the policy gives up, or `stop` is called."""
+
+    def __init__(self, make_job: Callable[[], LocalJob], policy: RestartPolicy, newest_step: Callable[[], int]):
+        self.make_job, self.policy, self.newest_step = make_job, policy, newest_step
+        self.job: LocalJob | None = None
+        self.restarts = 0
+        self._stopped = False
+
+    def stop(self) -> None:
+        """No more restarts. The running job is the caller's to signal."""
+        self._stopped = True
+
+    def run(self) -> JobResult:
+        """The result of the last job; its code is CRASH_LOOP if the same failure came again and again."""
+        while True:
+            self.job = self.make_job()
+            try:
+                self.job.start()
+                result = self.job.wait()
+            finally:
+                self.job.kill()
+            if result.code == ExitCode.OK or self._stopped:
+                return result
+            step = self.newest_step()
+            wait = self.policy.after(result.code, step)
+            if wait is None:
+                return self._give_up(result, step)
+            self.restarts += 1
+            where = f"from the snapshot of step {step}" if step >= 0 else "from the beginning"
+            _say(f"{result.cause}; restart number {self.restarts} in {wait:.1f} s, {where}.")
+            self._sleep(wait)
+            if self._stopped:
+                return result
+
+    def _give_up(self, result: JobResult, step: int) -> JobResult:
+        if self.policy.failures <= self.policy.max_restarts or self.policy.max_restarts == 0:
+            return result  # starting again would not help, or is not wanted
+        where = f"after step {step}" if step >= 0 else "before the first snapshot"
+        cause = f"the job failed {self.policy.failures} times {where} without progress (--max_restarts={self.policy.max_restarts}); the last time, {result.cause}"
+        return JobResult(ExitCode.CRASH_LOOP, cause, result.exit_codes)
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._stopped:
+            time.sleep(0.05)
+
+
+def newest_snapshot_step(run_dir: Path) -> int:
+    """The step of the newest snapshot folder, -1 if there is none. Whether it is valid is for the workers to find out."""
+    try:
+        names = os.listdir(run_dir / "checkpoints")
+    except OSError:
+        return -1
+    return max((int(match.group(1)) for match in map(_SNAPSHOT.match, names) if match), default=-1)
+
+
+def _say(text: str) -> None:
+    print(f"tfdist: {text}", file=sys.stderr, flush=True)
