@@ -16,5 +16,5 @@ def build_observers(config: TelemetryConfig, *, run_dir: Path, rank: int, total_
     observers: list[Observer | None] = [JsonlObserver(run_dir / "logs" / f"rank-{rank}.jsonl", run_id=run_id, attempt=attempt, rank=rank)]
     if rank == 0:
         observers.append(make_console(config.progress, total_steps, steps_per_epoch))
-        observers.append(TensorBoardObserver(run_dir / "tensorboard", resumed_step, restarted=attempt > 0) if config.tensorboard else None)
+        observers.append(TensorBoardObserver(run_dir / "tensorboard", resumed_step) if config.tensorboard else None)
     return FanOut([observer for observer in observers if observer])

@@ -14,16 +14,17 @@ class TensorBoardObserver:
     """Writes train/, eval/ and perf/ values as scalars, and the flags as text.
 
     resumed_step: what earlier attempts wrote after this step is repeated now; TensorBoard is told to forget it.
-    restarted: whether there were earlier attempts; one that died before its first snapshot is repeated from step 0.
+    forgets: whether to say so at all. Said by every attempt, the first too: TensorBoard's server takes no notice of the
+      first START of a run.
     """
 
-    def __init__(self, folder: Path, resumed_step: int, *, restarted: bool = False):
+    def __init__(self, folder: Path, resumed_step: int, *, forgets: bool = True):
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._proto = event_pb2
         self._writer = EventFileWriter(str(folder), flush_secs=5)
-        if resumed_step or restarted:
+        if forgets:
             session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.add_event(event_pb2.Event(step=resumed_step + 1, session_log=session))
 
