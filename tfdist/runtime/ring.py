@@ -1,6 +1,6 @@
 """A ring all-reduce over plain TCP for gradients on the CPU.
 
-TensorFlow's own CPU collectives pass every tensor through gRPC, which costs about three times what the same bytes cost
+TensorFlow's own CPU collectives pass every tensor through gRPC, which costs three to four times what the same bytes cost
 on a bare socket (scripts/bench_ring.py). Here each worker holds one connection to its right and one to its left
 neighbour; gradients travel in buckets, in the order in which the backward pass makes them, while it goes on.
 
