@@ -77,7 +77,7 @@ def start(arguments: argparse.Namespace, child: str, workers: int, communication
         environment.pop("TF_CONFIG", None)
         if workers > 1:
             environment["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
-        command = [sys.executable, __file__, f"--child={child}", f"--steps={arguments.steps}", f"--workload={arguments.workload}",
+        command = [sys.executable, os.path.abspath(__file__), f"--child={child}", f"--steps={arguments.steps}", f"--workload={arguments.workload}",
                    f"--communication={communication}", *(["--jit"] if arguments.jit else [])]
         core = {cores[rank % len(cores)]}
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=lambda core=core: os.sched_setaffinity(0, core)))

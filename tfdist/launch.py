@@ -4,22 +4,40 @@
 
 Flags before `--` are the launcher's own, those after it go to every worker. Each worker's output is shown under its
 name and written to RUN_DIR/logs/worker-K.log. The first worker to fail stops all; its cause is named, and its exit
-code becomes the launcher's. With --max_restarts=N all are started again instead, and go on from the newest snapshot,
-until N failures come without progress; mistakes in flags or data are never retried. SIGTERM (or Ctrl-C once) lets the workers save and end; a second ends them at once.
+code becomes the launcher's (a worker killed by a signal counts as PEER_LOST). With --max_restarts=N all are started
+again instead, and go on from the newest snapshot, until N failures come without progress; mistakes in flags or data are
+never retried. SIGTERM (or Ctrl-C once) lets the workers save and end; a second ends them at once. SIGUSR1 lets them save
+and go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist import flags
 from tfdist.control import exit_codes
-from tfdist.control.exit_codes import ConfigError
+from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The launcher's own flags."""
+
+    workers: int
+    evaluator: bool
+    show_ranks: set[int] | None  # None: all
+    pin: bool
+    gpus_per_worker: int
+    grace: float  # seconds
+    max_restarts: int
 
 
 def main(argv: list[str]) -> int:
@@ -28,14 +46,16 @@ def main(argv: list[str]) -> int:
     config = flags.parse(train, usage="Flags of the workers:").config
     if not config.run.dry_run:
         config.validate()
-    show = None if options.show_ranks == "all" else {int(rank) for rank in options.show_ranks.split(",")}
-    command = [sys.executable, "-m", "tfdist.train", *train]
-    evaluator = [sys.executable, "-m", "tfdist.evaluate", "--follow", *train] if options.evaluator else None
     run_dir = Path(config.run.run_dir)
 
     def make_job() -> LocalJob:
-        return LocalJob(command, options.workers, run_dir / "logs", evaluator=evaluator, show=show, pin=options.pin == "auto", grace=options.grace)
+        return LocalJob(
+            [sys.executable, "-m", "tfdist.train", *train], options.workers, run_dir / "logs",
+            evaluator=[sys.executable, "-m", "tfdist.evaluate", "--follow", *train] if options.evaluator else None,
+            show=options.show_ranks, pin=options.pin, gpus_per_worker=options.gpus_per_worker, grace=options.grace)
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # workers may print what this terminal cannot
     return run(Supervisor(make_job, RestartPolicy(options.max_restarts), lambda: newest_snapshot_step(run_dir)), run_dir / "logs")
 
 
@@ -47,18 +67,26 @@ def run(supervisor: Supervisor, logs: Path) -> int:
         nonlocal requests
         requests += 1
         supervisor.stop()
+        if requests == 1:
+            # Not print(): a handler may interrupt another print and deadlock on its lock.
+            os.write(2, f"tfdist: {signal.Signals(number).name}: the workers save and end; a second signal ends them at once.\n".encode())
         if supervisor.job:
-            supervisor.job.kill() if requests > 1 else supervisor.job.request_stop(signal.SIGTERM)
+            supervisor.job.request_stop() if requests == 1 else supervisor.job.kill()
 
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGUSR1, lambda *_: supervisor.job and supervisor.job.request_stop(signal.SIGUSR1))
-    try:
-        result = supervisor.run()
-    except OSError as error:
-        raise ConfigError(f"The log folder {logs} cannot be written ({error.strerror}): choose another --run_dir.") from None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, on_signal)
+    signal.signal(signal.SIGUSR1, lambda *_: supervisor.job and supervisor.job.forward(signal.SIGUSR1))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was ignored, exit codes would be lost
+    result = supervisor.run()
+    if result.last_lines:
+        print("tfdist: the last lines of the worker that failed:", *result.last_lines, sep="\n  ", file=sys.stderr)
     if result.cause:
-        print(f"tfdist: {result.cause}\ntfdist: logs are in {logs}", file=sys.stderr)
+        hint = "tfdist: a SIGKILL that nobody sent means that memory ran out\n" if "(SIGKILL)" in result.cause else ""
+        print(f"tfdist: {result.cause}\n{hint}tfdist: logs are in {logs}", file=sys.stderr)
+    if requests > 1:
+        print("tfdist: ended at once by a second signal.", file=sys.stderr)
+        return ExitCode.INTERRUPTED
     return result.code
 
 
@@ -74,22 +102,29 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}: the launcher's own flags stand before `--`, the workers' flags after it; `python -m tfdist.launch --help` lists the first, `python -m tfdist.train --help` the second.")
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _parse(argv: list[str]) -> LaunchOptions:
     parser = _Parser(allow_abbrev=False, prog="python -m tfdist.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s --workers=N [flags] -- <flags of tfdist.train>")
     parser.add_argument("--workers", type=int, default=1, help="number of workers (default 1)")
-    parser.add_argument("--evaluator", action="store_true", help="also start an evaluator that follows the checkpoints")
+    parser.add_argument("--evaluator", action="store_true", help="also start an evaluator that follows the checkpoints; if it fails, training goes on")
     parser.add_argument("--show_ranks", default="all", help="whose output is shown: all, or ranks such as 0,1 (logs are always complete)")
-    parser.add_argument("--pin", choices=("auto", "none"), default="auto", help="auto: each worker gets an equal part of the cores (and GPUs) and as many threads")
-    parser.add_argument("--grace", type=float, default=30.0, help="seconds that a worker has to end after SIGTERM before it is killed")
+    parser.add_argument("--pin", choices=("auto", "none"), default="auto", help="auto: each worker gets an equal part of the cores, and as many threads unless OMP_NUM_THREADS and the like are set")
+    parser.add_argument("--gpus_per_worker", type=int, default=0, help="GPUs of each worker (default 0: an equal part of those visible)")
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds that a worker has to end after SIGTERM before it is killed (default 30)")
     parser.add_argument("--max_restarts", type=int, default=0, help="failures without a new snapshot in between after which the launcher gives up (default 0: no restarts)")
     options = parser.parse_args(argv)
-    if options.workers < 1:
-        raise ConfigError(f"--workers={options.workers} is too small: it must be at least 1.")
-    if options.max_restarts < 0:
-        raise ConfigError(f"--max_restarts={options.max_restarts} is too small: it must be at least 0.")
-    if options.show_ranks != "all" and not all(rank.isdigit() for rank in options.show_ranks.split(",")):
-        raise ConfigError(f"--show_ranks={options.show_ranks} must be all, or ranks such as 0,1.")
-    return options
+    for name, least in (("workers", 1), ("gpus_per_worker", 0), ("grace", 0), ("max_restarts", 0)):
+        if not getattr(options, name) >= least:
+            raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
+    return LaunchOptions(options.workers, options.evaluator, _ranks(options.show_ranks, options.workers), options.pin == "auto",
+                         options.gpus_per_worker, options.grace, options.max_restarts)
+
+
+def _ranks(text: str, workers: int) -> set[int] | None:
+    if text == "all":
+        return None
+    if not all(rank.isdecimal() and int(rank) < workers for rank in text.split(",")):
+        raise ConfigError(f"--show_ranks={text} must be all, or ranks from 0 to {workers - 1} such as 0,1.")
+    return {int(rank) for rank in text.split(",")}
 
 
 if __name__ == "__main__":

@@ -1,16 +1,22 @@
 """Who is in the cluster: the environment of a process -> Cluster. Checked here, before TensorFlow sees any of it.
+And back: what each of N workers on one machine is given (cores, threads, GPUs, TF_CONFIG).
 
 TF_CONFIG is `{"cluster": {"chief": ["host:port"], "worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}`.
-Without a "chief" the first worker is the chief. An "evaluator" takes no part in training and need not be listed.
+Without a "chief" the first worker is the chief. An "evaluator" takes no part in training and need not be listed; "ps"
+(parameter servers) may be listed, but no strategy uses them yet.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from tfdist.control.exit_codes import ClusterError
+from tfdist.control.exit_codes import ClusterError, ConfigError
 
 TRAINING_ROLES = ("chief", "worker")  # in rank order
 ROLES = (*TRAINING_ROLES, "ps", "evaluator")
@@ -28,12 +34,16 @@ class Cluster:
     spec: Mapping[str, list[str]] = field(default_factory=dict)  # role -> addresses
 
     @property
+    def is_chief(self) -> bool:
+        return self.rank == 0
+
+    @property
     def address(self) -> str:
         """host:port of this process; "" if it is alone or an evaluator."""
         return self.peers[self.rank] if 0 <= self.rank < len(self.peers) else ""
 
     def name(self, rank: int) -> str:
-        """How messages name a rank: "worker 1 (rank 2, host:port)"."""
+        """How messages name a training worker: "worker 1 (rank 2, host:port)"."""
         role, index = self._role_and_index(rank)
         return f"{role} {index} (rank {rank}, {self.peers[rank]})"
 
@@ -51,6 +61,7 @@ class Cluster:
         return json.dumps({"cluster": spec, "task": {"type": self.role, "index": self.index}})
 
     def describe(self) -> str:
+        """The cluster in one line, for logs."""
         if self.role == "evaluator":
             return f"evaluator beside {self.size} worker{'s' if self.size > 1 else ''}"
         if not self.peers:
@@ -69,20 +80,28 @@ def resolve_cluster(environ: Mapping[str, str]) -> Cluster:
 
 def from_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     """From TF_CONFIG; None if it is not set or empty."""
-    text = environ.get("TF_CONFIG", "").strip()
-    return parse_tf_config(text) if text and text != "{}" else None
+    text = environ.get("TF_CONFIG")
+    return None if _is_empty(text) else parse_tf_config(text)
 
 
-# Tried in this order; the first that answers wins. A new kind of cluster is a function and an entry here.
+# Tried in this order; the first that answers wins. A new kind of cluster (Slurm, Kubernetes, Horovod) is one function
+# and an entry here.
 RESOLVERS: list[Callable[[Mapping[str, str]], Cluster | None]] = [from_tf_config]
 
 
-def parse_tf_config(text: str) -> Cluster:
-    """Reads and checks TF_CONFIG. Raises ClusterError with a sentence that names the field and the fix."""
+def _is_empty(text: str | None) -> bool:
+    return text is None or text.strip() in ("", "{}")
+
+
+def parse_tf_config(text: str | None) -> Cluster:
+    """Reads and checks TF_CONFIG; alone if there is none. Raises ClusterError with a sentence that names the field and the fix."""
+    if _is_empty(text):
+        return Cluster()
     try:
-        config = json.loads(text)
+        config = json.loads(text, object_pairs_hook=_no_repeated_keys)
     except json.JSONDecodeError as error:
-        raise ClusterError(f"TF_CONFIG is not valid JSON ({error.msg} at character {error.pos}): check its quotes and brackets.") from None
+        raise ClusterError(
+            f"TF_CONFIG is not valid JSON ({error.msg} at character {error.pos}, near {text[max(0, error.pos - 10):error.pos + 10]!r}): check its quotes and brackets.") from None
     if not isinstance(config, dict):
         raise ClusterError(f"TF_CONFIG must be an object with \"cluster\" and \"task\", not {type(config).__name__}.")
     spec = _check_spec(config.get("cluster"))
@@ -92,6 +111,15 @@ def parse_tf_config(text: str) -> Cluster:
     return Cluster(role, index, rank, len(peers), peers, spec)
 
 
+def _no_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Python's JSON reader would silently keep only the last of them, and so lose workers."""
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ClusterError(f'TF_CONFIG holds "{key}" twice in one object: join the two.')
+    return dict(pairs)
+
+
 def _check_spec(spec: object) -> dict[str, list[str]]:
     if not isinstance(spec, dict) or not spec:
         raise ClusterError('TF_CONFIG has no "cluster": add {"cluster": {"worker": ["host:port", ...]}, ...}, the same on all workers.')
@@ -99,8 +127,6 @@ def _check_spec(spec: object) -> dict[str, list[str]]:
     for role, addresses in spec.items():
         if role not in ROLES:
             raise ClusterError(f'TF_CONFIG: cluster.{role} is not a known role: use {", ".join(ROLES)}.')
-        if role == "ps":
-            raise ClusterError("TF_CONFIG: cluster.ps lists parameter servers, which no strategy of this version uses: remove it.")
         if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
             raise ClusterError(f'TF_CONFIG: cluster.{role} must be a list of "host:port" texts, not {json.dumps(addresses)}.')
         for index, address in enumerate(addresses):
@@ -117,27 +143,93 @@ def _check_spec(spec: object) -> dict[str, list[str]]:
 
 def _check_address(where: str, address: str) -> None:
     host, colon, port = address.rpartition(":")
-    if not colon or not host:
-        raise ClusterError(f'TF_CONFIG: {where} is "{address}", which has no port or no host: write host:port, for example worker-0:2222.')
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise ClusterError(f'TF_CONFIG: {where} is "{address}", whose port is not a number from 1 to 65535.')
+    bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not colon or not host or bare_ipv6 or any(char.isspace() or char == "/" for char in host):
+        raise ClusterError(f'TF_CONFIG: {where} is "{address}", which is not host:port: write for example worker-0:2222 or [::1]:2222.')
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ClusterError(f'TF_CONFIG: {where} is "{address}", whose port is not a number from 1 to 65535: write for example {host}:2222.')
 
 
 def _check_task(task: object, spec: Mapping[str, list[str]]) -> tuple[str, int]:
     if not isinstance(task, dict):
         raise ClusterError('TF_CONFIG has no "task": add "task": {"type": "worker", "index": 0}, with this worker\'s own index.')
-    role, index = task.get("type"), task.get("index", 0)
+    role = task.get("type")
     if role not in ROLES:
-        raise ClusterError(f"TF_CONFIG: task.type is {json.dumps(role)}: use one of {', '.join(ROLES)}.")
-    if isinstance(index, str) and index.isdigit():
+        missing = "" if "type" in task else " (it is missing)"
+        raise ClusterError(f"TF_CONFIG: task.type is {json.dumps(role)}{missing}: use one of {', '.join(ROLES)}.")
+    if role == "ps":
+        raise ClusterError('TF_CONFIG: task.type is "ps": a parameter server needs --strategy=parameter_server, which is not available yet; use chief, worker or evaluator.')
+    count = len(spec.get(role, ()))
+    if "index" not in task and count > 1:
+        raise ClusterError(f"TF_CONFIG: task.index is missing: give each {role} its own, 0 to {count - 1}.")
+    index = task.get("index", 0)
+    if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         index = int(index)  # templates of job systems often write numbers as texts
     if not isinstance(index, int) or isinstance(index, bool):
-        raise ClusterError(f"TF_CONFIG: task.index is {json.dumps(index)}, not a whole number.")
-    if role == "evaluator" and role not in spec:
+        raise ClusterError(f"TF_CONFIG: task.index is {json.dumps(index)}, not a whole number: use 0 to {max(count - 1, 0)}.")
+    if role == "evaluator" and not count:
         return role, index
-    count = len(spec.get(role, ()))
     if not count:
         raise ClusterError(f'TF_CONFIG: task.type is "{role}", but cluster lists no {role}: add cluster.{role}, or use another type.')
     if not 0 <= index < count:
         raise ClusterError(f"TF_CONFIG: task.index is {index}, but cluster.{role} has {count} entr{'y' if count == 1 else 'ies'}: use 0 to {count - 1}.")
     return role, index
+
+
+def worker_environment(addresses: Sequence[str], rank: int | None, threads: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What one of the local workers at `addresses` is told, or (rank None) an evaluator beside them.
+
+    A worker that is alone gets no TF_CONFIG. `threads`: 0 leaves their number alone, as does a variable that is set.
+    """
+    result = {"TF_GRPC_REUSE_PORT": "true", "PYTHONUNBUFFERED": "1"}
+    if rank is None or len(addresses) > 1:
+        task = {"type": "evaluator", "index": 0} if rank is None else {"type": "worker", "index": rank}
+        result["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
+    if threads:
+        result |= {name: environment.get(name, str(threads)) for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")}
+    return result
+
+
+def divide_cores(workers: int) -> list[set[int]]:
+    """The cores of each worker: equal parts; with fewer cores than workers, one core each, in turn.
+
+    A core's hardware threads, and a socket's cores, stay together.
+    """
+    cores = sorted(os.sched_getaffinity(0), key=lambda cpu: (_topology(cpu, "physical_package_id"), _topology(cpu, "core_id"), cpu))
+    share = len(cores) // workers
+    return [set(cores[rank * share:(rank + 1) * share]) if share else {cores[rank % len(cores)]} for rank in range(workers)]
+
+
+def _topology(cpu: int, name: str) -> int:
+    try:
+        return int(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/{name}").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def divide_gpus(gpus: Sequence[str], workers: int, per_worker: int = 0) -> tuple[list[dict[str, str]], str]:
+    """The environment that gives each worker its GPUs, then that of the evaluator (a GPU that is left over, or none).
+
+    With fewer GPUs than workers nothing is divided, and a warning comes with it. Raises ConfigError if `per_worker` is
+    more than there are.
+    """
+    share = per_worker or len(gpus) // workers
+    if share * workers > len(gpus):
+        raise ConfigError(f"--gpus_per_worker={per_worker} with --workers={workers} needs {share * workers} GPUs, but {len(gpus)} are visible: lower one of the two.")
+    if not share:
+        some = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+        return [{}] * (workers + 1), f"{workers} workers share {some}, and each will want all of the memory: use --workers={len(gpus)} or fewer." if gpus else ""
+    parts = [gpus[rank * share:(rank + 1) * share] for rank in range(workers)] + [gpus[workers * share:][:1] or ["-1"]]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts], ""
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them; [] if there are none."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return [gpu.strip() for gpu in environment["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip() not in ("", "-1")]
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    # By identity, not by index: nvidia-smi counts by bus address, CUDA by speed.
+    return re.findall(r"^GPU \d+: .*\(UUID: (GPU-[0-9a-f-]+)\)", listing.stdout, re.MULTILINE)

@@ -2,53 +2,63 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
-import json
 import os
+import re
+import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from tfdist.control.exit_codes import MEANING, ExitCode
+from tfdist.control.cluster import divide_cores, divide_gpus, visible_gpus, worker_environment
+from tfdist.control.exit_codes import MEANING, ConfigError, ExitCode, StartupError
+from tfdist.control.preflight import PortReservation
 
-_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # looked up before any fork
 _COLORS = (36, 33, 35, 32, 34, 31)
-# When one worker dies the others fail too. Failures this close together (in seconds) count as one, and the one that
-# did not merely lose a peer is its cause.
-_SAME_FAILURE_SECONDS = 3.0
+# When one worker dies the others fail too. How long (in seconds) they may end by themselves, with a clearer message
+# than ours, before they are asked to: once the cause is known, and while all that ended merely lost a peer.
+_CAUSE_KNOWN_SECONDS = 1.0
+_CAUSE_UNKNOWN_SECONDS = 3.0
 _LAST_LINES = 20
+_ERROR = "tfdist: error: "  # how a command begins the sentence that names its error
+_LONGEST_LINE = 16_384  # characters; what goes on without a line end is shown in pieces of this size
+_BAR_SECONDS = 10.0  # a line that is written over and over (a progress bar) is shown this often
+# Everything that would move the cursor or ring the bell; colours may stay.
+_CONTROL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 # What TensorFlow's C++ says at every import whatever its log level. Kept in the log files, not shown.
 _NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.")
 
 
-class PortReservation:
-    """TCP ports that stay ours: bound with SO_REUSEPORT but not listening, for as long as the job runs.
+class LineReader:
+    """Turns raw output into lines fit for a terminal: whole, not endless, without control characters."""
 
-    Nobody else can take them, and the workers (told so by TF_GRPC_REUSE_PORT) can listen on them all the same. Choosing
-    a free port and letting it go again would leave a gap for another process to slip in.
-    """
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest, self._now, self._bar_shown = "", now, now()
 
-    def __init__(self, count: int, host: str = "127.0.0.1"):
-        self._sockets = []
-        for _ in range(count):
-            reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            reserved.bind(("", 0))
-            self._sockets.append(reserved)
-        self.addresses = [f"{host}:{reserved.getsockname()[1]}" for reserved in self._sockets]
-
-    def close(self) -> None:
-        for reserved in self._sockets:
-            reserved.close()
+    def feed(self, data: bytes, final: bool = False) -> list[str]:
+        """The lines that `data` completes; with `final` also what has no line end. Of a progress bar the last state."""
+        *lines, rest = re.split("\r?\n", self._rest + self._decoder.decode(data, final))
+        if "\r" in rest:  # a line that is written over: earlier states are of no interest, and would pile up
+            if self._now() - self._bar_shown > _BAR_SECONDS:
+                self._bar_shown = self._now()
+                lines.append(rest)
+            rest = rest[rest.rstrip("\r").rfind("\r") + 1:]
+        while len(rest) > _LONGEST_LINE or (final and rest):
+            lines.append(rest[:_LONGEST_LINE])
+            rest = rest[_LONGEST_LINE:]
+        self._rest = rest
+        return [_CONTROL.sub("\N{REPLACEMENT CHARACTER}", line.rstrip("\r").rpartition("\r")[2]) for line in lines]
 
 
 @dataclass
@@ -56,11 +66,23 @@ class Worker:
     """One process of the job."""
 
     name: str  # "worker 0"
+    rank: int | None  # None: the evaluator
     process: subprocess.Popen
-    log: Path
-    last_lines: deque = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    shown: bool
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    error: str = ""  # the last line with which it named an error
     ended_at: float = 0.0
+    killed: bool = False  # by us, since it did not end when asked to
     relay: threading.Thread | None = None
+
+    @property
+    def code(self) -> int | None:  # None: still running; negative: the signal that killed it
+        return self.process.returncode
+
+    def signal(self, number: int) -> None:
+        """To it and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
 
 
 @dataclass(frozen=True)
@@ -70,192 +92,208 @@ class JobResult:
     code: int  # what the launcher exits with
     cause: str  # a sentence; "" if all went well
     exit_codes: dict[str, int]  # by worker name; negative: the signal that killed it
+    last_lines: tuple[str, ...] = ()  # what the worker that is the cause wrote last, if its output was not shown
 
 
 class LocalJob:
-    """Starts workers, relays their output, stops all when one fails.
+    """Starts workers, relays their output, stops all when one fails. An evaluator that fails stops nobody.
+
+    Call `start` in a thread that lives as long as the job: the kernel ends the workers when that thread ends.
 
     Args:
-      command: what each worker runs, for example [sys.executable, "-m", "tfdist.train", ...].
-      evaluator: what an evaluator beside them runs; None for no evaluator.
+      command: what each worker runs; `evaluator`: what an evaluator beside them runs, if there is to be one.
       log_dir: where worker-K.log are written (appended to).
-      show: ranks whose output is shown; None for all.
-      pin: give each worker cores of its own and as many threads.
+      show: ranks whose output is shown; None for all. The evaluator's always is.
+      pin: give each worker cores of its own and as many threads; `gpus_per_worker`: 0 for an equal part of those there are.
       grace: seconds between asking a worker to end (SIGTERM) and making it (SIGKILL).
+      environment, output: in place of this process's own, and of standard output.
     """
 
     def __init__(self, command: Sequence[str], workers: int, log_dir: Path, *, evaluator: Sequence[str] | None = None, show: set[int] | None = None,
-                 pin: bool = True, grace: float = 10.0, environment: Mapping[str, str] | None = None, output: TextIO | None = None):
+                 pin: bool = True, gpus_per_worker: int = 0, grace: float = 10.0, environment: Mapping[str, str] | None = None, output: TextIO | None = None):
         self.command, self.count, self.log_dir, self.evaluator = list(command), workers, log_dir, evaluator
-        self.show, self.pin, self.grace = show, pin, grace
-        self.environment = dict(os.environ if environment is None else environment)
+        self.show, self.pin, self.gpus_per_worker, self.grace = show, pin, gpus_per_worker, grace
+        self.environment = {name: value for name, value in (os.environ if environment is None else environment).items() if name != "TF_CONFIG"}
         self.output = output or sys.stdout
         self.workers: list[Worker] = []
         self._ports: PortReservation | None = None
         self._lock = threading.Lock()
-        self._stopping = False
+        self._kill_at: float | None = None  # set: the workers have been asked to end; 0: they are being killed
 
     def start(self) -> None:
-        """Starts all workers. Raises OSError if the log folder cannot be written."""
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        """Starts all workers, or none. Raises ConfigError (log folder, GPUs) or StartupError (a process cannot be started)."""
+        gpus, warning = divide_gpus(visible_gpus(self.environment), self.count, self.gpus_per_worker)
+        if warning:
+            self._say(f"tfdist: warning: {warning}")
+        cores = divide_cores(self.count) if self.pin else []
         self._ports = PortReservation(self.count)
-        for rank in range(self.count):
-            self._start_one(f"worker {rank}", self.command, worker_environment(rank, self._ports.addresses, self.pin), _cores(rank, self.count) if self.pin else None, rank)
-        if self.evaluator:
-            environment = worker_environment(0, self._ports.addresses, self.pin, role="evaluator")
-            self._start_one("evaluator", self.evaluator, environment, None, self.count)
+        try:
+            for rank in range(self.count):
+                self._spawn(f"worker {rank}", rank, self.command, gpus[rank], cores)
+            if self.evaluator:
+                self._spawn("evaluator", None, self.evaluator, gpus[self.count], cores)
+        except BaseException:
+            self.kill()
+            self._ports.close()
+            raise
+        for worker in self.workers:  # only now: forking is safest while there is one thread
+            worker.relay.start()
 
-    def _start_one(self, name: str, command: Sequence[str], environment: dict[str, str], cores: set[int] | None, color: int) -> None:
-        log = self.log_dir / f"{name.replace(' ', '-')}.log"
-        file = open(log, "ab", buffering=0)  # noqa: SIM115 - closed by the relay
-        file.write(f"\n===== {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
-        parent = os.getpid()
+    def _spawn(self, name: str, rank: int | None, command: Sequence[str], gpus: dict[str, str], cores: list[set[int]]) -> None:
+        if self._kill_at is not None:  # asked to stop while starting
+            return
+        threads = len(cores[rank or 0]) if cores else 0  # the evaluator takes as many, but no cores of its own
+        environment = {**self.environment, **worker_environment(self._ports.addresses, rank, threads, self.environment), **gpus}
+        affinity = cores[rank] if cores and rank is not None else None
+        log, parent = self._open_log(name, command), os.getpid()
 
         def in_child() -> None:
             # The kernel ends the worker if the launcher is killed without a chance to do so itself.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             if os.getppid() != parent:
                 os._exit(1)
-            if cores:
-                os.sched_setaffinity(0, cores)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the worker has a handler: by default it would end it
+            if affinity:
+                os.sched_setaffinity(0, affinity)
 
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                                   env={**self.environment, **environment}, preexec_fn=in_child)
-        worker = Worker(name, process, log)
-        prefix = f"[{name}] "
-        if self.output.isatty():
-            prefix = f"\x1b[{_COLORS[color % len(_COLORS)]}m{prefix}\x1b[0m"
-        shown = self.show is None or color in self.show
-        worker.relay = threading.Thread(target=self._relay, args=(worker, process.stdout, file, prefix if shown else None), daemon=True)
-        worker.relay.start()
+        try:
+            # A session of its own: signals of the terminal reach the launcher only, and the worker can be ended with all that it started.
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=environment, preexec_fn=in_child)
+        except (OSError, subprocess.SubprocessError) as error:
+            log.close()
+            raise StartupError(f"{name} cannot be started ({error}): check that {command[0]} can be run, and the limits of this machine on processes.") from None
+        worker = Worker(name, rank, process, shown=rank is None or self.show is None or rank in self.show)
+        worker.relay = threading.Thread(target=self._relay, args=(worker, log), name=f"tfdist-relay-{name}", daemon=True)
         self.workers.append(worker)
+        if self._kill_at is not None:  # asked to stop in this very moment
+            worker.signal(signal.SIGTERM)
 
-    def _relay(self, worker: Worker, pipe: BinaryIO, log: BinaryIO, prefix: str | None) -> None:
-        """Copies a worker's output to its log and, line by line under its prefix, to the terminal."""
-        with pipe, log:
-            for line in iter(pipe.readline, b""):
+    def _open_log(self, name: str, command: Sequence[str]) -> BinaryIO:
+        path = self.log_dir / f"{name.replace(' ', '-')}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by the relay
+            log.write(f"\n===== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
+            return log
+        except OSError as error:
+            raise ConfigError(f"The log {path} cannot be written ({error.strerror}): choose another --run_dir.") from None
+
+    def _relay(self, worker: Worker, log: BinaryIO) -> None:
+        """Copies a worker's output to its log and, line by line under its name, to the terminal."""
+        reader, prefix = LineReader(), f"[{worker.name}] "
+        color = self.output.isatty() and "NO_COLOR" not in self.environment
+        if color:
+            prefix = f"\x1b[{_COLORS[(self.count if worker.rank is None else worker.rank) % len(_COLORS)]}m{prefix}\x1b[0m"
+        with worker.process.stdout as pipe, log:
+            data = None
+            while data != b"":
+                data = pipe.read1(65536)
                 with contextlib.suppress(OSError):  # a full disk must not stop the job
-                    log.write(line)
-                text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # of a progress bar only the last state
-                worker.last_lines.append(text)
-                if prefix is not None and not any(noise in text for noise in _NOISE):
-                    with self._lock, contextlib.suppress(OSError, ValueError):
-                        self.output.write(f"{prefix}{text}\n")
-                        self.output.flush()
+                    log.write(data)
+                for text in [line for line in reader.feed(data, final=not data) if not any(noise in line for noise in _NOISE)]:
+                    worker.last_lines.append(text)
+                    if text.startswith(_ERROR):
+                        worker.error = text.removeprefix(_ERROR)
+                    if worker.shown:
+                        self._say(f"{prefix}{text}" + ("\x1b[0m" if color and "\x1b" in text else ""))
+
+    def _say(self, line: str) -> None:
+        with self._lock, contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            self.output.write(line + "\n")
+            self.output.flush()
+
+    def poll(self) -> JobResult | None:
+        """One look, without waiting: stops all if one has failed. None while any process runs, then how it went."""
+        for worker in self.workers:
+            self._notice_end(worker)
+        trainers = [worker for worker in self.workers if worker.rank is not None]
+        failed = [worker for worker in trainers if worker.code]
+        now = time.monotonic()
+        if failed and self._kill_at is None:
+            known = any(_guilt(worker) == 0 for worker in failed)
+            # Where one saved on request (42) the others are saving as well, and a second SIGTERM would cut that short.
+            saving = all(worker.code == ExitCode.PREEMPTED for worker in failed)
+            patience = self.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
+            if now - min(worker.ended_at for worker in failed) > patience or all(worker.code is not None for worker in trainers):
+                self.request_stop()
+        if self._kill_at is not None and now > self._kill_at:
+            self.kill()
+        if any(worker.code is None for worker in self.workers):
+            return None
+        self._ports.close()
+        return self._result()
+
+    def _notice_end(self, worker: Worker) -> None:
+        if worker.code is None and os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            worker.signal(signal.SIGKILL)  # what it leaves behind; before its number can be given to another process
+            worker.process.wait()
+            worker.ended_at = time.monotonic()
+            worker.killed = self._kill_at == 0 and worker.code == -signal.SIGKILL
+            worker.relay.join(timeout=2)  # its last lines; a process that left its session may hold the pipe open
+            if worker.rank is None and worker.code and self._kill_at is None:
+                self._say(f"tfdist: {describe(worker)}; training goes on")
 
     def wait(self) -> JobResult:
         """Waits until all have ended, stopping all when one fails. Returns how it went."""
-        while True:
-            running = self._running()
-            failed = [worker for worker in self.workers if worker.process.returncode not in (None, 0)]
-            if failed and not self._stopping:
-                self._await_other_failures()
-                self.stop()
-            if not running:
-                break
-            time.sleep(0.05)
-        self._ports.close()
+        try:
+            while (result := self.poll()) is None:
+                time.sleep(0.05)
+            return result
+        except BaseException:
+            self.kill()
+            raise
+
+    def request_stop(self) -> None:
+        """Asks every worker to save and end (SIGTERM); `poll` and `wait` kill those that have not within the grace period."""
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self.grace
+            self.forward(signal.SIGTERM)
+
+    def forward(self, number: int) -> None:
+        """Passes a signal on to every worker."""
         for worker in self.workers:
-            worker.relay.join(timeout=5)
-        return self._result()
+            if worker.code is None:
+                worker.signal(number)
 
-    def _running(self) -> list[Worker]:
-        running = []
-        for worker in self.workers:
-            if worker.process.poll() is None:
-                running.append(worker)
-            elif not worker.ended_at:
-                worker.ended_at = time.monotonic()
-        return running
-
-    def _await_other_failures(self) -> None:
-        """The first process to end need not be the cause: give the others a moment to fail by themselves."""
-        deadline = time.monotonic() + _SAME_FAILURE_SECONDS
-        while self._running() and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-    def request_stop(self, number: int = signal.SIGTERM) -> None:
-        """Passes a signal on to every worker, for them to save and end."""
-        for worker in self.workers:
-            if worker.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.process.pid, number)
-
-    def stop(self) -> None:
+    def stop(self) -> JobResult:
         """Ends every worker: SIGTERM, then after the grace period SIGKILL."""
-        self._stopping = True
-        self._running()
         self.request_stop()
-        deadline = time.monotonic() + self.grace
-        while self._running() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self.kill()
+        return self.wait()
 
     def kill(self) -> None:
-        """SIGKILL to what is left, with all that it started."""
-        for worker in self.workers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
+        """SIGKILL to what is left, with all that it started. `wait` then returns at once."""
+        self._kill_at = 0.0
+        self.forward(signal.SIGKILL)
 
     def _result(self) -> JobResult:
-        codes = {worker.name: worker.process.returncode for worker in self.workers}
-        failed = [worker for worker in self.workers if worker.process.returncode != 0]
+        codes = {worker.name: worker.code for worker in self.workers}
+        # An evaluator that was stopped with the workers is no failure.
+        failed = [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
         if not failed:
-            return JobResult(ExitCode.OK, "", codes)
-        cause = find_cause(failed)
-        sentence = next((line for line in reversed(cause.last_lines) if line.startswith("tfdist: error:")), "")
-        return JobResult(exit_code_of(cause), f"{cause.name} {describe_exit(cause.process.returncode)}{': ' + sentence.removeprefix('tfdist: error: ') if sentence else ''}", codes)
+            all_started = len(self.workers) >= self.count
+            return JobResult(ExitCode.OK, "", codes) if all_started else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
+        cause = min(failed, key=lambda worker: (_guilt(worker), worker.ended_at))
+        return JobResult(cause.code if cause.code > 0 else ExitCode.PEER_LOST, describe(cause), codes, () if cause.shown else tuple(cause.last_lines))
 
 
-def find_cause(failed: Sequence[Worker]) -> Worker:
-    """Of the workers that failed, the one that failed by itself and not because a peer was gone."""
-    first = min(worker.ended_at for worker in failed)
-    together = [worker for worker in failed if worker.ended_at - first <= _SAME_FAILURE_SECONDS + 0.5]
-    # A worker that ended "saved, restart me", or was ended by our own SIGTERM, is no cause if another failed.
-    return min(together, key=lambda worker: (worker.process.returncode in (ExitCode.PEER_LOST, -signal.SIGTERM, ExitCode.PREEMPTED), worker.ended_at))
+def _guilt(worker: Worker) -> int:
+    """0: it surely failed by itself; the higher, the more likely because a peer was gone or we ended it."""
+    if worker.killed or worker.rank is None:
+        return 3
+    if worker.code in (ExitCode.PEER_LOST, ExitCode.PREEMPTED, -signal.SIGTERM, 128 + signal.SIGTERM):
+        return 2
+    return 1 if worker.code == -signal.SIGABRT else 0  # TensorFlow aborts some processes whose peers are gone
 
 
-def exit_code_of(worker: Worker) -> int:
-    """The launcher's exit code for a failed worker: its own; a killed worker counts as a lost peer."""
-    return worker.process.returncode if worker.process.returncode > 0 else ExitCode.PEER_LOST
-
-
-def describe_exit(code: int) -> str:
-    """How messages tell a return code of subprocess."""
+def describe(worker: Worker) -> str:
+    """How a worker failed: "worker 1 was killed by signal 9 (SIGKILL)", with what it last said about it."""
+    code = worker.code
+    if worker.killed:
+        return f"{worker.name} did not end when asked to (SIGTERM) and was killed"
     if code < 0:
-        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    known = {member.value: member for member in ExitCode}
-    return f"ended with exit code {code}" + (f" ({known[code].name}: {MEANING[known[code]]})" if code in known else "")
-
-
-def worker_environment(rank: int, addresses: Sequence[str], pin: bool, role: str = "worker") -> dict[str, str]:
-    """What a worker's environment has more than ours: TF_CONFIG, threads, GPUs."""
-    environment = {"TF_GRPC_REUSE_PORT": "true", "PYTHONUNBUFFERED": "1"}
-    if len(addresses) > 1 or role == "evaluator":
-        environment["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": role, "index": rank}})
-    if pin:
-        threads = str(max(1, len(os.sched_getaffinity(0)) // len(addresses)))
-        environment |= {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": threads}
-        gpus = _visible_gpus()
-        share = len(gpus) // len(addresses)
-        if share and role != "evaluator":
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * share:(rank + 1) * share])
-    return environment
-
-
-def _cores(rank: int, workers: int) -> set[int] | None:
-    """The cores of a worker: an equal part; with fewer cores than workers, one of them in turn."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // workers
-    return set(cores[rank * share:(rank + 1) * share]) if share else {cores[rank % len(cores)]}
-
-
-def _visible_gpus() -> list[str]:
-    """Indices of the GPUs that may be used; [] if there are none."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip() not in ("", "-1")]
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [str(index) for index, line in enumerate(listing.stdout.splitlines()) if line.startswith("GPU")]
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else "a real-time signal"
+        return f"{worker.name} was killed by signal {-code} ({name})"
+    known = f" ({ExitCode(code).name}: {MEANING[ExitCode(code)]})" if code in set(ExitCode) else ""
+    said = worker.error or next((line.strip() for line in reversed(worker.last_lines) if line.strip()), "")
+    said = "" if code == ExitCode.PREEMPTED else re.sub(r" \(exit code \d+, \w+\)$", "", said)
+    return f"{worker.name} ended with exit code {code}{known}{': ' + said if said else ''}"

@@ -2,39 +2,68 @@
 
 TensorFlow answers a busy port with a bare error code, and a missing peer by waiting in silence. Here each worker
 listens on its own port and knocks at every other; a peer that is already further, with TensorFlow's server on the same
-port, answers the knock just as well. When all have answered once, the port is handed over.
+port, answers the knock just as well. When all have answered once, the port is handed over. A launcher reserves the
+ports of its workers (PortReservation) before it starts them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import socket
+import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import StartupError, TfdistError
 
 _KNOCK_SECONDS = 2.0  # for one attempt to connect
 _PAUSE_SECONDS = 0.1  # between attempts
-_REPORT_SECONDS = 15.0  # between lines that say who is missing
+_REPORT_SECONDS = 10.0  # between lines that say who is missing
+_KNOCKS_AT_ONCE = 32
+
+
+def _print_to_stderr(line: str) -> None:
+    print(f"tfdist: {line}", file=sys.stderr, flush=True)
+
+
+class PortReservation:
+    """TCP ports that stay ours: bound with SO_REUSEPORT but not listening, for as long as the job runs.
+
+    Nobody else can take them, and the workers can listen on them all the same: TensorFlow's gRPC server sets
+    SO_REUSEPORT if TF_GRPC_REUSE_PORT is "true" (without it, the server does not start beside the reservation). Choosing
+    a free port and letting it go again would leave a gap for another process to slip in.
+    """
+
+    def __init__(self, count: int, host: str = "127.0.0.1"):
+        self._sockets = [bind_everywhere(0) for _ in range(count)]
+        self.addresses = [f"{host}:{reserved.getsockname()[1]}" for reserved in self._sockets]
+
+    def close(self) -> None:
+        for reserved in self._sockets:
+            reserved.close()
 
 
 class Preflight:
     """Runs `wait_for_peers` in a thread while the body of the `with` runs (the import of TensorFlow), then joins it.
 
-    Raises, at the end of the body, what `wait_for_peers` raised.
+    Raises, at the end of the body, what `wait_for_peers` raised. An error of the body comes first.
     """
 
     def __init__(self, cluster: Cluster, timeout: float):
         self._error: TfdistError | None = None
         self._body_done = threading.Event()
+        self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(cluster, timeout), name="tfdist-preflight", daemon=True)
 
     def _run(self, cluster: Cluster, timeout: float) -> None:
         try:
             # The port goes on answering during the body, for peers that have not knocked yet.
-            wait_for_peers(cluster, timeout, self._body_done)
+            wait_for_peers(cluster, timeout, until=self._body_done, given_up=self._given_up)
         except TfdistError as error:
             self._error = error
 
@@ -43,63 +72,117 @@ class Preflight:
 
     def __exit__(self, kind, *_) -> None:
         self._body_done.set()
-        if kind is None:
-            self._thread.join()
-            if self._error:
-                raise self._error
+        if kind is not None:
+            self._given_up.set()
+            return
+        self._thread.join()
+        if self._error:
+            raise self._error
 
 
-def wait_for_peers(cluster: Cluster, timeout: float, until: threading.Event | None = None) -> None:
-    """Returns when every peer has answered at its address, and `until` (if given) is set.
+def wait_for_peers(cluster: Cluster, timeout: float, *, until: threading.Event | None = None, given_up: threading.Event | None = None,
+                   report: Callable[[str], None] = _print_to_stderr) -> None:
+    """Returns when every peer has answered at its address, and `until` (if given) is set; early if `given_up` is set.
 
+    Args:
+      cluster: who is waited for; nobody if this process is alone or an evaluator.
+      timeout: seconds that the peers have to appear.
+      report: takes a line about every ten seconds that says who is missing.
     Raises: StartupError if this worker's port is in use, or if a peer is missing after `timeout` seconds.
     """
     if cluster.size < 2 or cluster.rank < 0:
         return
-    with _listen(cluster):
-        missing = set(range(cluster.size)) - {cluster.rank}
-        start = reported = time.monotonic()
-        while missing:
-            for rank in sorted(missing):
-                if _answers(cluster.peers[rank]):
-                    missing.discard(rank)
-            waited = time.monotonic() - start
-            if missing and waited > timeout:
+    missing = [rank for rank in range(cluster.size) if rank != cluster.rank]
+    start = reported = time.monotonic()
+    with _listen(cluster) as listener, ThreadPoolExecutor(_KNOCKS_AT_ONCE, "tfdist-knock") as knocks:
+        while missing or (until and not until.is_set()):
+            # Side by side: one address that swallows packets must not hold up the others.
+            found = knocks.map(_answers, [cluster.peers[rank] for rank in missing])
+            missing = [rank for rank, answered in zip(missing, found, strict=True) if not answered]
+            _take_knocks(listener)
+            now = time.monotonic()
+            if given_up and given_up.is_set():
+                return
+            names = ", ".join(cluster.name(rank) for rank in missing)
+            if missing and now - start > timeout:
                 raise StartupError(
-                    f"{', '.join(cluster.name(rank) for rank in sorted(missing))} did not appear within {timeout:g} s: start it, check that its "
+                    f"{names} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, check that the "
                     "address in TF_CONFIG can be reached from here, or raise --startup_timeout.")
-            if missing and time.monotonic() - reported > _REPORT_SECONDS:
-                reported = time.monotonic()
-                print(f"tfdist: waiting for {', '.join(cluster.name(rank) for rank in sorted(missing))}, {waited:.0f} s of {timeout:g} s.", file=sys.stderr, flush=True)
-            time.sleep(_PAUSE_SECONDS if missing else 0)
-        if until:
-            until.wait()
+            if missing and now - reported > _REPORT_SECONDS:
+                reported = now
+                report(f"waiting for {names}, {now - start:.0f} s of {timeout:g} s.")
+            if missing or until:
+                time.sleep(_PAUSE_SECONDS)
+
+
+def bind_everywhere(port: int) -> socket.socket:
+    """A TCP socket bound to `port` (0: one that nobody has) on all interfaces, that allows sharing (SO_REUSEPORT).
+
+    IPv6 and IPv4 where the machine has both, as TensorFlow's gRPC server binds it. Raises OSError if the port is taken.
+    """
+    for family in (socket.AF_INET6, socket.AF_INET) if socket.has_dualstack_ipv6() else (socket.AF_INET,):
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if port:  # connections of an earlier run that are still in TIME_WAIT do not count
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(("", port))
+            return bound
+        except OSError as error:
+            bound.close()
+            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:
+                raise
+    raise AssertionError("every family either returns or raises")
 
 
 def _listen(cluster: Cluster) -> socket.socket:
-    """A socket that answers knocks at this worker's port, on all interfaces."""
-    port = int(cluster.address.rpartition(":")[2])
+    """A socket that answers knocks at this worker's port."""
+    host, _, port = cluster.address.rpartition(":")
     in_use = StartupError(
         f"Port {port} of {cluster.name(cluster.rank)} is in use on this machine: stop the process that listens there, or change the address in TF_CONFIG.")
-    # A server that allows sharing would let us bind and then take some of our connections: so knock first.
-    if _answers(f"127.0.0.1:{port}"):
+    # A server that allows sharing would let us bind and then take some of our connections: so knock first. The name in
+    # TF_CONFIG may belong to a service in front of this machine, so it is asked only if it is an address of our own.
+    if _answers(f"127.0.0.1:{port}") or (_is_local(host) and _answers(cluster.address)):
         raise in_use
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # our closed connections must not keep TensorFlow out
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the launcher holds the port for us
     try:
-        listener.bind(("", port))
-        listener.listen(128)
-    except OSError:
-        listener.close()
-        raise in_use from None
+        listener = bind_everywhere(int(port))
+        listener.listen(4096)  # the kernel lowers it to its own limit
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise in_use from None
+        raise StartupError(f"Port {port} of {cluster.name(cluster.rank)} cannot be opened ({error.strerror}): choose a port from 1024 on in TF_CONFIG.") from None
+    listener.setblocking(False)
     return listener
+
+
+def _take_knocks(listener: socket.socket) -> None:
+    """Empties the queue of connections: in a large cluster it would fill up, and later peers would get no answer."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            connection, _ = listener.accept()
+            # Closed by a reset: an orderly close would keep the port in TIME_WAIT when TensorFlow wants it.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
 
 
 def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS):
-            return True
-    except OSError:  # also: the name is not known yet
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS) as connection:
+            # The kernel may pick the very port that it connects to, and so connect a socket to itself.
+            return connection.getsockname() != connection.getpeername()
+    except (OSError, UnicodeError):  # also: the name is not known yet, or cannot be a name
+        return False
+
+
+def _is_local(host: str) -> bool:
+    """Whether a name or address is one of this machine: only those can be bound."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+        return True
+    except (OSError, UnicodeError):
         return False
