@@ -106,7 +106,10 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
         if split.size is None:
             raise ConfigError(f"--epochs={config.run.epochs:g} needs a source of known size, which --source={config.data.source} is not: use --steps.")
         steps = math.ceil(config.run.epochs * split.size / plan.global_batch)
-    return config.replace(steps=steps, epochs=0.0, global_batch=plan.global_batch, accumulation=plan.accumulation, micro_batch=0).validate()
+    # A limit on the micro-batch stays one: another number of workers may need another accumulation.
+    limited = bool(config.batch.global_batch and config.batch.micro_batch and not config.batch.accumulation)
+    batch = {} if limited else {"global_batch": plan.global_batch, "accumulation": plan.accumulation, "micro_batch": 0}
+    return config.replace(steps=steps, epochs=0.0, **batch).validate()
 
 
 def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:

@@ -48,6 +48,12 @@ class ClusterConfig:
 
     startup_timeout: float = option(300.0, "Seconds to wait for every peer to appear.", least=1)
     heartbeat_timeout: float = option(10.0, "Seconds of silence after which a peer counts as dead.", least=1)
+    step_timeout: float = option(600.0, "Seconds that one call of the training function (at most 100 steps) may take before the run counts as stuck. 0: no limit.", least=0)
+    first_step_timeout: float = option(1800.0, "The same for the first call, which also traces and compiles.", least=0)
+    eval_timeout: float = option(3600.0, "The same for one evaluation.", least=0)
+    save_timeout: float = option(1800.0, "The same for one save, as far as training waits for it, and for restoring.", least=0)
+    grace_period: float = option(30.0, "Seconds that the platform gives between SIGTERM and SIGKILL: within it all is saved, or the process says that it is not.", least=1)
+    straggler_factor: float = option(1.5, "A worker that computes this many times as long as the others is named. 0: none is.", least=0)
     intra_op_threads: int = option(0, "Threads within one TensorFlow operation. 0: TensorFlow decides.", least=0)
     inter_op_threads: int = option(0, "Operations run at the same time. 0: TensorFlow decides.", least=0)
 
@@ -68,7 +74,7 @@ class BatchConfig:
     """global batch = micro-batch x accumulation x replicas. Give any two; the third follows."""
 
     global_batch: int = option(0, "Samples per optimizer step over all workers. 0: follows from the others.", identity=True, least=0)
-    micro_batch: int = option(0, "Samples per replica in one forward pass. 0: follows from the others.", least=0)
+    micro_batch: int = option(0, "Samples per replica in one forward pass; beside --global_batch, at most. 0: follows from the others.", least=0)
     accumulation: int = option(0, "Micro-batches per optimizer step. 0: follows from the others.", least=0)
 
 
@@ -139,7 +145,8 @@ class LoopConfig:
     steps_per_loop: int = option(0, "Steps inside one tf.function call. 0: up to the next boundary, at most 100.", least=0)
     log_every: int = option(20, "Steps between two log lines.", least=1)
     eval_every: int = option(0, "Steps between two evaluations. 0: at the end only; -1: never.", least=-1)
-    on_nan: str = option("stop", "What a NaN or infinite loss or gradient does (float16 overflow is handled by the loss scale).", choices=("stop", "skip"))
+    on_nan: str = option("stop", "What a NaN or infinite loss or gradient does (float16 overflow is handled by the loss scale). skip: no update in that step; rollback: back to the last snapshot, and past the batches since then.", choices=("stop", "skip", "rollback"))
+    max_rollbacks: int = option(3, "Rollbacks of --on_nan=rollback after which the run stops.", least=0)
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,10 @@ class CheckpointConfig:
     keep_every: int = option(0, "Every snapshot whose step is a multiple of this is kept for ever. 0: none.", least=0)
     keep_best: str = option("", "Keep also the snapshot that is best by this evaluation metric, for example min:loss or max:accuracy.")
     async_save: bool = option(True, "Write snapshots in a background thread; training waits only for the copy to host memory.")
+    backup_dir: str = option("", "Folder of a short-lived backup beside the snapshots, on a fast local disk or in memory; only the chief uses it. Empty: none.")
+    backup_every: int = option(0, "Steps between two backups. 0: at the end of each epoch.", least=0)
+    double_backup: bool = option(False, "Keep the backup before the last one as well.")
+    delete_backup: bool = option(True, "Delete the backup when training has finished.")
     resume: str = option("auto", "auto: from the newest valid snapshot if there is one; never: refuse a run folder that has one; must: fail without one.", choices=("auto", "never", "must"))
     allow_config_change: bool = option(False, "Resume although the configuration's digest differs.")
 
@@ -368,25 +379,27 @@ def plan_batch(batch: BatchConfig, replicas: int) -> BatchPlan:
     """Completes the batch arithmetic for a number of replicas (at least 1).
 
     Of --global_batch, --micro_batch and --accumulation any two give the third; with one alone, accumulation is 1.
+    Beside --global_batch alone, --micro_batch is the most that a replica takes at a time.
     Raises ConfigError on a contradiction, on nothing given, or if a micro-batch would be empty.
     """
     total, micro, accumulation = batch.global_batch, batch.micro_batch, batch.accumulation
     if not total and not micro:
         raise ConfigError("The batch size is not given: set --global_batch (samples per step over all workers) or --micro_batch.")
     if total and micro and not accumulation:
-        accumulation = max(1, -(-total // (micro * replicas)))
-        if total % (micro * replicas) and micro * replicas < total:
-            raise ConfigError(
-                f"--global_batch={total} is not a multiple of --micro_batch={micro} x {replicas} replicas: "
-                f"use --global_batch={accumulation * micro * replicas}, or drop --micro_batch.")
+        # As many as are needed, so that fewer workers bear the same global batch without needing more memory each.
+        return _checked(BatchPlan(total, max(1, -(-total // (micro * replicas))), replicas))
     accumulation = accumulation or 1
     total = total or micro * accumulation * replicas
     if micro and micro * accumulation * replicas != total:
         raise ConfigError(
             f"--global_batch={total} contradicts --micro_batch={micro} x --accumulation={accumulation} x {replicas} replicas "
             f"= {micro * accumulation * replicas}: drop one of the three.")
-    if total < accumulation * replicas:
+    return _checked(BatchPlan(total, accumulation, replicas))
+
+
+def _checked(plan: BatchPlan) -> BatchPlan:
+    if plan.global_batch < plan.accumulation * plan.replicas:
         raise ConfigError(
-            f"--global_batch={total} leaves some of {replicas} replicas x {accumulation} micro-batches empty: "
-            f"raise it to at least {accumulation * replicas}, or use fewer workers.")
-    return BatchPlan(total, accumulation, replicas)
+            f"--global_batch={plan.global_batch} leaves some of {plan.replicas} replicas x {plan.accumulation} micro-batches empty: "
+            f"raise it to at least {plan.accumulation * plan.replicas}, or use fewer workers.")
+    return plan

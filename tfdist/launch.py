@@ -6,7 +6,8 @@ Flags before `--` are the launcher's own, those after it go to every worker. Eac
 name and written to RUN_DIR/logs/worker-K.log. The first worker to fail stops all; its cause is named, and its exit
 code becomes the launcher's (a worker killed by a signal counts as PEER_LOST). With --max_restarts=N all are started
 again instead, and go on from the newest snapshot, until N failures come without progress; mistakes in flags or data are
-never retried. SIGTERM (or Ctrl-C once) lets the workers save and end; a second ends them at once. SIGUSR1 lets them save
+never retried. With --min_workers=M a worker that cannot be brought back is left out, at the same global batch, and tried
+again later; --discover names a command that tells how many workers there is room for. SIGTERM (or Ctrl-C once) lets the workers save and end; a second ends them at once. SIGUSR1 lets them save
 and go on.
 """
 
@@ -21,10 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist import flags
+from tfdist.config import Config, plan_batch
 from tfdist.control import exit_codes
+from tfdist.control.cluster import visible_gpus
+from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.launcher import LocalJob
+from tfdist.control.processes import Standbys
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
+
+STANDBY_AFTER_SECONDS = 15.0  # the job itself should have started by then
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,10 @@ class LaunchOptions:
     gpus_per_worker: int
     grace: float  # seconds
     max_restarts: int
+    min_workers: int
+    discover: str
+    grow_after: float  # seconds
+    standby: bool
 
 
 def main(argv: list[str]) -> int:
@@ -47,16 +58,30 @@ def main(argv: list[str]) -> int:
     if not config.run.dry_run:
         config.validate()
     run_dir = Path(config.run.run_dir)
+    standbys = Standbys()
 
-    def make_job() -> LocalJob:
+    def make_job(workers: int) -> LocalJob:
+        batch = [] if workers == options.workers or config.run.dry_run else same_batch(config, options)
         return LocalJob(
-            [sys.executable, "-m", "tfdist.train", *train], options.workers, run_dir / "logs",
+            [sys.executable, "-m", "tfdist.train", *train, *batch], workers, run_dir / "logs",
             evaluator=[sys.executable, "-m", "tfdist.evaluate", "--follow", *train] if options.evaluator else None,
-            show=options.show_ranks, pin=options.pin, gpus_per_worker=options.gpus_per_worker, grace=options.grace)
+            show=options.show_ranks, pin=options.pin, gpus_per_worker=options.gpus_per_worker, grace=options.grace, standbys=standbys)
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # workers may print what this terminal cannot
-    return run(Supervisor(make_job, RestartPolicy(options.max_restarts), lambda: newest_snapshot_step(run_dir)), run_dir / "logs")
+    workers = WorkerCount(options.workers, options.min_workers, options.discover, options.grow_after)
+    try:
+        return run(Supervisor(make_job, RestartPolicy(options.max_restarts), lambda: newest_snapshot_step(run_dir), workers, STANDBY_AFTER_SECONDS if options.standby else None), run_dir / "logs")
+    finally:
+        standbys.close()
+
+
+def same_batch(config: Config, options: LaunchOptions) -> list[str]:
+    """Flags that keep the global batch, and the memory that a worker needs, of the full number of workers: with fewer, the
+    accumulation rises."""
+    gpus = options.gpus_per_worker or len(visible_gpus(os.environ)) // options.workers
+    plan = plan_batch(config.batch, options.workers * (config.strategy.virtual_devices or max(gpus, 1)))
+    return [f"--global_batch={plan.global_batch}", f"--micro_batch={plan.micro_batch}", "--accumulation=0"]
 
 
 def run(supervisor: Supervisor, logs: Path) -> int:
@@ -111,12 +136,20 @@ def _parse(argv: list[str]) -> LaunchOptions:
     parser.add_argument("--gpus_per_worker", type=int, default=0, help="GPUs of each worker (default 0: an equal part of those visible)")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds that a worker has to end after SIGTERM before it is killed (default 30)")
     parser.add_argument("--max_restarts", type=int, default=0, help="failures without a new snapshot in between after which the launcher gives up (default 0: no restarts)")
+    parser.add_argument("--min_workers", type=int, default=0, help="go on with as few as this when a worker cannot be brought back (default 0: always with all)")
+    parser.add_argument("--discover", default="", help="shell command that prints how many workers there is room for; asked every 5 s (default: a worker that fails twice in a row counts as gone)")
+    parser.add_argument("--grow_after", type=float, default=300.0, help="seconds after which a worker that was left out is tried again (default 300)")
+    parser.add_argument("--standby", action="store_true", help="keep a spare process per worker that has done its imports, for a faster restart; needs the memory of an idle process each")
     options = parser.parse_args(argv)
-    for name, least in (("workers", 1), ("gpus_per_worker", 0), ("grace", 0), ("max_restarts", 0)):
+    for name, least in (("workers", 1), ("gpus_per_worker", 0), ("grace", 0), ("max_restarts", 0), ("min_workers", 0), ("grow_after", 0)):
         if not getattr(options, name) >= least:
             raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
+    if options.min_workers > options.workers:
+        raise ConfigError(f"--min_workers={options.min_workers} is more than --workers={options.workers}: lower it.")
+    if options.discover and not options.min_workers:
+        raise ConfigError(f"--discover={options.discover!r} may ask for fewer workers, but --min_workers is not given: say how few may go on, for example --min_workers=1.")
     return LaunchOptions(options.workers, options.evaluator, _ranks(options.show_ranks, options.workers), options.pin == "auto",
-                         options.gpus_per_worker, options.grace, options.max_restarts)
+                         options.gpus_per_worker, options.grace, options.max_restarts, options.min_workers, options.discover, options.grow_after, options.standby)
 
 
 def _ranks(text: str, workers: int) -> set[int] | None:

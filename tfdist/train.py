@@ -14,6 +14,7 @@ from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster, resolve_cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.preflight import Preflight
+from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
 
 USAGE = __doc__ + """
   python -m tfdist.train --flagfile=flags/digits_cnn.flags
@@ -22,6 +23,10 @@ USAGE = __doc__ + """
 
 
 def main(argv: list[str]) -> int:
+    if STANDBY_VARIABLE in os.environ:  # a spare of the launcher: imports now, works when it is needed
+        from tfdist import session
+
+        argv = wait_as_standby(sys.stdin)
     config = flags.parse(argv, usage=USAGE).config.validate()
     cluster = resolve_cluster(os.environ)
     if config.run.dry_run:

@@ -1,6 +1,6 @@
 """Which snapshot a run goes on from, and whether it may.
 
-1. The newest valid snapshot of the run folder. Newer ones that are damaged are passed over, and named.
+1. The newest valid snapshot of the run folder, or the backup if that is newer. Those that are damaged are passed over, and named.
 2. --resume=never refuses a folder that has one; --resume=must refuses one that has none.
 3. A snapshot of another configuration (by digest) is refused with the fields that differ, unless --allow_config_change.
 4. Another number of workers is allowed, and said: the data order does not depend on it.
@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.artifacts.store import Snapshot, SnapshotStore
@@ -16,9 +17,14 @@ from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError
 
 
-def choose(store: SnapshotStore, config: Config) -> tuple[Snapshot | None, list[str]]:
+def choose(store: SnapshotStore, config: Config, backup: SnapshotStore | None = None) -> tuple[Snapshot | None, list[str]]:
     """The snapshot to resume from (None: start anew) and messages for the user. Raises CheckpointError."""
     snapshot, messages = store.newest_valid()
+    if backup:
+        newer, more = backup.newest_valid()
+        messages += more
+        if newer and (snapshot is None or newer.step > snapshot.step):
+            snapshot = newer
     messages = [f"passed over a snapshot: {reason}" for reason in messages]
     resume = config.checkpoint.resume
     if snapshot is None:
@@ -47,7 +53,41 @@ def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int)
     """What a snapshot says about itself must agree with what was restored. Raises CheckpointError."""
     if step != manifest["step"]:
         raise CheckpointError(f"The snapshot of step {manifest['step']} holds a step counter of {step}: it cannot be trusted, remove it.")
-    if manifest["consumed"] != step * manifest["identity"]["global_batch"]:
-        raise CheckpointError(f"The snapshot of step {step} has consumed {manifest['consumed']} samples, which is not step x global batch {manifest['identity']['global_batch']}: it cannot be trusted, remove it.")
+    skipped = manifest.get("skipped_samples", 0)
+    if manifest["consumed"] != step * manifest["identity"]["global_batch"] + skipped:
+        raise CheckpointError(f"The snapshot of step {step} has consumed {manifest['consumed']} samples, which is not step x global batch {manifest['identity']['global_batch']} + {skipped} skipped: it cannot be trusted, remove it.")
     if manifest["consumed"] % global_batch:
         raise CheckpointError(f"The snapshot has consumed {manifest['consumed']} samples, not a multiple of --global_batch={global_batch}: keep the run's global batch.")
+
+
+def check_learning_rate(manifest: Mapping[str, Any], learning_rate: float, config_digest: str) -> str:
+    """The learning rate must go on where it was. Returns a warning for a changed configuration, else "". Raises CheckpointError."""
+    saved = manifest.get("learning_rate")
+    if saved is None or abs(saved - learning_rate) <= 1e-6 * max(abs(saved), abs(learning_rate)):
+        return ""
+    if manifest["config_digest"] == config_digest:
+        raise CheckpointError(f"The snapshot of step {manifest['step']} was written at learning rate {saved:g}, but it is {learning_rate:g} after restoring: the schedule cannot be trusted, remove the snapshot.")
+    return f"the learning rate jumps from {saved:g} to {learning_rate:g}, as the configuration was changed"
+
+
+class LossContinuity:
+    """Whether the loss after a restore goes on where it was: a first look at silent damage. Warns once.
+
+    Keeps the last losses of the log intervals; those of a snapshot come back with it.
+    """
+
+    KEPT, STANDARD_DEVIATIONS, LEAST = 10, 6.0, 0.3  # LEAST: a jump by less than this part of the loss is never named
+
+    def __init__(self, saved: Sequence[float] = ()):
+        self.losses, self._expected = list(saved), list(saved)
+
+    def add(self, loss: float) -> str:
+        """The mean loss of one interval. Returns a sentence if it does not go on where the restored run was, else ""."""
+        self.losses = [*self.losses, loss][-self.KEPT:]
+        expected, self._expected = self._expected, []
+        if len(expected) < 3:
+            return ""
+        mean, deviation = statistics.fmean(expected), statistics.stdev(expected)
+        if loss <= mean + max(self.STANDARD_DEVIATIONS * deviation, self.LEAST * abs(mean)):
+            return ""
+        return f"the loss jumps from {mean:.4g} (mean before the restart) to {loss:.4g}: check that data, code and package versions are those of the snapshot"

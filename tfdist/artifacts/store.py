@@ -14,7 +14,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -42,10 +42,13 @@ class Snapshot:
 
 
 class SnapshotStore:
-    """The snapshots of one folder; `directory` may be any path that tf.io.gfile takes."""
+    """The snapshots of one folder; `directory` may be any path that tf.io.gfile takes.
 
-    def __init__(self, directory: str):
-        self.directory = str(directory).rstrip("/")
+    before_commit: called with the step when all files are written but nothing is committed yet; for faults on purpose.
+    """
+
+    def __init__(self, directory: str, before_commit: Callable[[int], None] = lambda step: None):
+        self.directory, self.before_commit = str(directory).rstrip("/"), before_commit
         self.local = "://" not in self.directory
 
     def steps(self) -> list[int]:
@@ -80,6 +83,7 @@ class SnapshotStore:
         try:
             tf.io.gfile.makedirs(folder)
             _write_tensors(folder, step, arrays)
+            self.before_commit(step)
             files = {}
             for name in sorted(tf.io.gfile.listdir(folder)):
                 size, digest = _measure(f"{folder}/{name}", flush=self.local)

@@ -51,12 +51,12 @@ class SnapshotWriter:
         if not self.asynchronous:
             self.wait()
 
-    def wait(self) -> None:
-        """Returns when nothing is being written; the time counts as `wait_s`."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Returns when nothing is being written, or after `seconds`; the time counts as `wait_s`."""
         if self._thread:
             start = time.monotonic()
-            self._thread.join()
-            self._thread = None
+            self._thread.join(seconds)
+            self._thread = self._thread if self._thread.is_alive() else None
             self.stats.wait_s += time.monotonic() - start
 
     def messages(self) -> list[tuple[str, dict]]:

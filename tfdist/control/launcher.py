@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import ctypes
 import os
 import re
 import shlex
@@ -14,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -22,43 +20,19 @@ from typing import BinaryIO, TextIO
 from tfdist.control.cluster import divide_cores, divide_gpus, visible_gpus, worker_environment
 from tfdist.control.exit_codes import MEANING, ConfigError, ExitCode, StartupError
 from tfdist.control.preflight import PortReservation
+from tfdist.control.processes import Standbys, spawn
+from tfdist.control.terminal import LineReader
 
-_LIBC = ctypes.CDLL(None)  # looked up before any fork
 _COLORS = (36, 33, 35, 32, 34, 31)
 # When one worker dies the others fail too. How long (in seconds) they may end by themselves, with a clearer message
 # than ours, before they are asked to: once the cause is known, and while all that ended merely lost a peer.
 _CAUSE_KNOWN_SECONDS = 1.0
 _CAUSE_UNKNOWN_SECONDS = 3.0
+_FAILURE_GRACE_SECONDS = 10.0  # after a failure nothing new can be saved: what is being written may be finished
 _LAST_LINES = 20
 _ERROR = "tfdist: error: "  # how a command begins the sentence that names its error
-_LONGEST_LINE = 16_384  # characters; what goes on without a line end is shown in pieces of this size
-_BAR_SECONDS = 10.0  # a line that is written over and over (a progress bar) is shown this often
-# Everything that would move the cursor or ring the bell; colours may stay.
-_CONTROL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 # What TensorFlow's C++ says at every import whatever its log level. Kept in the log files, not shown.
 _NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.")
-
-
-class LineReader:
-    """Turns raw output into lines fit for a terminal: whole, not endless, without control characters."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic):
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._rest, self._now, self._bar_shown = "", now, now()
-
-    def feed(self, data: bytes, final: bool = False) -> list[str]:
-        """The lines that `data` completes; with `final` also what has no line end. Of a progress bar the last state."""
-        *lines, rest = re.split("\r?\n", self._rest + self._decoder.decode(data, final))
-        if "\r" in rest:  # a line that is written over: earlier states are of no interest, and would pile up
-            if self._now() - self._bar_shown > _BAR_SECONDS:
-                self._bar_shown = self._now()
-                lines.append(rest)
-            rest = rest[rest.rstrip("\r").rfind("\r") + 1:]
-        while len(rest) > _LONGEST_LINE or (final and rest):
-            lines.append(rest[:_LONGEST_LINE])
-            rest = rest[_LONGEST_LINE:]
-        self._rest = rest
-        return [_CONTROL.sub("\N{REPLACEMENT CHARACTER}", line.rstrip("\r").rpartition("\r")[2]) for line in lines]
 
 
 @dataclass
@@ -93,6 +67,7 @@ class JobResult:
     cause: str  # a sentence; "" if all went well
     exit_codes: dict[str, int]  # by worker name; negative: the signal that killed it
     last_lines: tuple[str, ...] = ()  # what the worker that is the cause wrote last, if its output was not shown
+    rank: int | None = None  # of the worker that is the cause
 
 
 class LocalJob:
@@ -105,14 +80,16 @@ class LocalJob:
       log_dir: where worker-K.log are written (appended to).
       show: ranks whose output is shown; None for all. The evaluator's always is.
       pin: give each worker cores of its own and as many threads; `gpus_per_worker`: 0 for an equal part of those there are.
+      standbys: spare processes that take the workers' places where there are any.
       grace: seconds between asking a worker to end (SIGTERM) and making it (SIGKILL).
       environment, output: in place of this process's own, and of standard output.
     """
 
     def __init__(self, command: Sequence[str], workers: int, log_dir: Path, *, evaluator: Sequence[str] | None = None, show: set[int] | None = None,
-                 pin: bool = True, gpus_per_worker: int = 0, grace: float = 10.0, environment: Mapping[str, str] | None = None, output: TextIO | None = None):
+                 pin: bool = True, gpus_per_worker: int = 0, grace: float = 10.0, standbys: Standbys | None = None,
+                 environment: Mapping[str, str] | None = None, output: TextIO | None = None):
         self.command, self.count, self.log_dir, self.evaluator = list(command), workers, log_dir, evaluator
-        self.show, self.pin, self.gpus_per_worker, self.grace = show, pin, gpus_per_worker, grace
+        self.show, self.pin, self.gpus_per_worker, self.grace, self.standbys = show, pin, gpus_per_worker, grace, standbys
         self.environment = {name: value for name, value in (os.environ if environment is None else environment).items() if name != "TF_CONFIG"}
         self.output = output or sys.stdout
         self.workers: list[Worker] = []
@@ -142,23 +119,11 @@ class LocalJob:
     def _spawn(self, name: str, rank: int | None, command: Sequence[str], gpus: dict[str, str], cores: list[set[int]]) -> None:
         if self._kill_at is not None:  # asked to stop while starting
             return
-        threads = len(cores[rank or 0]) if cores else 0  # the evaluator takes as many, but no cores of its own
-        environment = {**self.environment, **worker_environment(self._ports.addresses, rank, threads, self.environment), **gpus}
-        affinity = cores[rank] if cores and rank is not None else None
-        log, parent = self._open_log(name, command), os.getpid()
-
-        def in_child() -> None:
-            # The kernel ends the worker if the launcher is killed without a chance to do so itself.
-            _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            if os.getppid() != parent:
-                os._exit(1)
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the worker has a handler: by default it would end it
-            if affinity:
-                os.sched_setaffinity(0, affinity)
-
+        environment, affinity = self._surroundings(rank, gpus, cores)
+        log = self._open_log(name, command)
+        process = self.standbys.take(rank, self.count, environment, command) if self.standbys and rank is not None else None
         try:
-            # A session of its own: signals of the terminal reach the launcher only, and the worker can be ended with all that it started.
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=environment, preexec_fn=in_child)
+            process = process or spawn(command, environment, affinity)
         except (OSError, subprocess.SubprocessError) as error:
             log.close()
             raise StartupError(f"{name} cannot be started ({error}): check that {command[0]} can be run, and the limits of this machine on processes.") from None
@@ -167,6 +132,19 @@ class LocalJob:
         self.workers.append(worker)
         if self._kill_at is not None:  # asked to stop in this very moment
             worker.signal(signal.SIGTERM)
+
+    def _surroundings(self, rank: int | None, gpus: dict[str, str], cores: list[set[int]]) -> tuple[dict[str, str], set[int] | None]:
+        """The environment and the cores of a worker."""
+        threads = len(cores[rank or 0]) if cores else 0  # the evaluator takes as many, but no cores of its own
+        environment = {**self.environment, **worker_environment(self._ports.addresses, rank, threads, self.environment), **gpus}
+        return environment, cores[rank] if cores and rank is not None else None
+
+    def start_standbys(self) -> None:
+        """Starts a spare process for every rank, for a job of the same size that comes after this one."""
+        gpus, _ = divide_gpus(visible_gpus(self.environment), self.count, self.gpus_per_worker)
+        cores = divide_cores(self.count) if self.pin else []
+        for rank in range(self.count):
+            self.standbys.start(rank, self.count, *self._surroundings(rank, gpus[rank], cores), self.command)
 
     def _open_log(self, name: str, command: Sequence[str]) -> BinaryIO:
         path = self.log_dir / f"{name.replace(' ', '-')}.log"
@@ -215,7 +193,7 @@ class LocalJob:
             saving = all(worker.code == ExitCode.PREEMPTED for worker in failed)
             patience = self.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
             if now - min(worker.ended_at for worker in failed) > patience or all(worker.code is not None for worker in trainers):
-                self.request_stop()
+                self._stop_after_failure()
         if self._kill_at is not None and now > self._kill_at:
             self.kill()
         if any(worker.code is None for worker in self.workers):
@@ -228,7 +206,7 @@ class LocalJob:
             worker.signal(signal.SIGKILL)  # what it leaves behind; before its number can be given to another process
             worker.process.wait()
             worker.ended_at = time.monotonic()
-            worker.killed = self._kill_at == 0 and worker.code == -signal.SIGKILL
+            worker.killed |= self._kill_at == 0 and worker.code == -signal.SIGKILL
             worker.relay.join(timeout=2)  # its last lines; a process that left its session may hold the pipe open
             if worker.rank is None and worker.code and self._kill_at is None:
                 self._say(f"tfdist: {describe(worker)}; training goes on")
@@ -248,6 +226,14 @@ class LocalJob:
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self.grace
             self.forward(signal.SIGTERM)
+
+    def _stop_after_failure(self) -> None:
+        self.request_stop()
+        self._kill_at = min(self._kill_at, time.monotonic() + _FAILURE_GRACE_SECONDS)
+        for worker in self.workers:
+            if worker.code is None and _is_stopped(worker.process.pid):  # it will not hear any other signal
+                worker.signal(signal.SIGKILL)
+                worker.killed = True
 
     def forward(self, number: int) -> None:
         """Passes a signal on to every worker."""
@@ -273,7 +259,15 @@ class LocalJob:
             all_started = len(self.workers) >= self.count
             return JobResult(ExitCode.OK, "", codes) if all_started else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
         cause = min(failed, key=lambda worker: (_guilt(worker), worker.ended_at))
-        return JobResult(cause.code if cause.code > 0 else ExitCode.PEER_LOST, describe(cause), codes, () if cause.shown else tuple(cause.last_lines))
+        return JobResult(cause.code if cause.code > 0 else ExitCode.PEER_LOST, describe(cause), codes, () if cause.shown else tuple(cause.last_lines), cause.rank)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, or a debugger)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
 
 
 def _guilt(worker: Worker) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 from tfdist.control.exit_codes import ExitCode
 
@@ -16,9 +17,10 @@ from tfdist.control.exit_codes import ExitCode
 class SignalRequests:
     """The requests of this process; `save` and `stop` are read by the loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
         self.save = False
         self.stop = False
+        self._on_stop = on_stop  # called once, in the handler
 
     def install(self) -> SignalRequests:
         """Takes over SIGTERM and SIGUSR1; only in the main thread. A second SIGTERM ends the process at once."""
@@ -31,6 +33,7 @@ class SignalRequests:
             os.write(2, b"tfdist: second SIGTERM: ending at once, without saving.\n")
             os._exit(128 + signal.SIGTERM)
         self.stop = True
+        self._on_stop()
         # Not print(): a handler may interrupt another print and deadlock on its lock.
         os.write(2, f"tfdist: SIGTERM: saving at the next boundary, then ending with exit code {ExitCode.PREEMPTED.value}.\n".encode())
         sys.stderr.flush()

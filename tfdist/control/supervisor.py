@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 from tfdist.control.launcher import JobResult, LocalJob
 
@@ -55,10 +56,14 @@ class RestartPolicy:
 
 
 class Supervisor:
-    """Runs jobs made by `make_job` until one ends well, the policy gives up, or `stop` is called."""
+    """Runs jobs made by `make_job(workers)` until one ends well, the policy gives up, or `stop` is called.
 
-    def __init__(self, make_job: Callable[[], LocalJob], policy: RestartPolicy, newest_step: Callable[[], int]):
-        self.make_job, self.policy, self.newest_step = make_job, policy, newest_step
+    workers: how many there are to be; when that changes while a job runs, the job saves, ends and is started again.
+    standby_after: seconds into a job at which spare processes for the next one are started; None: never.
+    """
+
+    def __init__(self, make_job: Callable[[int], LocalJob], policy: RestartPolicy, newest_step: Callable[[], int], workers: WorkerCount, standby_after: float | None = None):
+        self.make_job, self.policy, self.newest_step, self.workers, self.standby_after = make_job, policy, newest_step, workers, standby_after
         self.job: LocalJob | None = None
         self.restarts = 0
         self._stopped = False
@@ -70,24 +75,45 @@ class Supervisor:
     def run(self) -> JobResult:
         """The result of the last job; its code is CRASH_LOOP if the same failure came again and again."""
         while True:
-            self.job = self.make_job()
+            count = self.workers.ask()
+            self.job = self.make_job(count)
             try:
                 self.job.start()
-                result = self.job.wait()
+                result, resized = self._watch(count)
             finally:
                 self.job.kill()
             if result.code == ExitCode.OK or self._stopped:
                 return result
             step = self.newest_step()
+            if resized and result.code == ExitCode.PREEMPTED:
+                continue
+            progress = step > self.policy.step
             wait = self.policy.after(result.code, step)
             if wait is None:
                 return self._give_up(result, step)
+            if result.code != ExitCode.PREEMPTED:
+                self.workers.failed(result.rank, progress)
             self.restarts += 1
             where = f"from the snapshot of step {step}" if step >= 0 else "from the beginning"
-            _say(f"{result.cause}; restart number {self.restarts} in {wait:.1f} s, {where}.")
+            fewer = f" with {self.workers.count} workers" if self.workers.count != count else ""
+            _say(f"{result.cause}; restart number {self.restarts}{fewer} in {wait:.1f} s, {where}.")
             self._sleep(wait)
             if self._stopped:
                 return result
+
+    def _watch(self, count: int) -> tuple[JobResult, bool]:
+        """Until the job ends: (how, whether it was asked to because another number of workers is wanted)."""
+        started, resized = time.monotonic(), False
+        while (result := self.job.poll()) is None:
+            if self.standby_after is not None and time.monotonic() - started > self.standby_after:
+                self.job.start_standbys()
+                started = float("inf")
+            if not resized and not self._stopped and self.workers.wanted() != count:
+                resized = True
+                _say(f"from {count} to {self.workers.count} workers: the job saves and is started again.")
+                self.job.request_stop()
+            time.sleep(0.05)
+        return result, resized
 
     def _give_up(self, result: JobResult, step: int) -> JobResult:
         if self.policy.failures <= self.policy.max_restarts or self.policy.max_restarts == 0:

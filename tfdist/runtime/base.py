@@ -56,5 +56,8 @@ class Runtime(Protocol):
     def barrier(self) -> None:
         """Returns when every worker has called it."""
 
+    def waiting_for(self) -> int | None:
+        """The rank whose data this worker waits for at the moment; None: nobody's, or not known. Asked by another thread."""
+
     def close(self) -> None:
         """Leaves the cluster in order."""

@@ -100,6 +100,9 @@ class StrategyRuntime:
     def barrier(self) -> None:
         self._sum(np.zeros(1, np.int32))
 
+    def waiting_for(self) -> int | None:
+        return self._reducer.ring.waiting_for if self._reducer else None
+
     def close(self) -> None:
         pass
 

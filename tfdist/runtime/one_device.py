@@ -59,5 +59,8 @@ class OneDevice:
     def barrier(self) -> None:
         pass
 
+    def waiting_for(self) -> int | None:
+        return None
+
     def close(self) -> None:
         pass

@@ -61,6 +61,7 @@ class Ring:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
         self._scratch = np.empty(0, np.float32)
+        self.waiting_for: int | None = None  # the rank whose bytes are waited for at the moment
 
     def all_reduce(self, array: np.ndarray, site: int = 0, bucket: int = 0) -> None:
         """Sums a contiguous float32 [k] over all ranks, in place. `site` and `bucket` must agree on all ranks."""
@@ -118,11 +119,13 @@ class Ring:
                     poll.unregister(connection)
         silent = (self.rank - 1) % self.size if receiving else (self.rank + 1) % self.size
         start = time.monotonic()
+        self.waiting_for = silent
         while not poll.poll(1000 * min(self.patience, self.timeout or self.patience)):
             if self.timeout and time.monotonic() - start >= self.timeout:
                 raise RingError(f"{MARK}rank {silent} was silent for {self.timeout:g} s (--collective_timeout).")
             if not self.is_alive(silent):
                 raise RingError(f"{MARK}rank {silent} does not answer any more: it is stopped, or its machine or network is gone.")
+        self.waiting_for = None
 
     def close(self) -> None:
         self._right.close()

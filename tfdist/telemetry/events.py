@@ -7,8 +7,10 @@
 | train   | every --log_every steps           | train/loss, train/METRIC, train/learning_rate, train/gradient_norm, train/loss_scale, train/skipped_steps, perf/steps_per_s, perf/samples_per_s, data/consumed_samples |
 | eval    | after an evaluation               | eval/loss, eval/METRIC, eval/samples                                              |
 | save    | when a snapshot has been written  | message, save/bytes, save/write_s, save/step                                      |
+| backup  | when a backup has been written     | save/bytes, save/write_s, save/step                                               |
 | warning | when something needs attention    | message                                                                           |
 | end     | once, unless killed               | stopped, train_s, eval/*                                                          |
+| error   | instead of end, if there was time | message                                                                           |
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Callable
+
+import numpy as np
 
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.timer import Clock
@@ -12,22 +16,29 @@ from tfdist.training.step import StepOutput
 class Interval:
     """Adds up step outputs; `event` ends the interval and starts the next."""
 
-    def __init__(self, clock: Clock, global_batch: int):
-        self.clock, self.global_batch = clock, global_batch
+    def __init__(self, clock: Clock, global_batch: int, position: Callable[[int], int]):
+        self.clock, self.global_batch, self.position = clock, global_batch, position
         self._reset()
 
     def _reset(self) -> None:
         self.steps, self.weight, self.skipped = 0, 0.0, 0
         self.sums: dict[str, float] = {}
+        self.compute_s: list[np.ndarray] = []
         self.seconds = self.clock.seconds
 
     def add(self, out: StepOutput, n: int) -> None:
         self.steps += n
         self.weight += out.weight
         self.skipped += out.skipped
-        for name, mean in out.means.items():
-            self.sums[name] = self.sums.get(name, 0.0) + mean * out.weight
+        for name, value in out.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        if out.step_s:  # of the call before
+            self.compute_s.append(out.compute_s)
         self.last = out
+
+    def compute_by_rank(self) -> list[float]:
+        """Seconds per step that each worker computed, means over the calls; [] if not known yet."""
+        return np.mean(self.compute_s, axis=0).tolist() if self.compute_s else []
 
     def event(self, step: int, learning_rate: float) -> Event:
         seconds = max(self.clock.seconds - self.seconds, 1e-9)
@@ -39,7 +50,10 @@ class Interval:
             "train/skipped_steps": self.skipped,
             "perf/steps_per_s": self.steps / seconds,
             "perf/samples_per_s": self.steps * self.global_batch / seconds,
-            "data/consumed_samples": step * self.global_batch,
+            "data/consumed_samples": self.position(step),
         }
+        if self.compute_s and len(self.compute_s[0]) > 1:
+            seconds_by_rank = self.compute_by_rank()
+            values |= {"perf/compute_s": statistics.median(seconds_by_rank), "perf/slowest_compute_s": max(seconds_by_rank), "perf/slowest_rank": int(np.argmax(seconds_by_rank))}
         self._reset()
         return Event("train", step, values)

@@ -5,6 +5,7 @@
         n = steps until the next boundary (log, eval, save, steps_per_loop)
         out = multi_step(n)              # one tf.function, n a tensor: one trace for every n
         the step counter must have moved by exactly n, or the run stops
+        if loss or gradients are not finite: go back (--on_nan=rollback), or the run stops
         observers(event)
         if all agree to save: save(step)
         if all agree to stop: break
@@ -17,15 +18,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.events import Event, Observer
+from tfdist.telemetry.stragglers import Stragglers
 from tfdist.telemetry.timer import Clock
 from tfdist.training.interval import Interval
 from tfdist.training.step import TrainStep
 
-_MOST_STEPS_PER_LOOP = 100  # bounds how long a request to save or stop waits
+# Both bound how long a request to save or stop waits.
+_MOST_STEPS_PER_LOOP = 100
+_MOST_SECONDS_PER_LOOP = 5.0
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,15 @@ class Rhythm:
     log_every: int
     eval_every: int
     save_every: int
+    backup_every: int = 0
     steps_per_loop: int = 0
     save_at_evaluation: bool = False  # so that the best by a metric can be kept
 
-    def next_boundary(self, step: int) -> int:
-        """The first step after `step` at which something is due."""
-        most = step + (self.steps_per_loop or _MOST_STEPS_PER_LOOP)
-        periods = [period for period in (self.log_every, self.eval_every, self.save_every) if period > 0]
+    def next_boundary(self, step: int, step_s: float = 0.0) -> int:
+        """The first step after `step` at which something is due. `step_s`: seconds per step, the same on all workers; 0: unknown."""
+        affordable = max(1, int(_MOST_SECONDS_PER_LOOP / step_s)) if step_s else _MOST_STEPS_PER_LOOP
+        most = step + (self.steps_per_loop or min(_MOST_STEPS_PER_LOOP, affordable))
+        periods = [period for period in (self.log_every, self.eval_every, self.save_every, self.backup_every) if period > 0]
         return min([self.target, most, *((step // period + 1) * period for period in periods)])
 
     def due(self, period: int, before: int, step: int) -> bool:
@@ -58,12 +65,17 @@ class Parts:
     iterators: Sequence
     rhythm: Rhythm
     global_batch: int
+    position: Callable[[int], int]  # step -> samples consumed
     clock: Clock
     observer: Observer
     learning_rate: Callable[[], float]
     evaluate: Callable[[], dict[str, float]] | None  # on all workers
     save: Callable[[int], None]  # on all workers; takes the step
+    backup: Callable[[int], None]  # the same, for the short-lived backup
     requests: Callable[[int], tuple[bool, bool]]  # (save, stop) that this worker asks for, in the order of SIGNALS
+    section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
+    rollback: Callable[[int], tuple[int, Sequence]] | None = None  # from a bad step to (a good one, its iterators); None: stop
+    straggler_factor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,24 +93,34 @@ def train(parts: Parts, step: int) -> Ending:
     Raises: DivergedError when loss or gradients are not finite; RuntimeError when the step counter and the loop disagree.
     """
     rhythm, clock = parts.rhythm, parts.clock
-    interval = Interval(clock, parts.global_batch)
+    interval, stragglers = Interval(clock, parts.global_batch, parts.position), Stragglers(parts.straggler_factor)
+    iterators = parts.iterators
     evaluation: dict[str, float] = {}
     evaluated_at = -1
     stopped = False
+    step_s = 0.0
     first = True
     clock.start()
     while step < rhythm.target and not stopped:
-        n = rhythm.next_boundary(step) - step
-        out = parts.step(parts.iterators, n, parts.requests(step))
+        n = rhythm.next_boundary(step, step_s) - step
+        with parts.section("first step" if first else "step"):
+            out = parts.step(iterators, n, parts.requests(step))
         if out.step != step + n:
             raise RuntimeError(f"The step counter is {out.step} after {n} steps from {step}: the run stops, its state cannot be trusted.")
-        before, step = step, out.step
-        interval.add(out, n)
+        before, step, step_s = step, out.step, out.step_s
         if not out.finite:
-            raise DivergedError(
-                f"Loss or gradients became NaN or infinite between step {before} and {step} (loss {out.means['loss']}): "
-                "lower --learning_rate, set --clip_norm, or use --on_nan=skip.")
+            if parts.rollback is None:
+                raise DivergedError(
+                    f"Loss or gradients became NaN or infinite between step {before} and {step} (loss {out.means['loss']}): "
+                    "lower --learning_rate, set --clip_norm, or use --on_nan=skip or --on_nan=rollback.")
+            with clock.pause("rollback"), parts.section("restore"):
+                step, iterators = parts.rollback(step)
+            interval, stopped = Interval(clock, parts.global_batch, parts.position), out.signals["stop"]
+            continue
+        interval.add(out, n)
         if rhythm.due(rhythm.log_every, before, step) or step == rhythm.target:
+            for sentence in stragglers.add(interval.compute_by_rank()):
+                parts.observer(Event("warning", step, {"message": sentence}))
             parts.observer(interval.event(step, parts.learning_rate()))
         if first:
             # Tracing left a large heap that lives as long as the run: never scan it again.
@@ -110,8 +132,11 @@ def train(parts: Parts, step: int) -> Ending:
             evaluation, evaluated_at = _evaluate(parts, step), step
         asked = out.signals["save"] or stopped or (rhythm.save_at_evaluation and evaluated_at == step)
         if asked or rhythm.due(rhythm.save_every, before, step):
-            with clock.pause("saving"):
+            with clock.pause("saving"), parts.section("save"):
                 parts.save(step)
+        elif rhythm.due(rhythm.backup_every, before, step):
+            with clock.pause("saving"), parts.section("save"):
+                parts.backup(step)
     if parts.evaluate and rhythm.eval_every >= 0 and evaluated_at != step and not stopped:
         evaluation = _evaluate(parts, step)
     clock.stop()
@@ -119,7 +144,7 @@ def train(parts: Parts, step: int) -> Ending:
 
 
 def _evaluate(parts: Parts, step: int) -> dict[str, float]:
-    with parts.clock.pause("evaluation"):
+    with parts.clock.pause("evaluation"), parts.section("evaluation"):
         evaluation = parts.evaluate()
     parts.observer(Event("eval", step, {f"eval/{name}": value for name, value in evaluation.items()}))
     return evaluation

@@ -2,7 +2,8 @@
 
 What is added up locally over micro-batches and then, once, over all replicas:
   gradients   of  scale * sum_i w_i * loss_i / E    with E = global batch x weights per sample, a constant
-  sums        [sum w*loss, sum w, sum w*regularisation, sum w*metric_1, ..., signal_1, ...]
+  sums        [sum w*loss, sum w, sum w*regularisation, sum w*metric_1, ..., signal_1, ..., the chief's seconds per step,
+               compute seconds per step of rank 0, of rank 1, ...]
 With W = sum w over all replicas and micro-batches, the gradient of the mean loss is (E / W) * gradients / scale:
 exactly the one-device value however samples, padding and weights fall on the workers. Dividing by E at once, not by W
 at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample is weighted.
@@ -10,6 +11,7 @@ at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,7 +51,10 @@ class StepOutput(NamedTuple):
     loss_scale: float
     skipped: int  # of the n steps, those without an update because a gradient was not finite
     finite: bool  # whether loss and (where computed) gradients of all n steps were
+    sums: dict[str, float]  # loss and metrics times weight, over the n global batches
     signals: dict[str, bool]  # whether any worker asked
+    step_s: float  # seconds per step in the call before this one, by the chief's clock; 0: not known yet
+    compute_s: np.ndarray  # float64 [workers]: of these, how long each worker computed without waiting for others
 
 
 class TrainStep:
@@ -67,6 +72,8 @@ class TrainStep:
         self.runtime, self.model, self.optimizer, self.objective = runtime, model, optimizer, objective
         self.loss_scale, self.options = loss_scale, options
         self.seeds = seed_states(model)
+        self._compute_s = self._wall_s = 0.0  # per step, in the last call; told to all with the next
+        self._calls = 0
         self._needs_norm = bool(options.clip_norm) or loss_scale.dynamic or options.skip_non_finite
         with runtime.scope():
             self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step", aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
@@ -86,16 +93,25 @@ class TrainStep:
           n: how many; a new value does not trace again.
           signals: what this worker asks for, in the order of SIGNALS.
         """
-        step, packed = self._function(list(iterators), tf.constant(n), tf.constant(np.asarray(signals, np.float32)))
+        told = np.zeros(len(SIGNALS) + 1 + self.runtime.size, np.float32)
+        told[:len(SIGNALS)] = signals
+        told[len(SIGNALS)] = self._wall_s if self.runtime.rank == 0 else 0.0
+        told[len(SIGNALS) + 1 + self.runtime.rank] = self._compute_s
+        begun = time.monotonic()
+        step, packed = self._function(list(iterators), tf.constant(n), tf.constant(told))
         packed = packed.numpy()
+        self._calls += 1
+        if self._calls > 1:  # the first call traces
+            self._wall_s, self._compute_s = (time.monotonic() - begun) / n, packed[4] / n
         norm, scale, skipped, bad = packed[:4]
-        sums = dict(zip(self._sum_names(), packed[4:], strict=True))
+        sums = dict(zip(self._sum_names(), packed[5:], strict=False))
+        timings = packed[5 + len(sums):] / n
         weight = sums["weight"]
         means = {name: float(sums[name] / weight) if weight else float("nan") for name in ("loss", *self.metric_names)}
         if sums["regularization"]:
             means["regularization"] = float(sums["regularization"] / weight)
         return StepOutput(int(step), means, float(weight), float(norm), float(scale), int(skipped), not bad,
-                          {name: bool(sums[name]) for name in SIGNALS})
+                          {name: sums[name] for name in means}, {name: bool(sums[name]) for name in SIGNALS}, float(timings[0]), timings[1:])
 
     def _sum_names(self) -> tuple[str, ...]:
         return (*_FIRST_SUMS, *self.metric_names, *SIGNALS)
@@ -103,13 +119,14 @@ class TrainStep:
     # -- inside the tf.function ------------------------------------------------------------------------------------
 
     def _steps(self, iterators: list, n: tf.Tensor, signals: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """n steps. Returns the counter and float64 [norm, loss scale, skipped, non-finite, *sums]."""
-        size = len(self._sum_names())
-        totals, norm = tf.zeros([size], tf.float64), tf.constant(0.0)
+        """n steps. Returns the counter and float64 [norm, loss scale, skipped, non-finite, own compute seconds, *sums]."""
+        size = len(self._sum_names()) + 1 + self.runtime.size
+        totals, norm, compute_s = tf.zeros([size], tf.float64), tf.constant(0.0), tf.constant(0.0, tf.float64)
         skipped, bad = tf.constant(0), tf.constant(False)
         for i in tf.range(n):
-            sums, norm, finite = self._one_step(iterators, signals, last=tf.equal(i, n - 1))
+            sums, norm, finite, seconds = self._one_step(iterators, signals, last=tf.equal(i, n - 1))
             totals += tf.cast(sums, tf.float64)
+            compute_s += seconds
             overflow = tf.logical_not(finite)
             skipped += tf.cast(overflow, tf.int32) if self._may_skip else 0
             # A step that was skipped did no harm; but if no loss scale is small enough, the model itself produces NaN.
@@ -118,19 +135,24 @@ class TrainStep:
         weight_norm = tf.linalg.global_norm([variable.value for variable in self.model.trainable_variables])
         bad = tf.logical_or(bad, tf.logical_not(tf.math.is_finite(weight_norm)))
         head = [norm, self.loss_scale.value(), tf.cast(skipped, tf.float32), tf.cast(bad, tf.float32)]
-        return tf.identity(self.counter), tf.concat([tf.cast(tf.stack(head), tf.float64), totals], 0)
+        return tf.identity(self.counter), tf.concat([tf.cast(tf.stack(head), tf.float64), compute_s[None], totals], 0)
 
     @property
     def _may_skip(self) -> bool:
         return self.loss_scale.dynamic or self.options.skip_non_finite
 
-    def _one_step(self, iterators: list, signals: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _one_step(self, iterators: list, signals: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns (sums, norm, finite, compute seconds: from asking for the batch to the last gradient)."""
         step, scale = tf.identity(self.counter), self.loss_scale.value()
+        with tf.control_dependencies([step]):
+            begun = tf.timestamp()
         run, next_batch = self.runtime.run, lambda: self.runtime.per_replica([next(iterator) for iterator in iterators])
         carry = run(self._micro, (next_batch(), step, tf.constant(0), scale))
         if self.options.plan.accumulation > 1:
             for micro in tf.range(1, self.options.plan.accumulation):
                 carry = run(self._accumulate, (carry, next_batch(), step, micro, scale))
+        with tf.control_dependencies([local[0][0] for local in self.runtime.local(carry)]):  # of each replica the gradient that comes last
+            seconds = tf.timestamp() - begun
         reduced = run(self._reduce, (carry, signals))
         gradients, sums = self.runtime.local(reduced)[0]
         norm, finite, factor = self._judge(gradients, sums, scale, last)
@@ -142,7 +164,7 @@ class TrainStep:
         self.counter.assign_add(1)
         # One overflowing sample must not make the shown mean of the whole interval infinite.
         shown = tf.where(tf.logical_or(finite, not self._may_skip), sums, tf.where(tf.math.is_finite(sums), sums, 0.0))
-        return shown, norm, finite
+        return shown, norm, finite, seconds
 
     def _judge(self, gradients: list, sums: tf.Tensor, scale: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
         """From reduced values, so that all replicas conclude the same: (norm, finite, factor for the gradients or None for 1)."""

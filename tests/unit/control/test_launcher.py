@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from tfdist import launch
-from tfdist.control import cluster, launcher
+from tfdist.control import cluster, launcher, terminal
 from tfdist.control.cluster import divide_cores, divide_gpus, visible_gpus
+from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
-from tfdist.control.launcher import LineReader, LocalJob, PortReservation
+from tfdist.control.launcher import LocalJob, PortReservation
 from tfdist.control.supervisor import RestartPolicy, Supervisor
+from tfdist.control.terminal import LineReader
 
 PREAMBLE = "import json, os, signal, subprocess, sys, time\nrank = json.loads(os.environ['TF_CONFIG'])['task']['index'] if 'TF_CONFIG' in os.environ else 0\n"
 SLEEP = "print('ready', flush=True)\ntime.sleep(60)\n"
@@ -131,7 +133,7 @@ def test_an_endless_line_is_shown_in_pieces():
     shown = [line for _ in range(10) for line in reader.feed(b"x" * 50_000)]
     assert sum(map(len, shown)) > 450_000
     shown += reader.feed(b"", final=True)
-    assert "".join(shown) == "x" * 500_000 and max(map(len, shown)) <= launcher._LONGEST_LINE
+    assert "".join(shown) == "x" * 500_000 and max(map(len, shown)) <= terminal._LONGEST_LINE
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def test_the_evaluator_runs_beside_the_workers(tmp_path):
 
 def test_an_evaluator_that_fails_is_told_and_stops_nobody(tmp_path):
     done = tmp_path / "logs" / "evaluator.log"
-    made, output = job(tmp_path, f"while 'boom' not in open({str(done)!r}).read(): time.sleep(0.05)\ntime.sleep(0.5)\nprint('trained')", evaluator=evaluator(tmp_path, "print('boom')\nsys.exit(8)"))
+    made, output = job(tmp_path, f"import os\nwhile not os.path.exists({str(done)!r}) or 'boom' not in open({str(done)!r}).read(): time.sleep(0.05)\nprint('trained')", evaluator=evaluator(tmp_path, "print('boom')\nsys.exit(8)"))
     result = run(made)
     assert result.exit_codes == {"worker 0": 0, "worker 1": 0, "evaluator": 8} and result.code == 8
     assert "evaluator ended with exit code 8" in result.cause and "training goes on" in output.getvalue()
@@ -387,10 +389,11 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from tfdist import launch
+from tfdist.control.elastic import WorkerCount
 from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 logs = Path(sys.argv[2])
-sys.exit(launch.run(Supervisor(lambda: LocalJob([sys.executable, sys.argv[1]], 2, logs, grace=float(sys.argv[3])), RestartPolicy(3), lambda: -1), logs))
+sys.exit(launch.run(Supervisor(lambda workers: LocalJob([sys.executable, sys.argv[1]], workers, logs, grace=float(sys.argv[3])), RestartPolicy(3), lambda: -1, WorkerCount(2, 2)), logs))
 """
 
 
@@ -458,7 +461,7 @@ def test_the_last_lines_of_a_hidden_worker_are_shown(tmp_path, capsys):
     made, _ = job(tmp_path, "print('why')\nsys.exit(4 if rank else 0)", show={0})
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)}
     try:
-        assert launch.run(Supervisor(lambda: made, RestartPolicy(0), lambda: -1), tmp_path / "logs") == 4
+        assert launch.run(Supervisor(lambda workers: made, RestartPolicy(0), lambda: -1, WorkerCount(2, 2)), tmp_path / "logs") == 4
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)

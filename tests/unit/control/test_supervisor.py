@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
@@ -52,8 +53,8 @@ starts = len(list(folder.glob("start-*")))
 def supervise(tmp_path, code, **options):
     script = tmp_path / "worker.py"
     script.write_text(WORKER + code)
-    made = Supervisor(lambda: LocalJob([sys.executable, str(script)], 1, tmp_path / "logs", output=io.StringIO()),
-                      policy(first_wait=0.01, **options), lambda: newest_snapshot_step(tmp_path))
+    made = Supervisor(lambda workers: LocalJob([sys.executable, str(script)], workers, tmp_path / "logs", output=io.StringIO()),
+                      policy(first_wait=0.01, **options), lambda: newest_snapshot_step(tmp_path), WorkerCount(1, 1))
     return made, made.run(), len(list(tmp_path.glob("start-*")))
 
 

@@ -1,0 +1,128 @@
+"""Keras' own test ideas for BackupAndRestore, written for ours, with plain `model.fit`: after every kind of interruption
+the run ends where an undisturbed one does, bit for bit, and no step is done twice or left out."""
+
+import keras
+import numpy as np
+import pytest
+
+from tfdist.artifacts.backup import BackupAndRestore
+from tfdist.control.exit_codes import CheckpointError, ConfigError
+
+EPOCHS, BATCHES = 3, 5
+
+
+class Killed(Exception):
+    pass
+
+
+class Counter(keras.callbacks.Callback):
+    """Counts the updates that are really made, and interrupts after one of them."""
+
+    def __init__(self, total, die_after=None, at_epoch_end=None):
+        super().__init__()
+        self.total, self.die_after, self.at_epoch_end = total, die_after, at_epoch_end
+
+    def on_train_batch_end(self, batch, logs=None):
+        iterations = int(self.model.optimizer.iterations.numpy())
+        self.total.append(iterations)
+        if iterations == self.die_after:
+            raise Killed
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == self.at_epoch_end:
+            raise Killed
+
+
+def fit(callbacks, steps_per_execution=1, units=8):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units, activation="relu"), keras.layers.Dropout(0.3), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"], steps_per_execution=steps_per_execution)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(BATCHES * 8, 4)).astype("float32"), rng.integers(0, 3, BATCHES * 8)
+    history = model.fit(x, y, batch_size=8, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
+    return model, history.history
+
+
+def state_of(model):
+    return [np.asarray(variable) for variable in [*model.variables, *model.optimizer.variables]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    model, history = fit([])
+    return state_of(model), history
+
+
+def same(model, expected):
+    return all(a.tobytes() == b.tobytes() for a, b in zip(state_of(model), expected, strict=True))
+
+
+@pytest.mark.parametrize("save_freq, deaths", [
+    ("epoch", [{"at_epoch_end": 0}]),
+    (1, [{"die_after": 7}]),
+    (1, [{"at_epoch_end": 1}]),
+    (1, [{"die_after": 2}, {"die_after": 9}]),
+    (2, [{"die_after": 4}, {"die_after": 12}]),
+])
+def test_interrupted_and_resumed(save_freq, deaths, undisturbed, tmp_path):
+    done = []
+    for death in deaths:
+        with pytest.raises(Killed):
+            # Ours comes first in the list, so that it has saved when the other one interrupts.
+            fit([BackupAndRestore(tmp_path, save_freq=save_freq), Counter(done, **death)])
+    model, history = fit([BackupAndRestore(tmp_path, save_freq=save_freq), Counter(done)])
+    assert same(model, undisturbed[0])
+    updates = sorted(set(done))
+    assert updates == list(range(1, EPOCHS * BATCHES + 1))  # none left out
+    assert history["loss"][-1] == undisturbed[1]["loss"][-1] and history["accuracy"][-1] == undisturbed[1]["accuracy"][-1]
+    assert BackupAndRestore(tmp_path).store.steps() == []  # deleted at the end
+
+
+def test_no_step_is_done_twice(tmp_path):
+    done = []
+    with pytest.raises(Killed):
+        fit([BackupAndRestore(tmp_path, save_freq=1), Counter(done, die_after=7)])
+    first = list(done)
+    done.clear()
+    fit([BackupAndRestore(tmp_path, save_freq=1), Counter(done)])
+    assert first == list(range(1, 8))
+    assert [step for step in done if step > 7] == list(range(8, 16)) and done[:2] == [7, 7]  # two batches are passed over, without an update
+
+
+def test_several_steps_per_execution(tmp_path):
+    model, _ = fit([], steps_per_execution=5)
+    expected = state_of(model)
+    with pytest.raises(Killed):
+        fit([BackupAndRestore(tmp_path, save_freq=5), Counter([], die_after=10)], steps_per_execution=5)
+    model, _ = fit([BackupAndRestore(tmp_path, save_freq=5)], steps_per_execution=5)
+    assert same(model, expected)
+
+
+def test_a_damaged_backup_gives_way_to_the_one_before(undisturbed, tmp_path):
+    with pytest.raises(Killed):
+        fit([BackupAndRestore(tmp_path, save_freq=2, double_checkpoint=True), Counter([], die_after=8)])
+    newest = tmp_path / "step-00000008"
+    assert newest.exists() and (tmp_path / "step-00000006").exists()
+    next(newest.glob("*.data-*")).write_bytes(b"damaged")
+    model, _ = fit([BackupAndRestore(tmp_path, save_freq=2, double_checkpoint=True)])
+    assert same(model, undisturbed[0])
+
+
+def test_kept_when_asked_and_written_by_the_chief_alone(tmp_path):
+    fit([BackupAndRestore(tmp_path / "kept", delete_checkpoint=False), BackupAndRestore(tmp_path / "other", writes=False)])
+    assert BackupAndRestore(tmp_path / "kept").store.steps() == [15]
+    assert not (tmp_path / "other").exists()
+
+
+def test_another_model_is_refused(tmp_path):
+    fit([BackupAndRestore(tmp_path, delete_checkpoint=False)])
+    with pytest.raises(CheckpointError, match="does not fit"):
+        fit([BackupAndRestore(tmp_path)], units=9)
+
+
+@pytest.mark.parametrize("arguments", [{"backup_dir": ""}, {"backup_dir": "x", "save_freq": 0}, {"backup_dir": "x", "save_freq": True}, {"backup_dir": "x", "save_freq": "batch"}])
+def test_wrong_arguments(arguments):
+    with pytest.raises(ConfigError, match="BackupAndRestore"):
+        BackupAndRestore(**arguments)
+    assert issubclass(ConfigError, ValueError)  # as Keras raises

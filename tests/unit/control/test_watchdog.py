@@ -1,0 +1,135 @@
+"""Sections that take too long, and who is to blame."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from tfdist.control.beacons import Beacons
+from tfdist.control.cluster import Cluster
+from tfdist.control.watchdog import Watchdog, all_stacks, main_thread_at
+
+
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def test_a_section_that_takes_too_long_is_told_once():
+    clock, told = [0.0], []
+    dog = Watchdog({"step": 5.0, "save": 0.0}, lambda *found: told.append(found), interval=0.01, now=lambda: clock[0]).start()
+    with dog.section("save"):
+        clock[0] = 100.0
+        assert dog.expired() is None  # no limit
+    with dog.section("step"):
+        clock[0] = 104.0
+        assert dog.expired() is None
+        with dog.section("step"):  # a new one starts anew
+            clock[0] = 108.0
+            assert dog.expired() is None
+        clock[0] = 114.5
+        until(lambda: told)
+    assert told == [("step", pytest.approx(6.5))]
+
+
+def test_stopping_has_a_limit_of_its_own():
+    clock = [0.0]
+    dog = Watchdog({"step": 100.0}, lambda *_: None, now=lambda: clock[0])
+    dog.stop_within(20.0)
+    clock[0] = 10.0
+    dog.stop_within(20.0)  # a second request does not prolong it
+    dog.enter("step")
+    assert dog.expired() is None
+    clock[0] = 21.0
+    assert dog.expired() == ("stopping", 20.0)
+
+
+def test_it_is_seen_where_the_main_thread_is():
+    found = []
+
+    def look():
+        found.append((main_thread_at(), all_stacks()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    at, stacks = found[0]
+    assert "test_watchdog.py" in at and "test_it_is_seen_where_the_main_thread_is" in at
+    assert "MainThread" in stacks and "thread.join()" in stacks
+
+
+def crowd(size, waiting_for=None):
+    """Beacons of `size` workers in this process."""
+    peers = tuple(f"127.0.0.1:{2000 + rank}" for rank in range(size))
+    dogs = [Watchdog({}, lambda *_: None) for _ in range(size)]
+    endpoints, made = [None] * size, [None] * size
+    gate = threading.Barrier(size)
+
+    def make(rank):
+        def exchange(endpoint):
+            endpoints[rank] = endpoint
+            gate.wait()
+            return list(endpoints)
+
+        cluster = Cluster("worker", rank, rank, size, peers, {"worker": list(peers)})
+        made[rank] = Beacons(cluster, dogs[rank], exchange, (lambda: (waiting_for or {}).get(rank)), interval=0.1)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    return made, dogs
+
+
+def test_a_worker_that_is_behind_is_named():
+    beacons, dogs = crowd(3)
+    for dog in dogs:
+        dog.enter("step")
+    for rank in (0, 2):
+        dogs[rank].enter("evaluation")
+    until(lambda: all(each.culprits() == [1] for each in beacons))
+    assert "worker 1 (rank 1, 127.0.0.1:2001)" in beacons[0].describe(1) and 'in section "step"' in beacons[0].describe(1)
+
+
+def test_a_worker_that_waits_for_nobody_is_named():
+    beacons, dogs = crowd(3, waiting_for={0: 2, 1: 0})
+    for dog in dogs:
+        dog.enter("step")
+    until(lambda: all(each.culprits() == [2] for each in beacons))
+
+
+def test_nobody_is_named_when_all_are_alike():
+    beacons, dogs = crowd(2)
+    for dog in dogs:
+        dog.enter("step")
+    until(lambda: all(other.section == "step" for each in beacons for other in each._all().values()))
+    assert beacons[0].culprits() == []
+
+
+def test_a_silent_worker_is_named():
+    beacons, _ = crowd(3)
+    beacons[1].close()
+    until(lambda: beacons[0].culprits() == [1] and beacons[2].silent() == [1])
+    assert "last heard of" in beacons[0].describe(1)
+
+
+def test_the_words_of_the_first_failure_reach_all():
+    beacons, _ = crowd(3)
+    beacons[0].tell("lost contact with rank 2", secondary=True)
+    beacons[2].tell("the cause")
+    for rank in (0, 1):
+        first = beacons[rank].first_error(20)
+        assert (first.rank, first.error, first.secondary) == (2, "the cause", False)
+    assert beacons[2].first_error(0.2).secondary  # nobody else was a cause
+
+
+def test_datagrams_of_strangers_are_ignored():
+    beacons, _ = crowd(2)
+    address = beacons[0]._socket.getsockname()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for data in (b"", b"hello", b"[1]", b'{"rank": 7}', b'{"rank": 1, "unknown": 2}', b"\xff" * 2000):
+            stranger.sendto(data, ("127.0.0.1", address[1]))
+    beacons[1].tell("still heard")
+    assert beacons[0].first_error(20).error == "still heard"

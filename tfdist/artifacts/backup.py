@@ -1,0 +1,143 @@
+"""`BackupAndRestore`: a frequent, short-lived backup beside the long-lived snapshots.
+
+A subclass of the Keras callback with the same arguments and meaning, but it holds the full state (weights, optimizer slots,
+seed generators, metrics, the position in the epoch) at step granularity, in the form of store.py: checksummed, committed
+by one rename. Under several workers only the chief (`writes=True`) writes.
+
+    model.fit(..., callbacks=[tfdist.BackupAndRestore("/dev/shm/backup", save_freq=100)])
+
+goes on in the middle of an epoch, at the very batch: the first batches of that epoch are taken from the data but not
+trained on again. The data must come in the same order as before. session.py uses the same object for `--backup_dir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.artifacts import state
+from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.writer import SnapshotWriter
+from tfdist.control.exit_codes import CheckpointError, ConfigError
+
+_METRIC = "metric/"
+
+
+class BackupAndRestore(keras.callbacks.BackupAndRestore):
+    """Backs up the full training state and restores it when training begins.
+
+    Args:
+      backup_dir: a folder for this run alone; best a fast local disk or a memory file system.
+      save_freq: "epoch", or a number of batches.
+      double_checkpoint: keep the backup before the last one as well.
+      delete_checkpoint: delete all when training has finished.
+      writes: whether this process writes; only one may.
+
+    Raises ConfigError (a ValueError, as Keras does) on wrong arguments; CheckpointError on a backup of another model.
+    """
+
+    def __init__(self, backup_dir: str, save_freq: str | int = "epoch", double_checkpoint: bool = False, delete_checkpoint: bool = True, *, writes: bool = True):
+        if isinstance(save_freq, bool) or (save_freq != "epoch" and not (isinstance(save_freq, int) and save_freq > 0)):
+            raise ConfigError(f"BackupAndRestore(save_freq={save_freq!r}) must be \"epoch\" or a number of batches from 1 on.")
+        if not backup_dir:
+            raise ConfigError("BackupAndRestore(backup_dir=...) is empty: name a folder for the backup of this run.")
+        super().__init__(str(backup_dir), save_freq, double_checkpoint, delete_checkpoint)
+        self.writes = writes
+        self.store = SnapshotStore(str(backup_dir))
+        self.writer = SnapshotWriter(self.store, Retention(2 if double_checkpoint else 1))
+        self._step = 0  # batches trained in all
+        self._seen = 0  # batches of the present epoch
+        self._epoch = 0
+        self._since = 0  # batches since the last backup
+        self._to_skip = 0
+
+    # -- what session.py and tfdist.fit use ------------------------------------------------------------------------
+
+    def due(self, before: int, step: int, steps_per_epoch: int) -> bool:
+        """Whether a backup falls in (before, step]; steps are counted over all epochs."""
+        period = steps_per_epoch if self.save_freq == "epoch" else self.save_freq
+        return period > 0 and step // period > before // period
+
+    def back_up(self, step: int, variables: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+        """Copies the variables and writes them in the background."""
+        if self.writes:
+            self.writer.save(step, state.to_host(variables), fields)
+
+    def delete(self) -> None:
+        """Deletes every backup, if that was asked for; training has finished."""
+        self.writer.wait()
+        if self.delete_checkpoint and self.writes:
+            for step in self.store.steps():
+                self.store.delete(step)
+
+    # -- the Keras callback ----------------------------------------------------------------------------------------
+
+    def on_train_begin(self, logs: Mapping | None = None) -> None:
+        snapshot, _ = self.store.newest_valid()
+        if snapshot is None:
+            return
+        if not self.model.built:
+            raise CheckpointError("BackupAndRestore needs a built model: call it on a batch, or give it an Input layer, before `fit`.")
+        if not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        arrays = self.store.read(snapshot)
+        metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
+        state.assign(state.collect(self.model, self.model.optimizer, {}), arrays)
+        state.restore_generator_states(snapshot.manifest["generators"])
+        self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
+        self.model._initial_epoch = self._epoch  # what Keras' own callback sets
+        self._skip_batches(snapshot.manifest["batch"], metrics)
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
+        self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0
+
+    def on_train_batch_end(self, batch: int, logs: Mapping | None = None) -> None:
+        batches = batch + 1 - self._seen  # more than one with steps_per_execution
+        if batches <= 0:
+            return  # skipped
+        self._step, self._seen, self._since = self._step + batches, batch + 1, self._since + batches
+        if self.save_freq != "epoch" and self._since >= self.save_freq:
+            self._save(self._epoch, self._seen)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping | None = None) -> None:
+        self._seen = 0
+        if self.save_freq == "epoch":
+            self._save(epoch + 1, 0)
+
+    def on_train_end(self, logs: Mapping | None = None) -> None:
+        self.delete()
+
+    def _save(self, epoch: int, batch: int) -> None:
+        self._since = 0
+        self.back_up(self._step, self._variables(), {"epoch": epoch, "batch": batch, "generators": state.generator_states()})
+        self.writer.wait()  # a script that is killed a moment later must find it
+
+    def _variables(self) -> dict[str, Any]:
+        metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(self.model.metrics_variables)}
+        return {**state.collect(self.model, self.model.optimizer, {}), **metrics}
+
+    def _skip_batches(self, count: int, metrics: Sequence[np.ndarray]) -> None:
+        """The first `count` batches of the resumed epoch are taken, but not trained on; `metrics` is what they had come to."""
+        self._to_skip = count
+        if not count:
+            return
+        model, train_function, left = self.model, self.model.train_function, count
+
+        def skipping(iterator: Any) -> Mapping[str, float]:
+            nonlocal left
+            if left <= 0:
+                return train_function(iterator)
+            for _ in range(min(model.steps_per_execution, left)):
+                batch = next(iterator)
+                if left == count:
+                    model._symbolic_build(data_batch=batch)  # Keras makes the metrics' variables at the first batch
+                    for variable, value in zip(model.metrics_variables, metrics, strict=True):
+                        variable.assign(value)
+                left -= 1
+            return model.get_metrics_result()
+
+        model.train_function = skipping

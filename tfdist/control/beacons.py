@@ -1,0 +1,179 @@
+"""What the workers of a job tell each other beside the training: where each one is, and why one failed.
+
+Every worker sends a small UDP datagram to every other about once a second: rank, section, calls, where its main thread
+is. So when something is stuck, or a peer is lost, each worker can name the rank that is the cause, whatever became of
+TensorFlow's own connections; and the words of the first that failed reach every log. Losing a datagram does no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist.control.cluster import Cluster
+from tfdist.control.watchdog import Watchdog, main_thread_at
+
+ENDPOINT_BYTES = 320  # a host name has at most 253, plus a port
+_MOST_BYTES = 1200  # a datagram that fits into one packet on any network
+_SILENT_INTERVALS = 3.0
+_REPEAT = 3  # of an error: datagrams may be lost
+
+
+@dataclass
+class Report:
+    """The last that was heard of a worker."""
+
+    heard: float  # monotonic seconds, here
+    section: str = "start-up"
+    seconds: float = 0.0  # in that section, when it was sent
+    calls: int = 0  # sections entered
+    at: str = ""  # where the main thread is
+    waiting_for: int | None = None  # the rank whose data it waits for, where the runtime knows it
+    error: str = ""  # with what it failed
+    error_time: float = 0.0  # Unix seconds, by its own clock
+    secondary: bool = False  # it failed because it lost another worker
+    rank: int = -1
+
+
+class Beacons:
+    """Sends this worker's report and keeps those of the others.
+
+    Args:
+      exchange: hands this worker's endpoint "host:port" to all and returns all endpoints in rank order (a collective).
+      waiting_for: tells which rank this worker waits for at the moment; None: for nobody, or unknown.
+      interval: seconds between two reports.
+    """
+
+    def __init__(self, cluster: Cluster, watchdog: Watchdog, exchange: Callable[[str], Sequence[str]],
+                 waiting_for: Callable[[], int | None] = lambda: None, interval: float = 1.0):
+        self.cluster, self.watchdog, self.waiting_for = cluster, watchdog, waiting_for
+        self.interval = interval * max(1.0, cluster.size / 64)  # N workers send N * (N - 1) datagrams
+        self._lock = threading.Lock()
+        self._error, self._error_time, self._secondary = "", 0.0, False
+        self._closed = threading.Event()
+        self._socket, port = _open()
+        endpoints = exchange(f"{cluster.address.rpartition(':')[0]}:{port}")
+        self._peers = {rank: _resolve(endpoint, self._socket.family) for rank, endpoint in enumerate(endpoints) if rank != cluster.rank}
+        self._reports = {rank: Report(time.monotonic()) for rank in self._peers}
+        for target in (self._send_always, self._receive_always):
+            threading.Thread(target=target, name=f"tfdist-beacons{target.__name__}", daemon=True).start()
+
+    # -- asked by the session --------------------------------------------------------------------------------------
+
+    def tell(self, error: str, secondary: bool = False) -> None:
+        """Tells all others why this worker ends; `secondary`: because it lost another."""
+        self._error, self._error_time, self._secondary = error, time.time(), secondary
+        for _ in range(_REPEAT):
+            self._send()
+
+    def first_error(self, wait: float) -> Report | None:
+        """The report of the worker that failed first, by the workers' clocks, one that lost another last of all; waits up
+        to `wait` seconds for one that did not."""
+        deadline = time.monotonic() + wait
+        while True:
+            with self._lock:
+                told = [report for report in self._reports.values() if report.error]
+            first = min(told, key=lambda report: (report.secondary, report.error_time), default=None)
+            if (first and not first.secondary) or time.monotonic() > deadline:
+                return first
+            time.sleep(0.05)
+
+    def silent(self) -> list[int]:
+        """Ranks of which nothing has been heard for a while."""
+        limit = time.monotonic() - _SILENT_INTERVALS * self.interval
+        with self._lock:
+            return sorted(rank for rank, report in self._reports.items() if report.heard < limit)
+
+    def culprits(self) -> list[int]:
+        """The ranks that the others wait for, as far as can be told; []: nobody is behind.
+
+        In this order: those that are silent; those that are behind in the sections of the run; those that wait for
+        nobody while all others do.
+        """
+        if silent := self.silent():
+            return silent
+        reports = self._all()
+        fewest = min(report.calls for report in reports.values())
+        behind = sorted(rank for rank, report in reports.items() if report.calls == fewest)
+        if len(behind) < len(reports):
+            return behind
+        busy = sorted(rank for rank, report in reports.items() if report.waiting_for is None)
+        return busy if 0 < len(busy) < len(reports) else []
+
+    def describe(self, rank: int) -> str:
+        """A rank, and the last that is known of it, as part of a sentence."""
+        report = self._all()[rank]
+        ago = time.monotonic() - report.heard
+        heard = f", last heard of {ago:.1f} s ago" if ago > _SILENT_INTERVALS * self.interval else ""
+        return (f"{self.cluster.name(rank)}{heard}, in section \"{report.section}\" for {report.seconds + ago:.1f} s"
+                f"{f', at {report.at}' if report.at else ''}")
+
+    def close(self) -> None:
+        """Sends and receives no more."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    # -- threads ---------------------------------------------------------------------------------------------------
+
+    def _own(self) -> Report:
+        return Report(time.monotonic(), self.watchdog.name, self.watchdog.seconds(), self.watchdog.calls, main_thread_at(), self.waiting_for(),
+                      self._error, self._error_time, self._secondary, self.cluster.rank)
+
+    def _all(self) -> dict[int, Report]:
+        with self._lock:
+            return {**self._reports, self.cluster.rank: self._own()}
+
+    def _send(self) -> None:
+        message: dict[str, Any] = {name: value for name, value in vars(self._own()).items() if name != "heard"}
+        for name in ("at", "error"):
+            message[name] = message[name][:_MOST_BYTES // 3]
+        data = json.dumps(message).encode()
+        for address in self._peers.values():
+            with contextlib.suppress(OSError):  # a peer that is gone, or a network that is down: others will tell
+                self._socket.sendto(data, address)
+
+    def _send_always(self) -> None:
+        while not self._closed.is_set():
+            self._send()
+            self._closed.wait(self.interval)
+
+    def _receive_always(self) -> None:
+        while not self._closed.is_set():
+            try:
+                message = json.loads(self._socket.recv(65536))
+                report = Report(time.monotonic(), **message)
+            except OSError:
+                if self._closed.wait(0.1):
+                    return
+                continue
+            except (ValueError, TypeError):  # not one of ours
+                continue
+            with self._lock:
+                if report.rank in self._reports:
+                    self._reports[report.rank] = report
+
+
+def _open() -> tuple[socket.socket, int]:
+    """A UDP socket on all interfaces, and its port."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            opened = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            opened.bind(("", 0))
+            return opened, opened.getsockname()[1]
+    opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    opened.bind(("", 0))
+    return opened, opened.getsockname()[1]
+
+
+def _resolve(endpoint: str, family: int) -> tuple:
+    host, _, port = endpoint.rpartition(":")
+    flags = socket.AI_V4MAPPED | socket.AI_ALL if family == socket.AF_INET6 else 0
+    return socket.getaddrinfo(host.strip("[]"), int(port), family, socket.SOCK_DGRAM, flags=flags)[0][4]

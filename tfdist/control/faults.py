@@ -1,0 +1,88 @@
+"""Faults on purpose, for tests and scripts/chaos.py: kill, stop or break a worker at a chosen step.
+
+TFDIST_FAULTS holds them, RANK:STEP:KIND separated by commas, for example "1:30:kill,0:50:stuck". Each happens once in a run
+folder, at the first chance at or after its step: RUN_DIR/faults/ remembers it over restarts.
+
+| kind          | what happens                                                                       |
+|---------------|------------------------------------------------------------------------------------|
+| kill          | SIGKILL to itself, between two steps                                               |
+| kill_save     | SIGKILL while a snapshot is being written, before its rename                       |
+| kill_restore  | SIGKILL while restoring (the step does not count)                                  |
+| term          | SIGTERM to itself                                                                  |
+| stop          | SIGSTOP to itself                                                                  |
+| stuck         | sleeps for ever in Python                                                          |
+| error         | raises an exception                                                                |
+| slow          | sleeps 0.3 s before every call from then on                                        |
+| disk_full     | the next two attempts to write a snapshot fail                                     |
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tfdist.control.exit_codes import ConfigError
+
+VARIABLE = "TFDIST_FAULTS"
+KINDS = ("kill", "kill_save", "kill_restore", "term", "stop", "stuck", "error", "slow", "disk_full")
+_PLACE = {"kill_save": "save", "disk_full": "save", "kill_restore": "restore"}  # the others: "step"
+_FAILED_WRITES = 2
+
+
+class Faults:
+    """The faults of one rank. Without any, `at` costs nothing."""
+
+    def __init__(self, planned: Mapping[tuple[int, str], str], folder: Path):
+        self.planned, self.folder = dict(planned), folder  # (step, kind) -> name of the mark
+        self._slow = False
+        self._writes_to_fail = 0
+
+    @classmethod
+    def parse(cls, text: str, rank: int, run_dir: Path) -> Faults:
+        """The faults of `rank` that have not happened yet. Raises ConfigError."""
+        planned = {}
+        for entry in filter(None, text.split(",")):
+            pieces = entry.strip().split(":")
+            if len(pieces) != 3 or not pieces[0].isdecimal() or not pieces[1].isdecimal() or pieces[2] not in KINDS:
+                raise ConfigError(f"{VARIABLE} has {entry!r}: write RANK:STEP:KIND with a KIND of {', '.join(KINDS)}.")
+            name = "-".join(pieces)
+            if int(pieces[0]) == rank and not (run_dir / "faults" / name).exists():
+                planned[int(pieces[1]), pieces[2]] = name
+        return cls(planned, run_dir / "faults")
+
+    def at(self, place: str, step: int) -> None:
+        """Called at "step" (between calls), "save" (files written, not yet renamed), "restore"; does what is due there."""
+        if self._slow and place == "step":
+            time.sleep(0.3)
+        if self._writes_to_fail and place == "save":
+            self._writes_to_fail -= 1
+            raise OSError(errno.ENOSPC, "No space left on device (on purpose)")
+        for (due, kind), name in sorted(self.planned.items()):
+            if _PLACE.get(kind, "step") == place and (step >= due or place == "restore"):
+                del self.planned[due, kind]
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / name).touch()
+                os.write(2, f"tfdist: fault on purpose: {kind} at step {step}.\n".encode())
+                self._do(kind)
+
+    def _do(self, kind: str) -> None:
+        if kind.startswith("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "stuck":
+            while True:
+                time.sleep(1)
+        elif kind == "error":
+            raise RuntimeError("an error on purpose")
+        elif kind == "slow":
+            self._slow = True
+        elif kind == "disk_full":
+            self._writes_to_fail = _FAILED_WRITES - 1
+            raise OSError(errno.ENOSPC, "No space left on device (on purpose)")

@@ -1,0 +1,77 @@
+"""Starting processes that end with the launcher, and spare ones that have done their imports."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+
+STANDBY_VARIABLE = "TFDIST_STANDBY"  # set: import all, then wait for a line on standard input (train.py)
+_LIBC = ctypes.CDLL(None)  # looked up before any fork
+
+
+def spawn(command: Sequence[str], environment: Mapping[str, str], affinity: set[int] | None, stdin: int = subprocess.DEVNULL) -> subprocess.Popen:
+    """Starts `command` with its output in a pipe. Raises OSError or SubprocessError.
+
+    It has a session of its own, so that signals of the terminal reach the launcher only and it can be ended with all
+    that it started; and the kernel ends it if the launcher is killed without a chance to do so itself.
+    """
+    parent = os.getpid()
+
+    def in_child() -> None:
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the worker has a handler: by default it would end it
+        if affinity:
+            os.sched_setaffinity(0, affinity)
+
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=dict(environment), preexec_fn=in_child)
+
+
+class Standbys:
+    """A spare process per rank. It costs the memory of an idle process, and saves the import when a job is started again."""
+
+    def __init__(self) -> None:
+        self._spares: dict[tuple[int, int], subprocess.Popen] = {}  # (rank, workers) -> process
+
+    def start(self, rank: int, workers: int, environment: Mapping[str, str], affinity: set[int] | None, command: Sequence[str]) -> None:
+        """Starts the spare of a rank, if there is none. Its GPUs, threads and cores are those of that rank of that many workers."""
+        if (rank, workers) not in self._spares:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):  # without one the next start is only slower
+                self._spares[rank, workers] = spawn(command, {**environment, STANDBY_VARIABLE: "1"}, affinity, subprocess.PIPE)
+
+    def take(self, rank: int, workers: int, environment: Mapping[str, str], command: Sequence[str]) -> subprocess.Popen | None:
+        """Hands over the spare, told what to do; None if there is none that fits."""
+        spare = self._spares.pop((rank, workers), None)
+        if spare is None or spare.poll() is not None:
+            return None
+        try:
+            spare.stdin.write((json.dumps({"environment": dict(environment), "arguments": list(command[3:])}) + "\n").encode())  # after python -m tfdist.train
+            spare.stdin.close()
+        except OSError:
+            return None
+        return spare
+
+    def close(self) -> None:
+        """Ends all spares."""
+        for spare in self._spares.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(spare.pid, signal.SIGKILL)
+            spare.wait()
+        self._spares.clear()
+
+
+def wait_as_standby(stdin) -> list[str]:
+    """In the spare itself: waits for its turn, takes over the environment, returns the arguments. Ends if nobody is left to call."""
+    line = stdin.readline()
+    if not line:
+        os._exit(0)
+    told = json.loads(line)
+    os.environ.pop(STANDBY_VARIABLE, None)
+    os.environ.update(told["environment"])
+    return told["arguments"]

@@ -1,0 +1,35 @@
+"""The raw output of workers as lines fit for a terminal."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import time
+from collections.abc import Callable
+
+_LONGEST_LINE = 16_384  # characters; what goes on without a line end is shown in pieces of this size
+_BAR_SECONDS = 10.0  # a line that is written over and over (a progress bar) is shown this often
+# Everything that would move the cursor or ring the bell; colours may stay.
+_CONTROL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
+
+
+class LineReader:
+    """Turns raw output into lines fit for a terminal: whole, not endless, without control characters."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest, self._now, self._bar_shown = "", now, now()
+
+    def feed(self, data: bytes, final: bool = False) -> list[str]:
+        """The lines that `data` completes; with `final` also what has no line end. Of a progress bar the last state."""
+        *lines, rest = re.split("\r?\n", self._rest + self._decoder.decode(data, final))
+        if "\r" in rest:  # a line that is written over: earlier states are of no interest, and would pile up
+            if self._now() - self._bar_shown > _BAR_SECONDS:
+                self._bar_shown = self._now()
+                lines.append(rest)
+            rest = rest[rest.rstrip("\r").rfind("\r") + 1:]
+        while len(rest) > _LONGEST_LINE or (final and rest):
+            lines.append(rest[:_LONGEST_LINE])
+            rest = rest[_LONGEST_LINE:]
+        self._rest = rest
+        return [_CONTROL.sub("\N{REPLACEMENT CHARACTER}", line.rstrip("\r").rpartition("\r")[2]) for line in lines]

@@ -1,0 +1,100 @@
+"""Time-outs per section of a run: what a worker is doing, since when, and what happens when it takes too long.
+
+The watched code only says which section it is in. A thread looks at the clock; it runs even while the main thread is
+blocked in Python or inside TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+_FRAMES_SHOWN = 6
+# Frames below these packages tell how a call is made, not what is being called.
+_PLUMBING = ("/tensorflow/", "/keras/", "/absl/", "/contextlib.py", "/runpy.py", "<frozen runpy>")
+
+
+class Watchdog:
+    """Calls `on_expiry(section, seconds)` once, in its thread, when a section outlasts its limit.
+
+    Args:
+      limits: section -> seconds; a section without an entry, or with 0, has no limit.
+      on_expiry: usually ends the process.
+    """
+
+    def __init__(self, limits: Mapping[str, float], on_expiry: Callable[[str, float], None], *, interval: float = 0.25, now: Callable[[], float] = time.monotonic):
+        self.limits, self.on_expiry, self.interval, self._now = dict(limits), on_expiry, interval, now
+        self.name, self.since, self.calls = "start-up", now(), 0
+        self._stop_at: float | None = None
+        self._stop_seconds = 0.0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tfdist-watchdog", daemon=True)
+
+    def start(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Stops watching."""
+        self._closed.set()
+
+    def enter(self, name: str) -> None:
+        """From now on in section `name`; `calls` counts the entries, so that workers can be compared."""
+        self.name, self.since, self.calls = name, self._now(), self.calls + 1
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """In section `name` during the context, then back in the one around it."""
+        outer = self.name
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(outer)
+
+    def stop_within(self, seconds: float) -> None:
+        """The process must have ended in this time: section "stopping" counts from now, beside the others. For signal handlers."""
+        if self._stop_at is None:
+            self._stop_at, self._stop_seconds = self._now() + seconds, seconds
+
+    def seconds(self) -> float:
+        """How long in the present section."""
+        return self._now() - self.since
+
+    def expired(self) -> tuple[str, float] | None:
+        """(section, seconds) of what has outlasted its limit, or None."""
+        name, seconds = self.name, self.seconds()
+        if 0 < self.limits.get(name, 0) < seconds:
+            return name, seconds
+        if self._stop_at is not None and self._now() > self._stop_at:
+            return "stopping", self._stop_seconds
+        return None
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self.interval):
+            if found := self.expired():
+                self.on_expiry(*found)
+                return
+
+
+def main_thread_at() -> str:
+    """Where the main thread is, innermost first: "loop.py:80 train < session.py:210 run". Without library frames."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    if frame is None:
+        return "ended"
+    stack = [entry for entry in reversed(traceback.extract_stack(frame)) if not any(part in entry.filename for part in _PLUMBING)]
+    return " < ".join(f"{Path(entry.filename).name}:{entry.lineno} {entry.name}" for entry in stack[:_FRAMES_SHOWN])
+
+
+def all_stacks() -> str:
+    """The Python stacks of all threads, as text for the log; the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    frames = [(ident, frame) for ident, frame in frames if ident != threading.get_ident()]
+    return "\n".join(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)

@@ -1,0 +1,198 @@
+"""A run's snapshots and backups: what it goes on from, what it leaves, and the way back from bad numbers.
+
+Every worker has one, so that all restore together; only the chief touches the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfdist import flags
+from tfdist.agreement import broadcast_json
+from tfdist.artifacts import restore, state
+from tfdist.artifacts.backup import BackupAndRestore
+from tfdist.artifacts.policy import Retention, TimePolicy
+from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.writer import SnapshotWriter
+from tfdist.build import Job
+from tfdist.config import Config
+from tfdist.control.exit_codes import CheckpointError, DivergedError
+from tfdist.control.faults import Faults
+from tfdist.telemetry.timer import Clock
+
+_LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written is worth this wait
+
+
+class Recovery:
+    """The state of a run that outlives its processes."""
+
+    def __init__(self, job: Job, folder: Path, clock: Clock, faults: Faults):
+        checkpoint = job.config.checkpoint
+        self.job, self.config, self.runtime, self.clock, self.faults = job, job.config, job.runtime, clock, faults
+        self.chief = self.runtime.rank == 0
+        self.variables = state.collect(job.model, job.optimizer, job.step.variables)
+        self.store = SnapshotStore(str(folder / "checkpoints"), lambda step: faults.at("save", step))
+        self.writer = SnapshotWriter(self.store, Retention(checkpoint.keep, checkpoint.keep_every, checkpoint.keep_best), asynchronous=checkpoint.async_save) if self.chief else None
+        self.backup = None
+        if checkpoint.backup_dir:
+            self.backup = BackupAndRestore(checkpoint.backup_dir, checkpoint.backup_every or "epoch", checkpoint.double_backup, checkpoint.delete_backup, writes=self.chief)
+        self.time_policy = TimePolicy(checkpoint.save_minutes)
+        self.losses = restore.LossContinuity()
+        self.evaluation: dict[str, float] = {}
+        self.run_id = ""
+        self._saved_step = -1
+        self._skipped = 0  # samples that rollbacks have passed over
+        self._rollbacks = 0
+
+    def position(self, step: int) -> int:
+        """Samples consumed when `step` steps are done."""
+        return step * self.job.plan.global_batch + self._skipped
+
+    def learning_rate(self) -> float:
+        return float(self.job.schedule(self.job.optimizer.iterations.value))
+
+    # -- going on --------------------------------------------------------------------------------------------------
+
+    def restore(self, config: Config | None = None) -> tuple[list[str], int]:
+        """Restores from the chief's choice, or leaves everything as it is. A collective.
+
+        Returns messages and the step to go on from. Raises CheckpointError on all workers.
+        """
+        message: dict[str, Any] = {}
+        arrays = None
+        self.faults.at("restore", 0)
+        if self.chief:
+            try:
+                message, arrays = self._choose(config or self.config)
+            except CheckpointError as error:
+                message = {"error": str(error)}  # all must end, and say why
+        message = broadcast_json(self.runtime, message)
+        if "error" in message:
+            raise CheckpointError(message["error"])
+        messages, manifest = message["messages"], message["manifest"]
+        if manifest is None:
+            return messages, 0
+        if arrays is None:
+            arrays = {key: np.zeros(shape, dtype) for key, (_, shape, dtype) in state.table(self.variables).items()}
+        keys = sorted(arrays)
+        state.assign(self.variables, dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
+        return messages + self._adopt(manifest), manifest["step"]
+
+    def _choose(self, config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
+        """The chief's part: (messages and manifest for all, arrays)."""
+        self.store.clean()
+        snapshot, messages = restore.choose(self.store, config, self.backup and self.backup.store)
+        if snapshot is None:
+            return {"messages": messages, "manifest": None}, None
+        arrays = self.store.read(snapshot)
+        state.check(self.variables, {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
+        manifest, size = snapshot.manifest, self.runtime.size
+        change = f", written by {manifest['workers']} workers, now {size}" if manifest["workers"] != size else ""
+        messages.append(f"resumed from {snapshot.path}: step {manifest['step']}, {manifest['consumed']:,} samples consumed{change}")
+        return {"messages": messages, "manifest": dict(manifest)}, arrays
+
+    def _adopt(self, manifest: Mapping[str, Any]) -> list[str]:
+        """Checks a restored snapshot against its manifest and takes over what is not a variable. Returns warnings."""
+        step, plan = int(self.job.step.counter.numpy()), self.job.plan
+        restore.check_consistency(manifest, step, plan.global_batch)
+        warning = restore.check_learning_rate(manifest, self.learning_rate(), self.config.digest())
+        self.clock.restore(manifest["clock"])
+        self.losses = restore.LossContinuity(manifest.get("losses", ()))
+        state.restore_generator_states(manifest["generators"])
+        # With another global batch (allowed by --allow_config_change) the position stays where it was.
+        self._skipped = manifest["consumed"] - step * plan.global_batch
+        self.evaluation, self._saved_step = manifest.get("metrics", {}), step
+        return [warning] if warning else []
+
+    def rollback(self, step: int) -> tuple[list[str], int]:
+        """From bad numbers before `step` back to the newest snapshot, and past all batches since then. A collective.
+
+        Returns messages and the step to go on from. Raises DivergedError when that did not help often enough.
+        """
+        limit = self.config.loop.max_rollbacks
+        if self._rollbacks == limit:
+            raise DivergedError(f"Loss or gradients became NaN or infinite before step {step}, after {limit} rollbacks (--max_rollbacks={limit}): lower --learning_rate or set --clip_norm; the data is not the cause.")
+        self._rollbacks += 1
+        position = self.position(step)
+        if self.writer:
+            self.writer.wait()
+        messages, restored = self.restore(self.config.replace(resume="auto"))
+        passed = position - self.position(restored)
+        self._skipped += passed
+        self._saved_step = -1  # the snapshot of this step leads back to the bad batches
+        messages.append(f"NaN or infinite values before step {step}: went back to step {restored} and past {passed:,} samples, which are not trained on (rollback {self._rollbacks} of {limit})")
+        return messages, restored
+
+    # -- leaving ---------------------------------------------------------------------------------------------------
+
+    def save(self, step: int) -> None:
+        """A snapshot, unless there is one of this step. On all workers."""
+        self.time_policy.saved()
+        if step == self._saved_step:
+            return
+        self._saved_step = step
+        self.settle_statistics()
+        if self.writer:
+            self.writer.save(step, state.to_host(self.variables), self._manifest_fields(step))
+
+    def back_up(self, step: int) -> None:
+        """A backup. On all workers."""
+        self.settle_statistics()
+        if self.chief:
+            self.backup.back_up(step, self.variables, self._manifest_fields(step))
+
+    def backup_period(self) -> int:
+        """Steps between two backups; 0: none."""
+        if self.backup is None:
+            return 0
+        size = self.job.train_split.size
+        return self.config.checkpoint.backup_every or (math.ceil(size / self.job.plan.global_batch) if size else 0)
+
+    def settle_statistics(self) -> None:
+        """Moving statistics that are not synchronised drift apart: everyone takes the chief's before they are used."""
+        if self.config.model.sync_batchnorm or self.runtime.size == 1:
+            return
+        variables = [variable.value for variable in self.job.model.non_trainable_variables if variable.dtype == "float32"]
+        for variable, value in zip(variables, self.runtime.broadcast([variable.numpy() for variable in variables]), strict=True):
+            variable.assign(value)
+
+    def messages(self) -> Iterator[tuple[str, dict]]:
+        """What the writers have to say: ("save", "backup" or "warning", values)."""
+        if self.writer:
+            yield from self.writer.messages()
+        if self.backup:
+            for kind, values in self.backup.writer.messages():
+                quiet = {name: value for name, value in values.items() if name != "message"}  # there are many
+                yield ("backup", quiet) if kind == "save" else (kind, values)
+
+    def finish(self) -> str:
+        """Waits for the last write. Returns why the last snapshot could not be written, or ""."""
+        if self.writer is None:
+            return ""
+        self.writer.wait()
+        return self.writer.last_failure
+
+    def give_up(self) -> None:
+        """After an error: what is being written gets the time to be committed."""
+        for writer in self._writers():
+            with contextlib.suppress(Exception):
+                writer.wait(_LAST_WRITE_SECONDS)
+
+    def _writers(self) -> list[SnapshotWriter]:
+        return [writer for writer in (self.writer, self.backup and self.backup.writer) if writer]
+
+    def _manifest_fields(self, step: int) -> dict[str, Any]:
+        return {
+            "consumed": self.position(step), "skipped_samples": self._skipped, "config_digest": self.config.digest(), "identity": self.config.identity(),
+            "workers": self.runtime.size, "replicas": self.runtime.replicas, "strategy": self.runtime.name,
+            "versions": {name: flags.metadata_version(name) or flags.metadata_version(f"{name}-cpu") for name in ("tensorflow", "keras", "numpy")},
+            "variables": state.table(self.variables), "generators": state.generator_states(), "clock": self.clock.state(),
+            "metrics": self.evaluation, "learning_rate": self.learning_rate(), "losses": self.losses.losses, "time": time.time(), "run_id": self.run_id,
+        }
