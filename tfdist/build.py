@@ -94,6 +94,7 @@ def compose(config: Config, runtime: Runtime) -> Job:
         clip_norm=config.optimizer.clip_norm,
         jit_compile=config.model.jit_compile,
         skip_non_finite=config.loop.on_nan == "skip",
+        timed=not config.run.deterministic,
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
     ), batch_spec)
     return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step)

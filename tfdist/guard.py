@@ -23,6 +23,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.errors import explain
 
 _START_UPS = 4  # start-up as a whole (runtime, data, model, restore) may take this many times --startup_timeout
+BETWEEN_STEPS = "between steps"
 _WORDS_SECONDS = 1.0  # how long a worker that lost a peer waits to hear why that one ended
 
 
@@ -60,11 +61,11 @@ class Guard:
         if lost:
             words = self.beacons.first_error(_WORDS_SECONDS)
             if words and not words.secondary:
-                found = PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
-            elif words and words.error_time < told:
-                found = PeerLostError(f"{found} Before, {self.cluster.name(words.rank)} said: {words.error}")
-            elif silent := self.beacons.silent():
-                found = PeerLostError(f"{found} Silent: {'; '.join(map(self.beacons.describe, silent))}.")
+                return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
+            more = f" Before, {self.cluster.name(words.rank)} said: {words.error.partition(' Look at')[0]}" if words and words.error_time < told else ""
+            if silent := self.beacons.silent():
+                more += f" Silent: {'; '.join(map(self.beacons.describe, silent))}."
+            found = PeerLostError(f"{found}{more}")
         return found
 
     def close(self) -> None:
@@ -99,10 +100,10 @@ class Guard:
 
 # Which flag limits a section.
 _FLAG = {"first step": "--first_step_timeout", "step": "--step_timeout", "evaluation": "--eval_timeout", "save": "--save_timeout", "restore": "--save_timeout",
-         "start-up": f"{_START_UPS} x --startup_timeout"}
+         BETWEEN_STEPS: "--step_timeout", "start-up": f"{_START_UPS} x --startup_timeout"}
 
 
 def section_limits(options: ClusterConfig) -> dict[str, float]:
     """Section of a run -> the seconds that it may take; 0: no limit."""
     return {"start-up": _START_UPS * options.startup_timeout, "restore": options.save_timeout, "first step": options.first_step_timeout, "step": options.step_timeout,
-            "evaluation": options.eval_timeout, "save": options.save_timeout}
+            BETWEEN_STEPS: options.step_timeout, "evaluation": options.eval_timeout, "save": options.save_timeout}

@@ -91,6 +91,8 @@ class Recovery:
         snapshot, messages = restore.choose(self.store, config, self.backup and self.backup.store)
         if snapshot is None:
             return {"messages": messages, "manifest": None}, None
+        for store in filter(None, (self.store, self.backup and self.backup.store)):
+            store.set_aside_damaged()
         arrays = self.store.read(snapshot)
         state.check(self.variables, {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
         manifest, size = snapshot.manifest, self.runtime.size

@@ -18,12 +18,12 @@ from tfdist.artifacts.status import read_status, write_status
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
-from tfdist.guard import Guard
+from tfdist.guard import BETWEEN_STEPS, Guard
 from tfdist.recovery import Recovery
 from tfdist.telemetry.build import build_observers
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.jsonl import next_attempt
-from tfdist.telemetry.timer import Clock
+from tfdist.telemetry.timer import Clock, process_seconds
 from tfdist.training.loop import Ending, Parts, Rhythm, train
 
 
@@ -47,7 +47,7 @@ class Session:
     """The state of one worker's run beyond the job itself."""
 
     def __init__(self, config: Config, cluster: Cluster, command: str, guard: Guard):
-        started = time.monotonic()
+        started, imported_s = time.monotonic(), process_seconds()
         self.guard = guard
         self.folder = build.run_folder(config)
         runtime = build.start_runtime(config, cluster)
@@ -60,8 +60,10 @@ class Session:
         self.clock = Clock()
         self._agree_on_configuration()
         self.recovery = Recovery(self.job, self.folder, self.clock, guard.faults)
+        restoring = time.monotonic()
         with guard.watchdog.section("restore"):
             messages, self.first_step = self.recovery.restore()
+        restored = time.monotonic()
         check_weights_agree(self.runtime, self.recovery.variables)
         self.run_id, self.attempt = self._identify()
         self.recovery.run_id = self.run_id
@@ -75,7 +77,7 @@ class Session:
         self.observer(Event("start", self.first_step, {
             "message": f"{cluster.describe()}; {self.runtime.name}; {self.job.plan.describe()}; {self.job.model.count_params():,} parameters; run folder {self.folder}",
             "parameters": self.job.model.count_params(), "config_digest": self.config.digest(), "replicas": self.runtime.replicas, "workers": self.runtime.size,
-            "startup_s": time.monotonic() - started, "flags": (self.folder / flags.FLAGS_FILE).read_text() if self.chief else "", **results.source_info(self.job)}))
+            "import_s": imported_s, "build_s": restoring - started, "restore_s": restored - restoring, "startup_s": process_seconds(), "flags": (self.folder / flags.FLAGS_FILE).read_text() if self.chief else "", **results.source_info(self.job)}))
         for message in messages:
             self.observer(Event("restore", self.first_step, {"message": message}))
 
@@ -112,6 +114,7 @@ class Session:
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
             save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self.guard.watchdog.section,
             rollback=self._rollback if loop.on_nan == "rollback" else None, straggler_factor=self.config.cluster.straggler_factor)
+        self.guard.watchdog.enter(BETWEEN_STEPS)
         ending = train(parts, self.first_step)
         return self._finish(ending)
 

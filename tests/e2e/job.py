@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+
+from tfdist.telemetry.jsonl import read_jsonl
 
 # One thread each: the tests share few cores.
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
@@ -20,9 +21,9 @@ CLUSTERS = ["--source=tests.e2e.sources:clean", "--model=mlp", "--model_args=wid
             "--log_every=10", "--export=none", "--noplot", "--save_minutes=0"]
 
 
-def start(workers: int, flags: list[str], launch_flags: tuple[str, ...] = ()) -> subprocess.Popen:
+def start(workers: int, flags: list[str], launch_flags: tuple[str, ...] = (), environment: dict | None = None) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-m", "tfdist.launch", f"--workers={workers}", *launch_flags, "--", *flags],
-                            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                            env={**ENVIRONMENT, **(environment or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def run(workers: int, flags: list[str], *, code: int = 0, launch_flags: tuple[str, ...] = (), timeout: float = 240) -> str:
@@ -39,8 +40,7 @@ def train(flags: list[str], environment: dict | None = None, timeout: float = 24
 
 
 def records(run_dir: Path, rank: int = 0, kind: str | None = None) -> list[dict]:
-    lines = (run_dir / "logs" / f"rank-{rank}.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if kind in (None, record["kind"])]
+    return [record for record in read_jsonl(run_dir / "logs" / f"rank-{rank}.jsonl") if kind in (None, record["kind"])]
 
 
 def snapshot(run_dir: Path, step: int) -> dict[str, np.ndarray]:

@@ -50,6 +50,7 @@ class SnapshotStore:
     def __init__(self, directory: str, before_commit: Callable[[int], None] = lambda step: None):
         self.directory, self.before_commit = str(directory).rstrip("/"), before_commit
         self.local = "://" not in self.directory
+        self.damaged: list[int] = []  # steps that `newest_valid` has passed over
 
     def steps(self) -> list[int]:
         """The steps of which there is a snapshot folder, valid or not, oldest first."""
@@ -156,13 +157,25 @@ class SnapshotStore:
 
     def newest_valid(self) -> tuple[Snapshot | None, list[str]]:
         """The newest snapshot that is whole, and why newer ones were passed over."""
-        passed_over = []
+        passed_over, self.damaged = [], []
         for step in reversed(self.steps()):
             try:
                 return self.verify(step), passed_over
             except CheckpointError as error:
                 passed_over.append(str(error))
+                self.damaged.append(step)
         return None, passed_over
+
+    def set_aside_damaged(self) -> None:
+        """Gives what `newest_valid` has passed over another name: it must not count as one of the snapshots that are kept
+        while a valid one is deleted."""
+        for step in self.damaged:
+            aside = f"{self.directory}/damaged-step-{step:08d}-{uuid.uuid4().hex[:8]}"
+            if self.local:
+                os.rename(self.path(step), aside)
+            else:
+                tf.io.gfile.rmtree(self.path(step))
+        self.damaged = []
 
     def read(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
         """key -> array."""

@@ -1,7 +1,9 @@
 """Faults on purpose, for tests and scripts/chaos.py: kill, stop or break a worker at a chosen step.
 
 TFDIST_FAULTS holds them, RANK:STEP:KIND separated by commas, for example "1:30:kill,0:50:stuck". Each happens once in a run
-folder, at the first chance at or after its step: RUN_DIR/faults/ remembers it over restarts.
+folder, at the first chance at or after its step: RUN_DIR/faults/ remembers it over restarts. With the value "armed" faults
+wait for files instead: RUN_DIR/faults/arm-RANK-KIND is removed and its fault happens at the next chance, and every call
+begins with as many seconds of sleep as the file "pace" there says.
 
 | kind          | what happens                                                                       |
 |---------------|------------------------------------------------------------------------------------|
@@ -12,7 +14,7 @@ folder, at the first chance at or after its step: RUN_DIR/faults/ remembers it o
 | stop          | SIGSTOP to itself                                                                  |
 | stuck         | sleeps for ever in Python                                                          |
 | error         | raises an exception                                                                |
-| slow          | sleeps 0.3 s before every call from then on                                        |
+| slow          | sleeps 0.1 s before every call from then on                                        |
 | disk_full     | the next two attempts to write a snapshot fail                                     |
 """
 
@@ -36,14 +38,16 @@ _FAILED_WRITES = 2
 class Faults:
     """The faults of one rank. Without any, `at` costs nothing."""
 
-    def __init__(self, planned: Mapping[tuple[int, str], str], folder: Path):
-        self.planned, self.folder = dict(planned), folder  # (step, kind) -> name of the mark
+    def __init__(self, planned: Mapping[tuple[int, str], str], folder: Path, armed_rank: int | None = None):
+        self.planned, self.folder, self.armed_rank = dict(planned), folder, armed_rank  # (step, kind) -> name of the mark
         self._slow = False
         self._writes_to_fail = 0
 
     @classmethod
     def parse(cls, text: str, rank: int, run_dir: Path) -> Faults:
         """The faults of `rank` that have not happened yet. Raises ConfigError."""
+        if text == "armed":
+            return cls({}, run_dir / "faults", rank)
         planned = {}
         for entry in filter(None, text.split(",")):
             pieces = entry.strip().split(":")
@@ -57,19 +61,32 @@ class Faults:
     def at(self, place: str, step: int) -> None:
         """Called at "step" (between calls), "save" (files written, not yet renamed), "restore"; does what is due there."""
         if self._slow and place == "step":
-            time.sleep(0.3)
+            time.sleep(0.1)
         if self._writes_to_fail and place == "save":
             self._writes_to_fail -= 1
             raise OSError(errno.ENOSPC, "No space left on device (on purpose)")
+        if self.armed_rank is not None:
+            self._at_armed(place, step)
         for (due, kind), name in sorted(self.planned.items()):
             if _PLACE.get(kind, "step") == place and (step >= due or place == "restore"):
                 del self.planned[due, kind]
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / name).touch()
-                os.write(2, f"tfdist: fault on purpose: {kind} at step {step}.\n".encode())
-                self._do(kind)
+                self._do(kind, step)
 
-    def _do(self, kind: str) -> None:
+    def _at_armed(self, place: str, step: int) -> None:
+        for kind in KINDS:
+            if _PLACE.get(kind, "step") == place:
+                try:
+                    (self.folder / f"arm-{self.armed_rank}-{kind}").unlink()
+                except FileNotFoundError:
+                    continue
+                self._do(kind, step)
+        if place == "step" and (self.folder / "pace").exists():
+            time.sleep(float((self.folder / "pace").read_text()))
+
+    def _do(self, kind: str, step: int) -> None:
+        os.write(2, f"tfdist: fault on purpose: {kind} at step {step}.\n".encode())
         if kind.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "term":

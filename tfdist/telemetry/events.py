@@ -2,7 +2,7 @@
 
 | kind    | when                              | values (names carry units where they have any)                                    |
 |---------|-----------------------------------|-----------------------------------------------------------------------------------|
-| start   | once per attempt                  | message, parameters, config_digest, replicas, workers, startup_s, flags, data/*   |
+| start   | once per attempt                  | message, parameters, config_digest, replicas, workers, flags, data/*; seconds since the process began: startup_s, of which import_s, build_s, restore_s |
 | restore | after resuming                    | message                                                                           |
 | train   | every --log_every steps           | train/loss, train/METRIC, train/learning_rate, train/gradient_norm, train/loss_scale, train/skipped_steps, perf/steps_per_s, perf/samples_per_s, data/consumed_samples |
 | eval    | after an evaluation               | eval/loss, eval/METRIC, eval/samples                                              |

@@ -52,8 +52,8 @@ class Interval:
             "perf/samples_per_s": self.steps * self.global_batch / seconds,
             "data/consumed_samples": self.position(step),
         }
-        if self.compute_s and len(self.compute_s[0]) > 1:
-            seconds_by_rank = self.compute_by_rank()
+        seconds_by_rank = self.compute_by_rank()
+        if len(seconds_by_rank) > 1 and max(seconds_by_rank) > 0:
             values |= {"perf/compute_s": statistics.median(seconds_by_rank), "perf/slowest_compute_s": max(seconds_by_rank), "perf/slowest_rank": int(np.argmax(seconds_by_rank))}
         self._reset()
         return Event("train", step, values)

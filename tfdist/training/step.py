@@ -38,6 +38,7 @@ class StepOptions:
     clip_norm: float = 0.0
     jit_compile: bool = False
     skip_non_finite: bool = False
+    timed: bool = True  # measure compute seconds; TensorFlow refuses to look at the clock where operations must be deterministic
     weighted: bool = True  # False: every weight is known to be 1, which saves a pass over the gradients
 
 
@@ -145,14 +146,14 @@ class TrainStep:
         """Returns (sums, norm, finite, compute seconds: from asking for the batch to the last gradient)."""
         step, scale = tf.identity(self.counter), self.loss_scale.value()
         with tf.control_dependencies([step]):
-            begun = tf.timestamp()
+            begun = self._now()
         run, next_batch = self.runtime.run, lambda: self.runtime.per_replica([next(iterator) for iterator in iterators])
         carry = run(self._micro, (next_batch(), step, tf.constant(0), scale))
         if self.options.plan.accumulation > 1:
             for micro in tf.range(1, self.options.plan.accumulation):
                 carry = run(self._accumulate, (carry, next_batch(), step, micro, scale))
         with tf.control_dependencies([local[0][0] for local in self.runtime.local(carry)]):  # of each replica the gradient that comes last
-            seconds = tf.timestamp() - begun
+            seconds = self._now() - begun
         reduced = run(self._reduce, (carry, signals))
         gradients, sums = self.runtime.local(reduced)[0]
         norm, finite, factor = self._judge(gradients, sums, scale, last)
@@ -165,6 +166,9 @@ class TrainStep:
         # One overflowing sample must not make the shown mean of the whole interval infinite.
         shown = tf.where(tf.logical_or(finite, not self._may_skip), sums, tf.where(tf.math.is_finite(sums), sums, 0.0))
         return shown, norm, finite, seconds
+
+    def _now(self) -> tf.Tensor:
+        return tf.timestamp() if self.options.timed else tf.constant(0.0, tf.float64)
 
     def _judge(self, gradients: list, sums: tf.Tensor, scale: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
         """From reduced values, so that all replicas conclude the same: (norm, finite, factor for the gradients or None for 1)."""

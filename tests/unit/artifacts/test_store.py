@@ -70,6 +70,18 @@ def test_every_damaged_file_is_found_and_the_previous_snapshot_used(store, how):
         store.delete(20)
 
 
+def test_damaged_ones_do_not_count_as_kept(store, tmp_path):
+    """Else retention would keep a damaged newer one and delete the valid one."""
+    store.write(1, ARRAYS, {})
+    store.write(9, ARRAYS, {})
+    (tmp_path / "checkpoints" / "step-00000009" / "manifest.json").unlink()
+    assert store.newest_valid()[0].step == 1
+    store.set_aside_damaged()
+    assert store.steps() == [1] and len(list((tmp_path / "checkpoints").glob("damaged-step-00000009-*"))) == 1
+    store.write(9, ARRAYS, {})
+    assert store.newest_valid() == (store.verify(9), [])
+
+
 def test_without_a_valid_one_there_is_none(store):
     assert store.newest_valid() == (None, [])
     store.write(10, ARRAYS, {})

@@ -1,0 +1,169 @@
+"""Jobs in which something goes wrong: who is named, what is lost (nothing), where the run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, run, snapshot, start, train, wait_for
+from tfdist.telemetry.jsonl import read_jsonl
+
+pytestmark = pytest.mark.slow
+
+IDENTIFIED = [*CLUSTERS, "--source=tests.e2e.sources:identified", "--objective=tests.e2e.sources:identifying", "--model_args=widths=(16,),num_outputs=2", "--optimizer=momentum"]
+
+
+def with_faults(text: str, workers: int, flags: list[str], launch_flags: tuple[str, ...] = (), timeout: float = 240) -> tuple[int, str]:
+    """(exit code, output) of a job with faults on purpose."""
+    process = start(workers, flags, launch_flags, {"TFDIST_FAULTS": text})
+    output, _ = process.communicate(timeout=timeout)
+    return process.returncode, output
+
+
+def logs(run_dir: Path, workers: int) -> list[str]:
+    return [(run_dir / "logs" / f"worker-{rank}.log").read_text() for rank in range(workers)]
+
+
+def workers_training(run_dir: Path) -> int:
+    """How many workers the present attempt has, once it trains; 0 before."""
+    workers = 0
+    for record in read_jsonl(run_dir / "logs" / "rank-0.jsonl"):
+        if record["kind"] == "start":
+            started, workers = record["values"]["workers"], 0
+        elif record["kind"] == "train":
+            workers = started
+    return workers
+
+
+def batches(run_dir: Path) -> dict[int, tuple]:
+    """Step -> checksums of the samples of its global batch. A step that was done again must have seen the same samples."""
+    seen: dict[int, tuple] = {}
+    for record in records(run_dir, kind="train"):
+        values = record["values"]["train/first_checksum"], record["values"]["train/second_checksum"], record["values"]["data/consumed_samples"]
+        assert seen.setdefault(record["step"], values) == values, f"step {record['step']} was done again with other samples"
+    return seen
+
+
+def test_a_worker_stuck_in_python_is_named_by_all(tmp_path):
+    code, output = with_faults("1:20:stuck", 3, [*CLUSTERS, "--steps=100000", "--steps_per_loop=5", "--step_timeout=4", "--progress=none", f"--run_dir={tmp_path}"])
+    assert code == 7, output
+    for log in logs(tmp_path, 3):
+        assert 'Section "step" took' in log and "the others wait for worker 1 (rank 1," in log and "faults.py" in log, log
+    assert "worker 1 (rank 1," in output.splitlines()[-2]  # the launcher's last word but one
+    assert "Python stacks" in logs(tmp_path, 3)[1] and "Python stacks" not in logs(tmp_path, 3)[0]
+
+
+def test_a_stopped_worker_is_named_with_its_section(tmp_path):
+    code, output = with_faults("1:20:stop", 3, [*CLUSTERS, "--steps=100000", "--steps_per_loop=5", "--heartbeat_timeout=3", "--progress=none", f"--run_dir={tmp_path}"])
+    assert code == 6, output
+    for rank in (0, 2):
+        assert "worker 1 (rank 1," in (log := logs(tmp_path, 3)[rank]) and 'in section "step"' in log, log
+
+
+def test_the_first_error_reaches_every_log(tmp_path):
+    code, output = with_faults("2:20:error", 3, [*CLUSTERS, "--steps=100000", "--progress=none", f"--run_dir={tmp_path}"])
+    assert code == 1 and "an error on purpose" in output.splitlines()[-2], output
+    assert all("an error on purpose" in log for log in logs(tmp_path, 3))
+    assert [record["kind"] for record in records(tmp_path, 0)][-1] == "error"
+
+
+def test_more_and_fewer_workers_see_the_same_batches(tmp_path):
+    """3 -> 2 -> 4 workers in one job, as --discover tells, with at most 8 samples per worker at a time."""
+    room = tmp_path / "room"
+    flags = [*IDENTIFIED, "--steps=300", "--log_every=1", "--deterministic"]
+    run(1, [*flags, f"--run_dir={tmp_path / 'one'}"])
+    room.write_text("3")
+    many = tmp_path / "many"
+    (many / "faults").mkdir(parents=True)
+    (many / "faults" / "pace").write_text("0.1")  # a step, so that there is time for changes
+    process = start(4, [*flags, f"--run_dir={many}"], ("--min_workers=1", f"--discover=cat {room}"), {"TFDIST_FAULTS": "armed"})
+    for workers, then in ((3, "2"), (2, "4"), (4, "4")):
+        wait_for(lambda workers=workers: workers_training(many) == workers)
+        room.write_text(then)
+    (many / "faults" / "pace").unlink()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert [record["values"]["workers"] for record in records(many, kind="start")] == [3, 2, 4], output
+    assert "from 3 to 2 workers" in output and "written by 2 workers, now 4" in output
+    assert "6 per micro-batch x 2 accumulation x 2 replicas" in output  # never more at a time than the 4 workers asked for would take
+    assert batches(many) == batches(tmp_path / "one")
+    ends = [snapshot(folder, 300) for folder in (tmp_path / "one", many)]
+    for key, array in ends[0].items():
+        np.testing.assert_allclose(array.astype("float64"), ends[1][key].astype("float64"), rtol=0, atol=2e-6, err_msg=key)
+
+
+def test_a_worker_that_cannot_be_brought_back_is_left_out(tmp_path):
+    """Rank 2 breaks twice before there is any snapshot; the job goes on with two."""
+    flags = [*IDENTIFIED, "--steps=60", "--log_every=1", "--progress=none", f"--run_dir={tmp_path}"]
+    code, output = with_faults("2:5:kill,2:6:kill", 3, [*flags, "--steps_per_loop=1"], ("--min_workers=2", "--max_restarts=5"))
+    assert code == 0 and "with 2 workers" in output, output
+    assert [record["values"]["workers"] for record in records(tmp_path, kind="start")] == [3, 3, 2]
+    assert sorted(batches(tmp_path)) == list(range(1, 61))
+
+
+def test_backup_is_preferred_when_it_is_newer_and_deleted_at_the_end(tmp_path):
+    backup = tmp_path / "backup"
+    flags = [*CLUSTERS, "--steps=60", "--save_every=20", f"--backup_dir={backup}", "--backup_every=7", "--steps_per_loop=1", "--deterministic"]
+    run(2, [*flags, f"--run_dir={tmp_path / 'whole'}"])
+    code, output = with_faults("1:37:kill", 2, [*flags, f"--run_dir={tmp_path / 'broken'}"], ("--max_restarts=1",))
+    assert code == 0 and f"resumed from {backup}/step-00000035" in output, output
+    assert not list(backup.glob("step-*"))
+    whole, broken = snapshot(tmp_path / "whole", 60), snapshot(tmp_path / "broken", 60)
+    assert all(whole[key].tobytes() == broken[key].tobytes() for key in whole)
+
+
+def test_rollback_goes_past_bad_samples(tmp_path):
+    """Sample 70 is in step 3; --log_every makes calls of 5 steps."""
+    flags = [*CLUSTERS, "--source=tests.e2e.sources:with_nan", "--noshuffle", "--steps=20", "--log_every=5", "--on_nan=rollback"]
+    output = run(2, [*flags, f"--run_dir={tmp_path}"])
+    assert "went back to step 0 and past 120 samples, which are not trained on (rollback 1 of 3)" in output
+    manifest = json.loads((tmp_path / "checkpoints" / "step-00000020" / "manifest.json").read_text())
+    assert manifest["consumed"] == 20 * 24 + 120 and manifest["skipped_samples"] == 120
+    assert all(np.isfinite(array).all() for key, array in snapshot(tmp_path, 20).items() if key.startswith("model/"))
+    output = run(2, [*flags, "--steps=24", f"--run_dir={tmp_path}"])  # the position comes back with the snapshot
+    assert "600 samples consumed" in output
+    everywhere = run(1, [*CLUSTERS, "--source=tests.e2e.sources:all_nan", "--steps=20", "--log_every=5", "--on_nan=rollback", "--max_rollbacks=2", f"--run_dir={tmp_path / 'all'}"], code=8)
+    assert "after 2 rollbacks" in everywhere
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_training_ends_well_on_a_full_disk(tmp_path):
+    disk = tmp_path / "checkpoints"
+    disk.mkdir()
+    flags = [*CLUSTERS, "--model_args=widths=(700,700)", "--optimizer=sgd", "--save_every=20", "--keep=9", f"--run_dir={tmp_path}"]
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(disk)], check=True)  # a snapshot has 2 MB: two fit
+    try:
+        output = run(2, [*flags, "--steps=80"], code=9)
+        assert "SNAPSHOT NOT WRITTEN (failure number 1), step 60" in output and "failure number 2" in output
+        assert "step 80/80" in output and "The last snapshot could not be written" in output and "Traceback" not in output
+        assert sorted(path.name for path in disk.glob("step-*")) == ["step-00000020", "step-00000040"]
+        subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
+        output = run(2, [*flags, "--steps=80"])
+        assert "step-00000040: step 40" in output and (disk / "step-00000080").exists()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_what_cannot_be_saved_within_the_grace_period_is_said(tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "tfdist.train", *CLUSTERS, "--steps=100000", "--grace_period=4", f"--run_dir={tmp_path}"],
+                               env={**ENVIRONMENT, "TFDIST_FAULTS": "0:20:stuck"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: (tmp_path / "faults").exists())
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 7 and "Not saved within --grace_period=4 s" in output, output
+
+
+def test_a_changed_schedule_is_refused_or_said(tmp_path):
+    flags = [*CLUSTERS, f"--run_dir={tmp_path}"]
+    assert train([*flags, "--steps=20"]).returncode == 0
+    result = train([*flags, "--steps=30", "--learning_rate=0.5"])
+    assert result.returncode == 9 and "--learning_rate: 0.01 there, 0.5 now" in result.stderr
+    result = train([*flags, "--steps=30", "--learning_rate=0.5", "--allow_config_change"])
+    assert result.returncode == 0 and "the learning rate jumps from 0.01 to 0.5" in result.stdout
