@@ -53,6 +53,7 @@ class ClusterConfig:
     eval_timeout: float = option(3600.0, "The same for one evaluation.", least=0)
     save_timeout: float = option(1800.0, "The same for one save, as far as training waits for it, and for restoring.", least=0)
     grace_period: float = option(30.0, "Seconds that the platform gives between SIGTERM and SIGKILL: within it all is saved, or the process says that it is not.", least=1)
+    preemption_notice: str = option("none", "Where to ask whether this machine is about to be taken away, beside SIGTERM. gce: Google Compute Engine's metadata server.", choices=("none", "gce"))
     straggler_factor: float = option(1.5, "A worker that computes this many times as long as the others is named. 0: none is.", least=0)
     intra_op_threads: int = option(0, "Threads within one TensorFlow operation. 0: TensorFlow decides.", least=0)
     inter_op_threads: int = option(0, "Operations run at the same time. 0: TensorFlow decides.", least=0)

@@ -19,6 +19,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ExitCode, PeerLostError, TfdistError
 from tfdist.control.signals import SignalRequests
 from tfdist.control.watchdog import Watchdog, all_stacks
+from tfdist.runtime import preemption
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.errors import explain
 
@@ -37,9 +38,16 @@ class Guard:
         self.beacons: Beacons | None = None
 
     def signals(self) -> SignalRequests:
-        """Takes over SIGTERM and SIGUSR1. The grace period is counted from the first SIGTERM."""
+        """Takes over SIGTERM and SIGUSR1, and listens to the platform. The grace period is counted from the first SIGTERM."""
         margin = min(2.0, self.options.grace_period / 4)  # to say that it was not enough
-        return SignalRequests(on_stop=lambda: self.watchdog.stop_within(self.options.grace_period - margin)).install()
+        requests = SignalRequests(on_stop=lambda: self.watchdog.stop_within(self.options.grace_period - margin)).install()
+
+        def on_notice() -> None:
+            print(f"tfdist: --preemption_notice={self.options.preemption_notice}: this machine is about to be taken away; saving, then ending with exit code {ExitCode.PREEMPTED.value}.", file=sys.stderr, flush=True)
+            requests.stop = True
+
+        preemption.watch(self.options.preemption_notice, on_notice)
+        return requests
 
     def connect(self, runtime: Runtime) -> None:
         """From now on this worker hears of the others, and they of it. A collective."""

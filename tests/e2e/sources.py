@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import numpy as np
 
 CLASSES = 4
@@ -61,3 +64,18 @@ def identifying(outputs, y, w):
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=tf.cast(y[:, 0], tf.int32), logits=outputs[:, :2])
     # Small whole numbers: their float32 sums are exact in any order.
     return Scores(losses, w, {"first_checksum": tf.cast(number * 7919 % 1009, tf.float32), "second_checksum": tf.cast(number * number % 997, tf.float32)})
+
+
+class SlowOnRankOne:
+    """Reads a sample in 5 ms on the worker of rank 1, at once on the others."""
+
+    def __init__(self, split: str):
+        self.x, self.y = clean(split)
+        self.pause = 0.005 if split == "train" and '"index": 1' in os.environ.get("TF_CONFIG", "") else 0.0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int):
+        time.sleep(self.pause)
+        return self.x[index], self.y[index]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -167,3 +169,41 @@ def test_a_changed_schedule_is_refused_or_said(tmp_path):
     assert result.returncode == 9 and "--learning_rate: 0.01 there, 0.5 now" in result.stderr
     result = train([*flags, "--steps=30", "--learning_rate=0.5", "--allow_config_change"])
     assert result.returncode == 0 and "the learning rate jumps from 0.01 to 0.5" in result.stdout
+
+
+def test_chaos_ends_where_the_undisturbed_run_ends(tmp_path):
+    """Three faults of scripts/chaos.py: a damaged snapshot, the chief killed while saving, the chief killed (what this seed draws)."""
+    done = subprocess.run([sys.executable, "scripts/chaos.py", "--kills=3", "--seed=36", "--workers=2", f"--keep={tmp_path}"], env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0 and "bitwise those of the undisturbed run" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_straggler_is_named(tmp_path):
+    """Rank 1 reads slowly."""
+    output = run(2, [*CLUSTERS, "--source=tests.e2e.sources:SlowOnRankOne", "--model_args=widths=(16,),num_outputs=4", "--steps=60", "--log_every=5", f"--run_dir={tmp_path}"])
+    assert "rank 1 is a straggler" in output and "rank 0 is a straggler" not in output
+    assert {record["values"]["perf/slowest_rank"] for record in records(tmp_path, kind="train")[2:]} == {1}
+
+
+def test_a_notice_of_the_platform_saves_and_ends(tmp_path):
+    """Through TensorFlow's own watcher, which asks a metadata server; here a real HTTP server with the same answers."""
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        event = b"NONE"
+
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(Metadata.event if self.path.endswith("/instance/maintenance-event") else b"")
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    process = subprocess.Popen([sys.executable, "-m", "tfdist.train", *CLUSTERS, "--steps=1000000", "--preemption_notice=gce", f"--run_dir={tmp_path}"],
+                               env={**ENVIRONMENT, "GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: records(tmp_path, kind="train"))
+    Metadata.event = b"TERMINATE_ON_HOST_MAINTENANCE"
+    output, _ = process.communicate(timeout=60)
+    server.shutdown()
+    assert process.returncode == 42 and "about to be taken away" in output, output
+    assert list((tmp_path / "checkpoints").glob("step-*"))
