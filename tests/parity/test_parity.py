@@ -19,6 +19,7 @@ RUNTIMES = {
     "two_workers": (2, ["--strategy=multi_worker"]),
     "three_workers": (3, ["--strategy=multi_worker"]),
     "two_workers_grpc": (2, ["--strategy=multi_worker", "--communication=ring"]),
+    "two_workers_horovod": (2, ["--strategy=horovod"]),
 }
 # largest difference of a weight after 50 steps
 BOUNDS = {"momentum": 1e-6, "adamw": 1e-5, "float16": 1e-3}
