@@ -23,7 +23,7 @@ from tfdist.control.horovod_env import PORT, Placement, placement
 from tfdist.control.preflight import bind_everywhere
 
 _PAUSE_SECONDS = 0.1
-_LONGEST_STALL_CHECK = 60.0  # seconds until Horovod warns of a stalled tensor
+_LONGEST_STALL_CHECK = 60.0  # seconds until Horovod warns of a stalled tensor, and between two looks
 
 
 def load() -> ModuleType:
@@ -73,7 +73,7 @@ def settings(config: Config, size: int) -> dict[str, str]:
         "HOROVOD_FUSION_THRESHOLD": str(int(config.strategy.horovod_fusion_mb * 2**20) if fuse else 0),
         "HOROVOD_CYCLE_TIME": str(config.strategy.horovod_cycle_ms),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(config.cluster.heartbeat_timeout)),
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(math.ceil(min(_LONGEST_STALL_CHECK, stall or _LONGEST_STALL_CHECK))),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(math.ceil(min(_LONGEST_STALL_CHECK, stall / 2 or _LONGEST_STALL_CHECK))),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(math.ceil(stall)),
         "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "error"),
     }
