@@ -7,7 +7,8 @@
 #
 # The first call takes about three minutes on two cores. The wheel is kept in HOROVOD_WHEEL_DIR (default
 # ~/.cache/tfdist), under a name that holds the versions of Horovod, TensorFlow and Python: a wheel works with the very
-# TensorFlow that it was built for only. Calls after the first only compare versions.
+# TensorFlow that it was built for only. Calls after the first only compare versions. One word of the source is mended
+# (see build).
 #
 #   HOROVOD_PYTHON      the Python to install for, instead of that of the virtual environment
 #   HOROVOD_WHEEL_DIR   where wheels are kept
@@ -87,6 +88,10 @@ build() {
   command -v cmake >/dev/null || "$python" -m pip install --quiet "cmake>=3.13"
   "$python" -m pip download --quiet --no-deps --no-build-isolation --no-binary horovod --dest "$work" "horovod==$version"
   tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
+  # With Gloo the list of ranks stays empty (it is reserved but never sized), so that the stall inspector, which walks it,
+  # finds nobody missing: a rank that is stuck in Python would be waited for without end.
+  sed -i 's/global_ranks_\.reserve(size_)/global_ranks_.resize(size_)/' "$work/horovod-$version/horovod/common/gloo/gloo_controller.cc"
+  grep -q 'global_ranks_\.resize(size_)' "$work/horovod-$version/horovod/common/gloo/gloo_controller.cc"
 
   export HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1
   export CMAKE_POLICY_VERSION_MINIMUM=3.5  # its bundled libraries ask for less, which cmake 4 refuses

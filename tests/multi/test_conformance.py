@@ -22,8 +22,10 @@ RUNTIMES = {
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
-def test_conformance(name, tmp_path):
+def test_conformance(name, tmp_path, request):
     workers, flags = RUNTIMES[name]
+    if "--strategy=horovod" in flags:
+        request.getfixturevalue("horovod")
     output = io.StringIO()
     job = LocalJob([sys.executable, "-m", "tests.multi.conformance", *flags], workers, tmp_path, pin=False, environment=ENVIRONMENT, output=output)
     job.start()

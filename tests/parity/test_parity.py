@@ -45,7 +45,9 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("runtime", [name for name in RUNTIMES if name != "one_device"])
-def test_parity(results, runtime):
+def test_parity(results, runtime, request):
+    if "--strategy=horovod" in RUNTIMES[runtime][1]:
+        request.getfixturevalue("horovod")
     problems = []
     for row in ROWS:
         reference, ranks = results("one_device")[row][0], results(runtime)[row]
