@@ -4,27 +4,28 @@ one reduction goes on training, with losses that look right."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 
+import keras
 import numpy as np
 
 from tfdist.control.exit_codes import DivergedError
 from tfdist.runtime.base import Runtime
 
 
-def check_weights(runtime: Runtime, weights: Mapping[str, np.ndarray], when: str) -> None:
-    """Compares a CRC-32 of every array over all workers; all must call it with the same names.
+def check_weights(runtime: Runtime, model: keras.Model, when: str) -> None:
+    """Compares a CRC-32 of every weight and moving statistic over all workers. All must call it.
+
+    Moving statistics that are not synchronised differ by nature: make them the same before. Seed generators, which
+    differ by intention, are left out (they are not of a floating type).
 
     Args:
-      weights: name -> this worker's value. Only digests travel, 4 bytes each.
       when: for the sentence, for example "at step 300".
-    Raises: DivergedError on all workers, which names the ranks that differ from the chief, and the first array.
+    Raises: DivergedError on all workers, which names the ranks that differ from the chief, and the first variable.
     """
-    names = sorted(weights)
-    digests = runtime.all_gather(np.array([zlib.crc32(np.ascontiguousarray(weights[name]).tobytes()) for name in names], np.uint32))
-    ranks, arrays = np.nonzero(digests != digests[0])
+    variables = [variable for variable in model.variables if keras.backend.is_float_dtype(variable.dtype)]
+    digests = runtime.all_gather(np.array([zlib.crc32(np.ascontiguousarray(variable.numpy()).tobytes()) for variable in variables], np.uint32))
+    ranks, places = np.nonzero(digests != digests[0])
     if ranks.size:
-        different = ", ".join(map(str, np.unique(ranks)))
         raise DivergedError(
-            f"The weights of rank {different} differ from the chief's {when} ({len(np.unique(arrays))} of {len(names)} arrays, first {names[arrays.min()]}): "
-            "gradients were not the same on all workers; look for code that runs on some of them only, then go on from the last snapshot.")
+            f"The weights of rank {', '.join(map(str, np.unique(ranks)))} differ from the chief's {when} ({len(np.unique(places))} of {len(variables)} variables, "
+            f"the first is {variables[places.min()].path}): gradients were not the same on all workers; look for code that runs on some of them only, then go on from the last snapshot.")
