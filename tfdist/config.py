@@ -63,11 +63,14 @@ class ClusterConfig:
 class StrategyConfig:
     """Which Runtime, and how it communicates."""
 
-    strategy: str = option("auto", "auto: multi_worker if TF_CONFIG lists several workers, mirrored if there are several local GPUs, else one_device.")
+    strategy: str = option("auto", "auto: multi_worker if TF_CONFIG lists several workers, horovod under horovodrun or mpirun, mirrored if there are several local GPUs, else one_device.")
     virtual_devices: int = option(0, "With --strategy=mirrored: this many CPU devices instead of the local GPUs.", least=0)
     communication: str = option("auto", "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC; nccl: NVIDIA's. auto: nccl on GPUs, else socket.", choices=("auto", "socket", "ring", "nccl"))
     pack_mb: float = option(1.0, "Gradients are reduced in packs of about this many MB, so that the first packs travel while the backward pass goes on. 0: one pack per tensor.", least=0)
     collective_timeout: float = option(1800.0, "Seconds after which a collective that does not end is an error. Must exceed the longest save or evaluation. 0: never.", least=0)
+    horovod_fusion_mb: float = option(64.0, "With --strategy=horovod: gradients are reduced in groups of about this many MB. 0: one by one, as --deterministic does over three and more workers.", least=0)
+    horovod_cycle_ms: float = option(1.0, "With --strategy=horovod: milliseconds between two looks for gradients that are ready.", least=0)
+    horovod_compression: str = option("none", "With --strategy=horovod: what gradients are rounded to on their way. fp16: half the bytes.", choices=("none", "fp16"))
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,16 @@ RUNTIMES = {
     "two workers": (2, ["--strategy=multi_worker"]),
     "three workers, small packs": (3, ["--strategy=multi_worker", "--pack_mb=0.001"]),
     "three workers over gRPC": (3, ["--strategy=multi_worker", "--communication=ring"]),
+    "two workers by Horovod": (2, ["--strategy=horovod"]),
+    "three workers by Horovod, small packs": (3, ["--strategy=horovod", "--horovod_fusion_mb=0.001", "--horovod_cycle_ms=0"]),
 }
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
-def test_conformance(name, tmp_path):
+def test_conformance(name, tmp_path, request):
     workers, flags = RUNTIMES[name]
+    if "--strategy=horovod" in flags:
+        request.getfixturevalue("horovod")
     output = io.StringIO()
     job = LocalJob([sys.executable, "-m", "tests.multi.conformance", *flags], workers, tmp_path, pin=False, environment=ENVIRONMENT, output=output)
     job.start()

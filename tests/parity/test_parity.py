@@ -19,6 +19,7 @@ RUNTIMES = {
     "two_workers": (2, ["--strategy=multi_worker"]),
     "three_workers": (3, ["--strategy=multi_worker"]),
     "two_workers_grpc": (2, ["--strategy=multi_worker", "--communication=ring"]),
+    "two_workers_horovod": (2, ["--strategy=horovod"]),
 }
 # largest difference of a weight after 50 steps
 BOUNDS = {"momentum": 1e-6, "adamw": 1e-5, "float16": 1e-3}
@@ -44,7 +45,9 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("runtime", [name for name in RUNTIMES if name != "one_device"])
-def test_parity(results, runtime):
+def test_parity(results, runtime, request):
+    if "--strategy=horovod" in RUNTIMES[runtime][1]:
+        request.getfixturevalue("horovod")
     problems = []
     for row in ROWS:
         reference, ranks = results("one_device")[row][0], results(runtime)[row]

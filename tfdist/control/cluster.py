@@ -32,6 +32,7 @@ class Cluster:
     size: int = 1  # training workers
     peers: tuple[str, ...] = ()  # addresses of the training workers in rank order; empty if there is only this process
     spec: Mapping[str, list[str]] = field(default_factory=dict)  # role -> addresses
+    started_by: str = ""  # a launcher that tells ranks but no addresses (control/horovod_env.py)
 
     @property
     def is_chief(self) -> bool:
@@ -44,6 +45,8 @@ class Cluster:
 
     def name(self, rank: int) -> str:
         """How messages name a training worker: "worker 1 (rank 2, host:port)"."""
+        if not self.peers:
+            return f"rank {rank}"
         role, index = self._role_and_index(rank)
         return f"{role} {index} (rank {rank}, {self.peers[rank]})"
 
@@ -64,6 +67,8 @@ class Cluster:
         """The cluster in one line, for logs."""
         if self.role == "evaluator":
             return f"evaluator beside {self.size} worker{'s' if self.size > 1 else ''}"
+        if self.started_by:
+            return f"rank {self.rank} of {self.size} workers, started by {self.started_by}"
         if not self.peers:
             return "one worker (no TF_CONFIG)"
         return f"{self.role} {self.index} = rank {self.rank} of {self.size} workers at {', '.join(self.peers)}"
@@ -84,9 +89,15 @@ def from_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     return None if _is_empty(text) else parse_tf_config(text)
 
 
-# Tried in this order; the first that answers wins. A new kind of cluster (Slurm, Kubernetes, Horovod) is one function
-# and an entry here.
-RESOLVERS: list[Callable[[Mapping[str, str]], Cluster | None]] = [from_tf_config]
+def _from_horovod(environ: Mapping[str, str]) -> Cluster | None:
+    from tfdist.control.horovod_env import from_horovod  # which needs Cluster
+
+    return from_horovod(environ)
+
+
+# Tried in this order; the first that answers wins. A new kind of cluster (Slurm, Kubernetes, ...) is one function and
+# an entry here.
+RESOLVERS: list[Callable[[Mapping[str, str]], Cluster | None]] = [from_tf_config, _from_horovod]
 
 
 def _is_empty(text: str | None) -> bool:

@@ -42,7 +42,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.STARTUP: "a peer did not appear in time, or a port is in use",
     ExitCode.PEER_LOST: "another worker died or left while training",
     ExitCode.HANG: "a watchdog found this or another worker stuck",
-    ExitCode.DIVERGED: "the loss or a gradient became NaN or infinite",
+    ExitCode.DIVERGED: "the loss or a gradient became NaN or infinite, or the workers' weights differ",
     ExitCode.CHECKPOINT: "a checkpoint cannot be used: none valid, or of another configuration",
     ExitCode.UNSUPPORTED: "this Python, TensorFlow or Keras version is not supported, or a needed package is missing",
     ExitCode.CRASH_LOOP: "the supervisor gave up: the job failed again and again without progress",

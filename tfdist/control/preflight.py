@@ -85,12 +85,12 @@ def wait_for_peers(cluster: Cluster, timeout: float, *, until: threading.Event |
     """Returns when every peer has answered at its address, and `until` (if given) is set; early if `given_up` is set.
 
     Args:
-      cluster: who is waited for; nobody if this process is alone or an evaluator.
+      cluster: who is waited for; nobody if this process is alone or an evaluator, or if no addresses are known.
       timeout: seconds that the peers have to appear.
       report: takes a line about every ten seconds that says who is missing.
     Raises: StartupError if this worker's port is in use, or if a peer is missing after `timeout` seconds.
     """
-    if cluster.size < 2 or cluster.rank < 0:
+    if cluster.size < 2 or cluster.rank < 0 or not cluster.peers:
         return
     missing = [rank for rank in range(cluster.size) if rank != cluster.rank]
     start = reported = time.monotonic()

@@ -12,12 +12,19 @@ from tfdist.runtime.ring import MARK
 
 _PEER_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 
+# Horovod's error for all that ends its background threads, and Gloo's own where it reaches an operation.
+_HOROVOD_DOWN = re.compile(r"Horovod has been shut down|gloo/.*(Connection|[Tt]imed? ?out|peer)")
+
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     """The error as a sentence with its exit code, or None if it is not one that we know."""
     if isinstance(error, TfdistError) or not isinstance(error, tf.errors.OpError):
         return None
     text = str(error.message)
+    if _HOROVOD_DOWN.search(text):
+        return PeerLostError(
+            "Horovod stopped: a worker died, was silent for --heartbeat_timeout, or did not enter a collective within --collective_timeout. "
+            "Look at the log of the worker that ended first, or has not ended, for the cause, then start all workers again.")
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return ConfigError(f"Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16. TensorFlow says: {_first_line(text)}")
     if "DataError: " in text:  # raised by a source inside tf.data

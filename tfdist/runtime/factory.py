@@ -13,6 +13,7 @@ RUNTIMES: dict[str, str] = {
     "one_device": "tfdist.runtime.one_device:OneDevice",
     "mirrored": "tfdist.runtime.mirrored:Mirrored",
     "multi_worker": "tfdist.runtime.mirrored:MultiWorker",
+    "horovod": "tfdist.runtime.horovod:Horovod",
 }
 
 
@@ -26,6 +27,8 @@ def create_runtime(config: Config, cluster: Cluster) -> Runtime:
         name = _choose(config, cluster)
     if name not in RUNTIMES:
         raise ConfigError(f"--strategy={name} is not one of auto, {', '.join(RUNTIMES)}.")
+    if cluster.started_by and name != "horovod":
+        raise ConfigError(f"--strategy={name}, but {cluster.started_by} started this process and tells no addresses: use --strategy=horovod, or start with tfdist.launch or TF_CONFIG.")
     module, _, kind = RUNTIMES[name].partition(":")
     return getattr(import_module(module), kind).create(config, cluster)
 
@@ -33,6 +36,8 @@ def create_runtime(config: Config, cluster: Cluster) -> Runtime:
 def _choose(config: Config, cluster: Cluster) -> str:
     import tensorflow as tf
 
+    if cluster.started_by:
+        return "horovod"
     if cluster.size > 1:
         return "multi_worker"
     if config.strategy.virtual_devices > 1 or len(tf.config.list_physical_devices("GPU")) > 1:

@@ -1,0 +1,171 @@
+"""Starting Horovod: its settings, the rendezvous in which its processes find each other, hvd.init().
+
+Horovod reads everything from the environment, once, in hvd.init(). When that fails because a peer is missing, it says so
+after a time-out in terms of its own; so all processes meet first in the same rendezvous server under our own keys,
+where a missing one can be named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator
+from types import ModuleType
+
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import StartupError, UnsupportedError
+from tfdist.control.horovod_env import PORT, Placement, placement
+from tfdist.control.preflight import bind_everywhere
+
+_PAUSE_SECONDS = 0.1
+_LONGEST_STALL_CHECK = 60.0  # seconds until Horovod warns of a stalled tensor, and between two looks
+
+
+def load() -> ModuleType:
+    """The module horovod.tensorflow. Raises UnsupportedError if it is not there, or not made for this TensorFlow."""
+    try:
+        import horovod.tensorflow as hvd
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "horovod":
+            raise UnsupportedError(f"--strategy=horovod needs the package {error.name}: run scripts/install_horovod.sh, which installs it.") from None
+        raise UnsupportedError("--strategy=horovod, but Horovod is not installed: run scripts/install_horovod.sh, which builds it for the installed TensorFlow.") from None
+    except Exception as error:  # whatever the loader says of a library of another TensorFlow
+        raise UnsupportedError(f"--strategy=horovod: the installed Horovod does not fit this TensorFlow ({_first_line(error)}): run scripts/install_horovod.sh --force, which builds it anew.") from None
+    return hvd
+
+
+def start(cluster: Cluster, config: Config) -> tuple[ModuleType, Placement]:
+    """hvd.init() with all peers; returns Horovod and where this process stands.
+
+    Raises: UnsupportedError without Horovod, ClusterError or StartupError if the peers cannot be found.
+    """
+    hvd = load()
+    place = placement(cluster, os.environ)
+    os.environ.update({**settings(config, cluster.size), **place.variables})
+    if place.server and "HOROVOD_GLOO_IFACE" not in os.environ:
+        os.environ["HOROVOD_GLOO_IFACE"] = _interface(*place.server)
+    with _open_port(cluster, place):
+        if place.server and "HOROVOD_ELASTIC" not in os.environ:
+            wait_for_all(place.server, cluster, config.cluster.startup_timeout)
+        try:
+            hvd.init()
+        except ValueError as error:
+            raise StartupError(f"Horovod did not start ({_first_line(error)}): its own lines above say why; on machines with several networks set HOROVOD_GLOO_IFACE to the one between the workers.") from None
+    return hvd, place
+
+
+def settings(config: Config, size: int) -> dict[str, str]:
+    """Our flags as Horovod's variables, for a job of `size` processes.
+
+    Horovod's background threads talk in every cycle, also while Python saves or evaluates. So their silence can be
+    judged by --heartbeat_timeout, and a collective that some rank never enters by --collective_timeout.
+    """
+    stall = config.strategy.collective_timeout
+    # What shares a buffer depends on what is ready; where a tensor lies in it, on the other hand, decides in which order
+    # the ranks' parts are added. Two parts have only one sum.
+    fuse = not config.run.deterministic or size <= 2
+    return {
+        "HOROVOD_FUSION_THRESHOLD": str(int(config.strategy.horovod_fusion_mb * 2**20) if fuse else 0),
+        "HOROVOD_CYCLE_TIME": str(config.strategy.horovod_cycle_ms),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(config.cluster.heartbeat_timeout)),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(math.ceil(min(_LONGEST_STALL_CHECK, stall / 2 or _LONGEST_STALL_CHECK))),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(math.ceil(stall)),
+        "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "error"),
+    }
+
+
+def wait_for_all(server: tuple[str, int], cluster: Cluster, timeout: float) -> None:
+    """Returns when every rank is there. Raises StartupError that names who is missing after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    missing = list(range(cluster.size))
+    while not _request(server, "PUT", cluster.rank):
+        if time.monotonic() > deadline:
+            raise StartupError(f"Horovod's rendezvous at {server[0]}:{server[1]} did not answer within {timeout:g} s: start rank 0, check that its address can be reached from here, or raise --startup_timeout.")
+        time.sleep(_PAUSE_SECONDS)
+    while missing:
+        missing = [rank for rank in missing if not _request(server, "GET", rank)]
+        if missing and time.monotonic() > deadline:
+            raise StartupError(f"{', '.join(map(cluster.name, missing))} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, or raise --startup_timeout.")
+        if missing:
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _request(server: tuple[str, int], method: str, rank: int) -> bool:
+    connection = http.client.HTTPConnection(*server, timeout=10)  # urllib would ask a proxy
+    try:
+        connection.request(method, f"/tfdist/{rank}", body=b"here" if method == "PUT" else None)
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def _open_port(cluster: Cluster, place: Placement) -> Iterator[None]:
+    """What this worker's own port answers until hvd.init() has returned, and so all have found all.
+
+    Rank 0: the rendezvous server, if it is ours. The others: knocks of peers that are still in the preflight.
+    """
+    if place.serve and cluster.rank == 0:
+        server = _rendezvous_server(place.server[1])
+        try:
+            yield
+        finally:
+            server.shutdown()
+            server.server_close()
+    elif place.serve and cluster.address:
+        with bind_everywhere(int(cluster.address.rpartition(":")[2])) as listener:
+            listener.listen(4096)
+            yield
+    else:
+        yield
+
+
+def _rendezvous_server(port: int):
+    """Horovod's server on a port that a launcher may hold for us."""
+    import threading
+
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    class Server(RendezvousHTTPServer):
+        daemon_threads = True
+        request_queue_size = 4096
+
+        def server_bind(self) -> None:
+            self.socket.close()
+            self.socket = bind_everywhere(self.server_address[1])  # shares the port with its reservation
+            self.server_address = self.socket.getsockname()[:2]
+            self.server_name, self.server_port = self.server_address
+
+        def handle_error(self, request, client_address) -> None:
+            """A knock of the preflight is a connection without a request: no reason for a traceback."""
+
+    try:
+        server = Server(("", port), RendezvousHandler, verbose=0)
+    except OSError as error:
+        raise StartupError(f"Horovod's rendezvous cannot listen on port {port} ({error.strerror}): stop the process that does, or choose another port in TF_CONFIG or {PORT}.") from None
+    threading.Thread(target=server.serve_forever, name="tfdist-rendezvous", daemon=True).start()
+    return server
+
+
+def _interface(host: str, port: int) -> str:
+    """The network interface over which `host` is reached. Gloo would look up this machine's name, which is often 127.0.1.1."""
+    import psutil  # which Horovod needs
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))  # sends nothing
+        except OSError as error:
+            raise StartupError(f"Rank 0's address {host} cannot be reached from here ({error}): check the name, and the network.") from None
+        own = probe.getsockname()[0]
+    return next((name for name, addresses in psutil.net_if_addrs().items() for address in addresses if address.address == own), "")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
