@@ -25,6 +25,7 @@ from tfdist.build import Job
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError, DivergedError
 from tfdist.control.faults import Faults
+from tfdist.runtime.agreement import check_weights
 from tfdist.telemetry.timer import Clock
 
 _LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written is worth this wait
@@ -141,6 +142,8 @@ class Recovery:
             return
         self._saved_step = step
         self.settle_statistics()
+        if self.runtime.size > 1:  # a snapshot of weights that differ would keep the damage
+            check_weights(self.runtime, self.job.model, f"at step {step}")
         if self.writer:
             self.writer.save(step, state.to_host(self.variables), self._manifest_fields(step))
 

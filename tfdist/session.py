@@ -13,13 +13,14 @@ from dataclasses import asdict
 from typing import Any
 
 from tfdist import build, flags, results
-from tfdist.agreement import broadcast_json, check_weights_agree, must_agree
+from tfdist.agreement import broadcast_json, must_agree
 from tfdist.artifacts.status import read_status, write_status
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.guard import BETWEEN_STEPS, Guard
 from tfdist.recovery import Recovery
+from tfdist.runtime.agreement import check_weights
 from tfdist.telemetry.build import build_observers
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.jsonl import next_attempt
@@ -64,7 +65,7 @@ class Session:
         with guard.watchdog.section("restore"):
             messages, self.first_step = self.recovery.restore()
         restored = time.monotonic()
-        check_weights_agree(self.runtime, self.recovery.variables)
+        check_weights(self.runtime, self.job.model, "at the start")
         self.run_id, self.attempt = self._identify()
         self.recovery.run_id = self.run_id
         size = self.job.train_split.size

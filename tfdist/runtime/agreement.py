@@ -28,4 +28,4 @@ def check_weights(runtime: Runtime, model: keras.Model, when: str) -> None:
     if ranks.size:
         raise DivergedError(
             f"The weights of rank {', '.join(map(str, np.unique(ranks)))} differ from the chief's {when} ({len(np.unique(places))} of {len(variables)} variables, "
-            f"the first is {variables[places.min()].path}): gradients were not the same on all workers; look for code that runs on some of them only, then go on from the last snapshot.")
+            f"the first is {variables[places.min()].path}): model and gradients must be the same on all workers; look for code that runs on some of them only, then go on from the last snapshot.")

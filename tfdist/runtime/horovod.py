@@ -104,6 +104,9 @@ class Horovod:
     def barrier(self) -> None:
         self.all_gather(np.zeros(1, np.uint8))
 
+    def waiting_for(self) -> int | None:
+        return None  # Horovod does not tell
+
     def close(self) -> None:
         self._hvd.shutdown()
 
