@@ -91,7 +91,7 @@ def _pod(options: argparse.Namespace, config: Config, command: list[str], values
     if options.rdma and not re.fullmatch(r"[\w.-]+/[\w.-]+=[0-9]+", options.rdma):
         raise ConfigError(f"--rdma={options.rdma} is not RESOURCE=NUMBER: write for example rdma/hca_shared_devices_a=1, as your cluster's device plugin names it.")
     return jobspecs.render("pod", {
-        **vars(options), **values, "port": _PORT, "command": jobspecs.quoted_list(command), "rdma": options.rdma.replace("=", ": ")}).rstrip("\n")
+        **vars(options), **values, "port": _PORT, "command": jobspecs.quoted_list(command), "rdma": re.sub("=(.*)", r': "\1"', options.rdma)}).rstrip("\n")
 
 
 def _name_of(config: Config) -> str:

@@ -37,7 +37,7 @@ def test_an_indexed_job_fits_the_schemas(variant, capsys):
     validate = pytest.importorskip("kubernetes_validate").validate
     service, job = documents(capsys, "kubernetes", *POD, *VARIANTS[variant])
     for document in (service, job):
-        for version in ("1.28", "1.31", "1.36"):
+        for version in ("1.29", "1.32", "1.36"):
             validate(document, version, strict=True)
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] and service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     spec = job["spec"]
@@ -51,7 +51,7 @@ def test_the_schemas_would_notice(capsys):
     _, job = documents(capsys, "kubernetes", *POD)
     job["spec"]["completion"] = 4
     with pytest.raises(package.ValidationError):
-        package.validate(job, "1.31", strict=True)
+        package.validate(job, "1.32", strict=True)
 
 
 def test_exit_codes_decide_whether_a_job_starts_again(capsys):
@@ -72,7 +72,7 @@ def test_a_jobset_fits_its_schema(variant, capsys):
     assert read.to_dict() == document["spec"]  # a field that it does not know would be lost
     # The Job inside once more, by Kubernetes' own schema.
     inner = document["spec"]["replicatedJobs"][0]["template"]["spec"]
-    validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": inner}, "1.31", strict=True)
+    validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": inner}, "1.32", strict=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -112,7 +112,7 @@ def test_pods_are_given_their_cluster_and_their_time(kind, capsys):
     worker = worker_of(pod)
     assert pod["terminationGracePeriodSeconds"] == 77 and pod["restartPolicy"] == "Never"
     assert worker["command"] == ["python", "-m", "tfdist.train", *TRAIN]
-    assert worker["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": 2, "rdma/hca": 1}
+    assert worker["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": "2", "rdma/hca": "1"}
     addresses, rank = kubernetes_addresses({**{item["name"]: item["value"] for item in worker["env"]}, "JOB_COMPLETION_INDEX": "3"})
     prefix = "first-run-workers-0-" if kind else "first-run-"
     assert rank == 3 and addresses == [f"{prefix}{index}.first-run:2222" for index in range(4)]
