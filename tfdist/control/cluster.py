@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfdist.control.exit_codes import ClusterError, ConfigError
+from tfdist.control.resolvers import kubernetes_addresses, slurm_addresses
 
 TRAINING_ROLES = ("chief", "worker")  # in rank order
 ROLES = (*TRAINING_ROLES, "ps", "evaluator")
@@ -95,9 +96,26 @@ def _from_horovod(environ: Mapping[str, str]) -> Cluster | None:
     return from_horovod(environ)
 
 
-# Tried in this order; the first that answers wins. A new kind of cluster (Slurm, Kubernetes, ...) is one function and
-# an entry here.
-RESOLVERS: list[Callable[[Mapping[str, str]], Cluster | None]] = [from_tf_config, _from_horovod]
+def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
+    """From the variables of a Slurm step with several tasks; None outside of one."""
+    return _from_addresses(slurm_addresses(environ))
+
+
+def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
+    """From the variables of an Indexed Job made by `tfdist.jobs`; None elsewhere."""
+    return _from_addresses(kubernetes_addresses(environ))
+
+
+def _from_addresses(found: tuple[list[str], int] | None) -> Cluster | None:
+    if found is None:
+        return None
+    addresses, rank = found
+    return Cluster("worker", rank, rank, len(addresses), tuple(addresses), {"worker": addresses})
+
+
+# Tried in this order; the first that answers wins: what the user set, then launchers, then engines around them. A new
+# kind of cluster is one function and an entry here.
+RESOLVERS: list[Callable[[Mapping[str, str]], Cluster | None]] = [from_tf_config, _from_horovod, from_slurm, from_kubernetes]
 
 
 def _is_empty(text: str | None) -> bool:

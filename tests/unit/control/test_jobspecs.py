@@ -1,0 +1,173 @@
+"""Job files: valid against the published schemas, and saying what they must."""
+
+import json
+import shlex
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from tfdist.control import jobspecs
+from tfdist.control.exit_codes import RESTARTABLE, ConfigError, ExitCode
+from tfdist.control.resolvers import kubernetes_addresses
+from tfdist.jobs import main
+
+yaml = pytest.importorskip("yaml")
+TRAIN = ["--model=mlp", "--model_args=widths=(16,)", "--global_batch=8", "--steps=10", "--run_dir=/runs/first run"]
+POD = ["--image=registry.example/tfdist:1", "--claim=runs", "--workers=4"]
+VARIANTS = {"plain": [], "gpus": ["--gpus=8", "--rdma=rdma/hca=1", "--namespace=ml", "--memory=64Gi"], "one worker, no volume": ["--workers=1", "--claim="]}
+
+
+def written(capsys, *arguments, train=TRAIN):
+    assert main([*arguments, "--", *train]) == 0
+    return capsys.readouterr().out
+
+
+def documents(capsys, *arguments):
+    return list(yaml.safe_load_all(written(capsys, *arguments)))
+
+
+def worker_of(pod):
+    (container,) = pod["containers"]
+    return container
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_indexed_job_fits_the_schemas(variant, capsys):
+    validate = pytest.importorskip("kubernetes_validate").validate
+    service, job = documents(capsys, "kubernetes", *POD, *VARIANTS[variant])
+    for document in (service, job):
+        for version in ("1.29", "1.32", "1.36"):
+            validate(document, version, strict=True)
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] and service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    spec = job["spec"]
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+    assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"] == "first-run"
+
+
+def test_the_schemas_would_notice(capsys):
+    """That validating does anything."""
+    package = pytest.importorskip("kubernetes_validate")
+    _, job = documents(capsys, "kubernetes", *POD)
+    job["spec"]["completion"] = 4
+    with pytest.raises(package.ValidationError):
+        package.validate(job, "1.32", strict=True)
+
+
+def test_exit_codes_decide_whether_a_job_starts_again(capsys):
+    _, job = documents(capsys, "kubernetes", *POD)
+    rules = {tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
+    assert rules[(42,)] == "Ignore"
+    (fatal,) = (set(codes) for codes, action in rules.items() if action == "FailJob")
+    assert fatal == {code.value for code in ExitCode} - {0} - {code.value for code in RESTARTABLE}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_jobset_fits_its_schema(variant, capsys):
+    jobsets = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set_spec")
+    validate = pytest.importorskip("kubernetes_validate").validate
+    (document,) = documents(capsys, "kubernetes", "--jobset", *POD, *VARIANTS[variant])
+    assert (document["apiVersion"], document["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    read = jobsets.JobsetV1alpha2JobSetSpec.from_dict(document["spec"])
+    assert read.to_dict() == document["spec"]  # a field that it does not know would be lost
+    # The Job inside once more, by Kubernetes' own schema.
+    inner = document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": inner}, "1.32", strict=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_tfjob_fits_its_schema(variant, capsys):
+    models = pytest.importorskip("kubeflow.training.models")
+    client = pytest.importorskip("kubernetes.client").ApiClient()
+    (document,) = documents(capsys, "tfjob", *POD, *VARIANTS[variant])
+    known = {**{name: getattr(models, name) for name in dir(models) if name.startswith("Kubeflow")}}
+    import kubernetes.client.models as core
+
+    for name, model in known.items():
+        setattr(core, name, model)  # so that the client finds the types of nested fields
+    read = client.deserialize(SimpleNamespace(data=json.dumps(document)), "KubeflowOrgV1TFJob")
+    assert client.sanitize_for_serialization(read) == document
+    replica = document["spec"]["tfReplicaSpecs"]["Worker"]
+    assert replica["restartPolicy"] == "ExitCode" and worker_of(replica["template"]["spec"])["name"] == "tensorflow"
+
+
+def test_a_tfjob_tells_its_operator_in_the_operators_codes(capsys):
+    """128 and more are "start again" there. The real shell command around processes that end with each code."""
+    command = worker_of(documents(capsys, "tfjob", *POD)[0]["spec"]["tfReplicaSpecs"]["Worker"]["template"]["spec"])["command"]
+    assert command[:2] == ["sh", "-c"] and command[4:] == ["python", "-m", "tfdist.train", *TRAIN]
+    for code in ExitCode:
+        result = subprocess.run([*command[:4], "sh", "-c", f"exit {code.value}"])
+        assert result.returncode == (138 if code in RESTARTABLE else code.value), code
+    process = subprocess.Popen([*command[:4], "sh", "-c", "trap 'exit 42' TERM; echo ready; while :; do sleep 0.1; done"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.wait(timeout=20) == 138
+
+
+@pytest.mark.parametrize("kind", [[], ["--jobset"]])
+def test_pods_are_given_their_cluster_and_their_time(kind, capsys):
+    document = documents(capsys, "kubernetes", *kind, *POD, "--grace=77", "--gpus=2", "--rdma=rdma/hca=1")[-1]
+    job = document["spec"]["replicatedJobs"][0]["template"] if kind else document
+    pod = job["spec"]["template"]["spec"]
+    worker = worker_of(pod)
+    assert pod["terminationGracePeriodSeconds"] == 77 and pod["restartPolicy"] == "Never"
+    assert worker["command"] == ["python", "-m", "tfdist.train", *TRAIN]
+    assert worker["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": "2", "rdma/hca": "1"}
+    addresses, rank = kubernetes_addresses({**{item["name"]: item["value"] for item in worker["env"]}, "JOB_COMPLETION_INDEX": "3"})
+    prefix = "first-run-workers-0-" if kind else "first-run-"
+    assert rank == 3 and addresses == [f"{prefix}{index}.first-run:2222" for index in range(4)]
+    assert {mount["mountPath"] for mount in worker["volumeMounts"]} == {"/dev/shm", "/runs"}
+
+
+def test_a_batch_script_is_a_shell_script(capsys, tmp_path):
+    text = written(capsys, "slurm", "--nodes=2", "--per_node=4", "--gpus=1", "--grace=90", "--partition=gpu", "--setup=source venv/bin/activate")
+    (tmp_path / "job.sh").write_text(text)
+    subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH"))
+    assert options["nodes"] == "2" and options["ntasks"] == "8" and options["ntasks-per-node"] == "4" and options["gres"] == "gpu:4"
+    assert options["signal"] == "TERM@90" and "requeue" in options and options["partition"] == "gpu" and "account" not in options
+    line = next(line for line in text.splitlines() if "tfdist.train" in line).removesuffix(" &")
+    assert shlex.split(line) == ["python", "-m", "tfdist.train", *TRAIN]
+
+
+@pytest.mark.parametrize("code", [*(code.value for code in ExitCode), 137, 143])
+@pytest.mark.parametrize("restarts", [None, 10])
+def test_a_batch_script_goes_back_to_the_queue_by_the_exit_code(code, restarts, capsys, tmp_path):
+    """The real script, with stand-ins for srun and scontrol on its path (test_slurm.py runs Slurm itself)."""
+    (tmp_path / "job.sh").write_text(written(capsys, "slurm", "--max_restarts=10"))
+    for name, body in (("srun", f"exit {code}"), ("scontrol", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "5", **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})}
+    result = subprocess.run(["bash", tmp_path / "job.sh"], env=environment, capture_output=True, text=True)
+    again = code == 42 or (restarts is None and (code > 130 or code in {code.value for code in RESTARTABLE}))
+    assert ("requeue 5" in result.stdout) == again and result.returncode == (0 if again else code), result
+
+
+def test_a_dockerfile_and_files(capsys, tmp_path):
+    assert main(["dockerfile", "--cuda", f"--write={tmp_path / 'Dockerfile'}"]) == 0
+    text = (tmp_path / "Dockerfile").read_text()
+    assert text.splitlines()[2] == "FROM python:3.12-slim" and "tensorflow[and-cuda]" in text
+    assert main(["dockerfile"]) == 0 and "and-cuda" not in capsys.readouterr().out
+
+
+def test_flag_files_are_read_where_the_job_is_written(capsys):
+    text = written(capsys, "kubernetes", *POD, train=["--flagfile=flags/digits_cnn.flags", "--run_dir=/runs/digits"])
+    assert "flagfile" not in text and '"--source=digits"' in text
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["slurm", "--nodes=0", "--", *TRAIN], ["--nodes=0"]), (["slurm", "--", "--steps=0"], ["--steps"]), (["kubernetes", "--", *TRAIN], ["--image"]), (["cloud", "--", *TRAIN], ["cloud"]),
+    (["kubernetes", *POD, "--", *TRAIN, "--run_dir=runs/x"], ["--run_dir=runs/x", "/runs/x"]), (["kubernetes", *POD, "--claim=", "--", *TRAIN], ["--claim"]), ([], ["slurm|kubernetes"]),
+    (["kubernetes", *POD, "--rdma=fast", "--", *TRAIN], ["--rdma=fast"]), (["slurm", "--name=My Job", "--", *TRAIN], ["My Job"]), (["slurm", "--write=no/file", "--", *TRAIN], ["--write=no/file"]),
+    (["slurm", "--time=1\n2", "--", *TRAIN], ["--time", "line break"]), (["slurm", "--steps=3"], ["--steps=3"])])
+def test_mistakes_are_named(arguments, words):
+    with pytest.raises(ConfigError) as error:
+        main(arguments)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_templates_leave_out_lines_and_keep_indents():
+    assert jobspecs.fill("a\n{{?no}}b {{no}}\n  {{many}}\n{{?yes}}c {{yes}}", {"no": "", "many": "x\ny", "yes": 1}) == "a\n  x\n  y\nc 1\n"
+    with pytest.raises(KeyError):
+        jobspecs.fill("{{missing}}", {})

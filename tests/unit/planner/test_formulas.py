@@ -1,0 +1,105 @@
+"""The formulas against the models' own graphs, optimizer slots against Keras, and models without a formula."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.job import ENVIRONMENT
+from tfdist import flags
+from tfdist.planner import formulas, shapes
+from tfdist.planner.memory import slot_elements
+
+keras = pytest.importorskip("keras")
+
+IMAGE = ["--source=synthetic", "--source_args=shape=(32,32,3),classes=10"]
+TEXT = ["--source=synthetic", "--source_args=task=text,vocab=300", "--sequence_length=48", "--model=transformer"]
+MODELS = {
+    "mlp": [*IMAGE, "--model=mlp", "--model_args=widths=(64,32),dropout=0.1"],
+    "cnn": [*IMAGE, "--model=cnn"],
+    "cnn on digits": ["--source=digits", "--model=cnn", "--model_args=norm=none,dropout=0.1"],
+    "resnet50": [*IMAGE, "--model=resnet50"],
+    "transformer": [*TEXT, "--model_args=layers=3,width=96,heads=3"],
+    "transformer, dropout": [*TEXT, "--model_args=layers=3,width=96,heads=3,dropout=0.1,tied=False"],
+    "transformer, bfloat16": [*TEXT, "--model_args=layers=3,width=96,heads=3", "--precision=bfloat16"],
+    "transformer, bfloat16, dropout": [*TEXT, "--model_args=layers=3,width=96,heads=3,dropout=0.1", "--precision=bfloat16"],
+    "vit": [*IMAGE, "--model=vit", "--model_args=layers=3,pool=class"],
+    "vit, bfloat16": [*IMAGE, "--model=vit", "--model_args=layers=3", "--precision=bfloat16"],
+}
+
+
+@pytest.fixture
+def counted():
+    """The model of a command line, counted from its graph; in this process, as starting TensorFlow takes seconds."""
+    from tfdist.data.sources.registry import load_split
+    from tfdist.models.registry import build_model
+    from tfdist.training import count
+    from tfdist.training.objectives import make_objective
+    from tfdist.training.precision import set_policy
+
+    def make(arguments):
+        config = flags.parse(arguments).config.replace(sync_batchnorm=False)
+        split = load_split(config.data, "train")
+        set_policy(config.precision)
+        model = build_model(config.model, split.element_spec[0], split.num_classes)
+        return shapes.from_json(count.count(model, make_objective(config.model, split.element_spec[1]), split.element_spec))
+
+    yield make
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_formula_and_graph_agree(name, counted):
+    config = flags.parse(MODELS[name]).config
+    by_formula, by_graph = formulas.shape_of(config, shapes.sample_of(config)), counted(MODELS[name])
+    assert by_formula.parameters == by_graph.parameters
+    assert by_formula.flops == pytest.approx(by_graph.flops, rel=1e-6)
+    saved = [sum(part.saved * part.repeat for part in shape.parts) for shape in (by_formula, by_graph)]
+    assert saved[0] == pytest.approx(saved[1], rel=0.06), saved
+    constants = [sum(part.constants * part.repeat for part in shape.parts) for shape in (by_formula, by_graph)]
+    assert abs(constants[0] - constants[1]) <= 40  # the states of dropout are left out
+    fixed = [sum(part.fixed * part.repeat for part in shape.parts) for shape in (by_formula, by_graph)]
+    assert fixed[0] == pytest.approx(fixed[1], rel=0.15, abs=60_000), fixed
+
+
+def test_sizes_are_those_of_the_models():
+    from tfdist.models import transformer, vit
+
+    for mine, theirs in ((formulas.TRANSFORMERS, transformer.SIZES), (formulas.VITS, vit.SIZES)):
+        assert mine == {name: (shape.layers, shape.width, shape.heads) for name, shape in theirs.items()}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "lion", "lamb", "adafactor", "muon"])
+@pytest.mark.parametrize("more", [[], ["--ema=0.9"]])
+def test_optimizer_state_is_that_of_keras(optimizer, more):
+    from tfdist.training.optimizer import make_optimizer
+
+    config = flags.parse([f"--optimizer={optimizer}", *more]).config
+    model = keras.Sequential([keras.Input((7,), dtype="int32"), keras.layers.Embedding(11, 6), keras.layers.Conv1D(5, 3), keras.layers.Flatten(), keras.layers.Dense(9)])
+    built = make_optimizer(config.optimizer, keras.optimizers.schedules.ExponentialDecay(0.1, 1, 1))
+    built.build(model.trainable_variables)
+    elements = sum(int(keras.ops.size(variable)) for variable in built.variables) - 1  # the step counter
+    assert elements == sum(slot_elements(config.optimizer, shapes.Weight(variable.path, tuple(variable.shape))) for variable in model.trainable_variables)
+
+
+def test_any_model_is_counted_without_its_memory():
+    """4.3 billion parameters, 17 GB, under a limit of 6 GB of address space beyond TensorFlow's own."""
+    code = """
+import resource, sys
+import tensorflow
+pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (pages + 6 * 2**30,) * 2)
+from tfdist.training.count import main
+main(sys.argv[1:])
+"""
+    arguments = ["--source=synthetic", "--source_args=shape=(4096,),classes=10", "--model=tests.unit.planner.test_formulas:wide", "--model_args=width=65536"]
+    output = subprocess.run([sys.executable, "-c", code, *arguments], env=ENVIRONMENT, capture_output=True, text=True)
+    assert output.returncode == 0, output.stderr[-2000:]
+    import json
+
+    assert shapes.from_json(json.loads(output.stdout.splitlines()[-1])).parameters == 4096 * 65536 + 65536 + 65536**2 + 65536 + 65536 * 10 + 10
+
+
+def wide(input_shape, num_outputs, width):
+    inputs = keras.Input(input_shape)
+    return keras.Model(inputs, keras.layers.Dense(num_outputs)(keras.layers.Dense(width)(keras.layers.Dense(width)(inputs))))

@@ -1,0 +1,134 @@
+"""python -m tfdist.plan: layouts, the search, hardware descriptions, text, JSON, picture."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tfdist import flags
+from tfdist.control.exit_codes import ConfigError
+from tfdist.plan import main, model_shape
+from tfdist.planner.estimate import Plan, estimate, scaling
+from tfdist.planner.hardware import DEVICES, load_hardware
+from tfdist.planner.layout import Layout
+from tfdist.planner.memory import memory
+from tfdist.planner.search import Wish, parse_mesh, search
+
+SMALL = ["--source=text", "--sequence_length=1024", "--model=transformer", "--model_args=size=gpt2,vocabulary=50257", "--global_batch=64", "--precision=bfloat16"]
+LARGE = ["--source=text", "--sequence_length=2048", "--model=transformer", "--model_args=layers=32,width=4096,heads=32,vocabulary=32000", "--global_batch=512", "--precision=bfloat16"]
+
+
+def plan(train, devices, hardware="h100", **changes):
+    config = flags.parse([*train, "--steps=1000"]).config
+    return Plan(config, model_shape(config, train), load_hardware(hardware), devices, **changes)
+
+
+def test_a_model_of_seven_billion_needs_zero_on_eight_devices():
+    best, reasons = search(plan(LARGE, 8))
+    assert best[0].layout.zero > 0 and "without ZeRO it would need" in reasons[0]
+    assert [found.fits(DEVICES["h100"]) for found in best] == [True] * len(best) and 1 < len(best) <= 3
+    assert len({found.layout.mesh() for found in best}) == len(best)
+
+
+def test_a_small_model_is_best_with_data_parallelism_alone():
+    best, reasons = search(plan(SMALL, 8))
+    assert best[0].layout.mesh() == "data=8" and not best[0].layout.recompute and "the fastest that fits" in reasons[0]
+
+
+def test_what_does_not_fit_says_why():
+    (only,), (reason,) = search(plan(LARGE, 1, "t4,reserved_gb=0"))
+    assert "does not fit, because" in reason and "optimizer state" in reason and "more devices" in reason
+    assert only.layout.recompute  # it has tried
+    (_,), (reason,) = search(plan([*SMALL, "--micro_batch=64"], 1, "t4"), Wish(recompute=False))
+    assert "activations" in reason and "--micro_batch" in reason
+
+
+def test_memory_of_layouts():
+    shape, config = plan(LARGE, 8).model, plan(LARGE, 8).config
+    alone = memory(shape, config, Layout())
+    sharded = [memory(shape, config, Layout(data=8, zero=zero)) for zero in range(4)]
+    assert sharded[0].parameters == alone.parameters == 4 * shape.parameters and alone.optimizer == 2 * alone.parameters == 8 * sharded[1].optimizer
+    assert (sharded[2].gradients, sharded[3].parameters) == (alone.gradients / 8, alone.parameters / 8)
+    assert sharded[3].peak < sharded[2].peak <= sharded[1].peak < sharded[0].peak
+    assert memory(shape, config, Layout(recompute=True)).activations < alone.activations / 10
+    halves = memory(shape, config, Layout(model=2))
+    assert alone.parameters / 2 < halves.parameters < alone.parameters * 0.52
+    stages = memory(shape, config, Layout(pipe=4, micro_batches=8))
+    assert stages.parameters < alone.parameters / 3
+    first, last = (sum(part.repeat * part.saved for part in shape.stages(4)[at]) * held for at, held in ((0, 4), (-1, 1)))
+    assert first > last and stages.stage == 0 and stages.activations == pytest.approx(first)
+
+
+def test_stages_have_all_parts_in_order_and_about_the_same_work():
+    shape = plan(LARGE, 8).model
+    for pipe in (1, 2, 3, 5, 8, 32):
+        stages = shape.stages(pipe)
+        assert [part.name for parts in stages for part in parts for _ in range(part.repeat)] == ["embed", *["block"] * 32, "head"]
+        assert all(any(part.block for part in parts) for parts in stages)
+        if pipe in (2, 8):
+            work = [sum(part.repeat * part.flops for part in parts) for parts in stages]
+            assert max(work) < 1.3 * sum(work) / pipe
+
+
+def test_scaling_gets_worse_and_faster():
+    slow = scaling(plan(SMALL, 8, "a100,network=ethernet-10,cards=1"), Layout(micro_batch=2))
+    assert slow[3]["efficiency"] > 0.8 and slow[4]["efficiency"] < 0.3  # from the second node on
+    rows = scaling(plan(SMALL, 8), Layout(micro_batch=2))
+    assert [row["devices"] for row in rows] == [2**power for power in range(11)]
+    assert rows[0]["efficiency"] == 1 and rows[-1]["efficiency"] < 1
+    assert all(a["samples_per_s"] < b["samples_per_s"] for a, b in zip(rows, rows[1:], strict=False))
+
+
+def test_a_step_is_its_parts():
+    found = estimate(plan(LARGE, 16), Layout(data=2, pipe=2, model=4, micro_batch=1, micro_batches=4))
+    step = found.step
+    assert step.total == pytest.approx(step.compute + step.bubble + step.tensor + step.exposed + step.update + step.fixed)
+    assert step.bubble / (step.compute + step.bubble) == pytest.approx(1 / 5)
+    assert 0 < found.mfu < DEVICES["h100"].efficiency and found.samples_per_s == 8 / step.total
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--hardware=h1000"], ["h1000", "b200"]), (["--hardware=h100,speed=3"], ["speed", "per_node"]), (["--hardware=h100,per_node=0"], ["per_node", "above 0"]),
+    (["--hardware=name=mine"], ["memory_gb", "h100,"]), (["--hardware=h100,network=isdn"], ["isdn", "ib-ndr"]), (["--hardware=no/file.json"], ["no/file.json"]),
+    (["--mesh=data=3"], ["3 devices", "--devices=8"]), (["--mesh=model=8"], ["12", "heads"]), (["--mesh=pipe=8,pipe=1"], ["pipe=1"]), (["--mesh=expert=8"], ["no experts"]),
+    (["--devices=16", "--mesh=pipe=16"], ["12 blocks"]), (["--mesh=row=8"], ["row=8"]), (["--devices=0"], ["--devices=0"]), (["--devices=eight"], ["eight", "--help"]),
+    (["--input_shape=a"], ["--input_shape=a"]), (["--calibrate=no/run"], ["no/run"]), (["--devices=1024", "--mesh=data=1024"], ["--global_batch=64"]), (["--steps=3"], ["--steps", "before `--`"]),
+    (["--hardware=v100"], ["bfloat16", "float16"]), (["--plot=no/folder.png"], ["--plot=no/folder.png"]), (["--json=no/file"], ["--json=no/file"]),
+])
+def test_mistakes_are_named(arguments, words):
+    with pytest.raises(ConfigError) as error:
+        main([*arguments, "--", *SMALL])
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value), error.value
+
+
+def test_options_of_the_model_are_checked():
+    for own in ("size=huge", "depth=3"):
+        with pytest.raises(ConfigError, match="model_args"):
+            main(["--", *SMALL, f"--model_args={own}"])
+
+
+def test_hardware_of_the_user(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps({"base": "a100", "name": "mine", "per_node": 4, "network": "ethernet-100"}))
+    found = load_hardware(str(tmp_path / "mine.json"))
+    assert (found.name, found.per_node, found.memory_gb, found.network_gbs) == ("mine", 4, 80, 12.5)
+    assert load_hardware("name=own,memory_gb=10,half_tflops=1,float32_tflops=1,memory_gbs=1,link_gbs=1").name == "own"
+    assert parse_mesh("auto") is None and parse_mesh("data=4,model=2") == {"data": 4, "model": 2}
+
+
+def test_the_command_answers_at_once_without_tensorflow(tmp_path):
+    code = "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = sys.modules['numpy'] = None; from tfdist.plan import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--devices=64", f"--json={tmp_path / 'plan.json'}", "--tokens=1e12", "--", *SMALL]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for words in ("124,439,808 parameters", "ZeRO-3", "optimizer state", "with recompute", "MFU", "days", "scaling", "Daly", "halving-doubling"):
+        assert words in output, output
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values["model"]["parameters"] == 124_439_808 and values["plans"][0]["fits"] and len(values["zero_bytes"]) == 4
+    assert values["plans"][0]["days"] > 0 and values["scaling"][0]["efficiency"] == 1
+
+
+def test_json_alone_and_exit_codes(capsys, tmp_path):
+    assert main(["--json=-", f"--plot={tmp_path / 'plan.png'}", "--", *SMALL]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == 8
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["--hardware=t4", "--devices=1", "--", *LARGE, "--precision=float16"]) == 2

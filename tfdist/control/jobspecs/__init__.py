@@ -1,0 +1,46 @@
+"""Job files for Slurm and Kubernetes, and a Dockerfile, as text made from the templates in this folder.
+
+In a template {{name}} is replaced. A line that begins with {{?name}} stands only if `name` is not empty; a value with
+several lines keeps the indent of the first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+from tfdist.control.exit_codes import RESTARTABLE, ExitCode
+
+_PLACE = re.compile(r"\{\{(\w+)\}\}")
+_ONLY_IF = re.compile(r"^\{\{\?(\w+)\}\}")
+
+RESTART_CODES = sorted(code.value for code in RESTARTABLE if code != ExitCode.PREEMPTED)
+FATAL_CODES = sorted(code.value for code in ExitCode if code != ExitCode.OK and code not in RESTARTABLE)
+
+
+def render(template: str, values: Mapping[str, object]) -> str:
+    """The text of a template of this folder. A name that `values` lacks is a KeyError."""
+    codes = {
+        "preempted": ExitCode.PREEMPTED.value, "fatal_codes": ", ".join(map(str, FATAL_CODES)),
+        "restart_pattern": "|".join(map(str, RESTART_CODES)), "again_pattern": "|".join(map(str, [*RESTART_CODES, ExitCode.PREEMPTED.value]))}
+    return fill((resources.files(__package__) / f"{template}.template").read_text(encoding="utf-8"), {**codes, **values})
+
+
+def fill(text: str, values: Mapping[str, object]) -> str:
+    """`text` with its places filled; see the file's first lines."""
+    lines = []
+    for line in text.splitlines():
+        condition = _ONLY_IF.match(line)
+        if condition and values[condition.group(1)] in ("", 0, None):
+            continue
+        line = line[condition.end():] if condition else line
+        indent = line[:len(line) - len(line.lstrip())]
+        lines.append(_PLACE.sub(lambda match, indent=indent: str(values[match.group(1)]).replace("\n", f"\n{indent}"), line))
+    return "\n".join(lines) + "\n"
+
+
+def quoted_list(items: Sequence[str]) -> str:
+    """As a YAML block list; JSON's strings are YAML's."""
+    return "\n".join(f"- {json.dumps(item)}" for item in items)

@@ -1,0 +1,160 @@
+"""python -m tfdist.jobs: writes the job file of a run for Slurm or Kubernetes, and a Dockerfile.
+
+  python -m tfdist.jobs slurm --nodes=4 --per_node=8 --gpus=1 --time=24:00:00 -- --flagfile=flags/gpt2_124m.flags > gpt2.sbatch
+  python -m tfdist.jobs kubernetes --workers=4 --gpus=8 --image=registry/tfdist:1 --claim=runs -- --run_dir=/runs/gpt2 --flagfile=flags/gpt2_124m.flags > gpt2.yaml
+  python -m tfdist.jobs tfjob ...        the same for the Kubeflow training operator
+  python -m tfdist.jobs dockerfile > Dockerfile
+
+Flags before `--` are this command's, those after it go to every worker and are checked here. Workers find each other
+without a wrapper script (control/resolvers.py). Who is asked to end saves and ends with exit code 42; the job is then
+started again and goes on from its newest snapshot, as after the other codes that starting again can mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from tfdist import flags
+from tfdist.config import Config
+from tfdist.control import exit_codes, jobspecs
+from tfdist.control.exit_codes import ConfigError
+
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, with room for -workers-0-N
+_PORT = 2222
+
+
+def main(argv: list[str]) -> int:
+    at = argv.index("--") if "--" in argv else len(argv)
+    options, train = _parse(argv[:at]), argv[at + 1:]
+    if options.kind == "dockerfile":
+        text = jobspecs.render("dockerfile", vars(options))
+    else:
+        config = flags.parse(train, usage="Flags of the workers:").config.validate()
+        options.name = options.name or _name_of(config)
+        if not _NAME.fullmatch(options.name):
+            raise ConfigError(f"--name={options.name} is no name for a job: use up to 53 of a-z, 0-9 and -, beginning with a letter.")
+        text = {"slurm": slurm, "kubernetes": kubernetes, "tfjob": tfjob}[options.kind](options, config, train)
+    if options.output_file:
+        try:
+            Path(options.output_file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--write={options.output_file} cannot be written ({error.strerror}): give a file in a folder that exists.") from None
+    else:
+        print(text, end="")
+    return 0
+
+
+def slurm(options: argparse.Namespace, config: Config, train: list[str]) -> str:
+    """A batch script for sbatch."""
+    command = " ".join(map(shlex.quote, [*shlex.split(options.python), "-m", "tfdist.train", *train]))
+    return jobspecs.render("slurm", {
+        **vars(options), "workers": options.nodes * options.per_node, "gpus_per_node": options.gpus * options.per_node,
+        "output": options.log or f"{options.name}-%j.log", "command": command})
+
+
+def kubernetes(options: argparse.Namespace, config: Config, train: list[str]) -> str:
+    """A JobSet, or an Indexed Job with a headless service."""
+    if options.jobset:
+        values = {"subdomain": "", "address": f"{options.name}-workers-0-{{index}}.{options.name}:{_PORT}"}  # JobSet sets the subdomain
+    else:
+        values = {"subdomain": options.name, "address": f"{options.name}-{{index}}.{options.name}:{_PORT}"}
+    pod = _pod(options, config, _command(train), values)
+    return jobspecs.render("jobset" if options.jobset else "job", {**vars(options), "pod": pod, "backoff": options.max_restarts * options.workers})
+
+
+def tfjob(options: argparse.Namespace, config: Config, train: list[str]) -> str:
+    """A TFJob of the Kubeflow training operator."""
+    script = jobspecs.render("tfjob_command", {})
+    lines = _pod(options, config, ["sh", "-c", script, "tfdist", *_command(train)], {"subdomain": "", "address": ""}).splitlines()
+    # The operator sets TF_CONFIG and the restart policy, and knows its container by name and port.
+    first, last = lines.index("    env:"), lines.index("    ports:")
+    lines = [line for line in lines[:first] + lines[last:] if "restartPolicy" not in line]
+    pod = "\n".join(lines).replace("name: worker", "name: tensorflow").replace("containerPort:", "name: tfjob-port\n      containerPort:")
+    return jobspecs.render("tfjob", {**vars(options), "pod": pod, "backoff": options.max_restarts * options.workers})
+
+
+def _command(train: list[str]) -> list[str]:
+    """What a container runs: flag files are read here, as the image may not have them."""
+    return ["python", "-m", "tfdist.train", *flags.expand_flagfiles(train)]
+
+
+def _pod(options: argparse.Namespace, config: Config, command: list[str], values: dict[str, str]) -> str:
+    mount = options.mount.rstrip("/")
+    if options.claim and not config.run.run_dir.startswith(f"{mount}/"):
+        raise ConfigError(f"--run_dir={config.run.run_dir} is not on the volume that --claim={options.claim} mounts: use --run_dir={mount}/{Path(config.run.run_dir).name}, or another --mount.")
+    if not options.claim and options.workers > 1:
+        raise ConfigError("--claim is missing: name a PersistentVolumeClaim that all workers can write, since snapshots must outlive them.")
+    if options.rdma and not re.fullmatch(r"[\w.-]+/[\w.-]+=[0-9]+", options.rdma):
+        raise ConfigError(f"--rdma={options.rdma} is not RESOURCE=NUMBER: write for example rdma/hca_shared_devices_a=1, as your cluster's device plugin names it.")
+    return jobspecs.render("pod", {
+        **vars(options), **values, "port": _PORT, "command": jobspecs.quoted_list(command), "rdma": re.sub("=(.*)", r': "\1"', options.rdma)}).rstrip("\n")
+
+
+def _name_of(config: Config) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", Path(config.run.run_dir).name.lower()).strip("-")[:53] or "tfdist"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message}: write `python -m tfdist.jobs slurm|kubernetes|tfjob|dockerfile [flags] -- <flags of tfdist.train>`; `--help` lists them.")
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _Parser(allow_abbrev=False, prog="python -m tfdist.jobs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True, parser_class=_Parser)
+    made = {kind: kinds.add_parser(kind, help=text, allow_abbrev=False) for kind, text in (
+        ("slurm", "a batch script for sbatch"), ("kubernetes", "an Indexed Job, or with --jobset a JobSet"), ("tfjob", "a TFJob of the Kubeflow training operator"), ("dockerfile", "an image for them"))}
+    for kind, sub in made.items():
+        sub.add_argument("--write", dest="output_file", default="", metavar="FILE", help="write there, not to the terminal")
+        if kind != "dockerfile":
+            sub.add_argument("--name", default="", help="of the job (default: the last part of --run_dir)")
+            sub.add_argument("--gpus", type=int, default=0, help="GPUs of each worker (default 0)")
+            sub.add_argument("--cpus", type=int, default=4, help="cores of each worker (default 4)")
+            sub.add_argument("--grace", type=int, default=120, help="seconds to save in after SIGTERM (default 120)")
+            sub.add_argument("--max_restarts", type=int, default=10, help="restarts after errors; those after saving on request do not count where the engine can tell (default 10)")
+    _slurm_flags(made["slurm"])
+    for kind in ("kubernetes", "tfjob"):
+        _kubernetes_flags(made[kind])
+    made["kubernetes"].add_argument("--jobset", action="store_true", help="a JobSet, which starts all workers again together; without it an Indexed Job")
+    made["dockerfile"].add_argument("--base", default="python:3.12-slim", help="image to build on (default python:3.12-slim)")
+    made["dockerfile"].add_argument("--image", default="tfdist:latest", help="name, for the comment")
+    made["dockerfile"].add_argument("--mount", default="/runs", help="where the volume for runs goes (default /runs)")
+    made["dockerfile"].add_argument("--cuda", nargs="?", const=' "tensorflow[and-cuda]~=2.21.0"', default="", help="with TensorFlow's CUDA packages")
+    options = parser.parse_args(argv)
+    for name, least in (("nodes", 1), ("per_node", 1), ("workers", 1), ("gpus", 0), ("cpus", 1), ("grace", 1), ("max_restarts", 0)):
+        if getattr(options, name, least) < least:
+            raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
+    for name, value in vars(options).items():
+        if isinstance(value, str) and "\n" in value and name != "setup":
+            raise ConfigError(f"--{name} holds a line break: write it in one line.")
+    return options
+
+
+def _slurm_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, default=1, help="nodes (default 1)")
+    parser.add_argument("--per_node", type=int, default=1, help="workers on each node (default 1; with --gpus=1, its GPUs)")
+    parser.add_argument("--time", default="24:00:00", help="time limit (default 24:00:00); the job goes on after it")
+    parser.add_argument("--partition", default="", help="partition")
+    parser.add_argument("--account", default="", help="account")
+    parser.add_argument("--memory", default="", help="memory of each node, for example 64G")
+    parser.add_argument("--log", default="", help="log file (default NAME-%%j.log)")
+    parser.add_argument("--python", default="python", help="how Python is started, for example 'apptainer exec image.sif python'")
+    parser.add_argument("--setup", default="", help="shell line before the workers start, for example 'source .venv/bin/activate'")
+
+
+def _kubernetes_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=1, help="workers (pods)")
+    parser.add_argument("--image", required=True, help="container image, see `tfdist.jobs dockerfile`")
+    parser.add_argument("--namespace", default="", help="namespace")
+    parser.add_argument("--claim", default="", help="PersistentVolumeClaim for the run folder, writable by all workers")
+    parser.add_argument("--mount", default="/runs", help="where it is mounted (default /runs)")
+    parser.add_argument("--memory", default="16Gi", help="memory of each worker (default 16Gi)")
+    parser.add_argument("--rdma", default="", help="RDMA resource of each worker, for example rdma/hca_shared_devices_a=1")
+
+
+if __name__ == "__main__":
+    exit_codes.run_command(main, sys.argv[1:])

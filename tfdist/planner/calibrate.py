@@ -1,0 +1,111 @@
+"""Measured figures of finished runs in place of assumptions: how fast this machine computes and communicates.
+
+A run folder tells its flags (flags.txt), its workers and replicas, and how long its steps took (logs/rank-0.jsonl). Step
+times of runs are fitted to
+
+    seconds = fixed + work / rate + traffic / beta
+
+with work in operations on one device (times the crowding, if workers share processors) and traffic in bytes a step: least
+squares over relative errors, no term negative. One run gives the rate alone; runs of two sizes also the fixed cost; a run
+with several workers also the bandwidth. Terms that the runs cannot tell apart keep their assumed values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfdist import flags
+from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
+from tfdist.planner.hardware import Hardware
+from tfdist.planner.layout import Layout
+from tfdist.planner.memory import KERAS
+from tfdist.planner.shapes import ModelShape
+
+_SMALLEST = 1e-18  # seconds for an operation or a byte: rates stay finite
+_WARM_UP = 1  # log intervals that are left out: they hold tracing
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run folder says of itself."""
+
+    folder: str
+    config: Config
+    workers: int
+    replicas: int
+    step_s: float  # median over the log's intervals
+
+
+def read_run(folder: str) -> Measured:
+    """Reads a run folder. Raises ConfigError if it is none, or has too few log lines to measure by."""
+    log = Path(folder) / "logs" / "rank-0.jsonl"
+    try:
+        config = flags.parse([f"--flagfile={Path(folder) / flags.FLAGS_FILE}"]).config
+        records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--calibrate={folder} is no run folder that can be read ({error}): give the --run_dir of a finished run.") from None
+    attempt = max((record["attempt"] for record in records), default=0)
+    records = [record for record in records if record["attempt"] == attempt]
+    start = next((record["values"] for record in records if record["kind"] == "start"), {})
+    rates = [record["values"]["perf/steps_per_s"] for record in records if record["kind"] == "train"][_WARM_UP:]
+    if not rates or "workers" not in start:
+        raise ConfigError(f"--calibrate={folder} holds fewer than two log lines of its last attempt: train for longer, or lower --log_every.")
+    return Measured(folder, config, start["workers"], start["replicas"], 1 / statistics.median(rates))
+
+
+def terms(model: ModelShape, replicas: int, global_batch: int, hardware: Hardware) -> tuple[float, float, float]:
+    """(1, operations, bytes) of one step on the slowest device, data parallelism only."""
+    layout = Layout(data=replicas, micro_batch=-(-global_batch // replicas))
+    crowding = max(1.0, replicas / hardware.shared) if hardware.shared else 1.0
+    traffic = 2 * (replicas - 1) / replicas * KERAS.gradient * model.parameters * crowding
+    return 1.0, 3 * model.flops * layout.micro_batch * crowding, traffic
+
+
+def calibrate(hardware: Hardware, runs: Sequence[Measured], shape: Callable[[Config], ModelShape]) -> Hardware:
+    """`hardware` with measured efficiency, fixed cost and bandwidth, so far as the runs tell them.
+
+    All runs must have the same precision. Raises ConfigError if they have not.
+    """
+    precisions = {run.config.precision.precision for run in runs}
+    if len(precisions) > 1:
+        raise ConfigError(f"--calibrate got runs in {' and '.join(sorted(precisions))}: give runs of one precision.")
+    rows = [terms(shape(run.config), run.replicas, run.config.batch.global_batch, hardware) for run in runs]
+    peak = hardware.tflops(precisions.pop()) * 1e12
+    known = [(hardware.step_ms * 1e-3), 1 / (peak * hardware.efficiency), 1 / (_bandwidth(hardware) * 1e9)]
+    free = [1]  # one run: only the rate
+    if len({row[1] for row in rows}) > 1:
+        free = [0, 1]
+    if any(row[2] for row in rows) and len(rows) > len(free):
+        free = [*free, 2]
+    found = fit(rows, [run.step_s for run in runs], known, free)
+    updates = {"step_ms": found[0] * 1e3, "efficiency": 1 / (found[1] * peak), "overlap": 0.0}
+    if 2 in free:
+        updates |= {"network_gbs": 1e-9 / found[2] / hardware.cards, "link_gbs": 1e-9 / found[2], "network_us": 0.0, "link_us": 0.0}
+    else:
+        updates.pop("overlap")
+    return dataclasses.replace(hardware, **updates)
+
+
+def _bandwidth(hardware: Hardware) -> float:
+    return hardware.node_gbs if hardware.per_node == 1 else min(hardware.link_gbs, hardware.node_gbs)
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float], free: Sequence[int]) -> list[float]:
+    """Coefficients c >= 0 with rows @ c = seconds, least squares over relative errors; those not in `free` stay as `known`."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    measured = np.array(seconds)
+    matrix = np.array(rows, float) / measured[:, None]
+    coefficients = np.array(known, float)
+    coefficients[list(free)] = 0.0
+    scale = matrix[:, list(free)].max(axis=0)
+    solved, _ = nnls(matrix[:, list(free)] / scale, np.maximum(1 - matrix @ coefficients, 0.0))
+    coefficients[list(free)] = solved / scale
+    return [float(value) if index == 0 else max(float(value), _SMALLEST) for index, value in enumerate(coefficients)]

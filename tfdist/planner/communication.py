@@ -1,0 +1,115 @@
+"""How long collectives take: the alpha-beta model. A message of m bytes takes alpha + m / beta.
+
+Legend: n members, S bytes (of the whole vector), alpha seconds of latency, beta bytes a second in one direction.
+
+    ring                2 (n-1) alpha       + 2 (n-1)/n S / beta    Patarasuk and Yuan 2009; what NCCL and our socket ring do
+    tree                2 ceil(log2 n) (alpha + S / beta)           reduce to the root, broadcast back
+    halving_doubling    2 log2 n alpha      + 2 (n-1)/n S / beta    Rabenseifner; Thakur, Rabenseifner and Gropp 2005
+    hierarchical        reduce-scatter in the node, all-reduce of S / g between nodes, all-gather in the node
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tfdist.planner.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Link:
+    """alpha in seconds, beta in bytes a second."""
+
+    alpha: float
+    beta: float
+
+
+def ring_all_reduce(n: int, size: float, link: Link) -> float:
+    """Seconds."""
+    return 2 * (n - 1) * link.alpha + 2 * (n - 1) / n * size / link.beta
+
+
+def tree_all_reduce(n: int, size: float, link: Link) -> float:
+    """Seconds; without pipelining of the message."""
+    return 2 * math.ceil(math.log2(n)) * (link.alpha + size / link.beta)
+
+
+def halving_doubling_all_reduce(n: int, size: float, link: Link) -> float:
+    """Seconds. Members beyond a power of two first hand their vector to a neighbour, and get the sum back at the end."""
+    power = 2 ** int(math.log2(n))
+    extra = 2 * (link.alpha + size / link.beta) if power != n else 0.0
+    return extra + 2 * math.log2(power) * link.alpha + 2 * (power - 1) / power * size / link.beta
+
+
+FLAT: dict[str, Callable[[int, float, Link], float]] = {
+    "ring": ring_all_reduce, "tree": tree_all_reduce, "halving_doubling": halving_doubling_all_reduce}
+ALGORITHMS = (*FLAT, "hierarchical")
+
+
+def ring_pass(n: int, size: float, link: Link) -> float:
+    """Seconds of a reduce-scatter, or of an all-gather, of S bytes in all: half a ring all-reduce."""
+    return (n - 1) * link.alpha + (n - 1) / n * size / link.beta
+
+
+def all_to_all(n: int, size: float, link: Link) -> float:
+    """Seconds; each member holds S bytes, of which it keeps 1/n."""
+    return (n - 1) * link.alpha + (n - 1) / n * size / link.beta
+
+
+def hierarchical_all_reduce(nodes: int, local: int, size: float, inside: Link, between: Link) -> float:
+    """Seconds; `local` members in each of `nodes` nodes. `between`: what one member gets of the node's network."""
+    within = 2 * ring_pass(local, size, inside) if local > 1 else 0.0
+    return within + (ring_all_reduce(nodes, size / local, between) if nodes > 1 else 0.0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices that communicate: `size` in all, `local` of them in one node; `rivals` such groups share a node's network."""
+
+    size: int
+    local: int
+    rivals: int = 1
+
+    @classmethod
+    def of(cls, size: int, stride: int, hardware: Hardware) -> Group:
+        """`size` members, `stride` devices apart, with nodes filled in order."""
+        local = max(1, min(size, hardware.per_node // stride)) if stride < hardware.per_node else 1
+        return cls(size, local, max(1, min(hardware.per_node, size * stride) // local))
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.local)
+
+    def inside(self, hardware: Hardware) -> Link:
+        return Link(hardware.link_us * 1e-6, hardware.link_gbs * 1e9)
+
+    def flat(self, hardware: Hardware) -> Link:
+        """The slowest link of a ring or tree over all members."""
+        if self.nodes == 1:
+            return self.inside(hardware)
+        return Link(hardware.network_us * 1e-6, min(hardware.link_gbs, hardware.node_gbs / self.rivals) * 1e9 if self.local > 1 else hardware.node_gbs / self.rivals * 1e9)
+
+    def between(self, hardware: Hardware) -> Link:
+        """What one member gets of the node's network when all use it."""
+        return Link(hardware.network_us * 1e-6, hardware.node_gbs / (self.rivals * self.local) * 1e9)
+
+
+def all_reduce_seconds(group: Group, size: float, hardware: Hardware) -> dict[str, float]:
+    """Seconds of an all-reduce of `size` bytes by each algorithm; {} of nothing to do is all zeros."""
+    if group.size == 1:
+        return dict.fromkeys(ALGORITHMS, 0.0)
+    times = {name: seconds(group.size, size, group.flat(hardware)) for name, seconds in FLAT.items()}
+    times["hierarchical"] = hierarchical_all_reduce(group.nodes, group.local, size, group.inside(hardware), group.between(hardware))
+    return times
+
+
+def pass_seconds(group: Group, size: float, hardware: Hardware) -> float:
+    """Seconds of a reduce-scatter or an all-gather: a flat ring, or in two levels if that is faster."""
+    if group.size == 1:
+        return 0.0
+    flat = ring_pass(group.size, size, group.flat(hardware))
+    if group.nodes == 1 or group.local == 1:
+        return flat
+    two = ring_pass(group.local, size, group.inside(hardware)) + ring_pass(group.nodes, size / group.local, group.between(hardware))
+    return min(flat, two)

@@ -1,0 +1,114 @@
+"""All of a plan's figures for one layout: memory, time, scaling, reliability, as one Estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist.config import Config
+from tfdist.planner.communication import ALGORITHMS, Group, all_reduce_seconds
+from tfdist.planner.hardware import Hardware
+from tfdist.planner.layout import Layout
+from tfdist.planner.memory import KERAS, Memory, memory, slot_elements
+from tfdist.planner.reliability import Reliability, reliability
+from tfdist.planner.shapes import ModelShape
+from tfdist.planner.time import DAY, StepTime, mfu, step_time
+
+SCALE = tuple(2**power for power in range(11))  # 1 to 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is planned: the question to which an Estimate is the answer."""
+
+    config: Config
+    model: ModelShape
+    hardware: Hardware
+    devices: int
+    samples: float = 0.0  # to train on in all; 0: unknown
+    algorithm: str = "auto"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The figures of one layout. Seconds, bytes."""
+
+    layout: Layout
+    memory: Memory
+    step: StepTime
+    samples_per_s: float
+    mfu: float
+    reliability: Reliability
+    days: float  # to train on all samples, with saves and failures; 0 if their number is unknown
+
+    def fits(self, hardware: Hardware) -> bool:
+        return self.memory.peak <= hardware.memory_gb * 1e9
+
+
+def estimate(plan: Plan, layout: Layout) -> Estimate:
+    """The figures of a layout for a plan."""
+    held = memory(plan.model, plan.config, layout, plan.hardware.reserved_gb * 1e9)
+    step = step_time(plan.model, plan.config, layout, plan.hardware, plan.algorithm)
+    rate = layout.global_batch / step.total
+    expected = reliability(checkpoint_bytes(plan), layout.devices, plan.hardware.mtbf_hours, plan.hardware.storage_gbs, asynchronous=plan.config.checkpoint.async_save)
+    days = plan.samples / (rate * expected.availability) / DAY if plan.samples and expected.availability else 0.0
+    return Estimate(layout, held, step, rate, mfu(plan.model, plan.config, layout, plan.hardware, step.total), expected, days)
+
+
+def checkpoint_bytes(plan: Plan) -> float:
+    """Of one snapshot: parameters, optimizer state and constants, whatever the layout."""
+    return sum(part.repeat * (KERAS.parameter * (part.parameters + part.constants) + KERAS.slot * sum(slot_elements(plan.config.optimizer, weight) for weight in part.weights))
+               for part in plan.model.parts)
+
+
+def zero_table(plan: Plan, layout: Layout) -> list[Memory]:
+    """Memory for ZeRO stages 0 to 3 of a layout."""
+    return [memory(plan.model, plan.config, dataclasses.replace(layout, zero=zero), plan.hardware.reserved_gb * 1e9) for zero in range(4)]
+
+
+def recompute_table(plan: Plan, layout: Layout) -> dict[str, float]:
+    """Bytes of activations without and with recompute."""
+    return {name: memory(plan.model, plan.config, dataclasses.replace(layout, recompute=again)).activations for name, again in (("kept", False), ("recomputed", True))}
+
+
+def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float]]:
+    """{"in one node" or "over all devices": {algorithm: seconds}} of one all-reduce of the gradients over the data axis."""
+    stride = layout.pipe * layout.model
+    size = KERAS.gradient * max(sum(part.repeat * layout.elements(part) for part in parts) for parts in plan.model.stages(layout.pipe))
+    local = max(1, min(layout.replicas, plan.hardware.per_node // stride))
+    groups = {f"in one node, over {local}": Group.of(local, stride, plan.hardware), f"over all {layout.replicas} replicas": Group.of(layout.replicas, stride, plan.hardware)}
+    return {name: all_reduce_seconds(group, size, plan.hardware) for name, group in groups.items() if group.size > 1}
+
+
+def scaling(plan: Plan, layout: Layout) -> list[dict[str, float]]:
+    """Weak scaling from 1 to 1024 devices: more replicas, the same work on each. Efficiency against the smallest number
+    that holds one replica; sizes that are no multiple of one are left out."""
+    one = layout.pipe * layout.model * layout.expert
+    rows, base = [], None
+    for devices in SCALE:
+        if devices % one:
+            continue
+        grown = dataclasses.replace(layout, data=devices // one)
+        seconds = step_time(plan.model, plan.config, grown, plan.hardware, plan.algorithm).total
+        rate = grown.global_batch / seconds
+        base = base or rate / devices
+        rows.append({"devices": devices, "samples_per_s": rate, "step_s": seconds, "efficiency": rate / devices / base})
+    return rows
+
+
+def as_json(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> dict[str, Any]:
+    """The plan as plain values: bytes, seconds, fractions. `estimates`: the best first."""
+    def one(found: Estimate, reason: str) -> dict[str, Any]:
+        return {"layout": {**dataclasses.asdict(found.layout), "devices": found.layout.devices, "global_batch": found.layout.global_batch}, "reason": reason, "fits": found.fits(plan.hardware),
+                "memory_bytes": dataclasses.asdict(found.memory), "step_s": {**dataclasses.asdict(found.step), "total": found.step.total}, "samples_per_s": found.samples_per_s,
+                "tokens_per_s": found.samples_per_s * plan.model.tokens, "mfu": found.mfu, "days": found.days,
+                "reliability": {**dataclasses.asdict(found.reliability), "availability": found.reliability.availability}}
+
+    best = estimates[0].layout
+    return {
+        "model": {"name": plan.model.name, "parameters": plan.model.parameters, "forward_flops_per_sample": plan.model.flops, "tokens_per_sample": plan.model.tokens, "source": plan.model.source},
+        "hardware": dataclasses.asdict(plan.hardware), "devices": plan.devices, "samples": plan.samples,
+        "plans": [one(found, reason) for found, reason in zip(estimates, reasons, strict=True)],
+        "zero_bytes": [dataclasses.asdict(each) for each in zero_table(plan, best)], "activation_bytes": recompute_table(plan, best),
+        "all_reduce_s": communication_table(plan, best), "algorithms": list(ALGORITHMS), "scaling": scaling(plan, best)}

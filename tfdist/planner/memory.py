@@ -1,0 +1,156 @@
+"""Memory of one device: parameters, gradients, optimizer state, master weights, activations, buffers. In bytes.
+
+ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054) divides over the data-parallel devices: stage 1 the optimizer state
+and master weights, stage 2 also the gradients, stage 3 also the parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tfdist.config import Config, OptimizerConfig, parse_args
+from tfdist.planner.layout import Layout
+from tfdist.planner.shapes import ModelShape, Part, Weight
+
+_WORKING_TENSORS = 2  # of the largest size, that a layer's backward pass holds besides what was saved
+_UPDATE_TENSORS = 2  # of a variable's size, that the update rule holds on its way
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Bytes per element of each kind. The default is Keras': variables, gradients and slots are float32 under every
+    policy, and the casts to the compute type count as buffers."""
+
+    parameter: float = 4.0
+    gradient: float = 4.0
+    slot: float = 4.0
+    master: float = 0.0
+
+
+KERAS = Recipe()
+ZERO_PAPER = Recipe(2, 2, 4, 4)  # 16-bit weights and gradients, float32 master weights and Adam: 16 bytes a parameter
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one device that do not depend on the batch."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    master: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.master
+
+
+def shard_states(parameters: float, slots: float, recipe: Recipe, zero: int, devices: int) -> States:
+    """`parameters` elements with `slots` elements of optimizer state, on each of `devices` data-parallel devices."""
+    assert zero in (0, 1, 2, 3), zero
+    return States(
+        recipe.parameter * parameters / (devices if zero >= 3 else 1), recipe.gradient * parameters / (devices if zero >= 2 else 1),
+        recipe.slot * slots / (devices if zero >= 1 else 1), recipe.master * parameters / (devices if zero >= 1 else 1))
+
+
+def slot_elements(optimizer: OptimizerConfig, weight: Weight) -> int:
+    """Elements of optimizer state that Keras 3.15 keeps for a variable, with its moving average if --ema is set."""
+    options, n, average = _options(optimizer.optimizer_args), weight.elements, 1 if optimizer.ema else 0
+    name = optimizer.optimizer
+    if name in ("sgd", "momentum"):
+        return n * ((options.get("momentum", 0.9 if name == "momentum" else 0.0) != 0) + average)
+    if name == "adafactor":  # row and column factors, and the full second moment, which Keras keeps as well
+        factors = n // weight.shape[-1] + n // weight.shape[-2] if len(weight.shape) >= 2 else 2
+        return n * (1 + average) + factors
+    if name == "muon":  # Adam for all but matrices, and for embeddings
+        adam = len(weight.shape) != 2 or (options.get("exclude_embeddings", True) and "embedding" in weight.path.lower())
+        return n * (1 + adam + average)
+    each = {"adam": 2, "adamw": 2, "lion": 1, "lamb": 2}[name] + bool(options.get("amsgrad"))
+    return n * (each + average)
+
+
+@functools.cache
+def _options(text: str) -> dict:
+    return parse_args("optimizer_args", text)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest device. `peak` is below the sum: gradients grow while activations are released."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    master: float
+    activations: float
+    buffers: float
+    reserved: float
+    peak: float
+    stage: int  # of the pipeline, that is the fullest
+
+    def items(self) -> dict[str, float]:
+        """By the names that are shown."""
+        return {"parameters": self.parameters, "gradients": self.gradients, "optimizer state": self.optimizer, "master weights": self.master,
+                "activations": self.activations, "buffers": self.buffers, "reserved": self.reserved}
+
+
+def memory(model: ModelShape, config: Config, layout: Layout, reserved: float = 0.0, recipe: Recipe = KERAS) -> Memory:
+    """The fullest device of a layout."""
+    stages = model.stages(layout.pipe)
+    found = [_stage_memory(parts, stage, config, layout, reserved, recipe) for stage, parts in enumerate(stages)]
+    return max(found, key=lambda each: each.peak)
+
+
+def _stage_memory(parts: Sequence[Part], stage: int, config: Config, layout: Layout, reserved: float, recipe: Recipe) -> Memory:
+    elements = sum(part.repeat * layout.elements(part) for part in parts)
+    slots = sum(part.repeat * slot_elements(config.optimizer, weight) / layout.divisor(weight.axis) for part in parts for weight in part.weights)
+    states = shard_states(elements, slots, recipe, layout.zero, layout.replicas)
+    constants = 4.0 * sum(part.repeat * part.constants for part in parts)
+    held, working = saved_bytes(parts, layout, stage)
+    packs = min(2 * config.strategy.pack_mb * 2**20, 2 * states.gradients) if layout.replicas > 1 else 0.0  # one is filled while another travels
+    gathered = 2 * recipe.parameter * max((layout.elements(part) for part in parts), default=0) if layout.zero >= 3 else 0.0
+    accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
+    largest = max((elements / layout.divisor(axis) for part in parts for axis, elements in part.largest_weights.items()), default=0)
+    updating = states.gradients + accumulated + _UPDATE_TENSORS * recipe.slot * largest / (layout.replicas if layout.zero else 1)
+    backward = accumulated + _backward_peak(parts, held, working, layout, recipe, states.gradients)
+    steady = states.parameters + states.optimizer + states.master + constants + packs + gathered + reserved
+    buffers = constants + packs + gathered + accumulated + working + sum(part.repeat * part.fixed / layout.model for part in parts)
+    return Memory(states.parameters, states.gradients, states.optimizer, states.master, sum(held), buffers, reserved, steady + max(updating, backward), stage)
+
+
+def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int = 0) -> tuple[list[float], float]:
+    """(bytes of activations that each part holds when the backward pass begins, bytes that the largest layer works with).
+
+    Stage k of a pipeline of p holds min(micro-batches, p - k) micro-batches (1F1B: Narayanan et al. 2019). With recompute
+    a block holds its input alone, and one block at a time is computed again (Chen et al. 2016, arXiv:1604.06174).
+    """
+    def whole(part: Part) -> float:
+        return (part.saved - part.divided + part.divided / layout.model) * layout.micro_batch
+
+    in_flight = min(layout.micro_batches, layout.pipe - stage) if layout.pipe > 1 else 1
+    working = max((_WORKING_TENSORS * part.largest * layout.micro_batch / layout.model for part in parts), default=0.0)
+    if not layout.recompute:
+        return [part.repeat * whole(part) * in_flight for part in parts], working
+    again = max((whole(part) for part in parts if part.block), default=0.0)
+    return [part.repeat * (part.output * layout.micro_batch if part.block else whole(part)) * in_flight for part in parts], working + again
+
+
+def _backward_peak(parts: Sequence[Part], held: Sequence[float], working: float, layout: Layout, recipe: Recipe, gradients: float) -> float:
+    """The backward pass goes through the parts from the last: their gradients appear, their activations go.
+
+    Repetitions of a part change both by the same step, so that the highest point is at the first or at the last of them.
+    """
+    fixed = sum(part.repeat * part.fixed / layout.model for part in parts)
+    left, grown, peak = sum(held), 0.0, 0.0
+    for part, bytes_held in zip(reversed(parts), reversed(held), strict=True):
+        own = _WORKING_TENSORS * part.largest * layout.micro_batch / layout.model if not layout.recompute else working
+        for first in (True, False):
+            times = 1 if first else part.repeat - 1
+            released = 0.0 if first else bytes_held * (part.repeat - 1) / part.repeat
+            grown += recipe.gradient * layout.elements(part) * times
+            shown = min(grown, gradients + recipe.gradient * layout.elements(part)) if layout.zero >= 2 else grown
+            peak = max(peak, left - released + shown + own + fixed)
+        left -= bytes_held
+    return peak

@@ -1,0 +1,55 @@
+"""Failures and snapshots: how often to save, what saving and failing cost. Seconds and bytes.
+
+Legend: delta, seconds that training stands still for a save; M, mean time between failures of the whole job; tau, seconds
+of training between two saves; R, seconds from a failure to training again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+def young_interval(delta: float, mtbf: float) -> float:
+    """tau = sqrt(2 delta M) (Young 1974)."""
+    return math.sqrt(2 * delta * mtbf)
+
+
+def daly_interval(delta: float, mtbf: float) -> float:
+    """Daly 2006, equation 37: Young's with the next terms of the series, less the save itself; M if saving takes over 2 M."""
+    if delta >= 2 * mtbf:
+        return mtbf
+    ratio = delta / (2 * mtbf)
+    return math.sqrt(2 * delta * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - delta
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """What to expect of a job."""
+
+    mtbf: float  # of the job, seconds
+    checkpoint: float  # bytes
+    write: float  # seconds until it is on disk
+    stall: float  # seconds that training waits
+    interval: float  # best seconds of training between saves (Daly)
+    young: float  # the same by Young's formula
+    saving: float  # part of the time spent waiting for saves
+    lost: float  # part of the time spent on work that failures undo, and on starting again
+
+    @property
+    def availability(self) -> float:
+        """Part of the time that is training which counts."""
+        return max(0.0, 1.0 - self.saving - self.lost)
+
+
+def reliability(checkpoint: float, devices: int, mtbf_hours: float, storage_gbs: float, *, asynchronous: bool, copy_gbs: float = 10.0, restart: float = 180.0) -> Reliability:
+    """Of a job on `devices`, each of which fails (with its share of everything else) every `mtbf_hours`.
+
+    asynchronous: training waits for the copy to host memory only (at `copy_gbs`, assumed), but saves cannot be closer
+    than writing takes. restart: seconds to start again (assumed).
+    """
+    mtbf = mtbf_hours * 3600 / devices
+    write = checkpoint / (storage_gbs * 1e9)
+    stall = checkpoint / (copy_gbs * 1e9) if asynchronous else write
+    interval = max(daly_interval(stall, mtbf), write if asynchronous else 0.0)
+    return Reliability(mtbf, checkpoint, write, stall, interval, young_interval(stall, mtbf), stall / (interval + stall), min(1.0, (interval / 2 + restart) / mtbf))

@@ -1,0 +1,168 @@
+"""What a plan knows of a model: its parts in order, with their weights, work and activations per sample.
+
+A *part* lies between two places where the model can be cut (a block, or a layer). Built-in models are described by
+formula (formulas.py), which takes no time; any other model by training/count.py, which reads its graph and prints what
+`from_json` takes. Legend: bytes are of one sample, before any sharding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tfdist.config import Config, parse_args
+from tfdist.control.exit_codes import ConfigError
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A trained variable. `axis`: of the mesh, that can divide it: "model", "expert" or "" for none."""
+
+    path: str
+    shape: tuple[int, ...]
+    axis: str = ""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a model, which may stand `repeat` times in a row."""
+
+    name: str
+    weights: tuple[Weight, ...] = ()
+    constants: int = 0  # elements that are kept but not trained (moving averages)
+    flops: float = 0.0  # of the forward pass, products and convolutions only; a multiplication and an addition are two
+    saved: float = 0.0  # bytes that the forward pass leaves for the backward pass
+    divided: float = 0.0  # of those, what tensor parallelism divides
+    largest: float = 0.0  # bytes of the largest tensor, of which the backward pass needs a few more
+    fixed: float = 0.0  # bytes saved whatever the batch: weights cast to the compute type, masks
+    output: float = 0.0  # bytes handed to the next part
+    block: bool = False  # can be cut off as a stage, or recomputed
+    repeat: int = 1
+
+    @property
+    def parameters(self) -> int:
+        """Of one repetition."""
+        return sum(weight.elements for weight in self.weights)
+
+    @cached_property
+    def elements(self) -> dict[str, int]:
+        """Parameters of one repetition by the axis that can divide them."""
+        return {axis: sum(weight.elements for weight in self.weights if weight.axis == axis) for axis in {weight.axis for weight in self.weights}}
+
+    @cached_property
+    def largest_weights(self) -> dict[str, int]:
+        """Elements of the largest variable by the axis that can divide it."""
+        return {axis: max(weight.elements for weight in self.weights if weight.axis == axis) for axis in self.elements}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as the planner sees it."""
+
+    name: str
+    parts: tuple[Part, ...]
+    tokens: int = 1  # per sample; 1 where samples are no sequences
+    heads: int = 1  # tensor parallelism must divide these
+    source: str = "formula"  # or "graph"
+
+    @property
+    def parameters(self) -> int:
+        return sum(part.parameters * part.repeat for part in self.parts)
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass of one sample."""
+        return sum(part.flops * part.repeat for part in self.parts)
+
+    @property
+    def blocks(self) -> int:
+        """Places where it can be cut into stages, plus one."""
+        return sum(part.repeat for part in self.parts if part.block)
+
+    @property
+    def axes(self) -> set[str]:
+        """Mesh axes besides data and pipe that can divide it."""
+        return {weight.axis for part in self.parts for weight in part.weights} - {""}
+
+    def stages(self, pipe: int) -> list[list[Part]]:
+        """Its parts cut into `pipe` stages of about the same work, each with a block at least."""
+        assert pipe == 1 or pipe <= self.blocks, (pipe, self.blocks)
+        if pipe not in self._cut:
+            self._cut[pipe] = _cut(self.parts, pipe, self.flops)
+        return self._cut[pipe]
+
+    @cached_property
+    def _cut(self) -> dict[int, list[list[Part]]]:
+        return {}
+
+
+def _cut(parts: Sequence[Part], pipe: int, total: float) -> list[list[Part]]:
+    stages: list[list[Part]] = [[] for _ in range(pipe)]
+    at, done, left, has_block = 0, 0.0, sum(part.repeat for part in parts if part.block), False
+    for part in itertools.chain.from_iterable(itertools.repeat(each, each.repeat) for each in parts):
+        due = (done + part.flops / 2) * pipe >= (at + 1) * total
+        # A stage begins with a block: when its share of the work is reached, or when each later stage needs one of those left.
+        if part.block and has_block and at < pipe - 1 and (due or left < pipe - at):
+            at, has_block = at + 1, False
+        last = stages[at][-1] if stages[at] else None
+        if last is not None and last.block and last.name == part.name:
+            stages[at][-1] = dataclasses.replace(last, repeat=last.repeat + 1)
+        else:
+            stages[at].append(dataclasses.replace(part, repeat=1))
+        has_block, left, done = has_block or part.block, left - part.block, done + part.flops
+    return stages
+
+
+def from_json(values: Mapping[str, Any], tokens: int = 1) -> ModelShape:
+    """What `python -m tfdist.training.count` printed."""
+    parts = tuple(
+        Part(part["name"], tuple(Weight(path, tuple(shape), "expert" if "expert" in path else "") for path, shape in part["weights"]),
+             part["constants"], part["flops"], sum(part["saved"]), 0.0, max(part["saved"], default=0.0), part["fixed"], part["output"])
+        for part in values["parts"])
+    return ModelShape(values["name"], parts, tokens, source="graph")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: the shape of x, and how many classes or tokens there are. float32 images or int32 tokens."""
+
+    shape: tuple[int, ...]
+    outputs: int
+
+
+def sample_of(config: Config, shape: str = "", outputs: int = 0) -> Sample | None:
+    """The samples of a built-in source without opening it; `shape` ("224,224,3") and `outputs` of the user go first.
+
+    None if the source must be opened to know. Raises ConfigError for a shape that is none.
+    """
+    data, options = config.data, parse_args("source_args", config.data.source_args)
+    found: Sample | None = None
+    if data.source == "digits":
+        found = Sample((8, 8, 1), 10)
+    elif data.source == "text":
+        found = Sample((data.sequence_length,), 256)
+    elif data.source == "synthetic":
+        text = options.get("task", "image") == "text"
+        found = Sample((data.sequence_length,), options.get("vocab", 50_257)) if text else Sample(tuple(options.get("shape", (224, 224, 3))), options.get("classes", 1000))
+    elif "image_size" in options and outputs:
+        found = Sample((options["image_size"], options["image_size"], 3), outputs)
+    if shape:
+        try:
+            sizes = tuple(int(size) for size in shape.split(","))
+        except ValueError:
+            sizes = (0,)
+        if min(sizes) < 1:
+            raise ConfigError(f"--input_shape={shape} must be whole numbers, for example 224,224,3 for images or 1024 for tokens.")
+        if not outputs and not found:
+            raise ConfigError(f"--input_shape={shape} needs --outputs=N, the number of classes or tokens.")
+        found = Sample(sizes, outputs or found.outputs)
+    return Sample(found.shape, outputs) if found and outputs else found

@@ -1,0 +1,119 @@
+"""How long a step takes, and what of it: compute, bubble, communication that nothing hides, update. In seconds.
+
+step = fixed + (m + p - 1) micro-batches through the slowest stage + exposed communication + update
+
+Products and convolutions run at `efficiency` x peak, which stands for everything else as well (element-wise operations,
+launches); the backward pass takes twice the forward pass, and recompute adds one forward pass. These are assumptions
+until --calibrate replaces them by measured figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfdist.config import Config
+from tfdist.planner.communication import Group, all_reduce_seconds, all_to_all, pass_seconds
+from tfdist.planner.hardware import Hardware
+from tfdist.planner.layout import Layout
+from tfdist.planner.memory import KERAS, slot_elements
+from tfdist.planner.shapes import ModelShape, Part
+
+DAY = 86_400.0
+
+
+def bubble_fraction(stages: int, micro_batches: int) -> float:
+    """Part of the step in which a stage of a pipeline (GPipe or 1F1B) has nothing to do: (p - 1) / (m + p - 1)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def days(total: float, per_second_and_device: float, devices: int, availability: float = 1.0) -> float:
+    """Days to train on `total` samples or tokens."""
+    return total / (per_second_and_device * devices * availability) / DAY
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, and what it is made of."""
+
+    compute: float  # all micro-batches, without the bubble
+    bubble: float
+    tensor: float  # all-reduces of tensor parallelism, all-to-alls of experts, hand-overs between stages
+    gradients: float  # communication of gradients and sharded states, hidden or not
+    exposed: float  # of `gradients`, what the backward pass does not hide
+    update: float
+    fixed: float
+    algorithm: str  # of the gradient all-reduce
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.bubble + self.tensor + self.exposed + self.update + self.fixed
+
+
+def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardware, algorithm: str = "auto") -> StepTime:
+    """The step of a layout on a hardware."""
+    stages = model.stages(layout.pipe)
+    slowest = max(sum(part.repeat * part.flops for part in parts) for parts in stages)
+    passes = 4 if layout.recompute and any(part.block for part in model.parts) else 3
+    rate = hardware.tflops(config.precision.precision) * 1e12 * hardware.efficiency
+    crowding = max(1.0, layout.devices / hardware.shared) if hardware.shared else 1.0
+    one = passes * slowest * layout.micro_batch / layout.model / rate * crowding
+    compute, bubble = one * layout.micro_batches, one * (layout.pipe - 1)
+    seconds, name = gradient_seconds(stages, layout, hardware, algorithm)
+    # Each micro-batch's backward pass can hide the traffic of stages 2 and 3, the last one's that of stages 0 and 1.
+    windows = layout.micro_batches if layout.zero >= 2 else 1
+    exposed = max(seconds - hardware.overlap * one * 2 / passes * windows, seconds * 0.02)
+    return StepTime(compute, bubble, _inner_seconds(stages, config, layout, hardware), seconds, exposed if seconds else 0.0,
+                    _update_seconds(stages, config, layout, hardware) * crowding, hardware.step_ms * 1e-3, name)
+
+
+def gradient_seconds(stages: list[list[Part]], layout: Layout, hardware: Hardware, algorithm: str = "auto") -> tuple[float, str]:
+    """(seconds a step, algorithm) of the traffic over the data axis, float32."""
+    group = Group.of(layout.replicas, layout.pipe * layout.model, hardware)
+    size = KERAS.gradient * max(sum(part.repeat * layout.elements(part) for part in parts) for parts in stages)
+    if layout.replicas == 1:
+        return 0.0, "none"
+    if layout.zero == 0:
+        times = all_reduce_seconds(group, size, hardware)
+        name = min(times, key=times.get) if algorithm == "auto" else algorithm
+        return times[name], name
+    once = pass_seconds(group, size, hardware)
+    # 1: reduce-scatter of gradients, all-gather of parameters; 2: the first after each micro-batch; 3: the parameters also
+    # twice in each micro-batch, for the forward and the backward pass.
+    passes = {1: 2, 2: layout.micro_batches + 1, 3: 3 * layout.micro_batches}[layout.zero]
+    return passes * once, "reduce-scatter and all-gather"
+
+
+def _inner_seconds(stages: list[list[Part]], config: Config, layout: Layout, hardware: Hardware) -> float:
+    """Traffic that stands in the way of the next operation."""
+    seconds = 0.0
+    blocks = max((sum(part.repeat for part in parts if part.block) for parts in stages), default=0)
+    output = max((part.output for parts in stages for part in parts if part.block), default=0.0) * layout.micro_batch
+    if layout.model > 1:  # two all-reduces forward and two backward for each block (Shoeybi et al. 2019), two more if recomputed
+        group = Group.of(layout.model, 1, hardware)
+        seconds += blocks * (6 if layout.recompute else 4) * min(all_reduce_seconds(group, output, hardware).values()) * layout.micro_batches
+    if layout.pipe > 1:
+        group = Group.of(layout.pipe, layout.model, hardware)
+        link = group.flat(hardware)
+        seconds += 2 * (link.alpha + output / link.beta) * (layout.micro_batches + layout.pipe - 1)
+    if layout.expert > 1:  # tokens to their experts and back, forward and backward
+        group = Group.of(layout.expert, layout.pipe * layout.model, hardware)
+        experts = max(sum(part.repeat for part in parts if "expert" in part.elements) for parts in stages)
+        seconds += 4 * experts * all_to_all(layout.expert, output, group.flat(hardware)) * layout.micro_batches
+    return seconds
+
+
+def _update_seconds(stages: list[list[Part]], config: Config, layout: Layout, hardware: Hardware) -> float:
+    """The update reads and writes parameters and slots and reads gradients: bound by memory bandwidth."""
+    def moved_by(part: Part) -> float:
+        each = KERAS.parameter * 2 + KERAS.gradient
+        return part.repeat * sum((each * weight.elements + 2 * KERAS.slot * slot_elements(config.optimizer, weight)) / layout.divisor(weight.axis) for weight in part.weights)
+
+    moved = sum(moved_by(part) for part in max(stages, key=lambda parts: sum(part.repeat * part.parameters for part in parts)))
+    return moved / (layout.replicas if layout.zero else 1) / (hardware.memory_gbs * 1e9)
+
+
+def mfu(model: ModelShape, config: Config, layout: Layout, hardware: Hardware, seconds: float) -> float:
+    """Model FLOP utilisation: 3 x the forward pass's operations, without those that recompute adds, over the peak
+    (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+    peak = layout.devices * hardware.tflops(config.precision.precision) * 1e12
+    return 3 * model.flops * layout.global_batch / (seconds * peak)
