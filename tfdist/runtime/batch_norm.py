@@ -28,14 +28,23 @@ def synchronize_with(runtime: Sockets) -> None:
     nn._compute_moments_sync = lambda x, axes, keepdims: moments(runtime, x, axes, keepdims)
 
 
-def moments(runtime: Sockets, x: tf.Tensor, axes: Sequence[int], keepdims: bool = False) -> tuple[tf.Tensor, tf.Tensor]:
-    """(mean, variance) of x over `axes` and over all workers, with the gradient through all of them."""
-    mean, variance = tf.nn.moments(x, axes, keepdims=keepdims)
-    count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(mean), x.dtype)
+def moments(runtime: Sockets, x: tf.Tensor, axes: Sequence[int], keepdims: bool = False, mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+    """(mean, variance) of x over `axes` and over all workers, with the gradient through all of them.
+
+    mask: bool, x's shape without the last dim; only where it is true does x count.
+    """
+    if mask is None:
+        mean, variance = tf.nn.moments(x, axes, keepdims=keepdims)
+        count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(mean), x.dtype)
+    else:
+        weights = tf.broadcast_to(tf.cast(mask, x.dtype)[..., tf.newaxis], tf.shape(x))
+        mean, variance = tf.nn.weighted_moments(x, axes, weights, keepdims=keepdims)
+        count = tf.reduce_sum(weights) / tf.cast(tf.size(mean), x.dtype)
+        mean, variance = (tf.where(count > 0, value, tf.zeros_like(value)) for value in (mean, variance))
     if runtime.rows_count is not None:
         count *= tf.cast(runtime.rows_count, x.dtype)
     rows = _gather(runtime, tf.concat([[count], tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0)[tf.newaxis])
-    share = rows[:, :1] / tf.reduce_sum(rows[:, :1])
+    share = tf.math.divide_no_nan(rows[:, :1], tf.reduce_sum(rows[:, :1]))
     means, variances = tf.split(rows[:, 1:], 2, axis=1)
     all_mean = tf.reduce_sum(share * means, 0)
     all_variance = tf.reduce_sum(share * (variances + tf.square(means - all_mean)), 0)
