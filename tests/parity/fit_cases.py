@@ -62,7 +62,7 @@ def cnn_with_batchnorm(fit, evaluate, predict, folder):
                               layers.Conv2D(8, 3, strides=2, use_bias=False), layers.BatchNormalization(momentum=0.9), layers.ReLU(), layers.Flatten(), layers.Dense(10)])
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     history = fit(model, x[:200], y[:200], batch_size=32, epochs=3, validation_data=(x[200:], y[200:250]))
-    return {"history": history.history, "statistics": [weight.tolist() for weight in model.non_trainable_weights[:4] and [np.asarray(w) for w in model.non_trainable_weights]]}
+    return {"history": history.history, "statistics": [np.asarray(weight).tolist() for weight in model.non_trainable_weights]}
 
 
 @case
@@ -182,7 +182,8 @@ def metrics():
 def dataset_of_unknown_length(fit, evaluate, predict, folder):
     x, y = samples(103)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: x[0] > -1.5).batch(7)
-    model = dense(metrics=metrics())
+    # Not Adam: Keras counts one iteration too many each time it meets the end of such data, which Adam's next steps show.
+    model = dense(optimizer=keras.optimizers.SGD(0.1), metrics=metrics())
     return {"length": int(dataset.cardinality()), "history": fit(model, dataset, epochs=3, validation_data=dataset).history,
             "evaluate": evaluate(model, dataset), "predict": predict(model, dataset)}
 
@@ -277,7 +278,7 @@ def callback_tensorboard(fit, evaluate, predict, folder):
 @case
 def callback_csv_logger(fit, evaluate, predict, folder):
     found = with_callback(fit, keras.callbacks.CSVLogger(f"{folder}/log.csv"))[1]
-    rows = [[float(cell) for cell in row] for row in list(csv.reader(Path(f"{folder}/log.csv").open()))[1:]] if files(folder) else None
+    rows = [[float(cell) for cell in row] for row in list(csv.reader(Path(f"{folder}/log.csv").read_text().splitlines()))[1:]] if files(folder) else None
     return {**found, "chief": {"rows": rows}}
 
 

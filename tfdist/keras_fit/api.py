@@ -15,6 +15,8 @@ from tfdist.config import Config
 from tfdist.control.cluster import resolve_cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
+from tfdist.keras_fit.arrays import shuffle_alike
+from tfdist.keras_fit.backup import EpochBackup, skip
 from tfdist.keras_fit.callbacks import arrange
 from tfdist.keras_fit.model import DistributedModel, refuse_what_cannot_be_spread
 from tfdist.runtime.errors import explain
@@ -74,8 +76,12 @@ def fit(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None
         "batch_size": batch_size, "epochs": epochs, "validation_split": validation_split, "validation_data": validation_data, "shuffle": shuffle, "class_weight": class_weight,
         "sample_weight": sample_weight, "initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps,
         "validation_batch_size": validation_batch_size, "validation_freq": validation_freq}
-    return _spread(runtime, model, "fit", lambda: model.fit(
-        x, y, verbose=verbose if runtime.rank == 0 else 0, callbacks=arrange(callbacks, runtime, model), **arguments))
+    arranged = arrange(callbacks, runtime, model)
+    if isinstance(runtime, Sockets):
+        x, y = shuffle_alike(runtime, x, y, arguments)
+    done = max((callback.epoch for callback in arranged if isinstance(callback, EpochBackup)), default=0)
+    x = skip(x, done - initial_epoch, steps_per_epoch)
+    return _spread(runtime, model, "fit", lambda: model.fit(x, y, verbose=verbose if runtime.rank == 0 else 0, callbacks=arranged, **arguments))
 
 
 def evaluate(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None = None, verbose: Any = "auto", sample_weight: Any = None,
@@ -92,6 +98,26 @@ def predict(model: keras.Model, x: Any, batch_size: int | None = None, verbose: 
     runtime = init()
     return _spread(runtime, model, "predict", lambda: model.predict(
         x, batch_size=batch_size, verbose=verbose if runtime.rank == 0 else 0, steps=steps, callbacks=arrange(callbacks, runtime, model)))
+
+
+@contextlib.contextmanager
+def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iterator[None]:
+    """For training loops of your own: inside, `model(x)` computes this worker's rows of x and returns all rows, and
+    `optimizer.apply` takes the mean gradient over all workers.
+
+    Give every worker the same batches; functions that use the model must be traced inside. Loss and metrics of all rows
+    are then the same on every worker. `optimizer`: the compiled one if not given.
+    Raises: ConfigError if the model is not built, and what `fit` raises.
+    """
+    runtime = init()
+    if not isinstance(runtime, Sockets):
+        yield
+        return
+    refuse_what_cannot_be_spread(model)
+    if not model.built:
+        raise ConfigError("tfdist.spread needs a model that is built: give it an Input, or call it on a batch, before.")
+    with _explained(runtime), DistributedModel.of(model, runtime).installed(training=True, optimizer=optimizer):
+        yield
 
 
 def _spread(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:

@@ -21,8 +21,8 @@ _BYTES = 4096  # of the first and of the last row that count in a digest
 class Batches:
     """Hands out the batches of one loop over data.
 
-    The first batches are compared. If the workers read the same, each goes on with its own, and `runtime.stamp` lets
-    the next collective notice if that changes. If not (a shuffle without a seed, a generator with random numbers), all
+    The first batches are compared. If the workers read the same, each goes on with its own (and rows.py notices if that
+    changes). If not (a shuffle without a seed, a generator with random numbers), all
     take the chief's from then on, over the network.
     """
 
@@ -42,8 +42,8 @@ class Batches:
         """The batch, the same on every worker: the own one, or the chief's."""
         if batch is not END:
             batch = keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
-        stamp = 0 if batch is END else digest(batch)
         if self._from_chief is None:
+            stamp = 0 if batch is END else digest(batch)
             stamps = self._runtime.all_gather(np.array([stamp], np.uint32))
             self._from_chief = bool((stamps != stamps[0]).any())
             if self._from_chief and self._runtime.rank == 0:
@@ -53,8 +53,6 @@ class Batches:
             host = None if batch is END else keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), batch)
             host = self._runtime.broadcast_object(host, "batch")
             batch = END if host is None else keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), host)
-            stamp = 0
-        self._runtime.stamp = stamp
         return batch
 
 

@@ -24,9 +24,11 @@ def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[kera
     given = backup.replace(given, runtime)
     if not isinstance(runtime, Sockets):
         return given
+    last = [callback for callback in given if isinstance(callback, backup.EpochBackup)]  # after what they decide
+    given = [callback for callback in given if callback not in last]
     deciding = [callback for callback in given if not isinstance(callback, _WRITERS)]
     kind = SameDecisionsEachBatch if any(_overrides(callback, hook) for callback in deciding for hook in _BATCH_HOOKS) else SameDecisions
-    return [SameLogs(runtime), *(given if runtime.rank == 0 else deciding), kind(runtime, DistributedModel.of(model, runtime))]
+    return [SameLogs(runtime), *(given if runtime.rank == 0 else deciding), kind(runtime, DistributedModel.of(model, runtime)), *last]
 
 
 def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:

@@ -33,7 +33,7 @@ _KEPT_AS = "_tfdist_distributed"  # on the model itself: what was traced lives a
 
 def refuse_what_cannot_be_spread(model: keras.Model) -> None:
     """Raises ConfigError with the reason."""
-    if tf.distribute.has_strategy() or getattr(model, "_distribute_strategy", None) is not None:
+    if getattr(model, "_distribute_strategy", None) is not None:
         raise ConfigError("The model was built inside a tf.distribute strategy's scope, which Keras 3 cannot train over workers: build it without a strategy; tfdist.fit spreads it itself.")
     if isinstance(getattr(model, "optimizer", None), list):
         raise ConfigError("The model was compiled with several optimizers: tfdist.fit needs one.")
@@ -59,13 +59,12 @@ class DistributedModel:
         return model.__dict__[_KEPT_AS]
 
     @contextlib.contextmanager
-    def installed(self, training: bool) -> Iterator[None]:
-        """The replacements are in place inside; all workers hold the chief's variables."""
-        model, optimizer = self._model, self._model.optimizer
+    def installed(self, training: bool, optimizer: keras.Optimizer | None = None) -> Iterator[None]:
+        """The replacements are in place inside; all workers hold the chief's variables. `optimizer`: the model's own if not given."""
+        model = self._model
+        self._optimizer = optimizer = optimizer or model.optimizer
         self._batches = {kind: Batches(self._runtime) for kind in _LOOPS}
         self._training, self._ready = training, False
-        if training:
-            self._agree_on_random_numbers()
         if model.built:
             self._start()
         with contextlib.ExitStack() as stack:
@@ -74,6 +73,9 @@ class DistributedModel:
             if optimizer is not None:
                 self._apply = optimizer.apply
                 stack.enter_context(_replaced(optimizer, "apply", self._apply_mean))
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                self._scale_loss = optimizer.scale_loss
+                stack.enter_context(_replaced(optimizer, "scale_loss", self._scale_loss_of_one))
             for layer in model._flatten_layers():
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(_replaced(layer, "_moments", self._moments_of(layer)))
@@ -128,14 +130,19 @@ class DistributedModel:
         self._updates += 1
         grads = list(grads)
         dense = {index: grad for index, grad in enumerate(grads) if isinstance(grad, tf.Tensor)}
-        for index, mean in zip(dense, self._runtime.all_reduce(list(dense.values())), strict=True):
-            grads[index] = mean / tf.cast(self._runtime.size, mean.dtype)
+        divisor = 1 if isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer) else self._runtime.size
+        for index, total in zip(dense, self._runtime.all_reduce(list(dense.values())), strict=True):
+            grads[index] = total / tf.cast(divisor, total.dtype)
         for index, grad in enumerate(grads):
             # Rows stay rows: Keras treats the gradient of an embedding differently from a dense one.
             if isinstance(grad, tf.IndexedSlices):
                 values, indices = self._runtime.gather([grad.values, grad.indices])
-                grads[index] = tf.IndexedSlices(values / tf.cast(self._runtime.size, values.dtype), indices, grad.dense_shape)
+                grads[index] = tf.IndexedSlices(values / tf.cast(divisor, values.dtype), indices, grad.dense_shape)
         return self._apply(grads, trainable_variables)
+
+    def _scale_loss_of_one(self, loss: tf.Tensor) -> tf.Tensor:
+        """With a loss scale the mean is taken here: gradients of float16 that are R times as large could overflow."""
+        return self._scale_loss(loss) / tf.cast(self._runtime.size, loss.dtype)
 
     def _moments_of(self, layer: keras.layers.BatchNormalization) -> Callable:
         return lambda inputs, mask: batch_norm.moments(self._runtime, inputs, layer._reduction_axes, mask=mask)
@@ -155,8 +162,14 @@ class DistributedModel:
         if not self._model.run_eagerly:
             one_step = tf.function(one_step, reduce_retracing=True)
 
-        def step(batch: Any) -> Any:
+        known = []
+
+        def step(batch: Any, spec: Any = None) -> Any:
             self._prepare(batch)
+            if spec is not None and spec not in known and not self._model.run_eagerly:
+                known.append(spec)
+                # Traced as Keras traces it, with the batch dim unknown if it varies: some of its numbers depend on that.
+                one_step.get_concrete_function(keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec))
             return one_step(batch)
 
         def over_iterator(iterator: Iterator) -> Any:
@@ -165,7 +178,7 @@ class DistributedModel:
                 batch = self._batches[kind].next(iterator)
                 if batch is END:
                     break
-                logs = step(batch)
+                logs = step(batch, iterator.element_spec)
             if logs is END:
                 raise StopIteration
             return logs
@@ -208,16 +221,15 @@ class DistributedModel:
 
     def _start(self) -> None:
         model = self._model
-        if model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        if self._optimizer is not None and not self._optimizer.built:
+            self._optimizer.build(model.trainable_variables)
         self._ready = all(layer.built for layer in model._flatten_layers())
         self.take_the_chiefs_variables()
         if self._training and self._ready:
-            self._own_random_numbers()
+            self.own_random_numbers()
 
     def _variables(self) -> list:
-        model = self._model
-        return [*model.variables, *(model.optimizer.variables if model.optimizer is not None else [])]
+        return [*self._model.variables, *(self._optimizer.variables if self._optimizer is not None else [])]
 
     def take_the_chiefs_variables(self) -> None:
         """Every worker holds the chief's bits, those of seed generators too."""
@@ -244,21 +256,11 @@ class DistributedModel:
             if self._runtime.rank == 0:
                 print("tfdist: the workers' weights had drifted apart; all took the chief's.", file=sys.stderr, flush=True)
 
-    def _own_random_numbers(self) -> None:
+    def own_random_numbers(self) -> None:
         """Other dropout masks on other rows: each rank has seeds of its own, which follow from the chief's."""
         for variable in filter(_is_seed, self._model.variables):
             seed, counter = np.asarray(variable.value)
             variable.assign(np.array([(int(seed) + self._runtime.rank * 0x9E3779B1) % 2**31, counter]))
-
-    def _agree_on_random_numbers(self) -> None:
-        """Shuffles take their seeds from TensorFlow's: the same everywhere, or the chief's from now on."""
-        from tensorflow.python.eager import context  # not public, and there is no public way to read the state
-
-        seed = context.global_seed()
-        state = 0 if seed is None else zlib.crc32(repr((seed, context.context()._rng.getstate())).encode())
-        states = self._runtime.all_gather(np.array([state], np.uint32))
-        if seed is None or (states != states[0]).any() or not states.all():
-            tf.random.set_seed(self._runtime.broadcast_object(int(np.random.SeedSequence().generate_state(1)[0])))
 
 
 def _is_seed(variable: keras.Variable) -> bool:

@@ -20,6 +20,8 @@ import tensorflow as tf
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.sockets import Sockets
 
+_ELEMENTS = 1024  # of a row that are compared
+
 
 class Part:
     """The rows of this worker in a batch of n."""
@@ -35,6 +37,8 @@ class Part:
         minimum, maximum = (min, max) if isinstance(n, int) else (tf.minimum, tf.maximum)
         self._first = minimum(self.start, n - 1)
         self._last = maximum(self.stop, self._first + 1)
+        # What tells whether all workers hold the same batch: the beginnings of its first and last row.
+        self.ends = [tf.reshape(row, [-1])[:_ELEMENTS] for row in (first[0], first[-1])]
 
     def take(self, value: Any) -> Any:
         """This worker's rows of every tensor in a structure; at least one."""
@@ -65,7 +69,7 @@ def together(runtime: Sockets, part: Part, forward: Callable[[], tuple[Any, list
     if losses:
         mine.append(tf.stack([tf.cast(tf.reduce_sum(loss), tf.float32) * share for loss in losses])[tf.newaxis])
     starts = [part.start] * len(mine) if not losses else [part.start] * (len(mine) - 1) + [part.rank]
-    everyone = _gather(runtime, mine, starts)
+    everyone = _gather(runtime, mine, starts, part.ends)
     for row in everyone[:len(mine) - bool(losses)]:
         row.set_shape([part.n if isinstance(part.n, int) else None, *row.shape[1:]])
     rows = iter(everyone)
@@ -77,8 +81,8 @@ def together(runtime: Sockets, part: Part, forward: Callable[[], tuple[Any, list
     return keras.tree.pack_sequence_as(outputs, gathered), total
 
 
-def _gather(runtime: Sockets, tensors: Sequence[tf.Tensor], starts: Sequence) -> list[tf.Tensor]:
-    """The rows of all workers of each tensor; `starts`: where the own rows begin among them."""
+def _gather(runtime: Sockets, tensors: Sequence[tf.Tensor], starts: Sequence, same: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The rows of all workers of each tensor; `starts`: where the own rows begin among them; `same`: see Sockets.gather."""
     counts = [tf.shape(tensor)[0] for tensor in tensors]
 
     @tf.custom_gradient
@@ -87,7 +91,7 @@ def _gather(runtime: Sockets, tensors: Sequence[tf.Tensor], starts: Sequence) ->
             return [None if not grad.dtype.is_floating else grad[start:start + count] * tf.cast(runtime.size, grad.dtype)
                     for grad, start, count in zip(upstream, starts, counts, strict=True)]
 
-        return runtime.gather(tensors), gradient
+        return runtime.gather(tensors, same), gradient
 
     result = gather(*tensors)
     return list(result) if isinstance(result, (list, tuple)) else [result]

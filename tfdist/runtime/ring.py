@@ -101,7 +101,7 @@ class Ring:
             if their_name.rstrip(b"\0").decode(errors="replace") != name:
                 raise RingError(f"{MARK}rank {self.rank} is at {name!r}, rank {other} at {their_name.rstrip(bytes(1)).decode(errors='replace')!r}: the workers do not run the same program, or their data does not end at the same batch.")
             if their_stamp != stamp:
-                raise RingError(f"{MARK}rank {self.rank} and rank {other} hold different {name}: the data must come in the same order on all workers; seed what shuffles it.")
+                raise RingError(f"{MARK}DataError: Rank {self.rank} and rank {other} hold different {name}: the data must come in the same order on all workers; seed what shuffles it.")
             received = bytearray(length)
             self._pass_on(memoryview(mine), memoryview(received))
             blocks[(self.rank - step - 1) % self.size] = received

@@ -9,10 +9,12 @@ through host memory.
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import sys
 import threading
+import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,9 +34,8 @@ from tfdist.runtime.ring import MARK, Ring, RingError, RingReducer
 class Sockets(OneDevice):
     """See runtime/base.py.
 
-    Beyond the protocol: `gather` for rows inside a tf.function, `broadcast_object` on the host, `stamp`, which must be
-    the same on all workers whenever they gather rows, and `rows_count`, a scalar tensor set while a forward pass is
-    traced: 0.0 where the rows of this worker are only there to have any.
+    Beyond the protocol: `gather` for rows inside a tf.function, `broadcast_object` on the host, and `rows_count`, a
+    scalar tensor set while a forward pass is traced: 0.0 where the rows of this worker are only there to have any.
     """
 
     name = "sockets"
@@ -50,7 +51,7 @@ class Sockets(OneDevice):
     def __init__(self, config: Config, cluster: Cluster):
         self.cluster, self.rank, self.size = cluster, cluster.rank, cluster.size
         self.replicas, self.first_replica = cluster.size, cluster.rank
-        self.stamp, self.rows_count = 0, None
+        self.rows_count: tf.Tensor | None = None
         self._lock = threading.Lock()
         self._last: dict[str, tf.Operation] = {}
         timeout, patience = config.strategy.collective_timeout, config.cluster.heartbeat_timeout
@@ -96,14 +97,15 @@ class Sockets(OneDevice):
             reduced |= {index: tf.reduce_sum(stack, axis=0) for index, stack in zip(others, rows, strict=True)}
         return [reduced[index] for index in range(len(tensors))]
 
-    def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def gather(self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
         """The rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
 
         Without a gradient. All gathers of one graph run in the order in which they were traced, the same everywhere.
+        same: tensors that must be equal on all workers; if their checksums are not, that is an error.
         """
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         with tf.control_dependencies(self._previous()):
-            rows = tf.numpy_function(self._exchange_rows, tensors, [tensor.dtype for tensor in tensors])
+            rows = tf.numpy_function(functools.partial(self._exchange_rows, len(tensors)), [*tensors, *same], [tensor.dtype for tensor in tensors])
         rows = rows if isinstance(rows, (list, tuple)) else [rows]
         if not tf.executing_eagerly():
             self._last = {"op": rows[0].op}
@@ -117,10 +119,15 @@ class Sockets(OneDevice):
             return []
         return [op for op in self._last.values() if op.graph is tf.compat.v1.get_default_graph()]
 
-    def _exchange_rows(self, *arrays: np.ndarray) -> list[np.ndarray]:
+    def _exchange_rows(self, count: int, *arrays: np.ndarray) -> list[np.ndarray]:
+        arrays, same = arrays[:count], arrays[count:]
+        stamp = 0
+        for array in same:
+            data = repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array)
+            stamp = zlib.crc32(data, stamp)
         lengths = np.array([len(array) for array in arrays], np.int64)
         with self._lock:
-            blocks = self._front.all_gather(b"".join([lengths.tobytes(), *(array.tobytes() for array in arrays)]), "batches", self.stamp)
+            blocks = self._front.all_gather(b"".join([lengths.tobytes(), *(array.tobytes() for array in arrays)]), "batches", stamp)
         parts: list[list[np.ndarray]] = [[] for _ in arrays]
         for block in blocks:
             offset = lengths.nbytes
