@@ -54,6 +54,12 @@ def init(**options: float) -> OneDevice:
     return _runtime
 
 
+def _join(model: Any, purpose: str) -> OneDevice:
+    if not isinstance(model, keras.Model):
+        raise ConfigError(f"tfdist.{purpose} takes a keras.Model, not {type(model).__name__}: pass the model first, then its data.")
+    return init()
+
+
 def is_chief() -> bool:
     """Whether this worker is rank 0, which writes the files. Reads TF_CONFIG only; joins nobody."""
     return resolve_cluster(os.environ).is_chief
@@ -71,7 +77,7 @@ def fit(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None
     Raises: ConfigError for a model that cannot be spread, PeerLostError if a worker is gone, DataError if the workers'
     data differ, ClusterError and StartupError if the workers do not find each other.
     """
-    runtime = init()
+    runtime = _join(model, "fit")
     arguments: dict[str, Any] = {
         "batch_size": batch_size, "epochs": epochs, "validation_split": validation_split, "validation_data": validation_data, "shuffle": shuffle, "class_weight": class_weight,
         "sample_weight": sample_weight, "initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps,
@@ -80,14 +86,14 @@ def fit(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None
     if isinstance(runtime, Sockets):
         x, y = shuffle_alike(runtime, x, y, arguments)
     done = max((callback.epoch for callback in arranged if isinstance(callback, EpochBackup)), default=0)
-    x = skip(x, done - initial_epoch, steps_per_epoch)
+    x = skip(x, arguments["validation_data"], initial_epoch, done, steps_per_epoch, validation_freq)
     return _spread(runtime, model, "fit", lambda: model.fit(x, y, verbose=verbose if runtime.rank == 0 else 0, callbacks=arranged, **arguments))
 
 
 def evaluate(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None = None, verbose: Any = "auto", sample_weight: Any = None,
              steps: int | None = None, callbacks: Any = None, return_dict: bool = False) -> Any:
     """`keras.Model.evaluate` on all workers: loss and metrics over every sample exactly once, the same on every worker."""
-    runtime = init()
+    runtime = _join(model, "evaluate")
     return _spread(runtime, model, "evaluate", lambda: model.evaluate(
         x, y, batch_size=batch_size, verbose=verbose if runtime.rank == 0 else 0, sample_weight=sample_weight, steps=steps,
         callbacks=arrange(callbacks, runtime, model), return_dict=return_dict))
@@ -95,7 +101,7 @@ def evaluate(model: keras.Model, x: Any = None, y: Any = None, batch_size: int |
 
 def predict(model: keras.Model, x: Any, batch_size: int | None = None, verbose: Any = "auto", steps: int | None = None, callbacks: Any = None) -> Any:
     """`keras.Model.predict` on all workers: every worker returns all predictions, in the order of the input."""
-    runtime = init()
+    runtime = _join(model, "predict")
     return _spread(runtime, model, "predict", lambda: model.predict(
         x, batch_size=batch_size, verbose=verbose if runtime.rank == 0 else 0, steps=steps, callbacks=arrange(callbacks, runtime, model)))
 
@@ -109,7 +115,7 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
     are then the same on every worker. `optimizer`: the compiled one if not given.
     Raises: ConfigError if the model is not built, and what `fit` raises.
     """
-    runtime = init()
+    runtime = _join(model, "spread")
     if not isinstance(runtime, Sockets):
         yield
         return
@@ -122,8 +128,6 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
 
 def _spread(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     """Runs one of Keras' loops, over the workers if there are several."""
-    if not isinstance(model, keras.Model):
-        raise ConfigError(f"tfdist.{purpose} takes a keras.Model, not {type(model).__name__}: pass the model first, then its data.")
     if not isinstance(runtime, Sockets):
         return loop()
     refuse_what_cannot_be_spread(model)

@@ -7,6 +7,7 @@ after the last complete epoch, on all workers, with the order of data it would h
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import pickle
@@ -25,7 +26,7 @@ from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.sockets import Sockets
 
 FILE = "tfdist-backup.pickle"
-_NOT_STATE = ("model", "params", "validation_data")
+_NOT_STATE = ("model", "params", "validation_data", "append_header")  # the last: whether a CSV file has its header yet
 
 
 def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -> list[keras.callbacks.Callback]:
@@ -126,22 +127,35 @@ class EpochBackup(keras.callbacks.Callback):
             self._state = None
 
 
-def skip(x: Any, epochs: int, steps_per_epoch: int | None) -> Any:
-    """The training data as it is after some epochs."""
-    if epochs <= 0:
+def skip(x: Any, validation_data: Any, initial_epoch: int, epoch: int, steps_per_epoch: int | None, validation_freq: int | Sequence[int]) -> Any:
+    """The training data as it would be after the epochs from `initial_epoch` to before `epoch`.
+
+    A shuffle draws its next order whenever a dataset that contains it is iterated anew, so these iterations are made,
+    those of validation too, as it may share the shuffle. Nothing is read, unless one iterator goes through all epochs.
+    """
+    epochs = range(initial_epoch, epoch)
+    if not epochs:
         return x
-    if steps_per_epoch:  # one iterator goes through all epochs
-        if isinstance(x, tf.data.Dataset):
-            return x.skip(epochs * steps_per_epoch)
-        if hasattr(x, "__next__"):
-            next(itertools.islice(x, epochs * steps_per_epoch - 1, None), None)
-    elif isinstance(x, tf.data.Dataset):
-        for _ in range(epochs):  # a shuffle draws its next order whenever it is iterated anew
-            iter(x)
-    elif isinstance(x, keras.utils.PyDataset):
-        for _ in range(epochs):
-            x.on_epoch_end()
+    for number in epochs:
+        if not steps_per_epoch:
+            _iterate(x)
+        if (number + 1) % validation_freq == 0 if isinstance(validation_freq, int) else number + 1 in validation_freq:
+            _iterate(validation_data)
+    if steps_per_epoch and isinstance(x, tf.data.Dataset):
+        return x.skip(len(epochs) * steps_per_epoch)
+    if steps_per_epoch and hasattr(x, "__next__"):
+        next(itertools.islice(x, len(epochs) * steps_per_epoch - 1, None), None)
     return x
+
+
+def _iterate(data: Any) -> None:
+    """What Keras' loop does to its data in an epoch, without reading it."""
+    if isinstance(data, tf.data.Dataset):
+        iter(data)
+        if data.cardinality() >= 0:
+            iter(data)  # if it knows the length it asks for the next iterator at the end of the epoch, and drops it
+    elif isinstance(data, keras.utils.PyDataset):
+        data.on_epoch_end()
 
 
 def _plain_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
@@ -154,4 +168,6 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):
         return all(_is_plain(item) for item in value.values())
+    if inspect.isfunction(value):  # `monitor_op`, without which `min_delta` would change its sign once more
+        return value.__module__.startswith("keras.") and "<" not in value.__qualname__
     return value is None or isinstance(value, (bool, int, float, str, np.ndarray, np.generic))
