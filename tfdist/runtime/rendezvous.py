@@ -54,15 +54,18 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
             if time.monotonic() > deadline:
                 names = ", ".join(cluster.name(rank) for rank in range(cluster.size) if rank not in endpoints)
                 raise StartupError(f"{names} did not appear within {timeout:g} s: start all workers, check that {cluster.address} can be reached from each, or raise --startup_timeout.")
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            try:
                 connection = stack.enter_context(listener.accept()[0])
                 connection.settimeout(_PATIENCE)
                 hello = json.loads(_read_line(connection))
-                endpoints[hello["rank"]], connections[hello["rank"]] = hello["endpoint"], connection
-                if hello["peers"] != list(cluster.peers):
-                    problem = f"TF_CONFIG of rank {hello['rank']} lists {', '.join(hello['peers'])}, that of the chief {', '.join(cluster.peers)}: give all workers the same cluster."
-                    _answer(connections, {"error": problem})
-                    raise ClusterError(problem)
+                rank, peers, theirs = hello["rank"], hello["peers"], hello["endpoint"]
+            except (OSError, ValueError, KeyError):
+                continue
+            endpoints[rank], connections[rank] = theirs, connection
+            if peers != list(cluster.peers):
+                problem = f"TF_CONFIG of rank {rank} lists {', '.join(peers)}, that of the chief {', '.join(cluster.peers)}: give all workers the same cluster."
+                _answer(connections, {"error": problem})
+                raise ClusterError(problem)
         table = [endpoints[rank] for rank in range(cluster.size)]
         _answer(connections, {"endpoints": table})
     return table
