@@ -1,3 +1,20 @@
 """tfdist: a distributed trainer for Keras 3 models on TensorFlow. Importing it imports no TensorFlow."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfdist.keras_fit.api import evaluate, fit, init, is_chief, predict, spread
+
 __version__ = "0.1.0"
+__all__ = ["evaluate", "fit", "init", "is_chief", "predict", "spread"]
+
+
+def __getattr__(name: str) -> Any:
+    """The functions for Keras scripts, found when they are first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
+    from tfdist.keras_fit import api
+
+    return getattr(api, name)

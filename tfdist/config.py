@@ -63,7 +63,7 @@ class ClusterConfig:
 class StrategyConfig:
     """Which Runtime, and how it communicates."""
 
-    strategy: str = option("auto", "auto: multi_worker if TF_CONFIG lists several workers, horovod under horovodrun or mpirun, mirrored if there are several local GPUs, else one_device.")
+    strategy: str = option("auto", "auto: multi_worker if TF_CONFIG lists several workers, horovod under horovodrun or mpirun, mirrored if there are several local GPUs, else one_device. sockets: plain processes over TCP, without tf.distribute; one device each.")
     virtual_devices: int = option(0, "With --strategy=mirrored: this many CPU devices instead of the local GPUs.", least=0)
     communication: str = option("auto", "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC; nccl: NVIDIA's. auto: nccl on GPUs, else socket.", choices=("auto", "socket", "ring", "nccl"))
     pack_mb: float = option(1.0, "Gradients are reduced in packs of about this many MB, so that the first packs travel while the backward pass goes on. 0: one pack per tensor.", least=0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,7 +112,7 @@ def _compose(config: Config) -> Job:
 
     # One process evaluates, whatever the run was trained with; the batch only has to fit.
     batch = config.data.eval_batch or min(config.batch.global_batch or config.batch.micro_batch, 128)
-    alone = config.replace(strategy="auto" if config.strategy.strategy in ("multi_worker", "horovod") else config.strategy.strategy, accumulation=0, micro_batch=0,
+    alone = config.replace(strategy="auto" if config.strategy.strategy in ("multi_worker", "horovod", "sockets") else config.strategy.strategy, accumulation=0, micro_batch=0,
                            global_batch=config.batch.global_batch or config.batch.micro_batch, eval_batch=batch, jit_compile=False)
     job = build.compose(alone, build.start_runtime(alone, Cluster()))
     if job.eval_split is None:
@@ -158,6 +159,17 @@ def _evaluate_file(job: Job, path: str) -> dict[str, float]:
 def _show(values: dict[str, float], origin: str) -> None:
     print(f"evaluation of {origin}: " + json.dumps(values), flush=True)
 
+
+class _Module(types.ModuleType):
+    """`tfdist.evaluate(model, ...)` is a function of the package; importing this file puts this module in its place."""
+
+    def __call__(self, *args, **kwargs):
+        from tfdist.keras_fit import api
+
+        return api.evaluate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Module
 
 if __name__ == "__main__":
     exit_codes.run_command(main, sys.argv[1:])

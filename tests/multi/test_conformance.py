@@ -15,6 +15,7 @@ RUNTIMES = {
     "mirrored": (1, ["--strategy=mirrored", "--virtual_devices=3"]),
     "two workers": (2, ["--strategy=multi_worker"]),
     "three workers, small packs": (3, ["--strategy=multi_worker", "--pack_mb=0.001"]),
+    "three workers, plain sockets": (3, ["--strategy=sockets"]),
     "three workers over gRPC": (3, ["--strategy=multi_worker", "--communication=ring"]),
     "two workers by Horovod": (2, ["--strategy=horovod"]),
     "three workers by Horovod, small packs": (3, ["--strategy=horovod", "--horovod_fusion_mb=0.001", "--horovod_cycle_ms=0"]),

@@ -18,6 +18,8 @@ RUNTIMES = {
     "mirrored": (1, ["--strategy=mirrored", "--virtual_devices=2"]),
     "two_workers": (2, ["--strategy=multi_worker"]),
     "three_workers": (3, ["--strategy=multi_worker"]),
+    "two_workers_sockets": (2, ["--strategy=sockets"]),
+    "three_workers_sockets": (3, ["--strategy=sockets"]),
     "two_workers_grpc": (2, ["--strategy=multi_worker", "--communication=ring"]),
     "two_workers_horovod": (2, ["--strategy=horovod"]),
 }

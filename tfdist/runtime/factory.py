@@ -14,6 +14,7 @@ RUNTIMES: dict[str, str] = {
     "mirrored": "tfdist.runtime.mirrored:Mirrored",
     "multi_worker": "tfdist.runtime.mirrored:MultiWorker",
     "horovod": "tfdist.runtime.horovod:Horovod",
+    "sockets": "tfdist.runtime.sockets:Sockets",
 }
 
 

@@ -29,6 +29,7 @@ import tensorflow as tf
 
 MARK = "tfdist ring: "  # in the text of every error raised here, for runtime/errors.py
 _HEADER = struct.Struct("!IIQ")  # site, bucket, bytes: checked, so that ranks can never mix up their gradients
+_BLOCK = struct.Struct("!12sIQ")  # what a gathered block is, its stamp, its bytes: the first two must agree on all ranks
 _SEND_BYTES = 1 << 20
 _ALIGN = 16  # float32 elements: 64 bytes, what TensorFlow needs to take an array without a copy
 _UNUSED_REFERENCES = 3  # the pool's list, the loop variable, and getrefcount's argument
@@ -55,9 +56,9 @@ class Ring:
         with socket.create_server(("", 0), backlog=1) as listener:
             endpoints = exchange(f"{host}:{listener.getsockname()[1]}")
             right_host, _, right_port = endpoints[(rank + 1) % size].rpartition(":")
-            self._right = _connect(right_host, int(right_port), rank)
-            self._left = _accept(listener, (rank - 1) % size)
-        for connection in (self._right, self._left):
+            self.right = _connect(right_host, int(right_port), rank)
+            self.left = _accept(listener, (rank - 1) % size)
+        for connection in (self.right, self.left):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
         self._scratch = np.empty(0, np.float32)
@@ -84,6 +85,29 @@ class Ring:
             mine, other = chunks[(self.rank + 1 - step) % self.size], chunks[(self.rank - step) % self.size]
             self._pass_on(_bytes(mine), _bytes(other))
 
+    def all_gather(self, data: bytes, name: str, stamp: int = 0) -> list[bytes]:
+        """Every rank's bytes, in rank order; their lengths may differ.
+
+        Args: name, what is gathered (12 ASCII characters at most), and stamp (32 bits), must agree on all ranks: so a
+        rank that is elsewhere in the program, or holds other samples, is noticed at once.
+        """
+        blocks: list[bytes] = [b""] * self.size
+        blocks[self.rank] = data
+        for step in range(self.size - 1):
+            mine = blocks[(self.rank - step) % self.size]
+            header, theirs = _BLOCK.pack(name.encode(), stamp, len(mine)), bytearray(_BLOCK.size)
+            self._pass_on(memoryview(header), memoryview(theirs))
+            their_name, their_stamp, length = _BLOCK.unpack(theirs)
+            other = (self.rank - 1) % self.size
+            if their_name.rstrip(b"\0").decode(errors="replace") != name:
+                raise RingError(f"{MARK}rank {self.rank} is at {name!r}, rank {other} at {their_name.rstrip(bytes(1)).decode(errors='replace')!r}: the workers do not run the same program, or their data does not end at the same batch.")
+            if their_stamp != stamp:
+                raise RingError(f"{MARK}DataError: Rank {self.rank} and rank {other} hold different {name}: the data must come in the same order on all workers; seed what shuffles it.")
+            received = bytearray(length)
+            self._pass_on(memoryview(mine), memoryview(received))
+            blocks[(self.rank - step - 1) % self.size] = received
+        return blocks
+
     def _pass_on(self, outgoing: memoryview, incoming: memoryview) -> None:
         """Sends to the right and receives from the left at the same time: neither may wait for the other."""
         sent = received = 0
@@ -92,14 +116,14 @@ class Ring:
             progress = False
             try:
                 if sent < len(outgoing):
-                    sent, progress = sent + self._right.send(outgoing[sent:sent + _SEND_BYTES]), True
+                    sent, progress = sent + self.right.send(outgoing[sent:sent + _SEND_BYTES]), True
             except BlockingIOError:
                 pass
             except OSError as error:
                 raise RingError(f"{MARK}lost contact with rank {(self.rank + 1) % self.size} ({error}).") from None
             try:
                 if received < len(incoming):
-                    count = self._left.recv_into(incoming[received:received + _SEND_BYTES])
+                    count = self.left.recv_into(incoming[received:received + _SEND_BYTES])
                     if count == 0:
                         raise RingError(f"{MARK}lost contact with rank {(self.rank - 1) % self.size} (it closed the connection).")
                     received, progress = received + count, True
@@ -111,7 +135,7 @@ class Ring:
                 self._wait(poll, sent < len(outgoing), received < len(incoming))
 
     def _wait(self, poll: select.poll, sending: bool, receiving: bool) -> None:
-        for connection, events, wanted in ((self._right, select.POLLOUT, sending), (self._left, select.POLLIN, receiving)):
+        for connection, events, wanted in ((self.right, select.POLLOUT, sending), (self.left, select.POLLIN, receiving)):
             if wanted:
                 poll.register(connection, events)
             else:
@@ -128,8 +152,8 @@ class Ring:
         self.waiting_for = None
 
     def close(self) -> None:
-        self._right.close()
-        self._left.close()
+        self.right.close()
+        self.left.close()
 
 
 class RingReducer:

@@ -59,6 +59,28 @@ def test_all_reduce(size, count):
         np.testing.assert_array_equal(result, results[0])
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_gather_of_different_lengths(size):
+    def gather(ring):
+        return [ring.all_gather(bytes([ring.rank]) * length * ring.rank, "blocks") for length in (0, 1, 300_000)]
+
+    for result in on_every_rank(size, gather):
+        assert result == [[bytes([rank]) * length * rank for rank in range(size)] for length in (0, 1, 300_000)]
+
+
+def test_ranks_that_gather_different_things_notice():
+    def names(ring):
+        with pytest.raises(RingError, match="is at '(first|second)', rank [01] at '(first|second)'"):
+            ring.all_gather(b"", "first" if ring.rank else "second")
+
+    def stamps(ring):
+        with pytest.raises(RingError, match="DataError: Rank [01] and rank [01] hold different batches"):
+            ring.all_gather(b"", "batches", ring.rank)
+
+    on_every_rank(2, names)
+    on_every_rank(2, stamps)
+
+
 def test_ranks_that_reduce_different_things_notice():
     def reduce(ring):
         with pytest.raises(RingError, match="same program"):

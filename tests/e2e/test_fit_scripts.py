@@ -1,0 +1,94 @@
+"""Keras scripts with `tfdist.fit`, as a user runs them: one process each, TF_CONFIG."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.job import ENVIRONMENT
+from tfdist.control.cluster import worker_environment
+from tfdist.control.preflight import PortReservation
+
+pytestmark = pytest.mark.slow
+
+SCRIPTS = Path(__file__).parent / "fit_scripts"
+
+
+def run(script, workers, *arguments, succeeds=True):
+    """The output of each worker. Without the launcher, which would end a worker before it can say what it noticed."""
+    ports = PortReservation(workers)
+    processes = []
+    for rank in range(workers):
+        environment = {**ENVIRONMENT, **worker_environment(ports.addresses, rank, 0, ENVIRONMENT)}
+        processes.append(subprocess.Popen([sys.executable, str(script), *map(str, arguments)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+        ports.close()
+    codes = [process.returncode for process in processes]
+    assert (codes == [0] * workers) == succeeds, "\n".join([str(codes), *outputs])
+    return outputs
+
+
+def history(output):
+    return re.search(r"^history: .*$", output, re.MULTILINE).group()
+
+
+# One line of each tutorial is another, and tfdist is imported.
+CHANGES = {
+    "keras_tutorial": ("multi_worker_model.fit(multi_worker_dataset, ", "tfdist.fit(multi_worker_model, multi_worker_dataset, "),
+    "custom_loop_tutorial": ("history = train()", "with tfdist.spread(multi_worker_model, optimizer): history = train()"),
+}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", CHANGES)
+def test_tutorials_with_one_line_changed(name, workers, tmp_path):
+    text = (SCRIPTS / f"{name}.py").read_text()
+    before, after = CHANGES[name]
+    assert text.count(before) == 1
+    changed = tmp_path / "script.py"
+    changed.write_text(text.replace(before, after).replace("import tensorflow as tf\n", "import tensorflow as tf\nimport tfdist\n"))
+    outputs = run(changed, workers)
+    found = {history(output) for output in outputs}
+    assert len(found) == 1, found
+    assert json.loads(found.pop().removeprefix("history: "))["accuracy"][-1] > 0.7
+    assert ("all take the chief's" in outputs[0]) == (name == "keras_tutorial")  # which shuffles without a seed
+
+
+def test_killed_and_run_again(tmp_path):
+    folders = {name: tmp_path / name for name in ("undisturbed", "disturbed")}
+    for folder in folders.values():
+        folder.mkdir()
+    undisturbed = run(SCRIPTS / "killed.py", 2, folders["undisturbed"])
+    victim = 1
+    killed = run(SCRIPTS / "killed.py", 2, folders["disturbed"], victim, succeeds=False)
+    assert "PeerLostError" in killed[0] and "lost contact with rank 1" in killed[0]
+    assert [path.name for path in (folders["disturbed"] / "backup").iterdir()] == ["tfdist-backup.pickle"]
+    again = run(SCRIPTS / "killed.py", 2, folders["disturbed"], victim)
+    assert "resumed after epoch 3" in again[0] and "resumed" not in undisturbed[0]
+    assert {history(output) for output in again} == {history(undisturbed[0])}
+    assert (folders["disturbed"] / "log.csv").read_text() == (folders["undisturbed"] / "log.csv").read_text()
+    assert not list((folders["disturbed"] / "backup").iterdir())
+
+
+@pytest.mark.parametrize("end, words", [
+    ("length", "PeerLostError: rank 0 is at 'batches', rank 1 at"),
+    ("order", "DataError: Rank 0 and rank 1 hold different batches"),
+])
+def test_refusals(end, words):
+    outputs = run(SCRIPTS / "refusals.py", 2, end)
+    for output in outputs:
+        assert 'once: [[820.0, 820.0, 820.0], [22140.0, 22140.0, 22140.0], 3]' in output
+        assert "chief's: [22140.0, 22140.0]" in output
+        assert "train_step: ConfigError: The train_step of Ignores never calls the model itself" in output
+        assert "variables: ConfigError: The model and optimizer have [" in output
+        assert "not a model: ConfigError: tfdist.fit takes a keras.Model, not ndarray" in output
+    assert words in outputs[0]

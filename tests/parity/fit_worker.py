@@ -1,0 +1,49 @@
+"""One process of tests/parity/test_fit.py: runs every case and writes what came out.
+
+    python -m tests.parity.fit_worker OUT_DIR plain|tfdist [CASE...]      with TF_CONFIG for more than one worker
+
+Writes OUT_DIR/rank-K.json. One process runs all cases, because starting TensorFlow takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+
+def main(out: Path, which: str, names: list[str]) -> None:
+    import keras
+    import numpy as np
+
+    import tfdist
+    from tests.parity.fit_cases import CASES
+
+    if which == "plain":
+        fit, evaluate, predict = keras.Model.fit, keras.Model.evaluate, keras.Model.predict
+        rank = 0
+    else:
+        fit, evaluate, predict = tfdist.fit, tfdist.evaluate, tfdist.predict
+        rank = tfdist.init().rank
+
+    def quiet(function):
+        return lambda *args, **kwargs: function(*args, **{"verbose": 0, **kwargs})
+
+    found = {}
+    for name in names or CASES:
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        folder = out / f"{name}-{rank}"
+        folder.mkdir()
+        found[name] = CASES[name](quiet(fit), quiet(evaluate), quiet(predict), str(folder))
+        print(f"case {name} done", flush=True)
+    (out / f"rank-{rank}.json").write_text(json.dumps(found, default=lambda value: np.asarray(value).tolist()))
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)

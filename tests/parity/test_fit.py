@@ -1,0 +1,67 @@
+"""`tfdist.fit` on several workers is `model.fit` in one process: every case of fit_cases.py, every number to 1e-5."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.e2e.job import ENVIRONMENT
+from tests.parity.fit_cases import CASES
+from tfdist.control.launcher import LocalJob
+
+pytestmark = pytest.mark.slow
+
+BOUND = 1e-5
+UNKNOWN = "dataset_of_unknown_length"
+# workers -> cases; one worker is Keras itself, and a third changes only how rows are divided
+RUNS = {1: [UNKNOWN, "callback_backup_and_restore"], 2: list(CASES),
+        3: [UNKNOWN, "dense_with_class_weights", "cnn_with_batchnorm", "two_inputs_two_outputs", "lstm_with_masking", "subclass_with_compute_loss", "last_batches_smaller_than_the_cluster"]}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """workers (0: plain Keras) -> [what each rank found]"""
+    found = {}
+
+    def result(workers):
+        if workers not in found:
+            out = tmp_path_factory.mktemp(f"fit-{workers}")
+            job = LocalJob([sys.executable, "-m", "tests.parity.fit_worker", str(out), "tfdist" if workers else "plain", *RUNS.get(workers, CASES)], max(workers, 1), out / "logs", pin=False, environment=ENVIRONMENT)
+            job.start()
+            ended = job.wait()
+            assert ended.code == 0, (ended.cause, ended.last_lines)
+            found[workers] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(max(workers, 1))]
+        return found[workers]
+
+    return result
+
+
+def differences(path, found, wanted):
+    """Where two structures differ by more than BOUND."""
+    if isinstance(wanted, dict):
+        if set(found) != set(wanted):
+            return [f"{path}: {sorted(found)} instead of {sorted(wanted)}"]
+        return [line for key in wanted for line in differences(f"{path}.{key}", found[key], wanted[key])]
+    if isinstance(wanted, list):
+        if not isinstance(found, list) or len(found) != len(wanted):
+            return [f"{path}: {found} instead of {wanted}"]
+        return [line for index, (a, b) in enumerate(zip(found, wanted, strict=True)) for line in differences(f"{path}[{index}]", a, b)]
+    if isinstance(wanted, float):
+        return [] if abs(found - wanted) <= BOUND * max(1.0, abs(wanted)) else [f"{path}: {found} instead of {wanted}"]
+    return [] if found == wanted else [f"{path}: {found} instead of {wanted}"]
+
+
+@pytest.mark.parametrize("workers, name", [(workers, name) for workers, names in RUNS.items() for name in names])
+def test_like_keras_in_one_process(results, workers, name):
+    wanted, ranks = results(0)[0][name], results(workers)
+    problems = []
+    for rank, found in enumerate(ranks):
+        expected = dict(wanted)
+        if rank:  # what only the chief writes
+            expected.pop("chief", None)
+            files = found[name].pop("chief", None)
+            assert not files or not any(files.values()), f"rank {rank} wrote {files}"
+        problems += differences(f"rank {rank}", found[name], expected)
+    assert not problems, "\n".join(problems[:20])

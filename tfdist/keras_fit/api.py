@@ -1,0 +1,150 @@
+"""The public functions. With one worker they are Keras' own; with several, Keras' loops run on every worker over a model
+that computes a part of each batch (model.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from tfdist.config import Config
+from tfdist.control.cluster import resolve_cluster
+from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
+from tfdist.control.preflight import wait_for_peers
+from tfdist.keras_fit.arrays import shuffle_alike
+from tfdist.keras_fit.backup import EpochBackup, skip
+from tfdist.keras_fit.callbacks import arrange
+from tfdist.keras_fit.model import DistributedModel, refuse_what_cannot_be_spread
+from tfdist.runtime.errors import explain
+from tfdist.runtime.one_device import OneDevice
+from tfdist.runtime.sockets import Sockets, warn_about_gpus
+
+_OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb")
+_runtime: OneDevice | None = None  # of this process, made once
+
+
+def init(**options: float) -> OneDevice:
+    """Joins the other workers that TF_CONFIG lists; alone without it. Done by the first fit, evaluate or predict if not before.
+
+    Args: options, by the names and with the meaning of the flags: startup_timeout, heartbeat_timeout,
+    collective_timeout (seconds), pack_mb (MB).
+    Raises: ClusterError, StartupError, ConfigError.
+    """
+    global _runtime
+    if _runtime is None:
+        for name in options:
+            if name not in _OPTIONS:
+                raise ConfigError(f"tfdist.init({name}=...) is not an option: use {', '.join(_OPTIONS)}.")
+        config = Config().replace(**options)
+        cluster = resolve_cluster(os.environ)
+        if cluster.rank < 0:
+            raise ClusterError('TF_CONFIG: task.type is "evaluator", which takes no part in tfdist.fit: list chief and worker only.')
+        if cluster.size > 1:
+            wait_for_peers(cluster, config.cluster.startup_timeout)
+            _runtime = Sockets.create(config, cluster)
+            warn_about_gpus(_runtime)
+        else:
+            _runtime = OneDevice()
+    elif options:
+        raise ConfigError(f"tfdist.init({', '.join(options)}) comes too late: call it before the first fit, evaluate or predict.")
+    return _runtime
+
+
+def _join(model: Any, purpose: str) -> OneDevice:
+    if not isinstance(model, keras.Model):
+        raise ConfigError(f"tfdist.{purpose} takes a keras.Model, not {type(model).__name__}: pass the model first, then its data.")
+    return init()
+
+
+def is_chief() -> bool:
+    """Whether this worker is rank 0, which writes the files. Reads TF_CONFIG only; joins nobody."""
+    return resolve_cluster(os.environ).is_chief
+
+
+def fit(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None = None, epochs: int = 1, verbose: Any = "auto",
+        callbacks: Any = None, validation_split: float = 0.0, validation_data: Any = None, shuffle: bool = True,
+        class_weight: dict | None = None, sample_weight: Any = None, initial_epoch: int = 0, steps_per_epoch: int | None = None,
+        validation_steps: int | None = None, validation_batch_size: int | None = None, validation_freq: int | Sequence[int] = 1) -> keras.callbacks.History:
+    """Trains a compiled Keras model on all workers as `model.fit` would in one process; the arguments are those of `keras.Model.fit`.
+
+    Batches are global: `batch_size`, and the batches of a dataset, PyDataset or generator, are split over the workers,
+    each of which must be given the same data. Returns the history, the same on every worker; the model ends with the
+    same weights on every worker.
+    Raises: ConfigError for a model that cannot be spread, PeerLostError if a worker is gone, DataError if the workers'
+    data differ, ClusterError and StartupError if the workers do not find each other.
+    """
+    runtime = _join(model, "fit")
+    arguments: dict[str, Any] = {
+        "batch_size": batch_size, "epochs": epochs, "validation_split": validation_split, "validation_data": validation_data, "shuffle": shuffle, "class_weight": class_weight,
+        "sample_weight": sample_weight, "initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps,
+        "validation_batch_size": validation_batch_size, "validation_freq": validation_freq}
+    arranged = arrange(callbacks, runtime, model)
+    if isinstance(runtime, Sockets):
+        x, y = shuffle_alike(runtime, x, y, arguments)
+    done = max((callback.epoch for callback in arranged if isinstance(callback, EpochBackup)), default=0)
+    x = skip(x, arguments["validation_data"], initial_epoch, done, steps_per_epoch, validation_freq)
+    return _spread(runtime, model, "fit", lambda: model.fit(x, y, verbose=verbose if runtime.rank == 0 else 0, callbacks=arranged, **arguments))
+
+
+def evaluate(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None = None, verbose: Any = "auto", sample_weight: Any = None,
+             steps: int | None = None, callbacks: Any = None, return_dict: bool = False) -> Any:
+    """`keras.Model.evaluate` on all workers: loss and metrics over every sample exactly once, the same on every worker."""
+    runtime = _join(model, "evaluate")
+    return _spread(runtime, model, "evaluate", lambda: model.evaluate(
+        x, y, batch_size=batch_size, verbose=verbose if runtime.rank == 0 else 0, sample_weight=sample_weight, steps=steps,
+        callbacks=arrange(callbacks, runtime, model), return_dict=return_dict))
+
+
+def predict(model: keras.Model, x: Any, batch_size: int | None = None, verbose: Any = "auto", steps: int | None = None, callbacks: Any = None) -> Any:
+    """`keras.Model.predict` on all workers: every worker returns all predictions, in the order of the input."""
+    runtime = _join(model, "predict")
+    return _spread(runtime, model, "predict", lambda: model.predict(
+        x, batch_size=batch_size, verbose=verbose if runtime.rank == 0 else 0, steps=steps, callbacks=arrange(callbacks, runtime, model)))
+
+
+@contextlib.contextmanager
+def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iterator[None]:
+    """For training loops of your own: inside, `model(x)` computes this worker's rows of x and returns all rows, and
+    `optimizer.apply` takes the mean gradient over all workers.
+
+    Give every worker the same batches; functions that use the model must be traced inside. Loss and metrics of all rows
+    are then the same on every worker. `optimizer`: the compiled one if not given.
+    Raises: ConfigError if the model is not built, and what `fit` raises.
+    """
+    runtime = _join(model, "spread")
+    if not isinstance(runtime, Sockets):
+        yield
+        return
+    refuse_what_cannot_be_spread(model)
+    if not model.built:
+        raise ConfigError("tfdist.spread needs a model that is built: give it an Input, or call it on a batch, before.")
+    with _explained(runtime), DistributedModel.of(model, runtime).installed(training=True, optimizer=optimizer):
+        yield
+
+
+def _spread(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
+    """Runs one of Keras' loops, over the workers if there are several."""
+    if not isinstance(runtime, Sockets):
+        return loop()
+    refuse_what_cannot_be_spread(model)
+    if runtime.rank == 0:
+        print(f"tfdist: {purpose} over {runtime.size} workers: each reads every global batch and computes an equal, contiguous part of its rows.", file=sys.stderr, flush=True)
+    with _explained(runtime), DistributedModel.of(model, runtime).installed(training=purpose == "fit"):
+        return loop()
+
+
+@contextlib.contextmanager
+def _explained(runtime: Sockets) -> Iterator[None]:
+    try:
+        yield
+    except TfdistError:
+        raise
+    except Exception as error:
+        sentence = explain(error, runtime.cluster)
+        if sentence is None:
+            raise
+        raise sentence from error

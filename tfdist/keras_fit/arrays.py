@@ -1,0 +1,52 @@
+"""Shuffled arrays, in the same order on every worker though nobody has set a seed.
+
+Keras shuffles arrays with TensorFlow's random numbers. Where keras.utils.set_random_seed was called alike on all workers
+these agree, and Keras' own order is kept (it is then the same in every epoch). Else the arrays become a dataset that
+draws a new order in each epoch from a seed of the chief's.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context  # not public, and there is no public way to read the state of the generator
+
+from tfdist.control.exit_codes import DataError
+from tfdist.runtime.sockets import Sockets
+
+_DEFAULT_BATCH = 32  # Keras'
+
+
+def shuffle_alike(runtime: Sockets, x: Any, y: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """(x, y) for `model.fit`; `arguments` is changed to suit. Called by all workers."""
+    leaves = [leaf for leaf in keras.tree.flatten((x, y, arguments["sample_weight"])) if leaf is not None]
+    if _random_numbers_agree(runtime) or not arguments["shuffle"] or not all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in leaves):
+        return x, y
+    size = len(leaves[0])
+    if any(len(leaf) != size for leaf in leaves):
+        raise DataError(f"The arrays have {', '.join(str(len(leaf)) for leaf in leaves)} samples: give x, y and sample_weight as many rows each.")
+    seed = runtime.broadcast_object(int(np.random.SeedSequence().generate_state(1)[0]))
+    data = (x,) if y is None else (x, y) if arguments["sample_weight"] is None else (x, y, arguments["sample_weight"])
+    end = size
+    if arguments["validation_split"] and arguments["validation_data"] is None:
+        end = int(math.floor(size * (1.0 - arguments["validation_split"])))  # as Keras divides
+        arguments["validation_data"] = keras.tree.map_structure(lambda leaf: leaf[end:], data)
+    batch = arguments["batch_size"] or _DEFAULT_BATCH
+    arguments["validation_batch_size"] = arguments["validation_batch_size"] or batch
+    tensors = keras.tree.map_structure(tf.convert_to_tensor, data)
+    dataset = tf.data.Dataset.range(end).shuffle(end, seed=seed).batch(batch)
+    arguments.update(sample_weight=None, batch_size=None, validation_split=0.0, shuffle=False)
+    return dataset.map(lambda rows: keras.tree.map_structure(lambda tensor: tf.gather(tensor, rows), tensors)).prefetch(2), None
+
+
+def _random_numbers_agree(runtime: Sockets) -> bool:
+    """Whether a seed was set, and all workers have drawn alike since."""
+    seed = context.global_seed()
+    state = 0 if seed is None else zlib.crc32(repr((seed, context.context()._rng.getstate())).encode())
+    states = runtime.all_gather(np.array([state], np.uint32))
+    return bool(states.all() and (states == states[0]).all())

@@ -1,0 +1,81 @@
+"""Keras callbacks on many workers: all run everywhere on the same logs, but those that write files only on the chief."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.keras_fit import backup
+from tfdist.keras_fit.model import DistributedModel
+from tfdist.runtime.one_device import OneDevice
+from tfdist.runtime.sockets import Sockets
+
+_WRITERS = tuple(getattr(keras.callbacks, name) for name in ("ModelCheckpoint", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger", "OrbaxCheckpoint")
+                 if hasattr(keras.callbacks, name))
+_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[keras.callbacks.Callback]:
+    """The callbacks of this worker, between our own: first the same logs, at last the same decisions."""
+    given = list(callbacks.callbacks) if isinstance(callbacks, keras.callbacks.CallbackList) else keras.tree.flatten(callbacks) if callbacks else []
+    given = backup.replace(given, runtime)
+    if not isinstance(runtime, Sockets):
+        return given
+    last = [callback for callback in given if isinstance(callback, backup.EpochBackup)]  # after what they decide
+    given = [callback for callback in given if callback not in last]
+    deciding = [callback for callback in given if not isinstance(callback, _WRITERS)]
+    kind = SameDecisionsEachBatch if any(_overrides(callback, hook) for callback in deciding for hook in _BATCH_HOOKS) else SameDecisions
+    return [SameLogs(runtime), *(given if runtime.rank == 0 else deciding), kind(runtime, DistributedModel.of(model, runtime)), *last]
+
+
+def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
+    return hook in callback.__dict__ or getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
+
+
+class SameLogs(keras.callbacks.Callback):
+    """Puts the chief's numbers into the logs of an epoch; they could differ in the last bit on unequal machines."""
+
+    def __init__(self, runtime: Sockets):
+        super().__init__()
+        self._runtime = runtime
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        logs.update(self._runtime.broadcast_object(dict(logs), "epoch logs"))
+
+
+class SameDecisions(keras.callbacks.Callback):
+    """After the callbacks of an epoch: if one worker stops, all do; the learning rate is the chief's."""
+
+    def __init__(self, runtime: Sockets, spread: DistributedModel):
+        super().__init__()
+        self._runtime, self._spread = runtime, spread
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self._agree()
+
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        self._spread.check_weights()
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        self._spread.check_weights()
+        self._agree()
+
+    def _agree(self) -> None:
+        rate = None
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # a schedule, which has nothing to set
+            rate = np.asarray(self.model.optimizer._learning_rate.value)
+        mine = np.array([self.model.stop_training, np.nan if rate is None else rate], np.float64)
+        votes = self._runtime.all_gather(mine)
+        self.model.stop_training = bool(votes[:, 0].any())
+        if rate is not None and votes[0, 1] != mine[1]:
+            self.model.optimizer.learning_rate = float(votes[0, 1])
+
+
+class SameDecisionsEachBatch(SameDecisions):
+    """Also after each batch; only if a callback could decide there, as it costs a message."""
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        self._agree()

@@ -1,0 +1,186 @@
+"""Synchronous data parallelism of plain processes over TCP, without tf.distribute.
+
+For programs that have used TensorFlow before they ask for a runtime: tf.distribute's multi-worker strategy must be made
+before anything else, while these sockets can be opened at any time, around a model that exists. Workers meet at the
+chief's TF_CONFIG address (rendezvous.py) and then talk to their neighbours in three rings: one for gradients
+(RingReducer), one for all else, one for the pulse. One replica per process, on its first device. Tensors of a GPU pass
+through host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+import sys
+import threading
+import zlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError, PeerLostError
+from tfdist.runtime import batch_norm, rendezvous
+from tfdist.runtime.one_device import OneDevice
+from tfdist.runtime.pulse import Pulse
+from tfdist.runtime.ring import MARK, Ring, RingError, RingReducer
+
+
+class Sockets(OneDevice):
+    """See runtime/base.py.
+
+    Beyond the protocol: `gather` for rows inside a tf.function, `broadcast_object` on the host, and `rows_count`, a
+    scalar tensor set while a forward pass is traced: 0.0 where the rows of this worker are only there to have any.
+    """
+
+    name = "sockets"
+
+    @classmethod
+    def create(cls, config: Config, cluster: Cluster) -> Sockets:
+        if not cluster.peers:
+            raise ConfigError("--strategy=sockets is for several workers, but TF_CONFIG lists none: start them with tfdist.launch, or use --strategy=one_device.")
+        if config.strategy.communication in ("ring", "nccl"):
+            raise ConfigError(f"--strategy=sockets has its own communication, not --communication={config.strategy.communication}: use --communication=auto or --strategy=multi_worker.")
+        return cls(config, cluster)
+
+    def __init__(self, config: Config, cluster: Cluster):
+        self.cluster, self.rank, self.size = cluster, cluster.rank, cluster.size
+        self.replicas, self.first_replica = cluster.size, cluster.rank
+        self.rows_count: tf.Tensor | None = None
+        self._lock = threading.Lock()
+        self._last: dict[str, tf.Operation] = {}
+        timeout, patience = config.strategy.collective_timeout, config.cluster.heartbeat_timeout
+        host = cluster.address.rpartition(":")[0]
+        startup = config.cluster.startup_timeout
+        self._pulse, self._reducer, self._gradients = None, None, None
+        try:
+            self._front = Ring(self.rank, self.size, host, lambda endpoint: rendezvous.exchange(cluster, endpoint, startup), timeout, self._is_alive, patience)
+
+            def exchange(endpoint: str) -> list[str]:
+                return [bytes(other).decode() for other in self._front.all_gather(endpoint.encode(), "endpoint")]
+
+            self._pulse = Pulse(Ring(self.rank, self.size, host, exchange), patience)
+            self._gradients = Ring(self.rank, self.size, host, exchange, timeout, self._is_alive, patience)
+        except RingError as error:
+            raise _lost(error) from error
+        self._reducer = RingReducer(self._gradients, int(config.strategy.pack_mb * 2**20))
+        batch_norm.synchronize_with(self)
+
+    def _is_alive(self, rank: int) -> bool:
+        return self._pulse is None or self._pulse.is_alive(rank)
+
+    # -- inside a tf.function --------------------------------------------------------------------------------------
+
+    def scope(self) -> AbstractContextManager:
+        def create(next_creator, **kwargs):
+            variable = next_creator(**kwargs)
+            with tf.init_scope():
+                variable.assign(self.broadcast([variable.numpy()])[0])
+            return variable
+
+        return tf.variable_creator_scope(create)
+
+    def replica_id(self) -> tf.Tensor:
+        return tf.constant(self.rank)
+
+    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        suited = [index for index, tensor in enumerate(tensors) if tensor.dtype == tf.float32 and tensor.shape.is_fully_defined()]
+        others = [index for index in range(len(tensors)) if index not in set(suited)]
+        reduced = dict(zip(suited, self._reducer([tensors[index] for index in suited]) if suited else [], strict=True))
+        if others:
+            rows = self.gather([tensors[index][tf.newaxis] for index in others])
+            reduced |= {index: tf.reduce_sum(stack, axis=0) for index, stack in zip(others, rows, strict=True)}
+        return [reduced[index] for index in range(len(tensors))]
+
+    def gather(self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+        """The rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
+
+        Without a gradient. All gathers of one graph run in the order in which they were traced, the same everywhere.
+        same: tensors that must be equal on all workers; if their checksums are not, that is an error.
+        """
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        with tf.control_dependencies(self._previous()):
+            rows = tf.numpy_function(functools.partial(self._exchange_rows, len(tensors)), [*tensors, *same], [tensor.dtype for tensor in tensors])
+        rows = rows if isinstance(rows, (list, tuple)) else [rows]
+        if not tf.executing_eagerly():
+            self._last = {"op": rows[0].op}
+        for row, tensor in zip(rows, tensors, strict=True):
+            row.set_shape([None, *tensor.shape[1:]])
+        return list(rows)
+
+    def _previous(self) -> list[tf.Operation]:
+        """The gather before, if it is of the graph that is being traced."""
+        if tf.executing_eagerly():
+            return []
+        return [op for op in self._last.values() if op.graph is tf.compat.v1.get_default_graph()]
+
+    def _exchange_rows(self, count: int, *arrays: np.ndarray) -> list[np.ndarray]:
+        arrays, same = arrays[:count], arrays[count:]
+        stamp = 0
+        for array in same:
+            data = repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array)
+            stamp = zlib.crc32(data, stamp)
+        lengths = np.array([len(array) for array in arrays], np.int64)
+        with self._lock:
+            blocks = self._front.all_gather(b"".join([lengths.tobytes(), *(array.tobytes() for array in arrays)]), "batches", stamp)
+        parts: list[list[np.ndarray]] = [[] for _ in arrays]
+        for block in blocks:
+            offset = lengths.nbytes
+            for part, array, length in zip(parts, arrays, np.frombuffer(block, np.int64, len(arrays)), strict=True):
+                shape = (int(length), *array.shape[1:])
+                part.append(np.frombuffer(block, array.dtype, math.prod(shape), offset).reshape(shape))
+                offset += part[-1].nbytes
+        return [np.concatenate(part) for part in parts]
+
+    # -- between steps ---------------------------------------------------------------------------------------------
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        array = np.asarray(array)
+        blocks = self._host_gather(array.tobytes(), "all_gather")
+        return np.stack([np.frombuffer(block, array.dtype, array.size).reshape(array.shape) for block in blocks])
+
+    def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        arrays = [np.asarray(array) for array in arrays]
+        block = self._host_gather(b"".join(array.tobytes() for array in arrays) if self.rank == 0 else b"", "broadcast")[0]
+        received, offset = [], 0
+        for array in arrays:
+            received.append(np.frombuffer(block, array.dtype, array.size, offset).reshape(array.shape).copy())
+            offset += array.nbytes
+        return received
+
+    def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
+        """The chief's value, which must be picklable, on every worker; that of the others does not count."""
+        return pickle.loads(self._host_gather(pickle.dumps(value) if self.rank == 0 else b"", name)[0])
+
+    def barrier(self) -> None:
+        self._host_gather(b"", "barrier")
+
+    def waiting_for(self) -> int | None:
+        return next((ring.waiting_for for ring in (self._gradients, self._front) if ring and ring.waiting_for is not None), None)
+
+    def close(self) -> None:
+        self.barrier()  # nobody closes a connection on which another still waits
+        self._pulse.close()
+
+    def _host_gather(self, data: bytes, name: str) -> list[bytes]:
+        try:
+            with self._lock:
+                return self._front.all_gather(data, name)
+        except RingError as error:
+            raise _lost(error) from error
+
+
+def _lost(error: RingError) -> PeerLostError:
+    return PeerLostError(f"{str(error).removeprefix(MARK)} Look at the log of that worker for the cause, then start all workers again.")
+
+
+def warn_about_gpus(runtime: Sockets) -> None:
+    """Says that a worker uses one GPU only."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if len(gpus) > 1 and runtime.rank == 0:
+        print(f"tfdist: each worker computes on one GPU, but sees {len(gpus)}: start one worker per GPU (tfdist.launch divides them).", file=sys.stderr)
