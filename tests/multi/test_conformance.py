@@ -16,6 +16,7 @@ RUNTIMES = {
     "two workers": (2, ["--strategy=multi_worker"]),
     "three workers, small packs": (3, ["--strategy=multi_worker", "--pack_mb=0.001"]),
     "three workers over gRPC": (3, ["--strategy=multi_worker", "--communication=ring"]),
+    "mesh of three": (3, ["--strategy=mesh"]),
 }
 
 

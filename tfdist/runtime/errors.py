@@ -12,6 +12,9 @@ from tfdist.runtime.ring import MARK
 
 _PEER_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 
+# How runtime/collectives.py names its operations.
+_GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
+
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     """The error as a sentence with its exit code, or None if it is not one that we know."""
@@ -26,6 +29,11 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return PeerLostError(f"{text[text.index(MARK) + len(MARK):].splitlines()[0]} Look at the log of that worker for the cause, then start all workers again.")
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         if isinstance(error, tf.errors.DeadlineExceededError) or "timed out" in text.lower():
+            if group := _GROUP.search(text, text.lower().rfind("timed out") + 1):
+                ranks = group["ranks"].replace("_to_", " to ").replace("_", ", ")
+                return PeerLostError(
+                    f"The {group['kind']} of ranks {ranks} did not end within --collective_timeout: one of these ranks is stuck, much slower, or does "
+                    "not count itself to that group. Look at their logs, then start all workers again.")
             return PeerLostError(
                 "A collective did not end within --collective_timeout: a peer is stuck or much slower, or the time-out is shorter than "
                 f"its longest save or evaluation. TensorFlow says: {_first_line(text)}")

@@ -40,7 +40,7 @@ class Evaluator:
         if not self._names:
             self._names = tuple(sorted(scores_spec(self.model, self.objective, datasets[0].element_spec).metrics))
         with swapped_in(self.model.trainable_variables, self.averages) if self.averages else contextlib.nullcontext():
-            local = self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy()
+            local = self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy() * self.runtime.leads
         loss, weight, *metrics = np.sum(self.runtime.all_gather(local), axis=0)
         means = {name: float(value / weight) if weight else float("nan") for name, value in zip(("loss", *self._names), (loss, *metrics), strict=True)}
         return {**means, "samples": float(weight)}
