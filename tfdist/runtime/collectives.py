@@ -25,6 +25,8 @@ import tensorflow as tf
 # The operations that only copy know few types; others travel under the name of one of the same width.
 _CARRIED_AS = {tf.bfloat16: tf.float16, tf.float64: tf.int64, tf.uint16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 _FIRST_KEY = 2**30  # the strategy itself counts its groups from 1
+# Calls traced so far, by group key: for TensorFlow, all Group objects of the same ranks are one group.
+_calls: dict[int, itertools.count] = {}
 
 
 class Group:
@@ -45,7 +47,7 @@ class Group:
         self.size, self.index = len(self.ranks), self.ranks.index(rank)
         self._tasks, self._timeout, self._nccl = tuple(tasks), float(timeout), nccl
         self._key = _FIRST_KEY + zlib.crc32(f"{salt}{self.ranks}".encode()) % _FIRST_KEY
-        self._instances = itertools.count(1)
+        self._instances = _calls.setdefault(self._key, itertools.count(1))
         # TensorFlow orders members by the *text* of their task: 0, 1, 10, 11, 2, ...
         order = sorted(range(self.size), key=lambda index: self._tasks[index])
         self._to_wire = None if order == list(range(self.size)) else order  # wire place -> index

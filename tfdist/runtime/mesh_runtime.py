@@ -71,7 +71,8 @@ class MeshRuntime:
             yield
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
-        return fn(*args)
+        with _Replica(self.group(*REPLICA_AXES)) if self.replicas > 1 else contextlib.nullcontext():
+            return fn(*args)
 
     def per_replica(self, values: Sequence) -> Any:
         (value,) = values
@@ -99,3 +100,15 @@ class MeshRuntime:
 
     def close(self) -> None:
         self._world.close()
+
+
+class _Replica(tf.distribute.ReplicaContext):
+    """Where layers that speak to other replicas by themselves (BatchNormalization) find them."""
+
+    def __init__(self, group: Group):
+        super().__init__(tf.distribute.get_strategy(), 0)
+        self._group = group
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        assert reduce_op == tf.distribute.ReduceOp.SUM
+        return tf.nest.map_structure(self._group.all_reduce, value)
