@@ -74,6 +74,17 @@ class StrategyConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """--strategy=mesh: how models larger than a device are spread over workers."""
+
+    mesh: str = option("", "Axes over all workers: pipe, data, expert, model, for example data=2,model=2. data, if left out, takes the workers that remain.")
+    zero: int = option(0, "What the data axis shares out instead of holding copies of. 1: optimizer state; 2: gradients too; 3: parameters too.", least=0)
+    offload: str = option("none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer"))
+    recompute: str = option("none", "Activations that are computed again in the backward pass instead of kept.", choices=("none", "block", "attention"))
+    compression: str = option("none", "How gradients travel between workers of a mesh. int8, topk and powersgd carry their error to the next step.", choices=("none", "fp16", "bf16", "int8", "topk", "powersgd"), identity=True)
+
+
+@dataclass(frozen=True)
 class BatchConfig:
     """global batch = micro-batch x accumulation x replicas. Give any two; the third follows."""
 
@@ -192,6 +203,7 @@ COMPONENTS: dict[str, type] = {
     "run": RunConfig,
     "cluster": ClusterConfig,
     "strategy": StrategyConfig,
+    "parallel": ParallelConfig,
     "batch": BatchConfig,
     "data": DataConfig,
     "model": ModelConfig,
@@ -212,6 +224,7 @@ class Config:
     run: RunConfig = RunConfig()
     cluster: ClusterConfig = ClusterConfig()
     strategy: StrategyConfig = StrategyConfig()
+    parallel: ParallelConfig = ParallelConfig()
     batch: BatchConfig = BatchConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -283,6 +296,7 @@ class Config:
         if self.strategy.virtual_devices and self.strategy.strategy not in ("auto", "mirrored"):
             raise ConfigError(
                 f"--virtual_devices={self.strategy.virtual_devices} is for --strategy=mirrored, not {self.strategy.strategy}: drop one of them.")
+        self._check_parallel()
         if self.checkpoint.keep_best and not self.checkpoint.keep_best.startswith(("min:", "max:")):
             raise ConfigError(f"--keep_best={self.checkpoint.keep_best} must start with min: or max:, for example max:accuracy.")
         if self.checkpoint.keep_best and self.loop.eval_every < 0:
@@ -293,6 +307,14 @@ class Config:
         for name in ("source_args", "model_args", "optimizer_args"):
             parse_args(name, values[name])
         return self
+
+    def _check_parallel(self) -> None:
+        parallel = self.parallel
+        if parallel.zero > 3:
+            raise ConfigError(f"--zero={parallel.zero} is not a stage: use 0, 1, 2 or 3.")
+        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none")):
+            if value != off and self.strategy.strategy != "mesh":
+                raise ConfigError(f"--{name}={value} is for --strategy=mesh, not {self.strategy.strategy}: add --strategy=mesh, or drop it.")
 
 
 def iter_options() -> Iterator[tuple[str, dataclasses.Field]]:

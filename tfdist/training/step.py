@@ -24,6 +24,7 @@ from tfdist.config import BatchPlan
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective, Scores
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
+from tfdist.training.update import DataParallel, Update
 
 SIGNALS = ("save", "stop")  # what a worker may ask for; summed over workers in the reduction that is there anyway
 _FIRST_SUMS = ("loss", "weight", "regularization")
@@ -61,17 +62,18 @@ class StepOutput(NamedTuple):
 class TrainStep:
     """n optimizer steps as one call. Owns the step counter.
 
-    `batch_spec`: the spec of a micro-batch (x, y, w), a dataset's `element_spec`.
+    `batch_spec`: the spec of a micro-batch (x, y, w), a dataset's `element_spec`. `update`: what becomes of gradients.
     """
 
     def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective,
-                 loss_scale: LossScale, options: StepOptions, batch_spec: tuple):
+                 loss_scale: LossScale, options: StepOptions, batch_spec: tuple, update: Update | None = None):
         spec = scores_spec(model, objective, batch_spec)
         self.metric_names = tuple(sorted(spec.metrics))
         # E: the sum of weights of a global batch in which every weight is 1.
         self._expected_weight = float(options.plan.global_batch * np.prod(spec.weights.shape[1:], dtype=np.int64))
         self.runtime, self.model, self.optimizer, self.objective = runtime, model, optimizer, objective
         self.loss_scale, self.options = loss_scale, options
+        self.update = update or DataParallel(runtime, model, optimizer)
         self.seeds = seed_states(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; told to all with the next
         self._calls = 0
@@ -84,7 +86,7 @@ class TrainStep:
     @property
     def variables(self) -> dict[str, tf.Variable]:
         """What must be saved beside model and optimizer."""
-        return {"step": self.counter, **self.loss_scale.variables}
+        return {"step": self.counter, **self.loss_scale.variables, **self.update.variables}
 
     def __call__(self, iterators: Sequence, n: int, signals: Sequence[bool] = (False, False)) -> StepOutput:
         """Makes n optimizer steps.
@@ -133,8 +135,7 @@ class TrainStep:
             # A step that was skipped did no harm; but if no loss scale is small enough, the model itself produces NaN.
             bad = tf.logical_or(bad, tf.less(self.loss_scale.value(), SMALLEST_SCALE) if self._may_skip else overflow)
         # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Once a call.
-        weight_norm = tf.linalg.global_norm([variable.value for variable in self.model.trainable_variables])
-        bad = tf.logical_or(bad, tf.logical_not(tf.math.is_finite(weight_norm)))
+        bad = tf.logical_or(bad, tf.logical_not(tf.math.is_finite(self.update.weight_norm())))
         head = [norm, self.loss_scale.value(), tf.cast(skipped, tf.float32), tf.cast(bad, tf.float32)]
         return tf.identity(self.counter), tf.concat([tf.cast(tf.stack(head), tf.float64), compute_s[None], totals], 0)
 
@@ -177,9 +178,9 @@ class TrainStep:
         finite = tf.math.is_finite(sums[0])
         if not self._needs_norm:
             # Only shown, so computed once a loop: a pass over all gradients is not free.
-            norm = tf.cond(last, lambda: tf.linalg.global_norm(gradients) * factor, lambda: tf.constant(0.0))
+            norm = tf.cond(last, lambda: self.update.norm(gradients) * factor, lambda: tf.constant(0.0))
             return norm, finite, factor if self.options.weighted else None
-        norm = tf.linalg.global_norm(gradients) * factor  # finite exactly if every element is
+        norm = self.update.norm(gradients) * factor  # finite exactly if every element is
         finite = tf.math.is_finite(norm) if self.loss_scale.dynamic else tf.logical_and(finite, tf.math.is_finite(norm))
         if self.options.clip_norm:
             factor *= self.options.clip_norm / tf.maximum(norm, self.options.clip_norm)
@@ -189,7 +190,7 @@ class TrainStep:
         def apply(gradients: list, _: tf.Tensor) -> None:
             if factor is not None:
                 gradients = [gradient * factor for gradient in gradients]
-            self.optimizer.apply(gradients, self.model.trainable_variables)
+            self.update.apply(gradients)
 
         self.runtime.run(apply, reduced)
 
@@ -198,17 +199,15 @@ class TrainStep:
     def _micro(self, batch: tuple, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         """(gradients, sums) of one micro-batch."""
         reseed(self.seeds, self.options.seed, step, micro, self.runtime.replica_id())
-        return self._differentiate(*batch, scale)
+        gradients, sums = self._differentiate(*batch, scale)
+        return self.update.keep(gradients), sums
 
     def _accumulate(self, carry: tuple, batch: tuple, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         gradients, sums = self._micro(batch, step, micro, scale)
         return [a + b for a, b in zip(carry[0], gradients, strict=True)], carry[1] + sums
 
     def _reduce(self, carry: tuple, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
-        gradients, sums = carry
-        # The small tensor goes last: it depends on the forward pass alone but must not hold up the first pack.
-        reduced = self.runtime.all_reduce([*gradients, tf.concat([sums, signals], 0)])
-        return reduced[:-1], reduced[-1]
+        return self.update.reduce(*carry, signals)
 
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         with tf.GradientTape() as tape:
@@ -217,8 +216,7 @@ class TrainStep:
             weight = tf.reduce_sum(scores.weights)
             regularization = weight * tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) if self.model.losses else tf.constant(0.0)
             total = (loss + regularization) / self._expected_weight * scale
-        variables = [variable.value for variable in self.model.trainable_variables]
-        gradients = tape.gradient(total, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        gradients = tape.gradient(total, self.update.sources(), unconnected_gradients=tf.UnconnectedGradients.ZERO)
         # Keras optimizers treat IndexedSlices (embeddings) differently, and slices cannot be reduced in packs.
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.metric_names]

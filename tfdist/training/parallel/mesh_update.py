@@ -1,0 +1,67 @@
+"""The update on a mesh without --zero: weights are whole along `data`, and parts of layers along `model` and `pipe`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.runtime.mesh import AXES, REPLICA_AXES
+from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.parallel.shards import buckets, build_optimizer
+from tfdist.training.update import DataParallel
+
+
+class MeshUpdate(DataParallel):
+    """See training/update.py. Builds the optimizer, which must not be built yet.
+
+    Args:
+      parts: ids of the model's trainable variables that are parts along `model`; the others are the same on all of its ranks.
+      pack_bytes: gradients travel in packs of about this size. 0: each on its own.
+    """
+
+    holders: tuple[str, ...] = ("pipe", "model")  # the axes along which pieces of the gradient are spread
+
+    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: frozenset[int] = frozenset(), pack_bytes: int = 2**20):
+        super().__init__(runtime, model, optimizer)
+        self.trainable = list(model.trainable_variables)
+        self.replicas = runtime.group(*REPLICA_AXES)
+        self.packs = buckets([math.prod(variable.shape) for variable in self.trainable], pack_bytes // 4)
+        same = runtime.mesh.degree("model")
+        self._copies = [1 if id(variable) in parts else same for variable in self.trainable]
+        self.build()
+
+    def build(self) -> None:
+        """Makes the shards, if any, and the optimizer's slots."""
+        self.shards = self.trainable  # what the optimizer updates
+        self.owners = build_optimizer(self.optimizer, self.trainable)  # id of a slot -> number of its variable
+
+    def collect(self) -> None:
+        """Brings what the optimizer updates up to date with the model's variables, after a restore."""
+
+    def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        everyone = self.runtime.group(*AXES)
+        if everyone.size == self.replicas.size:
+            scalars = everyone.all_reduce(tf.concat([sums, signals], 0))
+        else:
+            scalars = tf.concat([self.replicas.all_reduce(sums), everyone.all_reduce(signals)], 0)
+        return self.reduce_gradients(kept), scalars
+
+    def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The pieces of the sum over replicas."""
+        pieces: list = [None] * len(kept)
+        for pack in self.packs:
+            total = self.replicas.all_reduce(tf.concat([tf.reshape(kept[index], [-1]) for index in pack], 0))
+            for index, part in zip(pack, tf.split(total, [math.prod(kept[index].shape) for index in pack]), strict=True):
+                pieces[index] = tf.reshape(part, kept[index].shape)
+        return pieces
+
+    def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+        squares = [tf.reduce_sum(tf.square(piece)) / copies for piece, copies in zip(pieces, self._copies, strict=True)]
+        return tf.sqrt(self.runtime.group(*self.holders).all_reduce(tf.add_n(squares)))
+
+    def weight_norm(self) -> tf.Tensor:
+        return self.norm(self.sources())
+
