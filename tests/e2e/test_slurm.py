@@ -38,33 +38,20 @@ def submit(slurm: SlurmCluster, run_dir: Path, *train: str, own: tuple[str, ...]
     return slurm.run("sbatch", "--parsable", str(script)).strip(), log
 
 
-def wait_until_ended(slurm: SlurmCluster, job: str, log: Path) -> str:
-    """The job's last state."""
-    def ended() -> bool:
-        start_now(slurm, job)
-        return slurm.field(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-
-    try:
-        wait_for(ended, 150)
-    except AssertionError:
-        raise AssertionError(f"{slurm.field(job, 'JobState')}:\n{log.read_text()}") from None
-    return slurm.field(job, "JobState")
-
-
-def start_now(slurm: SlurmCluster, job: str) -> None:
-    """A requeued job may start two minutes later only. Here sooner, but not in the second in which Slurm revoked the
-    credentials of its last start: the nodes would take it for that one."""
-    if slurm.field(job, "Reason") == "BeginTime":
-        begin = datetime.fromisoformat(slurm.field(job, "StartTime"))
-        if (begin - datetime.now()).total_seconds() < 115:
-            slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
-
-
 def trained(run_dir: Path) -> bool:
     logs = [run_dir / "logs" / f"rank-{rank}.jsonl" for rank in range(2)]
     return all(log.exists() for log in logs) and all(records(run_dir, rank, "train") for rank in range(2))
 
 
+def start_now(slurm: SlurmCluster, job: str) -> None:
+    """A requeued job may start two minutes later only. Here sooner, but not in the second in which Slurm revoked the
+    credentials of its last start: the nodes would take it for that one."""
+    if slurm.field(job, "Reason") == "BeginTime":
+        begin = datetime.fromisoformat(slurm.field(job, "StartTime"))
+        if (begin - datetime.now()).total_seconds() < 115:
+            slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+
+
 def wait_until_ended(slurm: SlurmCluster, job: str, log: Path) -> str:
     """The job's last state."""
     def ended() -> bool:
@@ -76,21 +63,6 @@ def wait_until_ended(slurm: SlurmCluster, job: str, log: Path) -> str:
     except AssertionError:
         raise AssertionError(f"{slurm.field(job, 'JobState')}:\n{log.read_text()}") from None
     return slurm.field(job, "JobState")
-
-
-def start_now(slurm: SlurmCluster, job: str) -> None:
-    """A requeued job may start two minutes later only. Here sooner, but not in the second in which Slurm revoked the
-    credentials of its last start: the nodes would take it for that one."""
-    if slurm.field(job, "Reason") == "BeginTime":
-        begin = datetime.fromisoformat(slurm.field(job, "StartTime"))
-        if (begin - datetime.now()).total_seconds() < 115:
-            slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
-
-
-def trained(slurm: SlurmCluster, job: str, run_dir: Path, attempt: int) -> bool:
-    start_now(slurm, job)
-    logs = [run_dir / "logs" / f"rank-{rank}.jsonl" for rank in range(2)]
-    return all(log.exists() for log in logs) and all(any(record["attempt"] == attempt for record in records(run_dir, rank, "train")) for rank in range(2))
 
 
 def test_a_signalled_job_saves_is_requeued_and_finishes(slurm, tmp_path):
