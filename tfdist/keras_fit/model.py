@@ -158,10 +158,11 @@ class DistributedModel:
     def _function(self, kind: str) -> Callable:
         """Keras' train_function, test_function or predict_function; traced again when the model was compiled again."""
         model = self._model
-        identity = (id(model._compile_config) if model.compiled else 0, model.run_eagerly, bool(model.jit_compile), tuple(id(v) for v in model.trainable_variables))
-        if self._functions.get(kind, (None,))[0] != identity:
+        holds = (model._compile_config if model.compiled else None, model.run_eagerly, bool(model.jit_compile), *model.trainable_variables)
+        known, function = self._functions.get(kind, ((), None))
+        if function is None or len(known) != len(holds) or any(a is not b for a, b in zip(known, holds, strict=True)):
             self._own_rows.pop(kind, None)
-            self._functions[kind] = (identity, self._make_function(kind))
+            self._functions[kind] = (holds, self._make_function(kind))
         return self._functions[kind][1]
 
     def _make_function(self, kind: str) -> Callable:
