@@ -89,6 +89,6 @@ def test_refusals(end, words):
         assert 'once: [[820.0, 820.0, 820.0], [22140.0, 22140.0, 22140.0], 3]' in output
         assert "chief's: [22140.0, 22140.0]" in output
         assert "train_step: ConfigError: The train_step of Ignores never calls the model itself" in output
-        assert "variables: ConfigError: The model and optimizer have [" in output
+        assert "variables: ConfigError: The model and optimizer have 4 and 6 variables" in output
         assert "not a model: ConfigError: tfdist.fit takes a keras.Model, not ndarray" in output
     assert words in outputs[0]
