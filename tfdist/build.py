@@ -30,6 +30,7 @@ from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
+from tfdist.training.parallel import segments
 from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import SpreadState
 from tfdist.training.precision import LossScale, set_policy
@@ -100,6 +101,8 @@ def compose(config: Config, runtime: Runtime) -> Job:
         spread = None
         with runtime.scope():
             optimizer.build(model.trainable_variables)
+    if config.parallel.recompute != "none":
+        segments.recompute(model, config.parallel.recompute, spread.update.holders_of_weights() if spread else {})
     batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
     step = TrainStep(runtime, model, optimizer, objective, loss_scale, StepOptions(
         plan=plan,

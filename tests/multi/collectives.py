@@ -2,6 +2,7 @@
 
     python -m tests.multi.collectives MESH        every group of a mesh, with TF_CONFIG
     python -m tests.multi.collectives wrong       one rank is left out of the others' group
+    python -m tests.multi.collectives stuck       one rank stops coming
 """
 
 from __future__ import annotations
@@ -125,10 +126,40 @@ def check_points(group, of, rank: int) -> None:
 
 def leave_one_out(runtime) -> None:
     """Rank 0 and 1 believe in a group of three, rank 2 in one of two."""
+    group = runtime.group_of((0, 1, 2) if runtime.rank < 2 else (1, 2))
+    print("met", group.ranks, flush=True)
+
+
+def get_stuck(runtime) -> None:
+    """After the first step, rank 1 does not come back, though its process is alive."""
+    import threading
+
     import tensorflow as tf
 
-    group = runtime.group_of((0, 1, 2) if runtime.rank < 2 else (1, 2))
-    print("sum", tf.function(lambda: group.all_reduce(tf.constant(1.0)))(), flush=True)
+    @tf.function
+    def step(x):
+        return runtime.run(lambda t: runtime.all_reduce([t]), (x,))
+
+    print("step", step(tf.constant(1.0)), flush=True)
+    if runtime.rank == 1:
+        threading.Event().wait()
+    print("next", step(tf.constant(1.0)), flush=True)
+
+
+def count_threads(runtime) -> None:
+    """Collectives must not leave anything behind that grows with their number."""
+    import tensorflow as tf
+
+    @tf.function
+    def steps(x, n):
+        for _ in tf.range(n):
+            (x,) = runtime.run(lambda t: runtime.all_reduce([t / runtime.size]), (x,))
+        return x
+
+    steps(tf.constant(1.0), tf.constant(10))
+    before = len(os.listdir("/proc/self/task"))
+    steps(tf.constant(1.0), tf.constant(300))
+    assert len(os.listdir("/proc/self/task")) < before + 20
 
 
 def main(argument: str) -> None:
@@ -138,16 +169,17 @@ def main(argument: str) -> None:
     from tfdist.control.exit_codes import TfdistError
     from tfdist.runtime.errors import explain
 
-    wrong = argument == "wrong"
-    config = Config().replace(strategy="mesh", mesh="" if wrong else argument, collective_timeout=4.0 if wrong else 60.0, communication="ring")
+    fault = {"wrong": leave_one_out, "stuck": get_stuck}.get(argument)
+    config = Config().replace(strategy="mesh", mesh="" if fault else argument, collective_timeout=4.0 if fault else 60.0, communication="ring")
     cluster = resolve_cluster(os.environ)
     try:
         runtime = build.start_runtime(config, cluster)
-        if wrong:
-            leave_one_out(runtime)
+        if fault:
+            fault(runtime)
         else:
             for axes in dict((runtime.mesh.groups(*axes)[0], axes) for axes in [("data",), ("model",), ("pipe",), ("data", "model")]).values():
                 check(runtime, axes)
+            count_threads(runtime)
             runtime.barrier()
             print(f"collectives: rank {runtime.rank} of {runtime.mesh.describe()} is as it must be", flush=True)
     except Exception as error:

@@ -4,8 +4,8 @@
     python -m tests.parity.mesh_worker OUT_DIR mesh     every row with as many workers as TF_CONFIG lists
     ... ROW,ROW                                         only these
 
-Writes OUT_DIR/KIND/ROW.npz: whole weights, optimizer slots and moving averages, losses, gradient norms, an evaluation. One
-process runs all rows, because starting TensorFlow takes longer than training them.
+Writes OUT_DIR/KIND/ROW.npz: whole weights, optimizer slots and moving averages, losses, gradient norms, an evaluation,
+and the bytes that rank 0 holds. One process runs all rows, because starting TensorFlow takes longer than training them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Row(NamedTuple):
     mesh: str
     job: dict
     spread: dict
+    then: tuple[tuple[str, dict], ...] = ()  # other meshes, with their own `spread`, on which the run goes on in turn
 
 
 ROWS: dict[str, Row] = {
@@ -47,9 +48,14 @@ ROWS: dict[str, Row] = {
     "model2": Row(2, "model=2", TEXT | ADAMW, {}),
     "model2_smoothing": Row(2, "model=2", TEXT | SGD | {"label_smoothing": 0.1}, {}),
     "model2_zero0_split": Row(2, "model=2", TEXT | ADAMW | SPLIT, {}),
+    "zero3_2_recompute": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": 3, "recompute": "block"}),
+    "model2_recompute": Row(2, "model=2", TEXT | ADAMW, {"recompute": "attention"}),
     "model4": Row(4, "model=4", TEXT | ADAMW, {}),
     "data2_model2": Row(4, "data=2,model=2", TEXT | ADAMW, {}),
     **{f"data2_model2_zero{stage}": Row(4, "data=2,model=2", TEXT | EMA | SPLIT, {"zero": stage}) for stage in (1, 3)},
+    **{f"zero{stage}_{workers}_memory": Row(workers, "", DENSE | ADAMW, {"zero": stage}) for stage in (0, 1, 2, 3) for workers in (2, 4)},
+    "resharded": Row(4, "", TEXT | EMA | SPLIT, {"zero": 3}, (
+        ("data=2,model=2", {"zero": 1}), ("model=4", {}), ("data=2,model=2", {"zero": 3}), ("data=4", {}), ("model=2", {"zero": 2}))),
 }
 
 
@@ -66,7 +72,6 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
     import numpy as np
 
     from tfdist import build
-    from tfdist.artifacts import state
     from tfdist.config import Config
     from tfdist.control.cluster import resolve_cluster
     from tfdist.runtime.mesh import Mesh
@@ -78,21 +83,63 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
     for name, row in (JOBS if kind == "one" else ROWS).items():
         if (kind == "mesh" and row.workers != cluster.size) or (chosen and name not in chosen):
             continue
-        keras.backend.clear_session()
-        config = base.replace(**row.job)
-        if kind == "mesh":
-            config = config.replace(mesh=row.mesh, **row.spread)
-            runtime = MeshRuntime(Mesh.parse(row.mesh, cluster.size), cluster, runtime._world, 60.0)
-        job = build.compose(config, runtime)
-        outputs = [job.step(iterators, 5) for iterators in [job.iterators(0)] for _ in range(STEPS // 5)]
+        legs = ((row.mesh, row.spread), *row.then) if kind == "mesh" else ((row.mesh, {}),)
+        results: dict[str, list] = {"losses": [], "norms": []}
+        arrays: dict[str, np.ndarray] = {}
+        for leg, (mesh, spread) in enumerate(legs):
+            keras.backend.clear_session()
+            config = base.replace(**row.job, **spread)
+            if kind == "mesh":
+                config = config.replace(mesh=mesh)
+                runtime = MeshRuntime(Mesh.parse(mesh, cluster.size), cluster, runtime._world, 60.0)
+            job = build.compose(config, runtime)
+            first, last = leg * STEPS // len(legs), (leg + 1) * STEPS // len(legs)
+            if leg:
+                assign(job, arrays)
+            iterators = job.iterators(first * job.plan.global_batch)
+            for _ in range(first, last):
+                output = job.step(iterators, 1)
+                results["losses"].append(output.means["loss"])
+                results["norms"].append(output.gradient_norm)
+            arrays = collect(job)
         evaluation = job.evaluator()()
-        arrays = job.state.to_host() if job.state else state.to_host(state.collect(job.model, job.optimizer, job.step.variables))
+        held = bytes_held(job)
         if runtime.rank == 0:
-            np.savez(out / kind / f"{name}.npz", losses=[output.means["loss"] for output in outputs], norms=[output.gradient_norm for output in outputs],
-                     evaluation=[evaluation[key] for key in sorted(evaluation)], **arrays)
+            np.savez(out / kind / f"{name}.npz", **results, evaluation=[evaluation[key] for key in sorted(evaluation)], held=held, **arrays)
     runtime.barrier()
     print("mesh worker: done", flush=True)
-    os._exit(0)
+
+
+def collect(job) -> dict:
+    """The whole state, on the chief."""
+    from tfdist.artifacts import state
+
+    return job.state.to_host() if job.state else state.to_host(state.collect(job.model, job.optimizer, job.step.variables))
+
+
+def assign(job, arrays: dict) -> None:
+    """The chief's arrays become the state, as a restore does it."""
+    import numpy as np
+
+    table = job.state.table()
+    given = [arrays.get(key, np.zeros(shape, dtype)) for key, (_, shape, dtype) in table.items()]
+    job.state.assign(dict(zip(table, job.runtime.broadcast(given), strict=True)))
+
+
+def bytes_held(job) -> list[int]:
+    """[parameters, gradients kept between micro-batches, optimizer's copy and slots] of this worker."""
+    import numpy as np
+    import tensorflow as tf
+
+    update = job.step.update
+    weights = [variable._value for variable in job.model.trainable_variables]
+    weights = [weight for weight in weights if weight is not None] or update.sources()
+    batch = job.iterators(0)[0].element_spec
+    step, micro, scale = (tf.TensorSpec([], dtype) for dtype in (tf.int64, tf.int32, tf.float32))
+    kept, _ = tf.function(job.step._micro).get_concrete_function(batch, step, micro, scale).structured_outputs
+    own = {id(weight) for weight in weights}
+    others = [variable.value for variable in [*getattr(update, "shards", ()), *job.optimizer.variables] if id(variable.value) not in own]
+    return [sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in tensors) for tensors in (weights, kept, others)]
 
 
 if __name__ == "__main__":

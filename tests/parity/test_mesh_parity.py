@@ -45,10 +45,26 @@ def test_parity(workers, folder, reference):
         assert found.keys() == expected.keys(), name
         bound = FLOAT16_BOUND if "float16" in name else BOUND
         for key, value in expected.items():
+            if key == "held":
+                continue
             difference = np.abs(found[key].astype(np.float64) - value).max() if found[key].shape == value.shape else np.inf
             if not difference <= bound:
                 problems.append(f"{name}: {key} differs by {difference:.1e}")
     assert not problems, "\n".join(problems)
+
+
+def test_memory_is_as_the_formulas_say(folder, reference):
+    """zero.py's table, for AdamW (two slots) at 2 and 4 workers; `reference` and the parity tests have made the files."""
+    whole = np.load(folder / "one" / f"{job_of('zero0_2_memory')}.npz")["held"]
+    parameters = whole[0]
+    assert list(whole) == [parameters, parameters, 2 * parameters + 8]
+    for workers in (2, 4):
+        for stage in range(4):
+            part = parameters / workers
+            expected = {0: [parameters, parameters, 2 * parameters], 1: [parameters, parameters, 3 * part],
+                        2: [parameters, part, 3 * part], 3: [part, part, 2 * part]}[stage]
+            held = np.load(folder / "mesh" / f"zero{stage}_{workers}_memory.npz")["held"]
+            np.testing.assert_allclose(held, expected, rtol=0.1, err_msg=f"stage {stage}, {workers} workers")
 
 
 def test_training_moved_the_weights(reference):

@@ -2,7 +2,8 @@
 
 They are TensorFlow's own operations on the runtime that MultiWorkerMirroredStrategy starts: over gRPC on CPUs, NCCL on
 GPUs. Every member of a group must trace the same calls on it in the same order: the n-th call of one member meets the
-n-th of the others. A member that never comes is an error after `timeout` seconds, which names the ranks (errors.py).
+n-th of the others. Members meet once when a group is made, so that one who is not there, or who counts other ranks to it,
+is an error that names the ranks (errors.py). Calls after that are watched by watchdog.py.
 
 Gradients are those of the *sum of all members' losses* with respect to a member's own input:
 
@@ -36,16 +37,15 @@ class Group:
       ranks: the members, in the order in which results are laid out.
       rank: this worker's own, one of `ranks`.
       tasks: TensorFlow's name of each member ("/job:worker/replica:0/task:3"), in the order of `ranks`.
-      timeout: seconds after which a collective that does not end is an error. 0: never.
       nccl: whether tensors live on GPUs.
       salt: keeps groups of the same ranks apart.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, *, tasks: Sequence[str], timeout: float = 0.0, nccl: bool = False, salt: str = ""):
+    def __init__(self, ranks: Sequence[int], rank: int, *, tasks: Sequence[str], nccl: bool = False, salt: str = ""):
         assert rank in ranks and len(ranks) == len(tasks)
         self.ranks, self.rank = tuple(ranks), rank
         self.size, self.index = len(self.ranks), self.ranks.index(rank)
-        self._tasks, self._timeout, self._nccl = tuple(tasks), float(timeout), nccl
+        self._tasks, self._nccl = tuple(tasks), nccl
         self._key = _FIRST_KEY + zlib.crc32(f"{salt}{self.ranks}".encode()) % _FIRST_KEY
         self._instances = _calls.setdefault(self._key, itertools.count(1))
         # TensorFlow orders members by the *text* of their task: 0, 1, 10, 11, 2, ...
@@ -56,6 +56,12 @@ class Group:
         if nccl:
             with tf.init_scope():
                 self._token = tf.Variable(0.0, trainable=False)
+
+    def meet(self, timeout: float) -> None:
+        """Returns when all members have called it. Raises tf.errors.DeadlineExceededError after `timeout` seconds; 0: waits."""
+        if self.size > 1:
+            with tf.init_scope():
+                tf.function(lambda: self._all_reduce(tf.constant(1.0), timeout=timeout))()
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
@@ -120,10 +126,11 @@ class Group:
 
     # -- without gradients -----------------------------------------------------------------------------------------
 
-    def _all_reduce(self, x: tf.Tensor, merge: str = "Add") -> tf.Tensor:
+    def _all_reduce(self, x: tf.Tensor, merge: str = "Add", timeout: float = 0.0) -> tf.Tensor:
         if self.size == 1:
             return x
-        return tf.raw_ops.CollectiveReduceV2(input=x, merge_op=merge, final_op="Id", **self._arguments("all_reduce"), **self._ordering())
+        arguments = self._arguments("all_reduce") | {"timeout_seconds": timeout}
+        return tf.raw_ops.CollectiveReduceV2(input=x, merge_op=merge, final_op="Id", **arguments, **self._ordering())
 
     def _all_gather(self, x: tf.Tensor, axis: int) -> tf.Tensor:
         """The collective itself concatenates along dim 0."""
@@ -181,7 +188,7 @@ class Group:
         """What all of the operations take. The name is how an error finds its way back to the ranks."""
         ranks = "_".join(map(str, self.ranks)) if self.size <= 64 else f"{self.ranks[0]}_to_{self.ranks[-1]}"
         return {
-            "group_size": self.size, "group_key": self._key, "instance_key": next(self._instances), "timeout_seconds": self._timeout,
+            "group_size": self.size, "group_key": self._key, "instance_key": next(self._instances),
             "communication_hint": "nccl" if self._nccl else "auto", "name": f"tfdist_{kind}_of_ranks_{ranks}_end",
         }
 
@@ -198,7 +205,7 @@ class Group:
             places = sorted((self.ranks.index(source), self.ranks.index(to)))
             self._pairs[source, to] = Group(
                 [self.ranks[place] for place in places], self.rank, tasks=[self._tasks[place] for place in places],
-                timeout=self._timeout, nccl=self._nccl, salt=f"{self._key} {source} to {to} ")
+                nccl=self._nccl, salt=f"{self._key} {source} to {to} ")
         return self._pairs[source, to]
 
 

@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import AXES, REPLICA_AXES, Mesh
 from tfdist.runtime.mirrored import MultiWorker
+from tfdist.runtime.ring import MARK
+from tfdist.runtime.watchdog import Watchdog
 
 
 class MeshRuntime:
@@ -36,7 +39,8 @@ class MeshRuntime:
         self.replicas, self.first_replica = mesh.replicas, mesh.index(self.rank, *REPLICA_AXES)
         self.leads = not any(self.coordinates[axis] for axis in AXES if axis not in REPLICA_AXES)
         self._nccl = bool(tf.config.list_logical_devices("GPU"))
-        self._groups: dict[tuple[str, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._watchdog = Watchdog(timeout, self._give_up) if timeout and self.size > 1 else None
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> MeshRuntime:
@@ -45,34 +49,55 @@ class MeshRuntime:
         return cls(mesh, cluster, MultiWorker.create(config, cluster), config.strategy.collective_timeout)
 
     def group(self, *axes: str) -> Group:
-        """The group of this rank along some axes; none: itself alone. The same object for the same axes."""
-        axes = tuple(axis for axis in AXES if axis in axes)
-        if axes not in self._groups:
-            self._groups[axes] = self.group_of(self.mesh.group(self.rank, *axes))
-        return self._groups[axes]
+        """The group of this rank along some axes; none: itself alone. The first call for an axis is a collective."""
+        return self.group_of(self.mesh.group(self.rank, *axes))
 
-    def group_of(self, ranks: Sequence[int], salt: str = "") -> Group:
-        """A group of any ranks, of which this worker is one."""
-        tasks = [self._cluster.task(rank) if self.size > 1 else "" for rank in ranks]
-        return Group(ranks, self.rank, tasks=tasks, timeout=self._timeout, nccl=self._nccl, salt=salt)
+    def group_of(self, ranks: Sequence[int]) -> Group:
+        """The group of any ranks, of which this worker is one. The same object for the same ranks."""
+        ranks = tuple(ranks)
+        if ranks not in self._groups:
+            tasks = [self._cluster.task(rank) if self.size > 1 else "" for rank in ranks]
+            self._groups[ranks] = Group(ranks, self.rank, tasks=tasks, nccl=self._nccl)
+            self._groups[ranks].meet(self._timeout)
+        return self._groups[ranks]
 
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Variables get the chief's initial values, so all ranks must create the same ones here, and cut them afterwards."""
-        def creator(create: Callable, **arguments: Any) -> tf.Variable:
-            value = arguments["initial_value"]
-            value = tf.convert_to_tensor(value() if callable(value) else value, dtype=arguments.get("dtype"))
-            (arguments["initial_value"],) = self.broadcast([value.numpy()])
-            return create(**arguments)
+        created: list[tf.Variable] = []
 
-        with contextlib.nullcontext() if self.size == 1 else tf.variable_creator_scope(creator):
+        def creator(create: Callable, **arguments: Any) -> tf.Variable:
+            created.append(create(**arguments))
+            return created[-1]
+
+        with tf.variable_creator_scope(creator):
             yield
+        if self.size > 1:
+            for variable, value in zip(created, self.broadcast([variable.numpy() for variable in created]), strict=True):
+                variable.assign(value)
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
         with _Replica(self.group(*REPLICA_AXES)) if self.replicas > 1 else contextlib.nullcontext():
-            return fn(*args)
+            return fn(*args) if self._watchdog is None else self._watched(fn, args)
+
+    def _watched(self, fn: Callable, args: Sequence) -> Any:
+        """`fn(*args)`, begun and ended in the eyes of the watchdog when the graph runs it."""
+        with tf.control_dependencies(_tensors(args)):
+            begun = tf.numpy_function(self._watchdog.begin, [], [])
+        with tf.control_dependencies([begun]):
+            result = fn(*tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, tuple(args)))
+        with tf.control_dependencies(_tensors(result)):
+            tf.numpy_function(self._watchdog.end, [], [])
+        return result
+
+    def _give_up(self) -> None:
+        others = sorted({rank for group in self._groups.values() for rank in group.ranks} - {self.rank})
+        context.context().abort_collective_ops(
+            tf.errors.DEADLINE_EXCEEDED,
+            f"{MARK}rank {self.rank} has waited for more than --collective_timeout={self._timeout:g} s in a step for one of ranks {', '.join(map(str, others))}, "
+            "which is stuck or much slower.")
 
     def per_replica(self, values: Sequence) -> Any:
         (value,) = values
@@ -103,6 +128,10 @@ class MeshRuntime:
 
     def close(self) -> None:
         self._world.close()
+
+
+def _tensors(nest: Any) -> list[tf.Tensor]:
+    return [leaf for leaf in tf.nest.flatten(nest) if tf.is_tensor(leaf)]
 
 
 class _Replica(tf.distribute.ReplicaContext):

@@ -23,7 +23,9 @@ from tfdist.training.optimizer import ema_variables, swapped_in
 class Update(Protocol):
     """From gradients to new weights; one object for a whole run."""
 
-    variables: dict[str, tf.Variable]  # state of its own that must be saved
+    @property
+    def variables(self) -> dict[str, tf.Variable]:
+        """State of its own that must be saved."""
 
     def sources(self) -> list[tf.Variable]:
         """What the step differentiates with respect to."""
@@ -52,7 +54,10 @@ class DataParallel:
 
     def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer):
         self.runtime, self.model, self.optimizer = runtime, model, optimizer
-        self.variables: dict[str, tf.Variable] = {}
+
+    @property
+    def variables(self) -> dict[str, tf.Variable]:
+        return {}
 
     def sources(self) -> list[tf.Variable]:
         return [variable.value for variable in self.model.trainable_variables]

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.parallel.compression import Compression
 from tfdist.training.parallel.shards import buckets, build_optimizer
 from tfdist.training.update import DataParallel
 
@@ -20,23 +21,34 @@ class MeshUpdate(DataParallel):
     Args:
       parts: ids of the model's trainable variables that are parts along `model`; the others are the same on all of its ranks.
       pack_bytes: gradients travel in packs of about this size. 0: each on its own.
+      compression: how they travel (compression.py).
     """
 
     holders: tuple[str, ...] = ("pipe", "model")  # the axes along which pieces of the gradient are spread
 
-    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: frozenset[int] = frozenset(), pack_bytes: int = 2**20):
+    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: frozenset[int] = frozenset(), pack_bytes: int = 2**20,
+                 compression: str = "none"):
         super().__init__(runtime, model, optimizer)
         self.trainable = list(model.trainable_variables)
         self.replicas = runtime.group(*REPLICA_AXES)
         self.packs = buckets([math.prod(variable.shape) for variable in self.trainable], pack_bytes // 4)
         same = runtime.mesh.degree("model")
         self._copies = [1 if id(variable) in parts else same for variable in self.trainable]
+        self.compression = None if compression == "none" else Compression(compression, self.trainable, self.replicas)
         self.build()
+
+    @property
+    def variables(self) -> dict[str, tf.Variable]:
+        return self.compression.variables if self.compression else {}
 
     def build(self) -> None:
         """Makes the shards, if any, and the optimizer's slots."""
         self.shards = self.trainable  # what the optimizer updates
         self.owners = build_optimizer(self.optimizer, self.trainable)  # id of a slot -> number of its variable
+
+    def holders_of_weights(self) -> dict[int, keras.Variable]:
+        """id of a trainable variable of the model -> the variable that it computes with, where that is another one."""
+        return {}
 
     def collect(self) -> None:
         """Brings what the optimizer updates up to date with the model's variables, after a restore."""
@@ -51,6 +63,8 @@ class MeshUpdate(DataParallel):
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         """The pieces of the sum over replicas."""
+        if self.compression:
+            return self.compression(kept)
         pieces: list = [None] * len(kept)
         for pack in self.packs:
             total = self.replicas.all_reduce(tf.concat([tf.reshape(kept[index], [-1]) for index in pack], 0))

@@ -2,7 +2,8 @@
 
 `SpreadState` gives the variables of a run the keys, shapes and types that they have in a data-parallel run
 (artifacts/state.py), whatever they look like here: whole, a part along `model` (tensor.py), a shard along `data`
-(zero.py), or both, which is a shard of a part. So a snapshot of any mesh resumes on any other, or on none.
+(zero.py), or both, which is a shard of a part. What every replica has of its own goes in as the sum over replicas and comes
+back as equal parts of it. So a snapshot of any mesh resumes on any other, or on none.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Piece:
     shape: tuple[int, ...]  # of the whole
     part: Part | None  # along `model`
     is_shard: bool  # along the replica axes
+    is_term: bool = False  # every replica has its own, and only the sum over them matters (errors of compression.py)
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -54,7 +56,7 @@ class SpreadState:
         for key, variable in state.collect(model, optimizer, train).items():
             owner = update.owners.get(id(variable), number.get(id(variable)))
             if owner is None:
-                self.pieces[key] = Piece(variable, tuple(variable.shape), None, False)
+                self.pieces[key] = Piece(variable, tuple(variable.shape), None, False, "compression_error" in key)
                 continue
             parameter = update.trainable[owner]
             part = parts.get(id(parameter))
@@ -93,6 +95,8 @@ class SpreadState:
         if piece.is_shard:
             value = self._gather(value, "replicas")[:math.prod(piece.part_shape)]
             value = tf.reshape(value, piece.part_shape)
+        if piece.is_term:
+            value = tf.reduce_sum(tf.reshape(self._gather(value[tf.newaxis], "replicas"), [-1, *piece.shape]), 0)
         if piece.part is None or self._parts.size == 1:
             return value.numpy()
         padded = self._gather(tf.constant(piece.part.padded(value.numpy())), "parts").numpy()
@@ -100,6 +104,8 @@ class SpreadState:
 
     def _own(self, piece: Piece, whole: np.ndarray) -> np.ndarray:
         own = piece.part.cut(whole) if piece.part else whole
+        if piece.is_term:
+            return own / self._replicas.size
         if not piece.is_shard:
             return own
         n = self._replicas.size

@@ -119,6 +119,9 @@ class Zero3Update(ShardedUpdate):
     def sources(self) -> list[tf.Variable]:
         return [shard.value for shard in self.shards]
 
+    def holders_of_weights(self) -> dict[int, keras.Variable]:
+        return dict(zip(map(id, self.trainable), self.shards, strict=True))
+
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         return kept
 
