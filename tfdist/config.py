@@ -62,11 +62,22 @@ class ClusterConfig:
 class StrategyConfig:
     """Which Runtime, and how it communicates."""
 
-    strategy: str = option("auto", "auto: multi_worker if TF_CONFIG lists several workers, mirrored if there are several local GPUs, else one_device.")
+    strategy: str = option("auto", "auto: parameter_server if TF_CONFIG lists ps, multi_worker if it lists several workers, mirrored if there are several local GPUs, else one_device.")
     virtual_devices: int = option(0, "With --strategy=mirrored: this many CPU devices instead of the local GPUs.", least=0)
     communication: str = option("auto", "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC; nccl: NVIDIA's. auto: nccl on GPUs, else socket.", choices=("auto", "socket", "ring", "nccl"))
     pack_mb: float = option(1.0, "Gradients are reduced in packs of about this many MB, so that the first packs travel while the backward pass goes on. 0: one pack per tensor.", least=0)
     collective_timeout: float = option(1800.0, "Seconds after which a collective that does not end is an error. Must exceed the longest save or evaluation. 0: never.", least=0)
+
+
+@dataclass(frozen=True)
+class ParameterServerConfig:
+    """--strategy=parameter_server: how updates reach the weights, and how old they may be."""
+
+    ps_mode: str = option("async", "async: each worker's gradient is an update of its own; sync: one update a step, from all workers.", choices=("async", "sync"))
+    max_staleness: int = option(-1, "async: a gradient of weights that are more than this many updates old is dropped, and its batch done again. -1: none is.", least=-1)
+    staleness_scaling: bool = option(False, "async: divide the learning rate of an update by 1 + its staleness (Zhang et al. 2016, arXiv:1511.05950).")
+    backup_workers: int = option(0, "sync: this many workers more than the parts of a step: they do the slowest parts again, and the first result counts.", least=0)
+    ps_piece_kb: float = option(256.0, "A variable is cut into pieces, one a parameter server, if these have at least this many KB. 0: never.", least=0)
 
 
 @dataclass(frozen=True)
@@ -188,6 +199,7 @@ COMPONENTS: dict[str, type] = {
     "run": RunConfig,
     "cluster": ClusterConfig,
     "strategy": StrategyConfig,
+    "servers": ParameterServerConfig,
     "batch": BatchConfig,
     "data": DataConfig,
     "model": ModelConfig,
@@ -208,6 +220,7 @@ class Config:
     run: RunConfig = RunConfig()
     cluster: ClusterConfig = ClusterConfig()
     strategy: StrategyConfig = StrategyConfig()
+    servers: ParameterServerConfig = ParameterServerConfig()
     batch: BatchConfig = BatchConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -288,7 +301,29 @@ class Config:
             raise ConfigError(f"--export={self.export.export} must be keras, saved_model, keras,saved_model or none.")
         for name in ("source_args", "model_args", "optimizer_args"):
             parse_args(name, values[name])
+        self._check_servers()
         return self
+
+    def _check_servers(self) -> None:
+        """What a parameter-server run cannot do, and what only such a run can."""
+        servers, own = self.servers, self.strategy.strategy in ("auto", "parameter_server")
+        for name, default in (("ps_mode", "async"), ("max_staleness", -1), ("staleness_scaling", False), ("backup_workers", 0)):
+            if getattr(servers, name) != default and not own:
+                raise ConfigError(f"--{name}={getattr(servers, name)} is for --strategy=parameter_server, not {self.strategy.strategy}: drop one of them.")
+        if servers.ps_mode == "async" and servers.backup_workers:
+            raise ConfigError(f"--backup_workers={servers.backup_workers} is for --ps_mode=sync: asynchronous workers do not wait for each other.")
+        if servers.ps_mode == "sync" and (servers.max_staleness >= 0 or servers.staleness_scaling):
+            raise ConfigError("--max_staleness and --staleness_scaling are for --ps_mode=async: with sync no gradient is stale.")
+        if self.strategy.strategy != "parameter_server":
+            return
+        for wrong, flag, fix in (
+                (self.precision.precision == "float16", "--precision=float16 needs a loss scale that all workers share", "use --precision=bfloat16"),
+                (self.model.jit_compile, "--jit_compile cannot compile what reads from parameter servers", "drop it"),
+                (self.loop.on_nan == "rollback", "--on_nan=rollback is not available with --strategy=parameter_server", "use --on_nan=stop or skip"),
+                (bool(self.checkpoint.backup_dir), f"--backup_dir={self.checkpoint.backup_dir} is not available with --strategy=parameter_server", "use --save_every"),
+                (self.run.deterministic and servers.ps_mode == "async", "--deterministic cannot hold with --ps_mode=async, whose updates come in any order", "use --ps_mode=sync")):
+            if wrong:
+                raise ConfigError(f"{flag}: {fix}.")
 
 
 def iter_options() -> Iterator[tuple[str, dataclasses.Field]]:

@@ -13,6 +13,7 @@ RUNTIMES: dict[str, str] = {
     "one_device": "tfdist.runtime.one_device:OneDevice",
     "mirrored": "tfdist.runtime.mirrored:Mirrored",
     "multi_worker": "tfdist.runtime.mirrored:MultiWorker",
+    "parameter_server": "tfdist.runtime.parameter_server:ParameterServer",
 }
 
 
