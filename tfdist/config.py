@@ -318,6 +318,7 @@ class Config:
             return
         for wrong, flag, fix in (
                 (self.precision.precision == "float16", "--precision=float16 needs a loss scale that all workers share", "use --precision=bfloat16"),
+                (self.optimizer.optimizer == "adafactor", "--optimizer=adafactor keeps its state in a way that parameter servers cannot divide", "use another optimizer"),
                 (self.model.jit_compile, "--jit_compile cannot compile what reads from parameter servers", "drop it"),
                 (self.loop.on_nan == "rollback", "--on_nan=rollback is not available with --strategy=parameter_server", "use --on_nan=stop or skip"),
                 (bool(self.checkpoint.backup_dir), f"--backup_dir={self.checkpoint.backup_dir} is not available with --strategy=parameter_server", "use --save_every"),

@@ -34,6 +34,7 @@ class ParameterServer(OneDevice):
         await_all(cluster.others("ps", "worker"), config.cluster.startup_timeout)
         self._watch = Watch(cluster.others("ps", "worker"))
         self._missing: set[str] = set()  # workers
+        tf.get_logger().setLevel("CRITICAL")  # who is lost is told in a sentence; TensorFlow would add pages
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(_spec(cluster), task_type="chief", task_id=0, rpc_layer="grpc")
         self._strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
@@ -68,7 +69,7 @@ class ParameterServer(OneDevice):
         if servers := [name for name in gone if name.startswith("ps ")]:
             raise PeerLostError(f"Lost {', '.join(servers)}, with the weights: look at its log for the cause, then start all again, from the newest snapshot.")
         missing = set(gone)
-        sentences = [f"Lost {name}; its work goes to the others until it is back." for name in sorted(missing - self._missing)]
+        sentences = [f"Lost {name}; its work goes to the others." for name in sorted(missing - self._missing)]
         sentences += [f"{name} is back." for name in sorted(self._missing - missing)]
         self._missing = missing
         return sentences

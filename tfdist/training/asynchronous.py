@@ -202,8 +202,6 @@ class Synchronous(Trainer):
             results = self._slices(step)
             norm, finite = self.step.apply(tf.constant(self.step.combine(results)), tf.constant(sum(result.sums[1] for result in results), tf.float32))
             step += 1
-            for _ in results:
-                self.recent.add(0, applied=True)
             self.count(step, np.sum([result.sums for result in results], axis=0), float(norm), bool(finite))
             save, stop = self.parts.requests(step)
         return step, save, stop

@@ -9,6 +9,7 @@ adafactor, muon) get whole weights.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,9 +98,11 @@ class Parameters:
 
     def _make_piece(self, piece: Piece) -> keras.Variable:
         whole = self.weights[piece.weight]
-        folder, _, name = whole.path.rpartition("/")
-        # The name as in the model: --weight_decay_exclude looks at it.
-        with tf.device(self.devices[piece.server]), keras.name_scope(folder or "model"):
+        *folders, name = whole.path.split("/")
+        with contextlib.ExitStack() as scopes:
+            for folder in folders:  # the path as in the model: --weight_decay_exclude and some optimizers look at it
+                scopes.enter_context(keras.name_scope(folder))
+            scopes.enter_context(tf.device(self.devices[piece.server]))
             return keras.Variable(_rows(whole.numpy(), piece), name=name, dtype=whole.dtype)
 
     def _build_optimizer(self, server: int, make_optimizer: Callable) -> keras.Optimizer:

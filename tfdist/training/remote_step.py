@@ -9,15 +9,14 @@ worker sees the same samples. *staleness* of an update: by how many updates the 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.function.capture import capture_container  # not public: see `_captures_as_constants`
 
 from tfdist.config import BatchPlan
 from tfdist.control.exit_codes import ConfigError
@@ -54,26 +53,31 @@ class Result(NamedTuple):
 
 
 class RemoteStep:
-    """The functions, traced once; `batch`: positions int64 [n] -> (x, y, w)."""
+    """The functions, traced when they are first asked for; `batch`: positions int64 [n] -> (x, y, w)."""
 
     def __init__(self, parameters: Parameters, model: keras.Model, objective: Objective, batch: Callable, batch_spec: tuple, options: RemoteOptions):
         spec = scores_spec(model, objective, batch_spec)
-        self.parameters, self.model, self.objective, self.batch, self.options = parameters, model, objective, batch, options
+        self.parameters, self.model, self.objective, self.batch, self.options = parameters, model, objective, Contained(batch), options
         self.sum_names = (*_FIRST_SUMS, *sorted(spec.metrics))
         self._expected_weight = float(options.plan.global_batch * np.prod(spec.weights.shape[1:], dtype=np.int64))
         plan = options.plan
         bounds = [[plan.slice(micro, replica) for replica in range(plan.replicas)] for micro in range(plan.accumulation)]
         self._bounds = np.array(bounds, np.int64)  # [accumulation, replicas, 2]
         self._seeds = [variable.path.endswith("seed_generator_state") for variable in model.non_trainable_variables]
-        number = tf.TensorSpec([], tf.int64)
-        with _captures_as_constants():
-            self.update = tf.function(self._update).get_concrete_function(number, number)
-            self.differentiate = tf.function(self._differentiate).get_concrete_function(number, number, number)
-        _check(self.update)
         shapes = [(*variable.shape,) for variable in (*parameters.weights, *parameters.states)]
         self._sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
         self._shapes = shapes
         self.apply = tf.function(self._apply, input_signature=[tf.TensorSpec([sum(self._sizes)], tf.float32), tf.TensorSpec([], tf.float32)])
+
+    @functools.cached_property
+    def update(self) -> tf.types.experimental.ConcreteFunction:
+        """(step, position) -> see `_update`; for `result`."""
+        return tf.function(self._update).get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2)
+
+    @functools.cached_property
+    def differentiate(self) -> tf.types.experimental.ConcreteFunction:
+        """(step, position, slice) -> see `_differentiate`; for `result`."""
+        return tf.function(self._differentiate).get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 3)
 
     def result(self, fetched: tuple) -> Result:
         """Reads what `update` or `differentiate` returned, fetched."""
@@ -114,16 +118,17 @@ class RemoteStep:
         version = self.parameters.counter.read_value()
         with tf.control_dependencies([version]):
             weights, states = self.parameters.read()
-        gradients, states, sums = self._micro(weights, states, step, position, tf.constant(0, tf.int64), replica)
+        data = self.batch.constants()
+        gradients, states, sums = self._micro(weights, states, data, step, position, tf.constant(0, tf.int64), replica)
         if self.options.plan.accumulation > 1:
             for micro in tf.range(1, self.options.plan.accumulation, dtype=tf.int64):
-                more, states, added = self._micro(weights, states, step, position, micro, replica)
+                more, states, added = self._micro(weights, states, data, step, position, micro, replica)
                 gradients, sums = [a + b for a, b in zip(gradients, more, strict=True)], sums + added
         return version, gradients, states, sums
 
-    def _micro(self, weights: list, states: list, step: tf.Tensor, position: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> tuple:
+    def _micro(self, weights: list, states: list, data: dict, step: tf.Tensor, position: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> tuple:
         start, stop = tf.unstack(tf.gather_nd(self._bounds, tf.stack([micro, replica])[None])[0])
-        x, y, w = self.batch(position + tf.range(start, stop, dtype=tf.int64))
+        x, y, w = self.batch(position + tf.range(start, stop, dtype=tf.int64), data)
         seeds = iter(seed_values(sum(self._seeds), self.options.seed, step, micro, replica))
         others = iter(states)
         non_trainable = [next(seeds) if is_seed else next(others) for is_seed in self._seeds]
@@ -177,23 +182,33 @@ def _numbers(version, staleness, applied, finite, norm, sums: tf.Tensor) -> tf.T
     return tf.concat([tf.stack(head), tf.cast(sums, tf.float64)], 0)
 
 
-@contextlib.contextmanager
-def _captures_as_constants() -> Iterator[None]:
-    """Eager tensors that a trace meets become constants, however large: as captured inputs they would be sent with every call."""
-    threshold, capture_container._EAGER_CONST_THRESHOLD = capture_container._EAGER_CONST_THRESHOLD, _MOST_CONSTANT_BYTES
-    try:
-        yield
-    finally:
-        capture_container._EAGER_CONST_THRESHOLD = threshold
+class Contained:
+    """A function of positions whose captured tensors become constants of the function that uses it: captured, they would be
+    sent with every call. Raises ConfigError if it needs this process: Python, tables, or more memory than a function holds."""
 
+    def __init__(self, batch: Callable):
+        self._function = tf.function(batch).get_concrete_function(tf.TensorSpec([None], tf.int64))
+        graph = self._function.graph
+        self._definition = graph.as_graph_def()
+        operations = {node.op for nodes in (self._definition.node, *(inner.node_def for inner in self._definition.library.function)) for node in nodes}
+        held = [outer for outer, _ in graph.captures]
+        size = sum(outer.numpy().nbytes for outer in held if outer.dtype not in (tf.resource, tf.variant))
+        what = "runs Python" if operations & set(_PYTHON_OPS) else "holds tables" if any(outer.dtype in (tf.resource, tf.variant) for outer in held) else ""
+        if what:
+            raise ConfigError(f"--strategy=parameter_server sends the data source to the workers as TensorFlow operations, but this --source or --augment {what}: "
+                              "return arrays or use a built-in source, or choose --strategy=multi_worker.")
+        if size > _MOST_CONSTANT_BYTES:
+            raise ConfigError(f"--strategy=parameter_server sends data in memory to every worker, at most 1 GiB, but this --source holds {size / 2**30:.1f} GiB: "
+                              "read it from files (--source=tfrecord), or choose --strategy=multi_worker.")
 
-def _check(function: tf.types.experimental.ConcreteFunction) -> None:
-    """Refuses a function that needs this process's Python. Raises ConfigError."""
-    graph = function.graph.as_graph_def()
-    operations = {node.op for nodes in (graph.node, *(inner.node_def for inner in graph.library.function)) for node in nodes}
-    if python := sorted(operations & set(_PYTHON_OPS)):
-        raise ConfigError(f"--strategy=parameter_server sends the data source to the workers as TensorFlow operations, but this --source or --augment runs Python ({', '.join(python)}): "
-                          "return arrays or use a built-in source, or choose --strategy=multi_worker.")
-    if graph.ByteSize() > _MOST_CONSTANT_BYTES:
-        raise ConfigError(f"--strategy=parameter_server sends data in memory to every worker, at most 1 GiB, but this --source holds {graph.ByteSize() / 2**30:.1f} GiB: "
-                          "read it from files (--source=tfrecord), or choose --strategy=multi_worker.")
+    def constants(self) -> dict[str, tf.Tensor]:
+        """The captured tensors, in the graph that is being traced; outside of any loop."""
+        return {inner.name: tf.constant(outer.numpy()) for outer, inner in self._function.graph.captures}
+
+    def __call__(self, positions: tf.Tensor, constants: dict[str, tf.Tensor]) -> tuple:
+        graph = self._function.graph
+        constants = {name: tf.identity(tensor) for name, tensor in constants.items()}  # into the graph of the loop, if in one
+        outputs = tf.graph_util.import_graph_def(self._definition, {graph.inputs[0].name: positions, **constants}, [output.name for output in graph.outputs], name="batch")
+        for tensor, like in zip(outputs, graph.outputs, strict=True):
+            tensor.set_shape(like.shape)
+        return tf.nest.pack_sequence_as(self._function.structured_outputs, outputs)
