@@ -63,7 +63,7 @@ class ClusterConfig:
 class StrategyConfig:
     """Which Runtime, and how it communicates."""
 
-    strategy: str = option("auto", "auto: multi_worker if TF_CONFIG lists several workers, horovod under horovodrun or mpirun, mirrored if there are several local GPUs, else one_device. sockets: plain processes over TCP, without tf.distribute; one device each.")
+    strategy: str = option("auto", "auto: parameter_server if TF_CONFIG lists ps, multi_worker if it lists several workers, horovod under horovodrun or mpirun, mirrored if there are several local GPUs, else one_device. sockets: plain processes over TCP, without tf.distribute; one device each. mesh: see --mesh.")
     virtual_devices: int = option(0, "With --strategy=mirrored: this many CPU devices instead of the local GPUs.", least=0)
     communication: str = option("auto", "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC; nccl: NVIDIA's. auto: nccl on GPUs, else socket.", choices=("auto", "socket", "ring", "nccl"))
     pack_mb: float = option(1.0, "Gradients are reduced in packs of about this many MB, so that the first packs travel while the backward pass goes on. 0: one pack per tensor.", least=0)
@@ -82,6 +82,17 @@ class ParallelConfig:
     offload: str = option("none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer"))
     recompute: str = option("none", "Activations that are computed again in the backward pass instead of kept.", choices=("none", "block", "attention"))
     compression: str = option("none", "How gradients travel between workers of a mesh. int8, topk and powersgd carry their error to the next step.", choices=("none", "fp16", "bf16", "int8", "topk", "powersgd"), identity=True)
+
+
+@dataclass(frozen=True)
+class ParameterServerConfig:
+    """--strategy=parameter_server: how updates reach the weights, and how old they may be."""
+
+    ps_mode: str = option("async", "async: each worker's gradient is an update of its own; sync: one update a step, from all workers.", choices=("async", "sync"))
+    max_staleness: int = option(-1, "async: a gradient of weights that are more than this many updates old is dropped, and its batch done again. -1: none is.", least=-1)
+    staleness_scaling: bool = option(False, "async: divide the learning rate of an update by 1 + its staleness (Zhang et al. 2016, arXiv:1511.05950).")
+    backup_workers: int = option(0, "sync: this many workers more than the parts of a step: they do the slowest parts again, and the first result counts.", least=0)
+    ps_piece_kb: float = option(256.0, "A variable is cut into pieces, one a parameter server, if these have at least this many KB. 0: never.", least=0)
 
 
 @dataclass(frozen=True)
@@ -204,6 +215,7 @@ COMPONENTS: dict[str, type] = {
     "cluster": ClusterConfig,
     "strategy": StrategyConfig,
     "parallel": ParallelConfig,
+    "servers": ParameterServerConfig,
     "batch": BatchConfig,
     "data": DataConfig,
     "model": ModelConfig,
@@ -225,6 +237,7 @@ class Config:
     cluster: ClusterConfig = ClusterConfig()
     strategy: StrategyConfig = StrategyConfig()
     parallel: ParallelConfig = ParallelConfig()
+    servers: ParameterServerConfig = ParameterServerConfig()
     batch: BatchConfig = BatchConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -306,6 +319,7 @@ class Config:
             raise ConfigError(f"--export={self.export.export} must be keras, saved_model, keras,saved_model or none.")
         for name in ("source_args", "model_args", "optimizer_args"):
             parse_args(name, values[name])
+        self._check_servers()
         return self
 
     def _check_parallel(self) -> None:
@@ -315,6 +329,28 @@ class Config:
         for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none")):
             if value != off and self.strategy.strategy != "mesh":
                 raise ConfigError(f"--{name}={value} is for --strategy=mesh, not {self.strategy.strategy}: add --strategy=mesh, or drop it.")
+
+    def _check_servers(self) -> None:
+        """What a parameter-server run cannot do, and what only such a run can."""
+        servers, own = self.servers, self.strategy.strategy in ("auto", "parameter_server")
+        for name, default in (("ps_mode", "async"), ("max_staleness", -1), ("staleness_scaling", False), ("backup_workers", 0)):
+            if getattr(servers, name) != default and not own:
+                raise ConfigError(f"--{name}={getattr(servers, name)} is for --strategy=parameter_server, not {self.strategy.strategy}: drop one of them.")
+        if servers.ps_mode == "async" and servers.backup_workers:
+            raise ConfigError(f"--backup_workers={servers.backup_workers} is for --ps_mode=sync: asynchronous workers do not wait for each other.")
+        if servers.ps_mode == "sync" and (servers.max_staleness >= 0 or servers.staleness_scaling):
+            raise ConfigError("--max_staleness and --staleness_scaling are for --ps_mode=async: with sync no gradient is stale.")
+        if self.strategy.strategy != "parameter_server":
+            return
+        for wrong, flag, fix in (
+                (self.precision.precision == "float16", "--precision=float16 needs a loss scale that all workers share", "use --precision=bfloat16"),
+                (self.optimizer.optimizer == "adafactor", "--optimizer=adafactor keeps its state in a way that parameter servers cannot divide", "use another optimizer"),
+                (self.model.jit_compile, "--jit_compile cannot compile what reads from parameter servers", "drop it"),
+                (self.loop.on_nan == "rollback", "--on_nan=rollback is not available with --strategy=parameter_server", "use --on_nan=stop or skip"),
+                (bool(self.checkpoint.backup_dir), f"--backup_dir={self.checkpoint.backup_dir} is not available with --strategy=parameter_server", "use --save_every"),
+                (self.run.deterministic and servers.ps_mode == "async", "--deterministic cannot hold with --ps_mode=async, whose updates come in any order", "use --ps_mode=sync")):
+            if wrong:
+                raise ConfigError(f"{flag}: {fix}.")
 
 
 def iter_options() -> Iterator[tuple[str, dataclasses.Field]]:

@@ -38,6 +38,12 @@ def main(argv: list[str]) -> int:
         from tfdist.evaluate import follow
 
         return follow(config)
+    if config.strategy.strategy == "parameter_server" or (config.strategy.strategy == "auto" and "ps" in cluster.spec):
+        from tfdist import ps_session
+
+        return ps_session.run(config, cluster, flags.main_command(argv))
+    if cluster.role == "ps":
+        raise ConfigError(f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use --strategy=parameter_server.")
     with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
         from tfdist import session
     return session.run(config, cluster, flags.main_command(argv))

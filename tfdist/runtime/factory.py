@@ -16,6 +16,7 @@ RUNTIMES: dict[str, str] = {
     "horovod": "tfdist.runtime.horovod:Horovod",
     "sockets": "tfdist.runtime.sockets:Sockets",
     "mesh": "tfdist.runtime.mesh_runtime:MeshRuntime",
+    "parameter_server": "tfdist.runtime.parameter_server:ParameterServer",
 }
 
 

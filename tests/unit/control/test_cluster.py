@@ -71,7 +71,6 @@ BAD = {
     "no task": ('{"cluster": {"worker": ["a:1"]}}', ['no "task"']),
     "no type": ('{"cluster": {"worker": ["a:1"]}, "task": {"index": 0}}', ["task.type", "missing"]),
     "no index": ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}', ["task.index is missing", "0 to 1"]),
-    "parameter server": (config({"ps": ["p:1"], "worker": ["a:1"]}, "ps"), ["task.type", "--strategy=parameter_server"]),
     "unknown type": (config({"worker": ["a:1"]}, "master"), ["task.type", "master"]),
     "unknown role": (config({"worker": ["a:1"], "boss": ["b:1"]}), ["cluster.boss", "chief"]),
     "index out of range": (config({"worker": ["a:1", "b:1"]}, index=2), ["task.index is 2", "0 to 1"]),
