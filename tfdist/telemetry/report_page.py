@@ -9,7 +9,7 @@ from html import escape
 from tfdist.telemetry import report_plots as plots
 from tfdist.telemetry.goodput import PARTS
 from tfdist.telemetry.report_text import WORDS, restart_detail
-from tfdist.telemetry.run_log import RunLog, duration
+from tfdist.telemetry.run_log import RunLog, counted, duration
 
 _MOST_EVENTS = 200  # in the table of a run
 _UNTOLD = "–"
@@ -20,8 +20,8 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; marg
 h1 { font-size: 24px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 8px; border-bottom: 1px solid #ddd; padding-bottom: 4px; } h3 { font-size: 15px; margin: 18px 0 4px; }
 p { margin: 4px 0; } .note { color: #666; font-size: 13px; }
 table { border-collapse: collapse; font-size: 14px; } th, td { text-align: left; padding: 3px 18px 3px 0; vertical-align: top; border-bottom: 1px solid #eee; }
-th { font-weight: 600; } td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } td.text { overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; } .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 8px 20px; }
+th { font-weight: 600; } td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } td.text { overflow-wrap: break-word; }
+.scroll { overflow-x: auto; } .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(420px, 100%), 1fr)); gap: 8px 20px; }
 figure { margin: 8px 0; } figcaption { font-weight: 600; font-size: 14px; } svg { width: 100%; height: auto; display: block; }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
 tr.error td, tr.warning td { background: #fdf3f2; } tr.warning td { background: #fdf8e8; }
@@ -57,7 +57,7 @@ def _goodput(runs: Sequence[RunLog]) -> str:
             cells = [f"{run.goodput.parts[part]:,.1f} s ({100 * run.goodput.parts[part] / max(run.goodput.wall_s, 1e-9):.1f} %)" for run in runs]
             rows.append([f'<span class="key" style="background:{plots.PART_COLORS[part]}"></span>{escape(word)}', *cells, f'<span class="note">{escape(meaning)}</span>'])
     rows.append(["all", *(f"{run.goodput.wall_s:,.1f} s" for run in runs), ""])
-    details = [f"<p>{escape(run.name)}: {len(run.goodput.restarts)} restarts, of which {escape(restart_detail(run.goodput))}; {run.goodput.lost_steps:,} steps lost.</p>"
+    details = [f"<p>{escape(run.name)}: {counted(len(run.goodput.restarts), 'restart')}: {escape(restart_detail(run.goodput))}; {run.goodput.lost_steps:,} steps lost.</p>"
                for run in runs if run.goodput.restarts]
     return _section("Goodput", _figure(plots.goodput_bars(runs)), _table(["", *(run.name for run in runs), ""], rows, numbers=range(1, len(runs) + 1), raw=True), *details)
 
@@ -67,7 +67,8 @@ def _time_line(runs: Sequence[RunLog]) -> str:
     for run in runs:
         begin = run.goodput.spans[0].begin if run.goodput.spans else 0.0
         rows += [[run.name, str(restart.attempt), duration(restart.died - begin), f"{restart.from_step:,} → {restart.to_step:,}", restart.reason] for restart in run.goodput.restarts]
-    table = _table(["run", "attempt", "after", "step", "reason"], rows, numbers=(1, 2, 3)) if rows else '<p class="note">No restarts.</p>'
+    table = _table(["run", "attempt", "after", "step", "reason"], rows, numbers=(1, 2, 3))
+    table = f"<details{' open' if len(rows) <= 10 else ''}><summary>{counted(len(rows), 'restart')}</summary>{table}</details>" if rows else '<p class="note">No restarts.</p>'
     return _section("Time line and restarts", _figure(plots.time_line(runs)), table)
 
 

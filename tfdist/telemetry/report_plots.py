@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from tfdist.telemetry.goodput import PARTS
+from tfdist.telemetry.goodput import PARTS, Span
 from tfdist.telemetry.report_text import WORDS
-from tfdist.telemetry.run_log import RunLog, quantile, span
+from tfdist.telemetry.run_log import RunLog, counted, quantile, span
 
 RUN_COLORS = ("#1f5fa8", "#d9730d", "#2a8c6a", "#a03a8c", "#6b6b6b", "#b8302a", "#5a4fcf", "#8a6d1a")
 PART_COLORS = {"train": "#2a8c6a", "lost": "#d9730d", "restart": "#b8302a", "startup": "#7d8fa9", "trace": "#b9c4d4", "evaluation": "#1f5fa8",
@@ -27,6 +27,7 @@ _PHASE_COLORS = ("#d9730d", "#e0a100", "#2a8c6a", "#1f5fa8", "#b8302a", "#5a4fcf
 _MOST_POINTS = 600
 _STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": ["system-ui", "DejaVu Sans"], "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
           "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True, "legend.frameon": False, "axes.titlesize": 10, "figure.constrained_layout.use": True}
+_styled = matplotlib.rc_context(_STYLE)  # a decorator too
 
 
 def color(number: int) -> str:
@@ -34,6 +35,7 @@ def color(number: int) -> str:
     return RUN_COLORS[number % len(RUN_COLORS)]
 
 
+@_styled
 def curves(runs: Sequence[RunLog], names: Mapping[str, str], label: str, *, log: bool = False, from_zero: bool = False) -> str:
     """Values over steps, all runs in one plot; `names`: series -> legend, the first solid, the second dashed. "" if no run has any."""
     if not any(run.series.get(name) for run in runs for name in names):
@@ -56,6 +58,7 @@ def curves(runs: Sequence[RunLog], names: Mapping[str, str], label: str, *, log:
     return _svg(figure, label)
 
 
+@_styled
 def goodput_bars(runs: Sequence[RunLog]) -> str:
     """A bar per run: the shares of its life."""
     figure, axis = _figure(11, 0.95 + 0.42 * len(runs))
@@ -75,6 +78,7 @@ def goodput_bars(runs: Sequence[RunLog]) -> str:
     return _svg(figure, "goodput by run")
 
 
+@_styled
 def time_line(runs: Sequence[RunLog]) -> str:
     """What every run did when, with its events as marks above."""
     figure, axis = _figure(11, 1.15 + 0.62 * len(runs))
@@ -85,7 +89,7 @@ def time_line(runs: Sequence[RunLog]) -> str:
         spans = run.goodput.spans
         begin = spans[0].begin if spans else 0.0
         for part in used:
-            bars = [((piece.begin - begin) / per_unit, piece.seconds / per_unit) for piece in _joined(spans, longest / 2000) if piece.part == part]
+            bars = [(start / per_unit, length / per_unit) for found, start, length in _cells(spans, begin, longest / 1500 or 1.0) if found == part]
             axis.broken_barh(bars, (row - 0.2, 0.5), color=PART_COLORS[part], linewidth=0)
         for seconds, record in run.timed("start", "warning", "error", "end", "save", "backup"):
             mark, tint = _MARKS[record["kind"]]
@@ -98,6 +102,7 @@ def time_line(runs: Sequence[RunLog]) -> str:
     return _svg(figure, "time line of the runs")
 
 
+@_styled
 def step_times(runs: Sequence[RunLog]) -> str:
     """How the steps spread over the seconds that they took."""
     found = [(number, run, run.step_seconds()) for number, run in enumerate(runs)]
@@ -107,20 +112,27 @@ def step_times(runs: Sequence[RunLog]) -> str:
     figure, axis = _figure(5.4, 3.1)
     low = min(value for _, _, times in found for value, _ in times)
     most = max(quantile(times, 0.99) for _, _, times in found)
-    edges = [low + (most * 1.02 - low) * k / 40 for k in range(41)] if most > low else [low * 0.9, low * 1.1 or 1.0]
+    wide = most > 8 * low
+    edges = [low * 0.98 * (most * 1.04 / low) ** (k / 40) if wide else low * 0.98 + (most * 1.04 - low) * k / 40 for k in range(41)]
     for number, run, times in found:
         total = sum(steps for _, steps in times)
         axis.hist([min(value, edges[-1]) for value, _ in times], bins=edges, weights=[100 * steps / total for _, steps in times],
                   color=color(number), alpha=0.35 if len(found) > 1 else 0.7, label=run.name, histtype="stepfilled")
         axis.axvline(quantile(times, 0.5), color=color(number), linewidth=1.5)
+    if wide:
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axis.xaxis.set_major_locator(MaxNLocator(5))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: span(value)))
-    axis.xaxis.set_major_locator(MaxNLocator(5))
     axis.set(xlabel="time per step, mean over a log interval (line: median)", ylabel="steps (%)")
     if len(found) > 1:
         axis.legend(fontsize=9)
     return _svg(figure, "distribution of step times")
 
 
+@_styled
 def phases(run: RunLog) -> str:
     """A bar per rank: mean seconds of each phase."""
     if not run.phases:
@@ -138,6 +150,7 @@ def phases(run: RunLog) -> str:
     return _svg(figure, f"phases by rank of {run.name}")
 
 
+@_styled
 def stragglers(run: RunLog) -> str:
     """Seconds that the middle and the slowest worker compute per step, and which worker is the slowest."""
     middle, slowest, ranks = (sorted(run.series.get(f"perf/{name}", {}).items()) for name in ("compute_s", "slowest_compute_s", "slowest_rank"))
@@ -157,6 +170,7 @@ def stragglers(run: RunLog) -> str:
     return _svg(figure, f"stragglers of {run.name}")
 
 
+@_styled
 def checkpoints(run: RunLog) -> str:
     """What the snapshots and backups weighed, and how long they took to write."""
     told = [(kind, [record["values"] for record in run.of_kind(kind) if "save/write_s" in record["values"]]) for kind in ("save", "backup")]
@@ -167,13 +181,14 @@ def checkpoints(run: RunLog) -> str:
         if values:
             size = sum(value.get("save/bytes", 0) for value in values) / len(values)
             axis.plot([value["save/step"] for value in values], [value["save/write_s"] for value in values], "o", color=tint, markersize=4,
-                      label=f"{len(values)} {'snapshots' if kind == 'save' else 'backups'}, mean {_bytes(size)}")
+                      label=f"{counted(len(values), 'snapshot' if kind == 'save' else 'backup')}, mean {_bytes(size)}")
     axis.set(xlabel="optimizer step", ylabel="time to write (s)")
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=9)
     return _svg(figure, f"checkpoints of {run.name}")
 
 
+@_styled
 def memory(run: RunLog) -> str:
     """The values memory/* over steps."""
     if not run.memory:
@@ -189,15 +204,14 @@ def memory(run: RunLog) -> str:
 
 
 def _figure(width: float, height: float):
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height))
-        return figure, figure.subplots()
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots()
 
 
 def _svg(figure: Figure, title: str) -> str:
     """The figure as an <svg> element whose ids clash with no other's in the page."""
     stream, prefix = io.StringIO(), re.sub(r"\W+", "-", title)
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": title}):
+    with matplotlib.rc_context({"svg.hashsalt": title}):
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = stream.getvalue()
     text = text[text.index("<svg"):]
@@ -220,17 +234,25 @@ def _line(axis, points: Sequence[tuple[float, float]], **how) -> None:
         values = [[value for _, value in stretch] for stretch in stretches]
         axis.fill_between(steps, [min(each) for each in values], [max(each) for each in values], color=how["color"], alpha=0.15, linewidth=0)
         points = [(step, sum(each) / len(each)) for step, each in zip(steps, values, strict=True)]
-    axis.plot([step for step, _ in points], [value for _, value in points], linewidth=1.6, marker="o" if len(points) < 15 else None, markersize=4, **how)
+    axis.plot([step for step, _ in points], [value for _, value in points], linewidth=1.6, alpha=0.85, marker="o" if len(points) < 15 else None, markersize=4, **how)
 
 
-def _joined(spans: Iterable, least: float) -> list:
-    """Spans of one part that follow each other as one, so that a long run stays a small picture; what is too short to be seen goes to its neighbour."""
-    found: list = []
+def _cells(spans: Sequence[Span], begin: float, width: float) -> list[tuple[str, float, float]]:
+    """(part, start, length) in seconds since `begin`: for every `width` seconds the part that took most of them, equal neighbours joined,
+    so that a long run stays a small picture."""
+    shares: dict[int, dict[str, float]] = {}
     for piece in spans:
-        if found and (found[-1].part == piece.part or piece.seconds < least):
-            found[-1] = type(piece)(found[-1].part, found[-1].begin, piece.end, found[-1].attempt)
+        first, last = int((piece.begin - begin) / width), int((piece.end - begin) / width)
+        for cell in range(first, last + 1):
+            overlap = min(piece.end - begin, (cell + 1) * width) - max(piece.begin - begin, cell * width)
+            shares.setdefault(cell, {})[piece.part] = shares.get(cell, {}).get(piece.part, 0.0) + overlap
+    found: list[tuple[str, float, float]] = []
+    for cell, parts in sorted(shares.items()):
+        part, length = max(parts, key=parts.__getitem__), sum(parts.values())
+        if found and found[-1][0] == part:
+            found[-1] = (part, found[-1][1], found[-1][2] + length)
         else:
-            found.append(piece)
+            found.append((part, cell * width, length))
     return found
 
 

@@ -100,9 +100,9 @@ class RunLog:
         return {
             "state": f"{goodput.state} at step {last:,}" + (f", {goodput.unsaved_steps:,} steps in no snapshot" if goodput.unsaved_steps and goodput.state != "finished" else ""),
             "wall time": duration(goodput.wall_s), "goodput": f"{100 * goodput.fraction:.1f} %",
-            "attempts": f"{len({record['attempt'] for record in self.records})}, {len(goodput.restarts)} restarts", "lost steps": f"{goodput.lost_steps:,}",
+            "attempts": f"{len({record['attempt'] for record in self.records})}, {counted(len(goodput.restarts), 'restart')}", "lost steps": f"{goodput.lost_steps:,}",
             "workers": " → ".join(workers), "parameters": f"{values['parameters']:,}" if "parameters" in values else "",
-            "training loss": self._last("train/loss"), **{name.replace("eval/", "evaluation "): self._last(name) for name in sorted(self.series) if name.startswith("eval/") and name != "eval/samples"},
+            "training loss": self._last("train/loss"), "evaluation": ", ".join(f"{name.removeprefix('eval/')} {self._last(name)}" for name in self.series if name.startswith("eval/") and name != "eval/samples"),
             "samples/s": f"{samples:,.0f}" if samples else "", "tokens/s": f"{tokens:,.0f}" if tokens else "",
             "step time": f"{span(quantile(times, 0.5))} median, {span(quantile(times, 0.95))} at 95 %" if times else "",
             "model FLOP/s": f"{flops / 1e12:,.3g} T" if flops else "", "MFU": f"{100 * mfu:.1f} %" if mfu else "",
@@ -139,3 +139,8 @@ def duration(seconds: float) -> str:
 def span(seconds: float) -> str:
     """A short time with its unit: "3.4 ms", "1.25 s"."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def counted(number: int, word: str) -> str:
+    """"1 restart", "2 restarts"."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
