@@ -91,17 +91,16 @@ class DistributedModel:
     def _call_together(self, *args: Any, **kwargs: Any) -> Any:
         if not self._spread:
             return self._call(*args, **kwargs)
-        if self._share is not None:  # these are our own rows
-            return self._forward(args, kwargs)[0]
         self._calls += 1
-        part = Part(self._runtime, args or kwargs)
-        args, kwargs = part.take(args), part.take(kwargs)
-        outputs, losses = together(self._runtime, part, lambda: self._forward(args, kwargs))
-        model = self._model
-        if losses:
-            for layer in model._flatten_layers():
-                layer._losses.clear()
-            model._losses.extend(losses)
+        if self._share is not None:  # these are our own rows
+            outputs, losses = self._forward(args, kwargs)
+        else:
+            part = Part(self._runtime, args or kwargs)
+            args, kwargs = part.take(args), part.take(kwargs)
+            outputs, losses = together(self._runtime, part, lambda: self._forward(args, kwargs))
+        for layer in self._model._flatten_layers():
+            layer._losses.clear()
+        self._model._losses.extend(losses)
         return outputs
 
     def _forward(self, args: tuple, kwargs: dict) -> tuple[Any, list]:
