@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -23,7 +22,8 @@ from typing import BinaryIO, TextIO
 
 from tfdist.control.cluster import divide_cores, divide_gpus, local_tasks, visible_gpus, worker_environment
 from tfdist.control.comeback import Comebacks
-from tfdist.control.exit_codes import MEANING, ConfigError, ExitCode, StartupError
+from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
+from tfdist.control.outcome import JobResult, describe, guilt
 from tfdist.control.preflight import PortReservation
 from tfdist.control.processes import Standbys, is_stopped, spawn
 from tfdist.control.terminal import LineReader
@@ -34,6 +34,7 @@ _COLORS = (36, 33, 35, 32, 34, 31)
 _CAUSE_KNOWN_SECONDS = 1.0
 _CAUSE_UNKNOWN_SECONDS = 3.0
 _FAILURE_GRACE_SECONDS = 10.0  # after a failure nothing new can be saved: what is being written may be finished
+_CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves when their chief is gone
 _LAST_LINES = 20
 _ERROR = "tfdist: error: "  # how a command begins the sentence that names its error
 # What TensorFlow's C++ says at every import whatever its log level. Kept in the log files, not shown.
@@ -62,17 +63,6 @@ class Worker:
         """To it and all that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """How a job ended."""
-
-    code: int  # what the launcher exits with
-    cause: str  # a sentence; "" if all went well
-    exit_codes: dict[str, int]  # by worker name; negative: the signal that killed it
-    last_lines: tuple[str, ...] = ()  # what the worker that is the cause wrote last, if its output was not shown
-    rank: int | None = None  # of the worker that is the cause
 
 
 class LocalJob:
@@ -219,12 +209,14 @@ class LocalJob:
         failed = [worker for worker in trainers if worker.code and not (self._comebacks and self._comebacks.waits(worker.name) and self.workers[0].code is None)]
         now = time.monotonic()
         if failed and self._kill_at is None:
-            known = any(_guilt(worker) == 0 for worker in failed)
+            known = any(guilt(worker) == 0 for worker in failed)
             # Where one saved on request (42) the others are saving as well, and a second SIGTERM would cut that short.
             saving = all(worker.code == ExitCode.PREEMPTED for worker in failed)
             patience = self.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
             if now - min(worker.ended_at for worker in failed) > patience or all(worker.code is not None for worker in trainers):
                 self._stop_after_failure()
+        if self.servers and self._kill_at is None and self.workers[0].code is not None and now - self.workers[0].ended_at > _CHIEF_GONE_SECONDS:
+            self.request_stop()  # a worker that is only starting would wait for a chief
         if self._kill_at is not None and now > self._kill_at:
             self.kill()
         if any(worker.code is None for worker in self.workers):
@@ -285,32 +277,10 @@ class LocalJob:
     def _result(self) -> JobResult:
         codes = {worker.name: worker.code for worker in self.workers}
         # An evaluator that was stopped with the workers is no failure.
-        failed = [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
+        finished = self.servers and self.workers and self.workers[0].code == 0  # whatever became of those that it no longer needed
+        failed = [] if finished else [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
         if not failed:
             all_started = len(self.workers) >= self.count
             return JobResult(ExitCode.OK, "", codes) if all_started else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
-        cause = min(failed, key=lambda worker: (_guilt(worker), worker.ended_at))
+        cause = min(failed, key=lambda worker: (guilt(worker), worker.ended_at))
         return JobResult(cause.code if cause.code > 0 else ExitCode.PEER_LOST, describe(cause), codes, () if cause.shown else tuple(cause.last_lines), cause.rank)
-
-
-def _guilt(worker: Worker) -> int:
-    """0: it surely failed by itself; the higher, the more likely because a peer was gone or we ended it."""
-    if worker.killed or worker.rank is None:
-        return 3
-    if worker.code in (ExitCode.PEER_LOST, ExitCode.PREEMPTED, -signal.SIGTERM, 128 + signal.SIGTERM):
-        return 2
-    return 1 if worker.code == -signal.SIGABRT else 0  # TensorFlow aborts some processes whose peers are gone
-
-
-def describe(worker: Worker) -> str:
-    """How a worker failed: "worker 1 was killed by signal 9 (SIGKILL)", with what it last said about it."""
-    code = worker.code
-    if worker.killed:
-        return f"{worker.name} did not end when asked to (SIGTERM) and was killed"
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else "a real-time signal"
-        return f"{worker.name} was killed by signal {-code} ({name})"
-    known = f" ({ExitCode(code).name}: {MEANING[ExitCode(code)]})" if code in set(ExitCode) else ""
-    said = worker.error or next((line.strip() for line in reversed(worker.last_lines) if line.strip()), "")
-    said = "" if code == ExitCode.PREEMPTED else re.sub(r" \(exit code \d+, \w+\)$", "", said)
-    return f"{worker.name} ended with exit code {code}{known}{': ' + said if said else ''}"
