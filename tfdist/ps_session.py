@@ -1,14 +1,11 @@
-"""A parameter-server run from start to end. The chief's session is that of session.py with a loop of its own; workers and
-parameter servers work for it until it is gone."""
+"""A parameter-server run from start to end, on the chief: the session of session.py with a loop of its own. What workers and
+parameter servers do is in runtime/parameter_server.py."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from tfdist import build
-from tfdist.artifacts.status import read_status
 from tfdist.config import Config, plan_batch
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode
@@ -25,12 +22,8 @@ from tfdist.training.remote_step import RemoteOptions, RemoteStep
 
 
 def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
-    """Takes this process's part in a parameter-server run; returns how it ended. Raises TfdistError subclasses."""
-    parameter_server.check(config, cluster)
-    config = _with_enough_threads(config, cluster)
-    if cluster.role in ("worker", "ps"):
-        build.prepare_environment(config)
-        return parameter_server.serve(config, cluster, lambda: read_status(Path(config.run.run_dir)).get("status") == "finished")
+    """Trains as the chief; returns how it ended. Raises TfdistError subclasses."""
+    config = parameter_server.prepare(config, cluster)
     guard = Guard(config, Cluster())  # the others neither step nor answer beacons; the runtime watches them
     session = None
     try:
@@ -43,16 +36,6 @@ def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
         if found is error:
             raise
         raise found from error
-
-
-def _with_enough_threads(config: Config, cluster: Cluster) -> Config:
-    """Each call that a TensorFlow server answers blocks a thread until its answer is complete. With one thread, two calls
-    that wait for each other's process hang for ever; most of the time these threads only wait."""
-    least = 2 * len(cluster.spec["worker"]) + 2
-    if 0 < config.cluster.inter_op_threads < least:
-        config = config.replace(inter_op_threads=least)
-    os.environ["TF_NUM_INTEROP_THREADS"] = str(max(least, int(os.environ.get("TF_NUM_INTEROP_THREADS") or os.cpu_count() or 1)))
-    return config
 
 
 def slices(config: Config, cluster: Cluster) -> int:

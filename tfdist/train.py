@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from tfdist import flags
+from tfdist.artifacts.status import read_status
 from tfdist.config import Config, plan_batch
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster, resolve_cluster
@@ -39,6 +41,10 @@ def main(argv: list[str]) -> int:
 
         return follow(config)
     if config.strategy.strategy == "parameter_server" or (config.strategy.strategy == "auto" and "ps" in cluster.spec):
+        if cluster.role in ("worker", "ps"):  # they need none of the rest, not even Keras
+            from tfdist.runtime import parameter_server
+
+            return parameter_server.serve(config, cluster, lambda: read_status(Path(config.run.run_dir)).get("status") == "finished")
         from tfdist import ps_session
 
         return ps_session.run(config, cluster, flags.main_command(argv))

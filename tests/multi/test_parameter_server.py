@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.job import records, run, snapshot, start, train, wait_for
+from tests.e2e.job import records, snapshot, start, train, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -63,19 +63,25 @@ def test_asynchronous_workers_learn_digits_though_one_is_killed(tmp_path):
 
 
 def test_synchronous_servers_are_one_device_and_a_lost_server_costs_nothing(tmp_path):
-    """Steps 1-30 by servers and 31-60 by one device, and the other way round with a server killed, equal 60 by one device."""
+    """Steps by servers until SIGTERM and the rest by one device, and the other way round with a server killed, equal 60 steps by one device."""
     whole, first, second = tmp_path / "whole", tmp_path / "first", tmp_path / "second"
     assert train([*PARITY, "--strategy=one_device", "--steps=60", "--save_every=30", f"--run_dir={whole}"]).returncode == 0
     shutil.copytree(whole, second)
     shutil.rmtree(second / "checkpoints" / "step-00000060")
-    run(2, [*PARITY, "--strategy=parameter_server", "--ps_mode=sync", "--steps=30", f"--run_dir={first}"], launch_flags=SERVERS)
+    job = start_slowly(first, ["--save_every=30"])
+    wait_for(lambda: (first / "checkpoints" / "step-00000030").exists())
+    pids = [process(first, role, index) for role, index in (("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1))]
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=100)
+    assert job.returncode == 42, output
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    step = records(first, kind="end")[-1]["step"]
+    assert 30 < step < 60 and (first / "checkpoints" / f"step-{step:08d}").exists()
     assert_close(snapshot(first, 30), snapshot(whole, 30))
     assert train([*PARITY, "--strategy=one_device", "--steps=60", f"--run_dir={first}"]).returncode == 0
     assert_close(snapshot(first, 60), snapshot(whole, 60))
 
-    (second / "faults").mkdir()
-    (second / "faults" / "pace").write_text("0.2")  # so that the server is killed before the end
-    job = start(2, [*PARITY, "--strategy=parameter_server", "--ps_mode=sync", "--steps=60", "--save_every=5", f"--run_dir={second}"], (*SERVERS, "--max_restarts=1"), {"TFDIST_FAULTS": "armed"})
+    job = start_slowly(second, ["--save_every=5"], "--max_restarts=1")
     wait_for(lambda: (second / "checkpoints" / "step-00000035").exists())
     os.kill(process(second, "ps", 1), signal.SIGKILL)
     (second / "faults" / "pace").unlink()
@@ -86,18 +92,14 @@ def test_synchronous_servers_are_one_device_and_a_lost_server_costs_nothing(tmp_
     assert_close(snapshot(second, 60), snapshot(whole, 60))
 
 
+def start_slowly(run_dir: Path, flags: list[str], *launch_flags: str):
+    """60 synchronous steps, each with a pause until the file "pace" is gone."""
+    (run_dir / "faults").mkdir(parents=True)
+    (run_dir / "faults" / "pace").write_text("0.2")
+    flags = [*PARITY, "--strategy=parameter_server", "--ps_mode=sync", "--steps=60", *flags, f"--run_dir={run_dir}"]
+    return start(2, flags, (*SERVERS, *launch_flags), {"TFDIST_FAULTS": "armed"})
+
+
 def assert_close(found: dict, expected: dict) -> None:
     for key, array in expected.items():
         np.testing.assert_allclose(found[key].astype("float64"), array.astype("float64"), rtol=0, atol=1e-6, err_msg=key)
-
-
-def test_sigterm_saves_and_ends_with_42_and_nobody_stays(tmp_path):
-    job = start(2, [*PARITY, "--strategy=parameter_server", "--steps=100000", f"--run_dir={tmp_path}"], SERVERS)
-    wait_for(lambda: records(tmp_path, kind="train"))
-    pids = [process(tmp_path, role, index) for role, index in (("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1))]
-    job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=60)
-    assert job.returncode == 42, output
-    step = records(tmp_path, kind="end")[-1]["step"]
-    assert (tmp_path / "checkpoints" / f"step-{step:08d}").exists()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

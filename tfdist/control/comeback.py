@@ -7,16 +7,14 @@ from collections.abc import Callable
 
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 
-_WAIT_SECONDS = 1.0
-_MOST_IN_A_ROW = 5
 _LIVED_SECONDS = 60.0  # a worker that lived this long had come back well
 
 
 class Comebacks:
-    """Asked about every worker at every look, by name."""
+    """Asked about every worker at every look, by name. `wait`: seconds until a worker is started again; `most`: times in a row."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic):
-        self._now = now
+    def __init__(self, wait: float = 1.0, most: int = 5, now: Callable[[], float] = time.monotonic):
+        self.wait, self.most, self._now = wait, most, now
         self._since: dict[str, float] = {}  # when it was seen dead
         self._started: dict[str, float] = {}  # when it was last started again
         self._in_a_row: dict[str, int] = {}
@@ -30,10 +28,10 @@ class Comebacks:
             if now - self._started.get(name, now) > _LIVED_SECONDS:
                 self._in_a_row[name] = 0
             hopeless = code > 0 and code not in RESTARTABLE and code in set(ExitCode)
-            if hopeless or self._in_a_row.get(name, 0) >= _MOST_IN_A_ROW:
+            if hopeless or self._in_a_row.get(name, 0) >= self.most:
                 return False
             self._since[name] = now
-        if now - self._since[name] < _WAIT_SECONDS:
+        if now - self._since[name] < self.wait:
             return False
         del self._since[name]
         self._started[name] = now

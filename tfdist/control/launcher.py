@@ -32,6 +32,7 @@ _COLORS = (36, 33, 35, 32, 34, 31)
 _CAUSE_KNOWN_SECONDS = 1.0
 _CAUSE_UNKNOWN_SECONDS = 3.0
 _FAILURE_GRACE_SECONDS = 10.0  # after a failure nothing new can be saved: what is being written may be finished
+_CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves when their chief is gone
 _ERROR = "tfdist: error: "  # how a command begins the sentence that names its error
 # What TensorFlow's C++ says at every import whatever its log level. Kept in the log files, not shown.
 _NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.")
@@ -187,6 +188,8 @@ class LocalJob:
             patience = self.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
             if now - min(worker.ended_at for worker in failed) > patience or all(worker.code is not None for worker in trainers):
                 self._stop_after_failure()
+        if self.servers and self._kill_at is None and self.workers[0].code is not None and now - self.workers[0].ended_at > _CHIEF_GONE_SECONDS:
+            self.request_stop()  # a worker that is only starting would wait for a chief
         if self._kill_at is not None and now > self._kill_at:
             self.kill()
         if any(worker.code is None for worker in self.workers):
@@ -247,7 +250,8 @@ class LocalJob:
     def _result(self) -> JobResult:
         codes = {worker.name: worker.code for worker in self.workers}
         # An evaluator that was stopped with the workers is no failure.
-        failed = [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
+        finished = self.servers and self.workers and self.workers[0].code == 0  # whatever became of those that it no longer needed
+        failed = [] if finished else [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
         if not failed:
             all_started = len(self.workers) >= self.count
             return JobResult(ExitCode.OK, "", codes) if all_started else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)

@@ -34,10 +34,6 @@ class Watch:
         """The names of those that do not answer any more."""
         return [name for name, count in self._unanswered.items() if count >= _KNOCKS]
 
-    def silent(self) -> list[str]:
-        """The names of those that did not answer the last knock: perhaps gone."""
-        return [name for name, count in self._unanswered.items() if count]
-
     def close(self) -> None:
         self._closed.set()
 

@@ -41,7 +41,6 @@ class ParameterServer(OneDevice):
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> ParameterServer:
-        check(config, cluster)
         return cls(cluster, config)
 
     def call(self, function: tf.types.experimental.ConcreteFunction, arguments: Sequence) -> Callable[[], tuple | None]:
@@ -94,13 +93,22 @@ class ParameterServer(OneDevice):
         self._watch.close()
 
 
-def check(config: Config, cluster: Cluster) -> None:
-    """Refuses a cluster or a configuration that is none of a parameter-server run. Raises ConfigError."""
+def prepare(config: Config, cluster: Cluster) -> Config:
+    """The configuration with enough threads for all calls; also sets the environment, so call it before TensorFlow starts.
+
+    Each call that a TensorFlow server answers blocks a thread until its answer is complete. With one thread, two calls that
+    wait for each other's process hang for ever; these threads wait most of the time.
+    Raises ConfigError for a cluster or a configuration that is none of a parameter-server run.
+    """
     workers = len(cluster.spec.get("worker", ()))
     if not (cluster.spec.get("chief") and cluster.spec.get("ps") and workers):
         raise ConfigError("--strategy=parameter_server needs a chief, workers and ps in TF_CONFIG: start it with `python -m tfdist.launch --workers=2 --ps=1 -- FLAGS`.")
     if config.servers.backup_workers >= workers:
         raise ConfigError(f"--backup_workers={config.servers.backup_workers} leaves none of {workers} workers for the step itself: lower it.")
+    least = 2 * workers + 2
+    threads = config.cluster.inter_op_threads or int(os.environ.get("TF_NUM_INTEROP_THREADS") or os.cpu_count() or 1)
+    os.environ["TF_NUM_INTEROP_THREADS"] = str(max(least, threads))
+    return config.replace(inter_op_threads=max(least, threads) if config.cluster.inter_op_threads else 0)
 
 
 def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> ExitCode:
@@ -110,6 +118,7 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
     Returns OK if it then has, PREEMPTED if this process had been asked to end, else PEER_LOST.
     Raises StartupError if the chief does not appear in time.
     """
+    config = prepare(config, cluster)
     asked = []
 
     def on_term(*_) -> None:
@@ -120,6 +129,9 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
 
     threads = config.cluster
     options = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads.intra_op_threads, inter_op_parallelism_threads=threads.inter_op_threads)
+    options.gpu_options.allow_growth = True
+    if config.run.deterministic:
+        tf.config.experimental.enable_op_determinism()
     tf.distribute.Server(_spec(cluster), job_name=cluster.role, task_index=cluster.index, protocol="grpc", config=options)
     signal.signal(signal.SIGTERM, on_term)
     print(f"tfdist: {cluster.describe()}, at {cluster.spec[cluster.role][cluster.index]}; waiting for the chief.", flush=True)
