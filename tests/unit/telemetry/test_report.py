@@ -88,8 +88,8 @@ def test_text(tmp_path, capsys):
     assert main([str(write_run(tmp_path / "killed", TWO_KILLS)), "--text"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  goodput               35.7 % of 140.0 s" in lines
-    assert any(line.split() == "training 50.0 s 35.7 % steps that were kept".split() for line in lines)
-    assert any(line.split()[:5] == "restarts 36.0 s 25.7 %".split() and "5.0 s waiting for what had failed, 6.0 s down, 15.0 s start-up, 10.0 s first steps" in line for line in lines)
+    assert any(line.split() == ["training", "50.0", "s", "35.7", "%", "steps", "that", "were", "kept"] for line in lines)
+    assert any(line.split()[:5] == ["restarts", "36.0", "s", "25.7", "%"] and "5.0 s waiting for what had failed, 6.0 s down, 15.0 s start-up, 10.0 s first steps" in line for line in lines)
     assert "  restart of attempt 1 after 52.0 s, from step 30 to 10: no last word: it was killed" in lines
     assert not (tmp_path / "report.html").exists()
 
