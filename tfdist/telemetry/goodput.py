@@ -185,7 +185,8 @@ class _Walk:
     def go(self) -> None:
         told: list[dict[str, Any]] = []  # since the last train event
         for record in self.attempt.records[1:]:
-            if record["step"] < self.step:  # back from bad numbers
+            if record["step"] < (told[-1]["step"] if told else self.step):  # back from bad numbers
+                self._tail(told)
                 self._lay("lost", record["at"] - self.at)
                 self.step, told = record["step"], []
                 self.resets.append((len(self.spans), self.step))
@@ -194,7 +195,7 @@ class _Walk:
                 told = []
             else:
                 told.append(record)
-        self._tail([record for record in told if record["kind"] in _AFTER or record is told[-1]])
+        self._tail(told)
 
     def _interval(self, record: Mapping[str, Any]) -> None:
         """Up to a train event. Pauses come first: what pauses is due where the event before was."""
@@ -212,7 +213,7 @@ class _Walk:
 
     def _tail(self, told: list[dict[str, Any]]) -> None:
         """After the last train event."""
-        for record in told:
+        for record in [record for record in told if record["kind"] in _AFTER or record is told[-1]]:
             gap, steps = record["at"] - self.at, record["step"] - self.step
             training = (min(gap, steps * self.pace) if self.pace else gap) if steps else 0.0
             if steps and not self.trained and record["kind"] != "error":

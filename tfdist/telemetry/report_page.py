@@ -22,7 +22,7 @@ p { margin: 4px 0; } .note { color: #666; font-size: 13px; }
 table { border-collapse: collapse; font-size: 14px; } th, td { text-align: left; padding: 3px 18px 3px 0; vertical-align: top; border-bottom: 1px solid #eee; }
 th { font-weight: 600; } td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } td.text { overflow-wrap: break-word; }
 .scroll { overflow-x: auto; } .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(420px, 100%), 1fr)); gap: 8px 20px; }
-figure { margin: 8px 0; } figcaption { font-weight: 600; font-size: 14px; } svg { width: 100%; height: auto; display: block; }
+figure { margin: 8px 0; } figure.wide { overflow-x: auto; } figure.wide svg { min-width: 760px; } figcaption { font-weight: 600; font-size: 14px; } svg { width: 100%; height: auto; display: block; }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
 tr.error td, tr.warning td { background: #fdf3f2; } tr.warning td { background: #fdf8e8; }
 details { margin: 8px 0; } summary { cursor: pointer; } code { font-size: 13px; }
@@ -59,7 +59,7 @@ def _goodput(runs: Sequence[RunLog]) -> str:
     rows.append(["all", *(f"{run.goodput.wall_s:,.1f} s" for run in runs), ""])
     details = [f"<p>{escape(run.name)}: {counted(len(run.goodput.restarts), 'restart')}: {escape(restart_detail(run.goodput))}; {run.goodput.lost_steps:,} steps lost.</p>"
                for run in runs if run.goodput.restarts]
-    return _section("Goodput", _figure(plots.goodput_bars(runs)), _table(["", *(run.name for run in runs), ""], rows, numbers=range(1, len(runs) + 1), raw=True), *details)
+    return _section("Goodput", _figure(plots.goodput_bars(runs), wide=True), _table(["", *(run.name for run in runs), ""], rows, numbers=range(1, len(runs) + 1), raw=True), *details)
 
 
 def _time_line(runs: Sequence[RunLog]) -> str:
@@ -69,7 +69,7 @@ def _time_line(runs: Sequence[RunLog]) -> str:
         rows += [[run.name, str(restart.attempt), duration(restart.died - begin), f"{restart.from_step:,} → {restart.to_step:,}", restart.reason] for restart in run.goodput.restarts]
     table = _table(["run", "attempt", "after", "step", "reason"], rows, numbers=(1, 2, 3))
     table = f"<details{' open' if len(rows) <= 10 else ''}><summary>{counted(len(rows), 'restart')}</summary>{table}</details>" if rows else '<p class="note">No restarts.</p>'
-    return _section("Time line and restarts", _figure(plots.time_line(runs)), table)
+    return _section("Time line and restarts", _figure(plots.time_line(runs), wide=True), table)
 
 
 def _curves(runs: Sequence[RunLog]) -> str:
@@ -141,8 +141,8 @@ def _section(title: str, *parts: str) -> str:
     return "\n".join([f"<section><h2>{escape(title)}</h2>", *parts, "</section>"])
 
 
-def _figure(svg: str, caption: str = "") -> str:
-    return f"<figure>{f'<figcaption>{escape(caption)}</figcaption>' if caption else ''}{svg}</figure>"
+def _figure(svg: str, caption: str = "", wide: bool = False) -> str:
+    return f"<figure{' class=wide' if wide else ''}>{f'<figcaption>{escape(caption)}</figcaption>' if caption else ''}{svg}</figure>"
 
 
 def _grid(panels: Sequence[tuple[str, str]]) -> str:

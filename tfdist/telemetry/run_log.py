@@ -82,7 +82,7 @@ class RunLog:
         found, attempt, step = [], None, 0
         for record in self.of_kind("train"):
             speed = record["values"].get("perf/steps_per_s")
-            if record["attempt"] == attempt and record["step"] > step and isinstance(speed, float) and speed > 0:
+            if record["attempt"] == attempt and record["step"] > step and isinstance(speed, (int, float)) and speed > 0:
                 found.append((1 / speed, record["step"] - step))
             attempt, step = record["attempt"], record["step"]
         return found

@@ -4,7 +4,7 @@ import json
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist.telemetry.goodput import PARTS, account
@@ -93,6 +93,8 @@ def test_stopped_and_trained_on_later():
 def test_going_back_from_bad_numbers_is_lost():
     history = [*TWO_KILLS[:6], (60, 0, "warning", 20, {"message": "went back"}), (60, 0, "warning", 20, {"message": "twice"}), (71, 0, "train", 30, {"perf/steps_per_s": 1.0})]
     assert parts(history) == {"train": 30, "lost": 18, "startup": 12, "trace": 5, "evaluation": 4, "saving": 1, "other": 1}
+    saved = [*TWO_KILLS[:6], (54, 0, "save", 31, {"save/step": 30}), (60, 0, "warning", 30, {"message": "went back"}), (70, 0, "train", 40, {"perf/steps_per_s": 1.0})]
+    assert parts(saved) == {"train": 40, "lost": 1 + 6, "startup": 12, "trace": 5, "evaluation": 4, "saving": 1 + 1}
 
 
 def test_a_log_without_pauses_or_paces_still_adds_up():
@@ -106,6 +108,7 @@ EVENTS = st.tuples(st.floats(-5, 50), st.booleans(), st.sampled_from(["train", "
                    st.fixed_dictionaries({}, optional={"perf/steps_per_s": st.one_of(st.floats(0, 100), st.just("nan")), "pause/evaluation_s": st.floats(0, 60), "pause/saving_s": st.floats(0, 60)}))
 
 
+@settings(deadline=None)
 @given(st.lists(EVENTS, max_size=30))
 def test_whatever_the_log_says_the_parts_add_up(drawn):
     """Clocks that go back, pauses longer than the time, steps out of order, attempts that end anywhere."""
