@@ -40,7 +40,7 @@ def saves(arguments: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 subprocess.run([sys.executable, "-m", "tfdist.train", "--source=digits", "--model=mlp", f"--model_args=widths=({arguments.width},{arguments.width})", "--global_batch=16",
                                 f"--steps={arguments.steps}", "--log_every=20", "--export=none", "--noplot", "--save_minutes=0", "--nosave_final", "--eval_every=-1", "--keep=1",
-                                "--progress=none", "--notensorboard", f"--run_dir={folder}", *flags], env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                                "--progress=none", "--trackers=none", f"--run_dir={folder}", *flags], env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
                 times = [datetime.fromisoformat(record["time"]).timestamp() for record in records(Path(folder), kind="train")]
                 summary = json.loads((Path(folder) / "summary.json").read_text())
                 seconds[kind].append(times[-1] - times[0])  # from step 20 on: the first steps trace
@@ -69,7 +69,7 @@ def restarts(arguments: argparse.Namespace) -> None:
 def one_restart(workers: int, standby: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        process = start(workers, [*CLUSTERS, "--steps=1000000", "--save_every=20", "--log_every=1", "--steps_per_loop=1", "--progress=none", "--notensorboard", f"--run_dir={folder}"],
+        process = start(workers, [*CLUSTERS, "--steps=1000000", "--save_every=20", "--log_every=1", "--steps_per_loop=1", "--progress=none", "--trackers=none", f"--run_dir={folder}"],
                         ("--max_restarts=3", *(["--standby"] if standby else [])), {"TFDIST_FAULTS": "armed"})
         (folder / "faults").mkdir(parents=True)
         (folder / "faults" / "pace").write_text("0.05")

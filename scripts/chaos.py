@@ -189,7 +189,7 @@ class Chaos:
 
 def flags(arguments: argparse.Namespace) -> list[str]:
     return [*CLUSTERS, "--source=tests.e2e.sources:identified", "--objective=tests.e2e.sources:identifying", "--model_args=widths=(16,),dropout=0.1,num_outputs=2", f"--steps={arguments.steps}", "--deterministic",
-            "--optimizer=adamw", "--ema=0.9", "--schedule=cosine", "--accumulation=2", "--log_every=1", f"--save_every={SAVE_EVERY}", "--progress=none", "--notensorboard",
+            "--optimizer=adamw", "--ema=0.9", "--schedule=cosine", "--accumulation=2", "--log_every=1", f"--save_every={SAVE_EVERY}", "--progress=none", "--trackers=none",
             "--heartbeat_timeout=3", "--eval_every=500"]
 
 

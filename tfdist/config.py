@@ -206,7 +206,12 @@ class TelemetryConfig:
     """What is shown, and where."""
 
     progress: str = option("auto", "Progress on the console: a bar on a terminal, plain lines elsewhere.", choices=("auto", "bar", "plain", "none"))
-    tensorboard: bool = option(True, "Write TensorBoard scalars under RUN_DIR/tensorboard.")
+    trackers: str = option("tensorboard", "Where the chief tracks the run: some of tensorboard, csv, mlflow, wandb, or package.module:function; none.")
+    histograms_every: int = option(0, "Steps between two histograms of the weights in TensorBoard, taken at log lines. 0: none.", least=0)
+    prometheus_port: int = option(0, "Every worker serves its numbers to Prometheus at this port + its rank on its machine. 0: not.", least=0)
+    opentelemetry: bool = option(False, "Every worker sends spans by OpenTelemetry; the OTEL_ environment variables say where to.")
+    profile_steps: str = option("", "FIRST:LAST: trace from step FIRST to step LAST, for TensorBoard's profile plugin. SIGUSR2 traces the next call at any time.")
+    profile_ranks: str = option("0", "Ranks that trace: all, or some such as 0,1.")
     plot: bool = option(True, "Draw RUN_DIR/curves.png at the end.")
 
 
@@ -317,6 +322,8 @@ class Config:
         formats = set(self.export.export.split(","))
         if not formats <= {"keras", "saved_model", "none"} or ("none" in formats and len(formats) > 1):
             raise ConfigError(f"--export={self.export.export} must be keras, saved_model, keras,saved_model or none.")
+        parse_profile_steps(self.telemetry.profile_steps)
+        parse_ranks(self.telemetry.profile_ranks)
         for name in ("source_args", "model_args", "optimizer_args"):
             parse_args(name, values[name])
         self._check_servers()
@@ -366,6 +373,25 @@ def _check_option(field: dataclasses.Field, value: Any) -> None:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
     if least is not None and not value >= least:  # also catches NaN
         raise ConfigError(f"--{field.name}={value} is too small: it must be at least {least:g}.")
+
+
+def parse_profile_steps(text: str) -> tuple[int, int] | None:
+    """(first, last) of --profile_steps; None if it is empty. Raises ConfigError."""
+    if not text:
+        return None
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise ConfigError(f"--profile_steps={text} must be FIRST:LAST with FIRST below LAST, for example 100:110.")
+    return int(first), int(last)
+
+
+def parse_ranks(text: str) -> set[int] | None:
+    """The ranks of --profile_ranks; None for all. Raises ConfigError."""
+    if text == "all":
+        return None
+    if not all(rank.isdecimal() for rank in text.split(",")):
+        raise ConfigError(f"--profile_ranks={text} must be all, or ranks such as 0,1.")
+    return {int(rank) for rank in text.split(",")}
 
 
 def parse_args(flag: str, text: str) -> dict[str, Any]:

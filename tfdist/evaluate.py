@@ -78,7 +78,7 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     store, done = _store(config), -1
     log = folder / "logs" / "evaluator.jsonl"
     observers = [JsonlObserver(log, run_id=read_status(folder).get("run_id", ""), attempt=next_attempt(log), rank=-1)]
-    if config.telemetry.tensorboard:
+    if "tensorboard" in config.telemetry.trackers.split(","):
         observers.append(TensorBoardObserver(folder / "tensorboard" / "evaluator", 0, forgets=False))
     while True:
         over = read_status(folder).get("status") == "finished"  # read before looking: what is written afterwards is seen next time

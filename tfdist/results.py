@@ -39,7 +39,7 @@ def leave_results(job: Job, weights: Mapping[str, np.ndarray], folder: Path, obs
             observer(Event("warning", step, {"message": problem}))
     table = {
         "run_dir": str(folder), "parameters": job.model.count_params(), "global_batch": job.plan.global_batch, **values, **info,
-        "log": str(log), "tensorboard": f"tensorboard --logdir={folder / 'tensorboard'}" if config.telemetry.tensorboard else "",
+        "log": str(log), "tensorboard": f"tensorboard --logdir={folder / 'tensorboard'}" if "tensorboard" in config.telemetry.trackers.split(",") else "",
         "checkpoints": str(folder / "checkpoints"), "export": str(folder / "export") if formats else "",
         "curves": str(curves) if config.telemetry.plot and curves.exists() else "",
     }

@@ -9,13 +9,14 @@ import contextlib
 import hashlib
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from tfdist import build, flags, results
 from tfdist.agreement import broadcast_json, must_agree
 from tfdist.artifacts.status import read_status, write_status
-from tfdist.config import Config
+from tfdist.config import Config, parse_profile_steps
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.guard import BETWEEN_STEPS, Guard
@@ -25,7 +26,9 @@ from tfdist.telemetry.build import build_observers
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.jsonl import next_attempt
 from tfdist.telemetry.timer import Clock, process_seconds
-from tfdist.training.loop import Ending, Parts, Rhythm, train
+from tfdist.telemetry.trackers import Run
+from tfdist.training.loop import Ending, Parts, train
+from tfdist.training.marks import MarkedRhythm
 
 
 def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
@@ -71,8 +74,10 @@ class Session:
         self.recovery.run_id = self.run_id
         size = self.job.train_split.size
         self.observer = build_observers(
-            self.config.telemetry, run_dir=self.folder, rank=self.runtime.rank, total_steps=self.config.run.steps,
-            steps_per_epoch=size / self.job.plan.global_batch if size else None, run_id=self.run_id, attempt=self.attempt, resumed_step=self.first_step)
+            self.config.telemetry,
+            Run(self.folder, self.run_id, self.attempt, self.first_step, self.runtime.rank, cluster.local_rank, self.config.flat(),
+                weights=lambda: {variable.path: variable.numpy() for variable in self.job.model.trainable_variables}, step=lambda: int(self.job.step.counter.numpy())),
+            total_steps=self.config.run.steps, steps_per_epoch=size / self.job.plan.global_batch if size else None)
         if self.chief:
             flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, command)
             write_status(self.folder, "running", self.run_id)
@@ -111,14 +116,21 @@ class Session:
         parts = Parts(
             step=self.job.step,
             iterators=self.job.iterators(recovery.position(self.first_step)) if self.first_step < self.config.run.steps else [],
-            rhythm=Rhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best)),
+            rhythm=MarkedRhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
+                                marks=parse_profile_steps(self.config.telemetry.profile_steps) or ()),
             global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, learning_rate=recovery.learning_rate,
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
-            save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self.guard.watchdog.section,
+            save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self._section,
             rollback=self._rollback if loop.on_nan == "rollback" else None, straggler_factor=self.config.cluster.straggler_factor)
         self.guard.watchdog.enter(BETWEEN_STEPS)
         ending = train(parts, self.first_step)
         return self._finish(ending)
+
+    @contextlib.contextmanager
+    def _section(self, name: str) -> Iterator[None]:
+        """What this worker is doing: for the watchdog, and for observers that follow it."""
+        with self.guard.watchdog.section(name), self.observer.section(name):
+            yield
 
     def _evaluate(self, evaluator) -> dict[str, float]:
         self.recovery.settle_statistics()
@@ -150,7 +162,7 @@ class Session:
     # -- end -------------------------------------------------------------------------------------------------------
 
     def _finish(self, ending: Ending) -> ExitCode:
-        with self.guard.watchdog.section("save"):
+        with self._section("save"):
             if self.config.checkpoint.save_final and not ending.stopped:
                 self.recovery.save(ending.step)
             unwritten = self.recovery.finish()

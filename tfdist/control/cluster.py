@@ -34,6 +34,7 @@ class Cluster:
     peers: tuple[str, ...] = ()  # addresses of the training workers in rank order; empty if there is only this process
     spec: Mapping[str, list[str]] = field(default_factory=dict)  # role -> addresses
     started_by: str = ""  # a launcher that tells ranks but no addresses (control/horovod_env.py)
+    told_local_rank: int = 0  # by that launcher
 
     @property
     def is_chief(self) -> bool:
@@ -43,6 +44,12 @@ class Cluster:
     def address(self) -> str:
         """host:port of this training worker; "" if it is alone, or none."""
         return self.peers[self.rank] if 0 <= self.rank < len(self.peers) else ""
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process among the training workers of its machine, as far as their addresses tell."""
+        hosts = [address.rpartition(":")[0] for address in self.peers]
+        return hosts[:self.rank].count(hosts[self.rank]) if 0 <= self.rank < len(hosts) else self.told_local_rank
 
     def name(self, rank: int) -> str:
         """How messages name a training worker: "worker 1 (rank 2, host:port)"."""

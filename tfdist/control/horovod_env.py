@@ -44,7 +44,8 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster | None:
             rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")
             if not 0 <= rank < size:
                 raise ClusterError(f"{prefix}RANK={rank} must be from 0 to {prefix}SIZE - 1 = {size - 1}: start the job with {launcher}, which sets both.")
-            return Cluster("worker", rank, rank, size, started_by=launcher)
+            local = _number(environ, f"{prefix}LOCAL_RANK") if f"{prefix}LOCAL_RANK" in environ else 0
+            return Cluster("worker", rank, rank, size, started_by=launcher, told_local_rank=local)
     return None
 
 

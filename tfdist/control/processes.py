@@ -27,7 +27,8 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], affinity: set[
         _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the worker has a handler: by default it would end it
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # until the worker has a handler: by default it would end it
         if affinity:
             os.sched_setaffinity(0, affinity)
 

@@ -8,6 +8,7 @@
 | eval    | after an evaluation               | eval/loss, eval/METRIC, eval/samples                                              |
 | save    | when a snapshot has been written  | message, save/bytes, save/write_s, save/step                                      |
 | backup  | when a backup has been written     | save/bytes, save/write_s, save/step                                               |
+| trace   | when a trace has been written     | message, trace/first_step, trace/folder                                           |
 | warning | when something needs attention    | message                                                                           |
 | end     | once, unless killed               | stopped, train_s, eval/*                                                          |
 | error   | instead of end, if there was time | message                                                                           |
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ class Event:
     time: float = field(default_factory=time.time)
 
 
+# May also have close(), and, to follow what the worker is doing, enter(section) and leave(section, failed).
 Observer = Callable[[Event], None]
 
 
@@ -49,13 +51,27 @@ class FanOut:
             except Exception as error:  # noqa: BLE001 - a tracker's failure must not end the training
                 self._switch_off(observer, error)
 
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Tells the observers that want to know of a section of the run: "step", "evaluation", "save", ..."""
+        self._each("enter", name)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._each("leave", name, failed)
+
     def close(self) -> None:
+        self._each("close")
+        self.observers.clear()
+
+    def _each(self, method: str, *args: Any) -> None:
         for observer in list(self.observers):
             try:
-                getattr(observer, "close", lambda: None)()
+                getattr(observer, method, lambda *_: None)(*args)
             except Exception as error:  # noqa: BLE001
                 self._switch_off(observer, error)
-        self.observers.clear()
 
     def _switch_off(self, observer: Observer, error: Exception) -> None:
         self.observers.remove(observer)

@@ -19,6 +19,7 @@ from typing import Any
 from tfdist.telemetry.events import Event
 
 VERSION = 1
+_NOT_JSON = ("nan", "inf", "-inf")
 
 
 class JsonlObserver:
@@ -54,6 +55,22 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(record, dict) and record.get("v") == VERSION:
                 yield record
+
+
+def replay(path: Path, last_step: int) -> list[Event]:
+    """The train and eval events of a log up to `last_step`, each step of a kind once, as the run's one history has them:
+    an attempt, or a rollback, replaces all that was told before about later steps."""
+    kept: dict[str, list[Event]] = {"train": [], "eval": []}
+    for record in read_jsonl(path):
+        kind, step = record["kind"], record["step"]
+        for other in kept if kind == "start" else [kind] if kind in kept else []:
+            last = step if kind == "start" else step - 1
+            while kept[other] and kept[other][-1].step > last:
+                kept[other].pop()
+        if kind in kept:
+            values = {name: float(value) if value in _NOT_JSON else value for name, value in record["values"].items()}
+            kept[kind].append(Event(kind, step, values, datetime.fromisoformat(record["time"]).timestamp()))
+    return sorted((event for events in kept.values() for event in events if event.step <= last_step), key=lambda event: event.time)
 
 
 def next_attempt(path: Path) -> int:

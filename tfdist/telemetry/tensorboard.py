@@ -1,4 +1,7 @@
-"""Scalars for TensorBoard, one run over all attempts, written with TensorBoard's own package."""
+"""TensorBoard: scalars, flags as text and as hyper-parameters, histograms of weights; one run over all attempts.
+
+Written with TensorBoard's own package.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,14 @@ from numbers import Real
 from pathlib import Path
 
 from tfdist.telemetry.events import Event
+from tfdist.telemetry.trackers import Run
 
 _GROUPS = ("train/", "eval/", "perf/", "staleness/")
+
+
+def track(run: Run) -> TensorBoardObserver:
+    """The tracker `tensorboard`: RUN_DIR/tensorboard."""
+    return TensorBoardObserver(run.folder / "tensorboard", run.resumed_step, run=run)
 
 
 class TensorBoardObserver:
@@ -16,29 +25,65 @@ class TensorBoardObserver:
     resumed_step: what earlier attempts wrote after this step is repeated now; TensorBoard is told to forget it.
     forgets: whether to say so at all. Said by every attempt, the first too: TensorBoard's server takes no notice of the
       first START of a run.
+    run: for its hyper-parameters and its weights, whose histograms are written every --histograms_every steps, at the
+      next train event. None: neither.
     """
 
-    def __init__(self, folder: Path, resumed_step: int, *, forgets: bool = True):
+    def __init__(self, folder: Path, resumed_step: int, *, forgets: bool = True, run: Run | None = None):
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._proto = event_pb2
         self._writer = EventFileWriter(str(folder), flush_secs=5)
+        self._run, self._forgets, self._last = run, forgets, resumed_step
+        self._histograms_every = run.flags.get("histograms_every", 0) if run else 0
         if forgets:
-            session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(event_pb2.Event(step=resumed_step + 1, session_log=session))
+            self._forget(resumed_step + 1)
+
+    def _forget(self, step: int) -> None:
+        """Values from this step on are to come once more."""
+        session = self._proto.SessionLog(status=self._proto.SessionLog.START)
+        self._writer.add_event(self._proto.Event(step=step, session_log=session))
 
     def __call__(self, event: Event) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        if event.kind == "train":
+            self._on_train(event)
         scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in event.values.items()
                    if name.startswith(_GROUPS) and isinstance(value, Real)]
         if scalars:
             self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step, summary=Summary(value=scalars)))
         if event.values.get("flags"):
             self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step, summary=Summary(value=[_text("flags", event.values["flags"])])))
-        if event.kind != "train":
-            self._writer.flush()
+        if self._run and event.kind in ("start", "end"):
+            self._hyper_parameters(event)
+        self._writer.flush()  # so that a killed process loses nothing that it has told
+
+    def _on_train(self, event: Event) -> None:
+        if event.step <= self._last and self._forgets:  # after a rollback
+            self._forget(event.step)
+        elif self._histograms_every and event.step // self._histograms_every > self._last // self._histograms_every:
+            from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+
+            for name, value in self._run.weights().items():
+                self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step, summary=histogram_pb(f"weights/{name}", value)))
+        self._last = event.step
+
+    def _hyper_parameters(self, event: Event) -> None:
+        """Flags at the start; that the run has ended well at its end, and not before: TensorBoard keeps the first that it reads."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+        if event.kind == "start":
+            summary = hparams_pb(dict(self._run.flags), trial_id=self._run.run_id, start_time_secs=event.time)
+        elif not event.values.get("stopped"):
+            data = plugin_data_pb2.HParamsPluginData(session_end_info=plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=event.time))
+            summary = Summary(value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR)])
+        else:
+            return
+        self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step, summary=summary))
 
     def close(self) -> None:
         self._writer.close()

@@ -13,6 +13,7 @@ from tfdist.telemetry.console import BarConsole, PlainConsole, make_console
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.jsonl import JsonlObserver, next_attempt, read_jsonl
 from tfdist.telemetry.timer import Clock
+from tfdist.telemetry.trackers import Run
 
 
 def train_event(step, loss=1.0, **values):
@@ -66,7 +67,7 @@ def test_tensorboard_is_one_run_over_restarts(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def observers(resumed):
-        return build_observers(TelemetryConfig(progress="none"), run_dir=tmp_path, rank=0, total_steps=40, steps_per_epoch=None, run_id="r", attempt=0, resumed_step=resumed)
+        return build_observers(TelemetryConfig(progress="none"), Run(tmp_path, "r", 0, resumed, 0), total_steps=40, steps_per_epoch=None)
 
     first = observers(0)
     first(Event("start", 0, {"flags": "--steps=40"}))
@@ -86,7 +87,7 @@ def test_tensorboard_forgets_an_attempt_that_died_before_its_first_snapshot(tmp_
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for attempt, steps in enumerate([(10, 20, 30), (10, 20)]):
-        observers = build_observers(TelemetryConfig(progress="none"), run_dir=tmp_path, rank=0, total_steps=40, steps_per_epoch=None, run_id="r", attempt=attempt, resumed_step=0)
+        observers = build_observers(TelemetryConfig(progress="none"), Run(tmp_path, "r", attempt, 0, 0), total_steps=40, steps_per_epoch=None)
         for step in steps:
             observers(train_event(step, loss=step + attempt / 2))
         observers.close()
@@ -95,7 +96,7 @@ def test_tensorboard_forgets_an_attempt_that_died_before_its_first_snapshot(tmp_
 
 
 def test_other_ranks_write_their_log_only(tmp_path):
-    observers = build_observers(TelemetryConfig(), run_dir=tmp_path, rank=2, total_steps=40, steps_per_epoch=None, run_id="r", attempt=0, resumed_step=0)
+    observers = build_observers(TelemetryConfig(), Run(tmp_path, "r", 0, 0, 2), total_steps=40, steps_per_epoch=None)
     observers(train_event(1))
     observers.close()
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == ["logs/rank-2.jsonl"]

@@ -1,0 +1,49 @@
+"""An observer in a thread of its own: for those that talk to a server, which may be slow or gone."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from tfdist.telemetry.events import Event, Observer
+
+_MOST_WAITING = 10_000  # events; more means that the server does not keep up
+_LAST_SECONDS = 30.0  # at the end of the run, for what still waits
+
+
+class Background:
+    """Makes an observer and passes events on to it in order, without holding up who tells them. A failure is raised at the
+    next event, or at the close."""
+
+    def __init__(self, name: str, make: Callable[[], Observer], last_seconds: float = _LAST_SECONDS):
+        self._make, self._last_seconds = make, last_seconds
+        self._events: queue.Queue[Event | None] = queue.Queue(_MOST_WAITING)
+        self._error: Exception | None = None
+        self.__qualname__ = name  # which messages show
+        self._thread = threading.Thread(target=self._work, name=f"tfdist-{self.__qualname__}", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: Event) -> None:
+        if self._error:
+            raise self._error
+        self._events.put_nowait(event)
+
+    def close(self) -> None:
+        """Waits for what was told to be passed on, a limited time. Raises the error of a failed observer, TimeoutError if it is too slow."""
+        if self._error is None:
+            self._events.put(None, timeout=self._last_seconds)
+        self._thread.join(self._last_seconds)
+        if self._error:
+            raise self._error
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self._events.qsize()} events were not passed on within {self._last_seconds:g} s")
+
+    def _work(self) -> None:
+        try:
+            observer = self._make()
+            while (event := self._events.get()) is not None:
+                observer(event)
+            getattr(observer, "close", lambda: None)()
+        except Exception as error:  # noqa: BLE001 - raised in the thread of who tells events
+            self._error = error

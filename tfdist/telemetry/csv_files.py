@@ -1,0 +1,86 @@
+"""RUN_DIR/metrics.csv, a row per train event, and RUN_DIR/evaluations.csv, a row per evaluation: for spreadsheets.
+
+Columns keep their places over restarts; a value that first appears later gets a new column on the right. At the start
+of an attempt the rows are written anew from the JSONL log, so that they are those of the run's one history.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tfdist.telemetry.events import Event
+from tfdist.telemetry.trackers import Run, numbers
+
+FILES = {"train": "metrics.csv", "eval": "evaluations.csv"}
+
+
+def track(run: Run) -> CsvFiles:
+    """The tracker `csv`."""
+    return CsvFiles(run.folder, run.replay())
+
+
+class CsvFiles:
+    """Events as rows, each flushed. history: the events before this attempt."""
+
+    def __init__(self, folder: Path, history: Iterable[Event] = ()):
+        events = list(history)
+        self._tables = {kind: _Table(folder / name, [event for event in events if event.kind == kind]) for kind, name in FILES.items()}
+
+    def __call__(self, event: Event) -> None:
+        if event.kind in self._tables:
+            self._tables[event.kind].add(event)
+
+    def close(self) -> None:
+        for table in self._tables.values():
+            table.close()
+
+
+class _Table:
+    """One file. Rows are kept in memory as well: a new column, or a rollback, rewrites the file."""
+
+    def __init__(self, path: Path, events: list[Event]):
+        self._path, self._file = path, None
+        self._columns = ["step", "time"]
+        self._rows: list[dict] = []
+        if events or path.exists():
+            for event in events:
+                self._append(event)
+            self._rewrite()
+
+    def add(self, event: Event) -> None:
+        if self._append(event) or self._file is None:
+            self._rewrite()
+        else:
+            self._writer.writerow(self._rows[-1])
+            self._file.flush()
+
+    def _append(self, event: Event) -> bool:
+        """Adds the event's row; whether more than that has changed."""
+        kept = [row for row in self._rows if row["step"] < event.step] if self._rows and self._rows[-1]["step"] >= event.step else self._rows
+        time = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds")
+        row = {"step": event.step, "time": time, **numbers(event)}
+        new = [name for name in row if name not in self._columns]
+        changed = bool(new) or kept is not self._rows
+        self._columns += new
+        self._rows = kept
+        self._rows.append(row)
+        return changed
+
+    def _rewrite(self) -> None:
+        self.close()
+        temporary = self._path.with_name(f".{self._path.name}.writing")
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(self._rows)
+        temporary.replace(self._path)
+        self._file = open(self._path, "a", encoding="utf-8", newline="")  # noqa: SIM115 - open as long as the run
+        self._writer = csv.DictWriter(self._file, self._columns)
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None

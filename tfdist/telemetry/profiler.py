@@ -1,0 +1,94 @@
+"""Traces with tf.profiler, for TensorBoard's profile plugin: the steps of --profile_steps, and the next call of the training
+function after SIGUSR2. On the ranks of --profile_ranks.
+
+A trace is written under RUN_DIR/tensorboard (rank 0) or RUN_DIR/tensorboard/rank-K. One call of the training function is one
+step of the plugin, named "train" with the number of its first optimizer step; evaluations and saves show under their names.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from tfdist.telemetry.events import Event
+from tfdist.telemetry.trackers import Run
+
+_STEPS = ("first step", "step")
+
+
+class Profiler:
+    """Follows the sections of a run, and traces some.
+
+    Args:
+      steps: (first, last): from step `first` to step `last`, where the loop has boundaries; None: on demand only.
+      tell: what takes the event that says where a trace is.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, run: Run, tell: Callable[[Event], None]):
+        self._steps, self._run, self._tell = steps, run, tell
+        self.folder = run.folder / "tensorboard" / (f"rank-{run.rank}" if run.rank else "")
+        self._asked = False
+        self._since: int | None = None  # the step at which the present trace began
+        self._until = 0
+        self._open: list = []
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR2, self._on_signal)
+
+    def _on_signal(self, *_) -> None:
+        self._asked = True
+        os.write(2, b"tfdist: SIGUSR2: the next call of the training function is traced.\n")  # print() may deadlock in a handler
+
+    def __call__(self, event: Event) -> None:
+        """Sections tell all."""
+
+    def enter(self, name: str) -> None:
+        if name in _STEPS and self._since is None:
+            self._maybe_start(self._run.step())
+        if self._since is None:
+            self._open.append(None)
+            return
+        from tensorflow.profiler.experimental import Trace
+
+        scope = Trace("train", step_num=self._run.step(), _r=1) if name in _STEPS else Trace(name)
+        self._open.append(scope)
+        scope.__enter__()
+
+    def leave(self, name: str, failed: bool) -> None:
+        if scope := self._open.pop():
+            scope.__exit__(None, None, None)
+        if self._since is not None and name in _STEPS and self._run.step() >= self._until:
+            self._stop()
+
+    def _maybe_start(self, step: int) -> None:
+        planned = self._steps is not None and self._steps[0] <= step < self._steps[1]
+        if not planned and not self._asked:
+            return
+        from tensorflow.profiler.experimental import ProfilerOptions, start
+
+        # Python's own calls would hide the rest.
+        start(str(self.folder), ProfilerOptions(host_tracer_level=2, python_tracer_level=0, device_tracer_level=1))
+        self._asked, self._since = False, step
+        self._until = self._steps[1] if planned else step + 1
+
+    def _stop(self) -> None:
+        from tensorflow.profiler.experimental import stop
+
+        since, self._since = self._since, None
+        stop()
+        step = self._run.step()
+        self._tell(Event("trace", step, {"message": f"steps {since} to {step} traced; to see it: pip install tensorboard-plugin-profile; tensorboard --logdir={self.folder}",
+                                         "trace/first_step": since, "trace/folder": str(self.folder)}))
+
+    def close(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        if self._since is not None:
+            self._stop()
+
+
+def ignore_signal() -> None:
+    """On ranks that do not trace, SIGUSR2 does nothing; by default it would end the process."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)

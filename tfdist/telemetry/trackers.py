@@ -1,0 +1,76 @@
+"""Trackers: the chief's observers that write for tools which compare runs. --trackers lists them.
+
+A tracker is made by a function `Run -> Observer`; a user's own is given as package.module:function. An attempt after a
+restart goes on with the same run: `Run.run_id` is the same, and `Run.resumed_step` says where training went on. What a
+tool cannot take back (MLflow, Weights & Biases) is not told twice; what an earlier attempt had no time to tell is
+taken from the JSONL log (`Run.replay`). So a curve has each step once, whatever was killed when.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from tfdist.control.exit_codes import UnsupportedError
+from tfdist.plugins import resolve
+from tfdist.telemetry.events import Event, Observer
+from tfdist.telemetry.jsonl import replay
+
+TRACKERS: dict[str, str] = {
+    "tensorboard": "tfdist.telemetry.tensorboard:track",
+    "csv": "tfdist.telemetry.csv_files:track",
+    "mlflow": "tfdist.telemetry.mlflow:track",
+    "wandb": "tfdist.telemetry.wandb:track",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an observer is told about the run."""
+
+    folder: Path
+    run_id: str  # one over all restarts
+    attempt: int = 0  # how often the run was started before
+    resumed_step: int = 0  # the step from which this attempt goes on
+    rank: int = 0
+    local_rank: int = 0  # among the workers of this machine
+    flags: Mapping[str, Any] = field(default_factory=dict)  # flag name -> value, resolved
+    weights: Callable[[], Mapping[str, np.ndarray]] = dict  # the trainable variables now, by path
+    step: Callable[[], int] = int  # the step counter now
+
+    @property
+    def log(self) -> Path:
+        """This rank's JSONL log."""
+        return self.folder / "logs" / f"rank-{self.rank}.jsonl"
+
+    def replay(self, after: Mapping[str, int] | None = None) -> Iterator[Event]:
+        """The train and eval events of earlier attempts up to `resumed_step`, each step once.
+
+        after: kind -> step; events of that kind up to this step are left out.
+        """
+        return (event for event in replay(self.log, self.resumed_step) if event.step > (after or {}).get(event.kind, -1))
+
+
+def make_trackers(names: str, run: Run) -> list[Observer]:
+    """The trackers of --trackers. Raises ConfigError for an unknown name, UnsupportedError for a missing package."""
+    return [resolve("trackers", name, TRACKERS)(run) for name in names.split(",") if name not in ("", "none")]
+
+
+def numbers(event: Event) -> dict[str, float]:
+    """The values of an event that are numbers."""
+    return {name: float(value) for name, value in event.values.items() if isinstance(value, Real) and not isinstance(value, bool)}
+
+
+def optional_module(module: str, flag: str, packages: str) -> ModuleType:
+    """Imports a package that only `flag` needs. Raises UnsupportedError, which says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"{flag} needs the Python package {error.name}, which is not installed: pip install {packages}") from error

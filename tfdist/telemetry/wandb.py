@@ -1,0 +1,49 @@
+"""Weights & Biases: one of its runs per tfdist run, under the same id.
+
+Its own environment variables rule: WANDB_MODE=offline writes RUN_DIR/wandb for a later `wandb sync`, one folder per
+attempt; WANDB_PROJECT (else "tfdist"), WANDB_ENTITY, WANDB_API_KEY.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.telemetry.events import Event
+from tfdist.telemetry.jsonl import read_jsonl
+from tfdist.telemetry.trackers import Run, numbers, optional_module
+
+
+def track(run: Run) -> WandbTracker:
+    """The tracker `wandb`. Raises UnsupportedError without the package, ConfigError if it is not logged in."""
+    return WandbTracker(run, optional_module("wandb", "--trackers=wandb", "wandb"))
+
+
+class WandbTracker:
+    """A row per step; train and eval values of one step share it. Steps only grow there: what was told first stays."""
+
+    def __init__(self, run: Run, wandb: ModuleType):
+        known = any((run.folder / "wandb").glob(f"*-{run.run_id}"))
+        try:
+            self._run = wandb.init(project=os.environ.get("WANDB_PROJECT", "tfdist"), id=run.run_id, name=run.folder.resolve().name, resume="allow",
+                                   dir=str(run.folder), config=dict(run.flags), settings=wandb.Settings(console="off"))
+        except wandb.errors.UsageError as error:
+            raise ConfigError(f"--trackers=wandb: {str(error).splitlines()[0]} Set WANDB_API_KEY, or WANDB_MODE=offline.") from error
+        if self._run.resumed:
+            told = self._run.step - 1
+        else:  # offline, nobody knows what an earlier attempt told, but the log what it had to tell
+            told = max((record["step"] for record in read_jsonl(run.log) if record["kind"] in ("train", "eval")), default=-1) if known else -1
+        self._told = {"train": told, "eval": told}
+        for event in run.replay(after=self._told):
+            self(event)
+
+    def __call__(self, event: Event) -> None:
+        if event.step > self._told.get(event.kind, event.step):
+            self._run.log(numbers(event), step=event.step)
+            self._told[event.kind] = event.step
+        if event.kind in ("end", "error"):
+            self._run.finish(exit_code=int(event.kind == "error"))
+
+    def close(self) -> None:
+        self._run.finish()
