@@ -5,7 +5,7 @@
     ... ROW,ROW                                         only these
 
 Writes OUT_DIR/KIND/ROW.npz: whole weights, optimizer slots and moving averages, losses, gradient norms, an evaluation,
-and the bytes that rank 0 holds. One process runs all rows, because starting TensorFlow takes longer than training them.
+and, for the rows on memory, the bytes that rank 0 holds. One process runs all rows, because starting TensorFlow takes longer than training them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ SGD = {"optimizer": "sgd", "clip_norm": 0.5}
 MOMENTUM = {"optimizer": "momentum", "clip_norm": 0.5}
 ADAMW = {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "clip_norm": 0.5}
 EMA = {**ADAMW, "ema": 0.9}
+DEEP = {**TEXT, "model_args": "layers=3,width=32,heads=4,dropout=0.1", "global_batch": 8, "accumulation": 4}  # dropout: the masks are those of one device
 SPLIT = {"accumulation": 2}
+
+PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
+PIPES = {"gpipe": {"pipe_schedule": "gpipe"}, "1f1b": {}, "interleaved": {"pipe_chunks": 2}, "cut": {"pipe_cut": "block_00", "recompute": "block"}}
 
 
 class Row(NamedTuple):
@@ -50,12 +54,17 @@ ROWS: dict[str, Row] = {
     "model2_zero0_split": Row(2, "model=2", TEXT | ADAMW | SPLIT, {}),
     "zero3_2_recompute": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": 3, "recompute": "block"}),
     "model2_recompute": Row(2, "model=2", TEXT | ADAMW, {"recompute": "attention"}),
+    **{f"pipe2_{name}": Row(2, "pipe=2", DEEP | ADAMW, options) for name, options in PIPES.items()},
+    **{f"pipe4_{name}": Row(4, "pipe=4", DEEP | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
+    "pipe2_model2": Row(4, "pipe=2,model=2", PLAIN | ADAMW, {"recompute": "block"}),
+    "data2_pipe2_zero1": Row(4, "pipe=2,data=2", PLAIN | EMA, {"zero": 1}),
+    "pipe2_data2_model2_zero3": Row(8, "pipe=2,data=2,model=2", PLAIN | ADAMW, {"zero": 3}),
     "model4": Row(4, "model=4", TEXT | ADAMW, {}),
     "data2_model2": Row(4, "data=2,model=2", TEXT | ADAMW, {}),
     **{f"data2_model2_zero{stage}": Row(4, "data=2,model=2", TEXT | EMA | SPLIT, {"zero": stage}) for stage in (1, 3)},
     **{f"zero{stage}_{workers}_memory": Row(workers, "", DENSE | ADAMW, {"zero": stage}) for stage in (0, 1, 2, 3) for workers in (2, 4)},
     "resharded": Row(4, "", TEXT | EMA | SPLIT, {"zero": 3}, (
-        ("data=2,model=2", {"zero": 1}), ("model=4", {}), ("data=2,model=2", {"zero": 3}), ("data=4", {}), ("model=2", {"zero": 2}))),
+        ("data=2,model=2", {"zero": 1}), ("model=4", {}), ("data=2,model=2", {"zero": 3}), ("pipe=2", {"zero": 1}), ("model=2", {"zero": 2}))),
 }
 
 
@@ -103,7 +112,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
                 results["norms"].append(output.gradient_norm)
             arrays = collect(job)
         evaluation = job.evaluator()()
-        held = bytes_held(job)
+        held = bytes_held(job) if name.endswith("memory") else []
         if runtime.rank == 0:
             np.savez(out / kind / f"{name}.npz", **results, evaluation=[evaluation[key] for key in sorted(evaluation)], held=held, **arrays)
     runtime.barrier()
