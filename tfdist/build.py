@@ -95,7 +95,7 @@ def compose(config: Config, runtime: Runtime) -> Job:
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
     if isinstance(runtime, MeshRuntime):
-        spread = compose_mesh(config, runtime, model, optimizer, objective)
+        spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
         objective = spread.objective
     else:
         spread = None

@@ -87,7 +87,8 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
     from tfdist.runtime.mesh_runtime import MeshRuntime
 
     cluster = resolve_cluster(os.environ)
-    base = Config().replace(steps=STEPS, global_batch=12, accumulation=1, strategy="one_device" if kind == "one" else "mesh", communication="ring", collective_timeout=60.0)
+    base = Config().replace(steps=STEPS, global_batch=12, accumulation=1, strategy="one_device" if kind == "one" else "mesh", communication="ring",
+                            collective_timeout=120.0, heartbeat_timeout=60.0)
     runtime = build.start_runtime(base, cluster)
     for name, row in (JOBS if kind == "one" else ROWS).items():
         if (kind == "mesh" and row.workers != cluster.size) or (chosen and name not in chosen):
@@ -100,7 +101,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
             config = base.replace(**row.job, **spread)
             if kind == "mesh":
                 config = config.replace(mesh=mesh)
-                runtime = MeshRuntime(Mesh.parse(mesh, cluster.size), cluster, runtime._world, 60.0)
+                runtime = MeshRuntime(Mesh.parse(mesh, cluster.size), cluster, runtime._world, 120.0)
             job = build.compose(config, runtime)
             first, last = leg * STEPS // len(legs), (leg + 1) * STEPS // len(legs)
             if leg:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import keras
 
-from tfdist.config import Config
+from tfdist.config import BatchPlan, Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
@@ -32,10 +32,10 @@ class Spread(NamedTuple):
     pipeline: Pipeline | None
 
 
-def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective) -> Spread:
+def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective, plan: BatchPlan) -> Spread:
     """Spreads `model` over the mesh, in place, and builds `optimizer` on what is left. Raises ConfigError on what does not fit."""
     parallel, parts = config.parallel, {}
-    _check(config, runtime)
+    _check(config, runtime, plan)
     model_group = runtime.group("model")
     if model_group.size > 1:
         vocabulary = model.output_shape[-1]
@@ -52,7 +52,7 @@ def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optim
         update = MeshUpdate(runtime, model, optimizer, compression=parallel.compression, **options)
     pipeline = None
     if pieces:
-        schedule = make_schedule(parallel.pipe_schedule, runtime.mesh.degree("pipe"), config.batch.accumulation, parallel.pipe_chunks)
+        schedule = make_schedule(parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, parallel.pipe_chunks)
         pipeline = Pipeline(runtime, model, pieces, schedule, update.trainable, update.stages, update.sources, update.holders_of_weights())
     elif parallel.recompute != "none":
         segments.recompute(model, parallel.recompute, update.holders_of_weights())
@@ -69,7 +69,7 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
     return divide([segment._replace(again=again and segment.gives[0].startswith("block_")) for segment in whole], degree * chunks, config.parallel.pipe_cut)
 
 
-def _check(config: Config, runtime: MeshRuntime) -> None:
+def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
     spread = config.parallel.zero == 3 or runtime.mesh.degree("model") > 1
     if config.model.jit_compile and spread and runtime.size > 1:
         raise ConfigError("--jit_compile cannot compile the collectives of --zero=3 or a model axis: drop it.")
@@ -79,13 +79,13 @@ def _check(config: Config, runtime: MeshRuntime) -> None:
     if runtime.mesh.degree("expert") > 1:
         raise ConfigError(f"--mesh has expert={runtime.mesh.degree('expert')}, which is not available yet: give these workers to data= or model=.")
     if runtime.mesh.degree("pipe") > 1:
-        _check_pipe(config, runtime)
+        _check_pipe(config, runtime, plan)
 
 
-def _check_pipe(config: Config, runtime: MeshRuntime) -> None:
-    degree, batch = runtime.mesh.degree("pipe"), config.batch
-    if batch.global_batch % (batch.accumulation * runtime.replicas):
-        raise ConfigError(f"--mesh has pipe={degree}, whose micro-batches must be of one size, but --global_batch={batch.global_batch} is not a multiple of --accumulation={batch.accumulation} x {runtime.replicas} replicas: change one of them.")
+def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
+    degree = runtime.mesh.degree("pipe")
+    if not plan.even:
+        raise ConfigError(f"--mesh has pipe={degree}, whose micro-batches must be of one size, but --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x {plan.replicas} replicas: change one of them.")
     if config.parallel.recompute == "attention":
         raise ConfigError(f"--recompute=attention does not go with pipe={degree}: use --recompute=block.")
     if config.model.jit_compile:
