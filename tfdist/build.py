@@ -1,13 +1,16 @@
 """Config -> a job: the one file that knows every part, and where the order of composition is written down.
 
 Order: environment -> runtime -> data -> batch plan and length -> precision -> model (synchronised BatchNorm) ->
-optimizer -> step -> evaluator -> restore -> observers -> loop.
+on a mesh, parts of layers and shards of state (training/parallel/compose.py) -> optimizer -> step -> evaluator ->
+restore -> observers -> loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +26,13 @@ from tfdist.data.sources.registry import load_split
 from tfdist.models.registry import build_model
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
+from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.objectives import Objective, make_objective
-from tfdist.training.optimizer import ema_variables, make_optimizer
+from tfdist.training.optimizer import make_optimizer
+from tfdist.training.parallel import segments
+from tfdist.training.parallel.compose import compose_mesh
+from tfdist.training.parallel.sharded_state import SpreadState
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
 from tfdist.training.step import StepOptions, TrainStep
@@ -58,6 +65,7 @@ class Job:
     objective: Objective
     schedule: Schedule
     step: TrainStep
+    state: SpreadState | None = None  # where the state is spread over a mesh: how to bring it together
 
     def iterators(self, consumed: int) -> list:
         """One iterator of training micro-batches per local replica, from a position in the data order."""
@@ -68,7 +76,7 @@ class Job:
         """Evaluates on the evaluation split; None if the source has none."""
         if self.eval_split is None:
             return None
-        return make_evaluator(self.config, self.runtime, self.model, self.objective, self.eval_split, self.plan.micro_batch, ema_variables(self.optimizer))
+        return make_evaluator(self.config, self.runtime, self.model, self.objective, self.eval_split, self.plan.micro_batch, self.step.update.averaged)
 
 
 def compose(config: Config, runtime: Runtime) -> Job:
@@ -84,9 +92,17 @@ def compose(config: Config, runtime: Runtime) -> Job:
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         _check_compiled(config, runtime, model)
         optimizer = make_optimizer(config.optimizer, schedule)
-        optimizer.build(model.trainable_variables)
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
+    if isinstance(runtime, MeshRuntime):
+        spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
+        objective = spread.objective
+    else:
+        spread = None
+        with runtime.scope():
+            optimizer.build(model.trainable_variables)
+        if config.parallel.recompute != "none":
+            segments.recompute(model, config.parallel.recompute, {})
     batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
     step = TrainStep(runtime, model, optimizer, objective, loss_scale, StepOptions(
         plan=plan,
@@ -96,8 +112,9 @@ def compose(config: Config, runtime: Runtime) -> Job:
         skip_non_finite=config.loop.on_nan == "skip",
         timed=not config.run.deterministic,
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
-    ), batch_spec)
-    return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step)
+    ), batch_spec, *((spread.update, spread.pipeline) if spread else ()))
+    state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
+    return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state)
 
 
 def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
@@ -121,7 +138,7 @@ def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, c
 
 
 def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objective: Objective, split: Split,
-                   micro_batch: int, averages: Sequence = ()) -> Evaluator:
+                   micro_batch: int, averaged: Callable[[], AbstractContextManager] = contextlib.nullcontext) -> Evaluator:
     """An evaluator of `model` on `split`, spread over the runtime's replicas."""
 
     def datasets() -> tuple[list[tf.data.Dataset], int]:
@@ -130,7 +147,7 @@ def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objecti
                 for index in range(runtime.local_replicas)]
         return [dataset for dataset, _ in made], made[0][1]
 
-    return Evaluator(runtime, model, objective, datasets, averages)
+    return Evaluator(runtime, model, objective, datasets, averaged)
 
 
 def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:

@@ -63,7 +63,7 @@ class ClusterConfig:
 class StrategyConfig:
     """Which Runtime, and how it communicates."""
 
-    strategy: str = option("auto", "auto: multi_worker if TF_CONFIG lists several workers, horovod under horovodrun or mpirun, mirrored if there are several local GPUs, else one_device. sockets: plain processes over TCP, without tf.distribute; one device each.")
+    strategy: str = option("auto", "auto: parameter_server if TF_CONFIG lists ps, multi_worker if it lists several workers, horovod under horovodrun or mpirun, mirrored if there are several local GPUs, else one_device. sockets: plain processes over TCP, without tf.distribute; one device each. mesh: see --mesh.")
     virtual_devices: int = option(0, "With --strategy=mirrored: this many CPU devices instead of the local GPUs.", least=0)
     communication: str = option("auto", "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC; nccl: NVIDIA's. auto: nccl on GPUs, else socket.", choices=("auto", "socket", "ring", "nccl"))
     pack_mb: float = option(1.0, "Gradients are reduced in packs of about this many MB, so that the first packs travel while the backward pass goes on. 0: one pack per tensor.", least=0)
@@ -71,6 +71,31 @@ class StrategyConfig:
     horovod_fusion_mb: float = option(64.0, "With --strategy=horovod: gradients are reduced in groups of about this many MB. 0: one by one, as --deterministic does over three and more workers.", least=0)
     horovod_cycle_ms: float = option(1.0, "With --strategy=horovod: milliseconds between two looks for gradients that are ready.", least=0)
     horovod_compression: str = option("none", "With --strategy=horovod: what gradients are rounded to on their way. fp16: half the bytes.", choices=("none", "fp16"))
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """--strategy=mesh: how models larger than a device are spread over workers."""
+
+    mesh: str = option("", "Axes over all workers: pipe, data, expert, model, for example data=2,model=2. data, if left out, takes the workers that remain.")
+    zero: int = option(0, "What the data axis shares out instead of holding copies of. 1: optimizer state; 2: gradients too; 3: parameters too.", least=0)
+    pipe_schedule: str = option("1f1b", "Order of a pipeline's work. gpipe: all micro-batches forward, then all backward; 1f1b: in turn, which holds fewer.", choices=("gpipe", "1f1b"))
+    pipe_chunks: int = option(1, "Parts of the model on each stage of the pipeline. More than 1: interleaved, a smaller bubble for more traffic.", least=1)
+    pipe_cut: str = option("", "Blocks with which the parts of the pipeline after the first begin, for example block_02,block_05. Empty: balanced by parameters.")
+    offload: str = option("none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer"))
+    recompute: str = option("none", "Activations that are computed again in the backward pass instead of kept.", choices=("none", "block", "attention"))
+    compression: str = option("none", "How gradients travel between workers of a mesh. int8, topk and powersgd carry their error to the next step.", choices=("none", "fp16", "bf16", "int8", "topk", "powersgd"), identity=True)
+
+
+@dataclass(frozen=True)
+class ParameterServerConfig:
+    """--strategy=parameter_server: how updates reach the weights, and how old they may be."""
+
+    ps_mode: str = option("async", "async: each worker's gradient is an update of its own; sync: one update a step, from all workers.", choices=("async", "sync"))
+    max_staleness: int = option(-1, "async: a gradient of weights that are more than this many updates old is dropped, and its batch done again. -1: none is.", least=-1)
+    staleness_scaling: bool = option(False, "async: divide the learning rate of an update by 1 + its staleness (Zhang et al. 2016, arXiv:1511.05950).")
+    backup_workers: int = option(0, "sync: this many workers more than the parts of a step: they do the slowest parts again, and the first result counts.", least=0)
+    ps_piece_kb: float = option(256.0, "A variable is cut into pieces, one a parameter server, if these have at least this many KB. 0: never.", least=0)
 
 
 @dataclass(frozen=True)
@@ -197,6 +222,8 @@ COMPONENTS: dict[str, type] = {
     "run": RunConfig,
     "cluster": ClusterConfig,
     "strategy": StrategyConfig,
+    "parallel": ParallelConfig,
+    "servers": ParameterServerConfig,
     "batch": BatchConfig,
     "data": DataConfig,
     "model": ModelConfig,
@@ -217,6 +244,8 @@ class Config:
     run: RunConfig = RunConfig()
     cluster: ClusterConfig = ClusterConfig()
     strategy: StrategyConfig = StrategyConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    servers: ParameterServerConfig = ParameterServerConfig()
     batch: BatchConfig = BatchConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -288,6 +317,7 @@ class Config:
         if self.strategy.virtual_devices and self.strategy.strategy not in ("auto", "mirrored"):
             raise ConfigError(
                 f"--virtual_devices={self.strategy.virtual_devices} is for --strategy=mirrored, not {self.strategy.strategy}: drop one of them.")
+        self._check_parallel()
         if self.checkpoint.keep_best and not self.checkpoint.keep_best.startswith(("min:", "max:")):
             raise ConfigError(f"--keep_best={self.checkpoint.keep_best} must start with min: or max:, for example max:accuracy.")
         if self.checkpoint.keep_best and self.loop.eval_every < 0:
@@ -299,7 +329,38 @@ class Config:
         parse_ranks(self.telemetry.profile_ranks)
         for name in ("source_args", "model_args", "optimizer_args"):
             parse_args(name, values[name])
+        self._check_servers()
         return self
+
+    def _check_parallel(self) -> None:
+        parallel = self.parallel
+        if parallel.zero > 3:
+            raise ConfigError(f"--zero={parallel.zero} is not a stage: use 0, 1, 2 or 3.")
+        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("pipe_chunks", parallel.pipe_chunks, 1), ("pipe_cut", parallel.pipe_cut, ""), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none")):
+            if value != off and self.strategy.strategy != "mesh":
+                raise ConfigError(f"--{name}={value} is for --strategy=mesh, not {self.strategy.strategy}: add --strategy=mesh, or drop it.")
+
+    def _check_servers(self) -> None:
+        """What a parameter-server run cannot do, and what only such a run can."""
+        servers, own = self.servers, self.strategy.strategy in ("auto", "parameter_server")
+        for name, default in (("ps_mode", "async"), ("max_staleness", -1), ("staleness_scaling", False), ("backup_workers", 0)):
+            if getattr(servers, name) != default and not own:
+                raise ConfigError(f"--{name}={getattr(servers, name)} is for --strategy=parameter_server, not {self.strategy.strategy}: drop one of them.")
+        if servers.ps_mode == "async" and servers.backup_workers:
+            raise ConfigError(f"--backup_workers={servers.backup_workers} is for --ps_mode=sync: asynchronous workers do not wait for each other.")
+        if servers.ps_mode == "sync" and (servers.max_staleness >= 0 or servers.staleness_scaling):
+            raise ConfigError("--max_staleness and --staleness_scaling are for --ps_mode=async: with sync no gradient is stale.")
+        if self.strategy.strategy != "parameter_server":
+            return
+        for wrong, flag, fix in (
+                (self.precision.precision == "float16", "--precision=float16 needs a loss scale that all workers share", "use --precision=bfloat16"),
+                (self.optimizer.optimizer == "adafactor", "--optimizer=adafactor keeps its state in a way that parameter servers cannot divide", "use another optimizer"),
+                (self.model.jit_compile, "--jit_compile cannot compile what reads from parameter servers", "drop it"),
+                (self.loop.on_nan == "rollback", "--on_nan=rollback is not available with --strategy=parameter_server", "use --on_nan=stop or skip"),
+                (bool(self.checkpoint.backup_dir), f"--backup_dir={self.checkpoint.backup_dir} is not available with --strategy=parameter_server", "use --save_every"),
+                (self.run.deterministic and servers.ps_mode == "async", "--deterministic cannot hold with --ps_mode=async, whose updates come in any order", "use --ps_mode=sync")):
+            if wrong:
+                raise ConfigError(f"{flag}: {fix}.")
 
 
 def iter_options() -> Iterator[tuple[str, dataclasses.Field]]:

@@ -1,13 +1,17 @@
 """python -m tfdist.launch: starts N workers of `tfdist.train` on this machine, and ends when they do.
 
   python -m tfdist.launch --workers=2 -- --flagfile=flags/digits_cnn.flags
+  python -m tfdist.launch --workers=2 -- script.py ARGS       a Keras script that calls tfdist.fit
 
 Flags before `--` are the launcher's own, those after it go to every worker. Each worker's output is shown under its
 name and written to RUN_DIR/logs/worker-K.log. The first worker to fail stops all; its cause is named, and its exit
 code becomes the launcher's (a worker killed by a signal counts as PEER_LOST). With --max_restarts=N all are started
 again instead, and go on from the newest snapshot, until N failures come without progress; mistakes in flags or data are
 never retried. With --min_workers=M a worker that cannot be brought back is left out, at the same global batch, and tried
-again later; --discover names a command that tells how many workers there is room for. SIGTERM (or Ctrl-C once) lets the workers save and end; a second ends them at once. SIGUSR1 lets them save
+again later; --discover names a command that tells how many workers there is room for.
+With --ps=M a chief and M parameter servers are started beside the workers, ranks in the order chief, workers, servers; a
+worker that dies is then started again alone.
+SIGTERM (or Ctrl-C once) lets the workers save and end; a second ends them at once. SIGUSR1 lets them save
 and go on.
 """
 
@@ -39,6 +43,7 @@ class LaunchOptions:
     """The launcher's own flags."""
 
     workers: int
+    ps: int
     evaluator: bool
     show_ranks: set[int] | None  # None: all
     pin: bool
@@ -54,6 +59,8 @@ class LaunchOptions:
 def main(argv: list[str]) -> int:
     own, train = _split(argv)
     options = _parse(own)
+    if train and train[0].endswith(".py"):
+        return launch_script(train, options)
     config = flags.parse(train, usage="Flags of the workers:").config
     if not config.run.dry_run:
         config.validate()
@@ -65,7 +72,7 @@ def main(argv: list[str]) -> int:
         return LocalJob(
             [sys.executable, "-m", "tfdist.train", *train, *batch], workers, run_dir / "logs",
             evaluator=[sys.executable, "-m", "tfdist.evaluate", "--follow", *train] if options.evaluator else None,
-            show=options.show_ranks, pin=options.pin, gpus_per_worker=options.gpus_per_worker, grace=options.grace, standbys=standbys)
+            show=options.show_ranks, pin=options.pin, gpus_per_worker=options.gpus_per_worker, grace=options.grace, standbys=standbys, servers=options.ps)
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # workers may print what this terminal cannot
@@ -74,6 +81,19 @@ def main(argv: list[str]) -> int:
         return run(Supervisor(make_job, RestartPolicy(options.max_restarts), lambda: newest_snapshot_step(run_dir), workers, STANDBY_AFTER_SECONDS if options.standby else None), run_dir / "logs")
     finally:
         standbys.close()
+
+
+def launch_script(command: list[str], options: LaunchOptions) -> int:
+    """A Keras script that calls tfdist.fit, on every worker; logs are in runs/NAME/logs. What it saves is its own affair, so
+    there is no progress to be seen from here: --max_restarts counts all failures."""
+    if options.ps or options.min_workers or options.evaluator:
+        raise ConfigError(f"--ps, --min_workers and --evaluator are for flags of tfdist.train, not for a script: drop them, or {command[0]}.")
+    logs = Path("runs") / Path(command[0]).stem / "logs"
+
+    def make_job(workers: int) -> LocalJob:
+        return LocalJob([sys.executable, "-m", "tfdist.script", *command], workers, logs, show=options.show_ranks, pin=options.pin, gpus_per_worker=options.gpus_per_worker, grace=options.grace)
+
+    return run(Supervisor(make_job, RestartPolicy(options.max_restarts), lambda: -1, WorkerCount(options.workers, 0)), logs)
 
 
 def same_batch(config: Config, options: LaunchOptions) -> list[str]:
@@ -130,6 +150,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: list[str]) -> LaunchOptions:
     parser = _Parser(allow_abbrev=False, prog="python -m tfdist.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s --workers=N [flags] -- <flags of tfdist.train>")
     parser.add_argument("--workers", type=int, default=1, help="number of workers (default 1)")
+    parser.add_argument("--ps", type=int, default=0, help="number of parameter servers, for --strategy=parameter_server; with any, a chief is started as well (default 0)")
     parser.add_argument("--evaluator", action="store_true", help="also start an evaluator that follows the checkpoints; if it fails, training goes on")
     parser.add_argument("--show_ranks", default="all", help="whose output is shown: all, or ranks such as 0,1 (logs are always complete)")
     parser.add_argument("--pin", choices=("auto", "none"), default="auto", help="auto: each worker gets an equal part of the cores, and as many threads unless OMP_NUM_THREADS and the like are set")
@@ -141,14 +162,17 @@ def _parse(argv: list[str]) -> LaunchOptions:
     parser.add_argument("--grow_after", type=float, default=300.0, help="seconds after which a worker that was left out is tried again (default 300)")
     parser.add_argument("--standby", action="store_true", help="keep a spare process per worker that has done its imports, for a faster restart; needs the memory of an idle process each")
     options = parser.parse_args(argv)
-    for name, least in (("workers", 1), ("gpus_per_worker", 0), ("grace", 0), ("max_restarts", 0), ("min_workers", 0), ("grow_after", 0)):
+    for name, least in (("workers", 1), ("ps", 0), ("gpus_per_worker", 0), ("grace", 0), ("max_restarts", 0), ("min_workers", 0), ("grow_after", 0)):
         if not getattr(options, name) >= least:
             raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
     if options.min_workers > options.workers:
         raise ConfigError(f"--min_workers={options.min_workers} is more than --workers={options.workers}: lower it.")
     if options.discover and not options.min_workers:
         raise ConfigError(f"--discover={options.discover!r} may ask for fewer workers, but --min_workers is not given: say how few may go on, for example --min_workers=1.")
-    return LaunchOptions(options.workers, options.evaluator, _ranks(options.show_ranks, options.workers), options.pin == "auto",
+    for name in ("min_workers", "standby") if options.ps else ():
+        if getattr(options, name):
+            raise ConfigError(f"--{name} is not available with --ps={options.ps}: a worker that dies is started again alone, and needs no restart of the job.")
+    return LaunchOptions(options.workers, options.ps, options.evaluator, _ranks(options.show_ranks, options.workers + (1 + options.ps if options.ps else 0)), options.pin == "auto",
                          options.gpus_per_worker, options.grace, options.max_restarts, options.min_workers, options.discover, options.grow_after, options.standby)
 
 

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     if options.calibrate:
         runs = [read_run(folder) for folder in options.calibrate]
         hardware = calibrate(hardware, runs, lambda other: model_shape(other, _as_flags(other), options.input_shape, options.outputs))
-    plan = Plan(config, model, hardware, options.devices, _samples(config, options, model), options.algorithm)
+    plan = Plan(config, model, hardware, options.devices, _samples(config, options, model), options.algorithm, bool(options.calibrate))
     wish = search.Wish(search.parse_mesh(options.mesh), None if options.zero == "auto" else int(options.zero), {"auto": None, "none": False, "blocks": True}[options.recompute])
     estimates, reasons = search.search(plan, wish)
     if options.json:

@@ -38,7 +38,7 @@ class Recovery:
         checkpoint = job.config.checkpoint
         self.job, self.config, self.runtime, self.clock, self.faults = job, job.config, job.runtime, clock, faults
         self.chief = self.runtime.rank == 0
-        self.variables = state.collect(job.model, job.optimizer, job.step.variables)
+        self.state = job.state or state.WholeState(state.collect(job.model, job.optimizer, job.step.variables))
         self.store = SnapshotStore(str(folder / "checkpoints"), lambda step: faults.at("save", step))
         self.writer = SnapshotWriter(self.store, Retention(checkpoint.keep, checkpoint.keep_every, checkpoint.keep_best), asynchronous=checkpoint.async_save) if self.chief else None
         self.backup = None
@@ -81,9 +81,9 @@ class Recovery:
         if manifest is None:
             return messages, 0
         if arrays is None:
-            arrays = {key: np.zeros(shape, dtype) for key, (_, shape, dtype) in state.table(self.variables).items()}
+            arrays = {key: np.zeros(shape, dtype) for key, (_, shape, dtype) in self.state.table().items()}
         keys = sorted(arrays)
-        state.assign(self.variables, dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
+        self.state.assign(dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
         return messages + self._adopt(manifest), manifest["step"]
 
     def _choose(self, config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
@@ -95,7 +95,7 @@ class Recovery:
         for store in filter(None, (self.store, self.backup and self.backup.store)):
             store.set_aside_damaged()
         arrays = self.store.read(snapshot)
-        state.check(self.variables, {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
+        state.check(self.state.table(), {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
         manifest, size = snapshot.manifest, self.runtime.size
         change = f", written by {manifest['workers']} workers, now {size}" if manifest["workers"] != size else ""
         messages.append(f"resumed from {snapshot.path}: step {manifest['step']}, {manifest['consumed']:,} samples consumed{change}")
@@ -142,16 +142,23 @@ class Recovery:
             return
         self._saved_step = step
         self.settle_statistics()
-        if self.runtime.size > 1:  # a snapshot of weights that differ would keep the damage
+        if self.runtime.size > 1 and self.job.state is None:  # a snapshot of weights that differ would keep the damage
             check_weights(self.runtime, self.job.model, f"at step {step}")
+        arrays = self.state.to_host(wanted=self.chief)
         if self.writer:
-            self.writer.save(step, state.to_host(self.variables), self._manifest_fields(step))
+            self.writer.save(step, arrays, self._manifest_fields(step))
 
     def back_up(self, step: int) -> None:
         """A backup. On all workers."""
         self.settle_statistics()
+        arrays = self.state.to_host(wanted=self.chief)
         if self.chief:
-            self.backup.back_up(step, self.variables, self._manifest_fields(step))
+            self.backup.back_up(step, arrays, self._manifest_fields(step))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """key -> array of each of the model's variables, with the moving averages if there are any: on the chief. A collective."""
+        with self.job.step.update.averaged():
+            return {key: array for key, array in self.state.to_host(wanted=self.chief).items() if key.startswith("model/")}
 
     def backup_period(self) -> int:
         """Steps between two backups; 0: none."""
@@ -198,6 +205,6 @@ class Recovery:
             "consumed": self.position(step), "skipped_samples": self._skipped, "config_digest": self.config.digest(), "identity": self.config.identity(),
             "workers": self.runtime.size, "replicas": self.runtime.replicas, "strategy": self.runtime.name,
             "versions": {name: flags.metadata_version(name) or flags.metadata_version(f"{name}-cpu") for name in ("tensorflow", "keras", "numpy")},
-            "variables": state.table(self.variables), "generators": state.generator_states(), "clock": self.clock.state(),
+            "variables": self.state.table(), "generators": state.generator_states(), "clock": self.clock.state(),
             "metrics": self.evaluation, "learning_rate": self.learning_rate(), "losses": self.losses.losses, "time": time.time(), "run_id": self.run_id,
         }

@@ -7,27 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
+from tfdist.artifacts import state
 from tfdist.artifacts.export import export_model
 from tfdist.build import Job
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.models.registry import build_model
 from tfdist.telemetry import plot, summary
 from tfdist.telemetry.events import Event, Observer
-from tfdist.training.optimizer import ema_variables
 
 
-def leave_results(job: Job, folder: Path, observer: Observer, step: int, values: Mapping[str, Any]) -> None:
+def leave_results(job: Job, weights: Mapping[str, np.ndarray], folder: Path, observer: Observer, step: int, values: Mapping[str, Any]) -> None:
     """Exports, curves.png, summary.json and the table on the console. Raises CheckpointError if the export fails: the
     rest can be made again from the logs, so it only warns.
 
-    values: what the run knows of itself, for the summary.
+    weights: key -> array of each of the model's variables. values: what the run knows of itself, for the summary.
     """
     config, info = job.config, source_info(job)
     formats = tuple(form for form in config.export.export.split(",") if form != "none")
     if formats:
         try:
-            export_model(_plain_model(job), folder / "export", formats)
+            export_model(_plain_model(job, weights), folder / "export", formats)
         except OSError as error:
             raise CheckpointError(f"The model could not be exported to {folder / 'export'} ({error}): free or repair it, then start again; the training itself is saved.") from None
     log, curves = folder / "logs" / "rank-0.jsonl", folder / "curves.png"
@@ -58,11 +59,10 @@ def source_info(job: Job) -> dict[str, Any]:
     return values
 
 
-def _plain_model(job: Job) -> keras.Model:
-    """A copy of the model outside of any strategy, with the weights that evaluation used (the moving average, if any)."""
+def _plain_model(job: Job, weights: Mapping[str, np.ndarray]) -> keras.Model:
+    """A copy of the model outside of any strategy, whole, with these weights."""
     keras.utils.set_random_seed(job.config.run.seed)
     copy = build_model(job.config.model, job.train_split.element_spec[0], job.train_split.num_classes)
-    copy.set_weights(job.model.get_weights())
-    for variable, average in zip(copy.trainable_variables, ema_variables(job.optimizer), strict=False):
-        variable.assign(average.numpy())
+    for key, variable in state.model_variables(copy).items():
+        variable.assign(weights[key])
     return copy

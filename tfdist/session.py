@@ -68,7 +68,8 @@ class Session:
         with guard.watchdog.section("restore"):
             messages, self.first_step = self.recovery.restore()
         restored = time.monotonic()
-        check_weights(self.runtime, self.job.model, "at the start")
+        if self.job.state is None:
+            check_weights(self.runtime, self.job.model, "at the start")
         self.run_id, self.attempt = self._identify()
         self.recovery.run_id = self.run_id
         size = self.job.train_split.size
@@ -166,8 +167,9 @@ class Session:
                 self.recovery.save(ending.step)
             unwritten = self.recovery.finish()
             self._tell_of_saves(ending.step)
+            weights = {} if ending.stopped else self.recovery.weights()
             if not ending.stopped and self.chief:
-                results.leave_results(self.job, self.folder, self.observer, ending.step, self._summary(ending))
+                results.leave_results(self.job, weights, self.folder, self.observer, ending.step, self._summary(ending))
                 write_status(self.folder, "finished", self.run_id)
             self.observer(Event("end", ending.step, {"stopped": ending.stopped, "train_s": self.clock.seconds, **{f"eval/{name}": value for name, value in ending.evaluation.items()}}))
             self.runtime.barrier()

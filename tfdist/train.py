@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from tfdist import flags
+from tfdist.artifacts.status import read_status
 from tfdist.config import Config, plan_batch
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster, resolve_cluster
@@ -38,6 +40,16 @@ def main(argv: list[str]) -> int:
         from tfdist.evaluate import follow
 
         return follow(config)
+    if config.strategy.strategy == "parameter_server" or (config.strategy.strategy == "auto" and "ps" in cluster.spec):
+        if cluster.role in ("worker", "ps"):  # they need none of the rest, not even Keras
+            from tfdist.runtime import parameter_server
+
+            return parameter_server.serve(config, cluster, lambda: read_status(Path(config.run.run_dir)).get("status") == "finished")
+        from tfdist import ps_session
+
+        return ps_session.run(config, cluster, flags.main_command(argv))
+    if cluster.role == "ps":
+        raise ConfigError(f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use --strategy=parameter_server.")
     with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
         from tfdist import session
     return session.run(config, cluster, flags.main_command(argv))

@@ -19,6 +19,7 @@ RUNTIMES = {
     "three workers over gRPC": (3, ["--strategy=multi_worker", "--communication=ring"]),
     "two workers by Horovod": (2, ["--strategy=horovod"]),
     "three workers by Horovod, small packs": (3, ["--strategy=horovod", "--horovod_fusion_mb=0.001", "--horovod_cycle_ms=0"]),
+    "mesh of three": (3, ["--strategy=mesh"]),
 }
 
 

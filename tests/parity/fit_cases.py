@@ -172,6 +172,24 @@ def custom_train_step(fit, evaluate, predict, folder):
     return {"history": fit(model, x, y, batch_size=16, epochs=2).history}
 
 
+@case
+def large_outputs(fit, evaluate, predict, folder):
+    """As if outputs were too large to be gathered: loss and metrics of own rows."""
+    from tfdist.keras_fit import own_rows
+
+    before, own_rows.LARGEST = own_rows.LARGEST, -1
+    try:
+        x, y = samples(75)
+        model = dense(layers.BatchNormalization(), layers.Dense(8, kernel_regularizer="l2", activity_regularizer="l2"),
+                      metrics=["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="entropy")], weighted_metrics=["accuracy"])
+        history = fit(model, x, y, batch_size=16, epochs=3, sample_weight=np.linspace(0, 2, 75), validation_data=(x[:1], y[:1]))
+        compiled = fit(dense(layers.Dense(8, activity_regularizer="l2"), jit_compile=True), x[:64], y[:64], batch_size=16, epochs=1)
+        uneven = fit(model, x[:49], y[:49], batch_size=16, epochs=1)  # the last batch has rows for one worker only
+    finally:
+        own_rows.LARGEST = before
+    return {"history": history.history, "uneven": uneven.history, "compiled": compiled.history, "evaluate": evaluate(model, x, y, batch_size=20), "weights": [weight.tolist() for weight in model.get_weights()]}
+
+
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 def metrics():

@@ -62,10 +62,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         period = steps_per_epoch if self.save_freq == "epoch" else self.save_freq
         return period > 0 and step // period > before // period
 
-    def back_up(self, step: int, variables: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-        """Copies the variables and writes them in the background."""
+    def back_up(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
+        """Writes arrays, which must not change any more, in the background."""
         if self.writes:
-            self.writer.save(step, state.to_host(variables), fields)
+            self.writer.save(step, arrays, fields)
 
     def delete(self) -> None:
         """Deletes every backup, if that was asked for; training has finished."""
@@ -113,7 +113,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _save(self, epoch: int, batch: int) -> None:
         self._since = 0
-        self.back_up(self._step, self._variables(), {"epoch": epoch, "batch": batch, "generators": state.generator_states()})
+        self.back_up(self._step, state.to_host(self._variables()), {"epoch": epoch, "batch": batch, "generators": state.generator_states()})
         self.writer.wait()  # a script that is killed a moment later must find it
 
     def _variables(self) -> dict[str, Any]:

@@ -21,10 +21,32 @@ def collect(model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, 
     (slots, iterations, moving averages), and `train` (step, loss scale) under "train/"."""
     # model.variables has the seed generators, which tf.train.Checkpoint(model=model) silently leaves out.
     return {
-        **{f"model/{index:04d}": variable for index, variable in enumerate(_once(model.variables))},
+        **model_variables(model),
         **{f"optimizer/{index:04d}": variable for index, variable in enumerate(_once(optimizer.variables))},
         **{f"train/{name}": variable for name, variable in train.items()},
     }
+
+
+def model_variables(model: keras.Model) -> dict[str, Any]:
+    """key -> variable of the model alone."""
+    return {f"model/{index:04d}": variable for index, variable in enumerate(_once(model.variables))}
+
+
+class WholeState:
+    """The state of a run in which every worker holds all of it. training/parallel/sharded_state.py has its counterpart."""
+
+    def __init__(self, variables: Mapping[str, Any]):
+        self.variables = variables
+
+    def table(self) -> dict[str, tuple[str, list[int], str]]:
+        return table(self.variables)
+
+    def to_host(self, wanted: bool = True) -> dict[str, np.ndarray]:
+        """key -> a copy in host memory; {} unless `wanted` here."""
+        return to_host(self.variables) if wanted else {}
+
+    def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
+        assign(self.variables, arrays)
 
 
 def to_host(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -34,14 +56,13 @@ def to_host(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def assign(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
     """Gives every variable its array. Raises CheckpointError, before anything is changed, if the two do not fit."""
-    check(variables, {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
+    check(table(variables), {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
     for key, variable in variables.items():
         _tf_variable(variable).assign(arrays[key])
 
 
-def check(variables: Mapping[str, Any], stored: Mapping[str, tuple]) -> None:
-    """Compares the variables with what is stored, key -> (shape, dtype). Raises CheckpointError naming the first misfit."""
-    described = table(variables)
+def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
+    """Compares a table of variables with what is stored, key -> (shape, dtype). Raises CheckpointError naming the first misfit."""
     missing, unexpected = sorted(set(described) - set(stored)), sorted(set(stored) - set(described))
     if missing or unexpected:
         raise CheckpointError(

@@ -2,8 +2,8 @@
 And back: what each of N workers on one machine is given (cores, threads, GPUs, TF_CONFIG).
 
 TF_CONFIG is `{"cluster": {"chief": ["host:port"], "worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}`.
-Without a "chief" the first worker is the chief. An "evaluator" takes no part in training and need not be listed; "ps"
-(parameter servers) may be listed, but no strategy uses them yet.
+Without a "chief" the first worker is the chief. An "evaluator" takes no part in training and need not be listed. With
+"ps" (parameter servers), which need a "chief", --strategy=parameter_server is meant: the chief then only coordinates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cluster:
 
     role: str = "worker"
     index: int = 0
-    rank: int = 0  # among the training workers; 0 is the chief, an evaluator has -1
+    rank: int = 0  # among the training workers; 0 is the chief, an evaluator and a parameter server have -1
     size: int = 1  # training workers
     peers: tuple[str, ...] = ()  # addresses of the training workers in rank order; empty if there is only this process
     spec: Mapping[str, list[str]] = field(default_factory=dict)  # role -> addresses
@@ -42,7 +42,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """host:port of this process; "" if it is alone or an evaluator."""
+        """host:port of this training worker; "" if it is alone, or none."""
         return self.peers[self.rank] if 0 <= self.rank < len(self.peers) else ""
 
     @property
@@ -66,6 +66,10 @@ class Cluster:
     def _role_and_index(self, rank: int) -> tuple[str, int]:
         return next((role, index) for role in TRAINING_ROLES for index, address in enumerate(self.spec.get(role, ())) if address == self.peers[rank])
 
+    def others(self, *roles: str) -> dict[str, str]:
+        """name -> address of every process of these roles: {"ps 0 (host:port)": "host:port"}."""
+        return {f"{role} {index} ({address})": address for role in roles for index, address in enumerate(self.spec.get(role, ()))}
+
     def tf_config(self) -> str:
         """TF_CONFIG for TensorFlow: the training workers only, since it waits for every process that it lists."""
         spec = {role: list(self.spec[role]) for role in TRAINING_ROLES if role in self.spec}
@@ -79,6 +83,9 @@ class Cluster:
             return f"rank {self.rank} of {self.size} workers, started by {self.started_by}"
         if not self.peers:
             return "one worker (no TF_CONFIG)"
+        if "ps" in self.spec:
+            workers, servers = len(self.spec.get("worker", ())), len(self.spec["ps"])
+            return f"{self.role} {self.index} of a chief, {workers} worker{'s' if workers > 1 else ''} and {servers} parameter server{'s' if servers > 1 else ''}"
         return f"{self.role} {self.index} = rank {self.rank} of {self.size} workers at {', '.join(self.peers)}"
 
 
@@ -143,7 +150,7 @@ def parse_tf_config(text: str | None) -> Cluster:
     spec = _check_spec(config.get("cluster"))
     role, index = _check_task(config.get("task"), spec)
     peers = tuple(address for name in TRAINING_ROLES for address in spec.get(name, ()))
-    rank = -1 if role == "evaluator" else peers.index(spec[role][index])
+    rank = -1 if role in ("evaluator", "ps") else peers.index(spec[role][index])
     return Cluster(role, index, rank, len(peers), peers, spec)
 
 
@@ -193,8 +200,8 @@ def _check_task(task: object, spec: Mapping[str, list[str]]) -> tuple[str, int]:
     if role not in ROLES:
         missing = "" if "type" in task else " (it is missing)"
         raise ClusterError(f"TF_CONFIG: task.type is {json.dumps(role)}{missing}: use one of {', '.join(ROLES)}.")
-    if role == "ps":
-        raise ClusterError('TF_CONFIG: task.type is "ps": a parameter server needs --strategy=parameter_server, which is not available yet; use chief, worker or evaluator.')
+    if role == "ps" and not (spec.get("chief") and spec.get("worker")):
+        raise ClusterError('TF_CONFIG: task.type is "ps", but cluster lists no chief or no worker: a parameter server serves a chief, which coordinates, and at least one worker.')
     count = len(spec.get(role, ()))
     if "index" not in task and count > 1:
         raise ClusterError(f"TF_CONFIG: task.index is missing: give each {role} its own, 0 to {count - 1}.")
@@ -212,18 +219,30 @@ def _check_task(task: object, spec: Mapping[str, list[str]]) -> tuple[str, int]:
     return role, index
 
 
-def worker_environment(addresses: Sequence[str], rank: int | None, threads: int, environment: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(addresses: Sequence[str], rank: int | None, threads: int, environment: Mapping[str, str], servers: int = 0) -> dict[str, str]:
     """What one of the local workers at `addresses` is told, or (rank None) an evaluator beside them.
 
     A worker that is alone gets no TF_CONFIG. `threads`: 0 leaves their number alone, as does a variable that is set.
+    With `servers` the addresses are those of the chief, the workers and, last, as many parameter servers.
     """
     result = {"TF_GRPC_REUSE_PORT": "true", "PYTHONUNBUFFERED": "1"}
     if rank is None or len(addresses) > 1:
-        task = {"type": "evaluator", "index": 0} if rank is None else {"type": "worker", "index": rank}
-        result["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
+        addresses, tasks = list(addresses), local_tasks(len(addresses), servers)
+        spec: dict[str, list[str]] = {}
+        for (role, _), address in zip(tasks, addresses, strict=True):
+            spec.setdefault(role, []).append(address)
+        role, index = ("evaluator", 0) if rank is None else tasks[rank]
+        result["TF_CONFIG"] = json.dumps({"cluster": spec, "task": {"type": role, "index": index}})
     if threads:
         result |= {name: environment.get(name, str(threads)) for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")}
     return result
+
+
+def local_tasks(count: int, servers: int = 0) -> list[tuple[str, int]]:
+    """(role, index) of each process of a local job: all workers, or a chief, workers and `servers` parameter servers."""
+    if not servers:
+        return [("worker", index) for index in range(count)]
+    return [("chief", 0), *(("worker", index) for index in range(count - 1 - servers)), *(("ps", index) for index in range(servers))]
 
 
 def divide_cores(workers: int) -> list[set[int]]:

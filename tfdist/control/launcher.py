@@ -1,27 +1,30 @@
-"""N workers on this machine as one job: ports, environment, output, logs, first failure, no orphans."""
+"""N workers on this machine as one job: ports, environment, output, logs, first failure, no orphans.
+
+With parameter servers the job is a chief, the workers and the servers, ranks in this order; a worker that dies is
+started again alone (comeback.py), the others stop the job like any worker.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from tfdist.control.cluster import divide_cores, divide_gpus, visible_gpus, worker_environment
-from tfdist.control.exit_codes import MEANING, ConfigError, ExitCode, StartupError
+from tfdist.control.cluster import divide_cores, divide_gpus, local_tasks, visible_gpus, worker_environment
+from tfdist.control.comeback import Comebacks
+from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
 from tfdist.control.preflight import PortReservation
-from tfdist.control.processes import Standbys, spawn
+from tfdist.control.processes import Standbys, is_stopped, spawn
 from tfdist.control.terminal import LineReader
+from tfdist.control.workers import JobResult, Worker, describe, guilt
 
 _COLORS = (36, 33, 35, 32, 34, 31)
 # When one worker dies the others fail too. How long (in seconds) they may end by themselves, with a clearer message
@@ -29,45 +32,10 @@ _COLORS = (36, 33, 35, 32, 34, 31)
 _CAUSE_KNOWN_SECONDS = 1.0
 _CAUSE_UNKNOWN_SECONDS = 3.0
 _FAILURE_GRACE_SECONDS = 10.0  # after a failure nothing new can be saved: what is being written may be finished
-_LAST_LINES = 20
+_CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves when their chief is gone
 _ERROR = "tfdist: error: "  # how a command begins the sentence that names its error
 # What TensorFlow's C++ says at every import whatever its log level. Kept in the log files, not shown.
 _NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.")
-
-
-@dataclass
-class Worker:
-    """One process of the job."""
-
-    name: str  # "worker 0"
-    rank: int | None  # None: the evaluator
-    process: subprocess.Popen
-    shown: bool
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
-    error: str = ""  # the last line with which it named an error
-    ended_at: float = 0.0
-    killed: bool = False  # by us, since it did not end when asked to
-    relay: threading.Thread | None = None
-
-    @property
-    def code(self) -> int | None:  # None: still running; negative: the signal that killed it
-        return self.process.returncode
-
-    def signal(self, number: int) -> None:
-        """To it and all that it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """How a job ended."""
-
-    code: int  # what the launcher exits with
-    cause: str  # a sentence; "" if all went well
-    exit_codes: dict[str, int]  # by worker name; negative: the signal that killed it
-    last_lines: tuple[str, ...] = ()  # what the worker that is the cause wrote last, if its output was not shown
-    rank: int | None = None  # of the worker that is the cause
 
 
 class LocalJob:
@@ -80,15 +48,19 @@ class LocalJob:
       log_dir: where worker-K.log are written (appended to).
       show: ranks whose output is shown; None for all. The evaluator's always is.
       pin: give each worker cores of its own and as many threads; `gpus_per_worker`: 0 for an equal part of those there are.
+      servers: parameter servers; with any, a chief comes before the workers.
       standbys: spare processes that take the workers' places where there are any.
       grace: seconds between asking a worker to end (SIGTERM) and making it (SIGKILL).
       environment, output: in place of this process's own, and of standard output.
     """
 
     def __init__(self, command: Sequence[str], workers: int, log_dir: Path, *, evaluator: Sequence[str] | None = None, show: set[int] | None = None,
-                 pin: bool = True, gpus_per_worker: int = 0, grace: float = 10.0, standbys: Standbys | None = None,
+                 pin: bool = True, gpus_per_worker: int = 0, grace: float = 10.0, standbys: Standbys | None = None, servers: int = 0,
                  environment: Mapping[str, str] | None = None, output: TextIO | None = None):
-        self.command, self.count, self.log_dir, self.evaluator = list(command), workers, log_dir, evaluator
+        self.command, self.log_dir, self.evaluator, self.servers = list(command), log_dir, evaluator, servers
+        self.tasks = local_tasks(workers + 1 + servers if servers else workers, servers)
+        self.count, self._trainers = len(self.tasks), workers
+        self._comebacks = Comebacks() if servers else None
         self.show, self.pin, self.gpus_per_worker, self.grace, self.standbys = show, pin, gpus_per_worker, grace, standbys
         self.environment = {name: value for name, value in (os.environ if environment is None else environment).items() if name != "TF_CONFIG"}
         self.output = output or sys.stdout
@@ -99,14 +71,14 @@ class LocalJob:
 
     def start(self) -> None:
         """Starts all workers, or none. Raises ConfigError (log folder, GPUs) or StartupError (a process cannot be started)."""
-        gpus, warning = divide_gpus(visible_gpus(self.environment), self.count, self.gpus_per_worker)
+        gpus, warning = self._divide_gpus()
         if warning:
             self._say(f"tfdist: warning: {warning}")
         cores = divide_cores(self.count) if self.pin else []
         self._ports = PortReservation(self.count)
         try:
             for rank in range(self.count):
-                self._spawn(f"worker {rank}", rank, self.command, gpus[rank], cores)
+                self._spawn(self._name(rank), rank, self.command, gpus[rank], cores)
             if self.evaluator:
                 self._spawn("evaluator", None, self.evaluator, gpus[self.count], cores)
         except BaseException:
@@ -115,6 +87,25 @@ class LocalJob:
             raise
         for worker in self.workers:  # only now: forking is safest while there is one thread
             worker.relay.start()
+
+    def _name(self, rank: int) -> str:
+        role, index = self.tasks[rank]
+        return role if role == "chief" else f"{role} {index}"
+
+    def _divide_gpus(self) -> tuple[list[dict[str, str]], str]:
+        """Of each rank, then of the evaluator. A chief and parameter servers have none."""
+        gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainers, self.gpus_per_worker)
+        if self.servers:
+            gpus = [{"CUDA_VISIBLE_DEVICES": "-1"}, *gpus[:-1], *[{"CUDA_VISIBLE_DEVICES": "-1"}] * self.servers, gpus[-1]]
+        return gpus, warning
+
+    def _bring_back(self, worker: Worker) -> None:
+        """Starts a dead worker of a job with parameter servers again, in its place."""
+        self._say(f"tfdist: {describe(worker)}; it is started again")
+        cores = divide_cores(self.count) if self.pin else []
+        self._spawn(worker.name, worker.rank, self.command, self._divide_gpus()[0][worker.rank], cores)
+        self.workers[worker.rank] = self.workers.pop()
+        self.workers[worker.rank].relay.start()
 
     def _spawn(self, name: str, rank: int | None, command: Sequence[str], gpus: dict[str, str], cores: list[set[int]]) -> None:
         if self._kill_at is not None:  # asked to stop while starting
@@ -136,12 +127,12 @@ class LocalJob:
     def _surroundings(self, rank: int | None, gpus: dict[str, str], cores: list[set[int]]) -> tuple[dict[str, str], set[int] | None]:
         """The environment and the cores of a worker."""
         threads = len(cores[rank or 0]) if cores else 0  # the evaluator takes as many, but no cores of its own
-        environment = {**self.environment, **worker_environment(self._ports.addresses, rank, threads, self.environment), **gpus}
+        environment = {**self.environment, **worker_environment(self._ports.addresses, rank, threads, self.environment, self.servers), **gpus}
         return environment, cores[rank] if cores and rank is not None else None
 
     def start_standbys(self) -> None:
         """Starts a spare process for every rank, for a job of the same size that comes after this one."""
-        gpus, _ = divide_gpus(visible_gpus(self.environment), self.count, self.gpus_per_worker)
+        gpus, _ = self._divide_gpus()
         cores = divide_cores(self.count) if self.pin else []
         for rank in range(self.count):
             self.standbys.start(rank, self.count, *self._surroundings(rank, gpus[rank], cores), self.command)
@@ -184,16 +175,21 @@ class LocalJob:
         """One look, without waiting: stops all if one has failed. None while any process runs, then how it went."""
         for worker in self.workers:
             self._notice_end(worker)
+        if self._comebacks and self._kill_at is None and self.workers[0].code is None:
+            for worker in [worker for worker in self.workers if worker.name.startswith("worker") and self._comebacks.due(worker.name, worker.code)]:
+                self._bring_back(worker)
         trainers = [worker for worker in self.workers if worker.rank is not None]
-        failed = [worker for worker in trainers if worker.code]
+        failed = [worker for worker in trainers if worker.code and not (self._comebacks and self._comebacks.waits(worker.name) and self.workers[0].code is None)]
         now = time.monotonic()
         if failed and self._kill_at is None:
-            known = any(_guilt(worker) == 0 for worker in failed)
+            known = any(guilt(worker) == 0 for worker in failed)
             # Where one saved on request (42) the others are saving as well, and a second SIGTERM would cut that short.
             saving = all(worker.code == ExitCode.PREEMPTED for worker in failed)
             patience = self.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
             if now - min(worker.ended_at for worker in failed) > patience or all(worker.code is not None for worker in trainers):
                 self._stop_after_failure()
+        if self.servers and self._kill_at is None and self.workers[0].code is not None and now - self.workers[0].ended_at > _CHIEF_GONE_SECONDS:
+            self.request_stop()  # a worker that is only starting would wait for a chief
         if self._kill_at is not None and now > self._kill_at:
             self.kill()
         if any(worker.code is None for worker in self.workers):
@@ -231,7 +227,7 @@ class LocalJob:
         self.request_stop()
         self._kill_at = min(self._kill_at, time.monotonic() + _FAILURE_GRACE_SECONDS)
         for worker in self.workers:
-            if worker.code is None and _is_stopped(worker.process.pid):  # it will not hear any other signal
+            if worker.code is None and is_stopped(worker.process.pid):  # it will not hear any other signal
                 worker.signal(signal.SIGKILL)
                 worker.killed = True
 
@@ -254,40 +250,10 @@ class LocalJob:
     def _result(self) -> JobResult:
         codes = {worker.name: worker.code for worker in self.workers}
         # An evaluator that was stopped with the workers is no failure.
-        failed = [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
+        finished = self.servers and self.workers and self.workers[0].code == 0  # whatever became of those that it no longer needed
+        failed = [] if finished else [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
         if not failed:
             all_started = len(self.workers) >= self.count
             return JobResult(ExitCode.OK, "", codes) if all_started else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
-        cause = min(failed, key=lambda worker: (_guilt(worker), worker.ended_at))
+        cause = min(failed, key=lambda worker: (guilt(worker), worker.ended_at))
         return JobResult(cause.code if cause.code > 0 else ExitCode.PEER_LOST, describe(cause), codes, () if cause.shown else tuple(cause.last_lines), cause.rank)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, or a debugger)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
-
-
-def _guilt(worker: Worker) -> int:
-    """0: it surely failed by itself; the higher, the more likely because a peer was gone or we ended it."""
-    if worker.killed or worker.rank is None:
-        return 3
-    if worker.code in (ExitCode.PEER_LOST, ExitCode.PREEMPTED, -signal.SIGTERM, 128 + signal.SIGTERM):
-        return 2
-    return 1 if worker.code == -signal.SIGABRT else 0  # TensorFlow aborts some processes whose peers are gone
-
-
-def describe(worker: Worker) -> str:
-    """How a worker failed: "worker 1 was killed by signal 9 (SIGKILL)", with what it last said about it."""
-    code = worker.code
-    if worker.killed:
-        return f"{worker.name} did not end when asked to (SIGTERM) and was killed"
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else "a real-time signal"
-        return f"{worker.name} was killed by signal {-code} ({name})"
-    known = f" ({ExitCode(code).name}: {MEANING[ExitCode(code)]})" if code in set(ExitCode) else ""
-    said = worker.error or next((line.strip() for line in reversed(worker.last_lines) if line.strip()), "")
-    said = "" if code == ExitCode.PREEMPTED else re.sub(r" \(exit code \d+, \w+\)$", "", said)
-    return f"{worker.name} ended with exit code {code}{known}{': ' + said if said else ''}"

@@ -97,7 +97,7 @@ def wait_for_peers(cluster: Cluster, timeout: float, *, until: threading.Event |
     with _listen(cluster) as listener, ThreadPoolExecutor(_KNOCKS_AT_ONCE, "tfdist-knock") as knocks:
         while missing or (until and not until.is_set()):
             # Side by side: one address that swallows packets must not hold up the others.
-            found = knocks.map(_answers, [cluster.peers[rank] for rank in missing])
+            found = knocks.map(answers, [cluster.peers[rank] for rank in missing])
             missing = [rank for rank, answered in zip(missing, found, strict=True) if not answered]
             _take_knocks(listener)
             now = time.monotonic()
@@ -144,7 +144,7 @@ def _listen(cluster: Cluster) -> socket.socket:
         f"Port {port} of {cluster.name(cluster.rank)} is in use on this machine: stop the process that listens there, or change the address in TF_CONFIG.")
     # A server that allows sharing would let us bind and then take some of our connections: so knock first. The name in
     # TF_CONFIG may belong to a service in front of this machine, so it is asked only if it is an address of our own.
-    if _answers(f"127.0.0.1:{port}") or (_is_local(host) and _answers(cluster.address)):
+    if answers(f"127.0.0.1:{port}") or (_is_local(host) and answers(cluster.address)):
         raise in_use
     try:
         listener = bind_everywhere(int(port))
@@ -167,7 +167,8 @@ def _take_knocks(listener: socket.socket) -> None:
             connection.close()
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Whether somebody listens at host:port."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS) as connection:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 STANDBY_VARIABLE = "TFDIST_STANDBY"  # set: import all, then wait for a line on standard input (train.py)
 _LIBC = ctypes.CDLL(None)  # looked up before any fork
@@ -32,6 +33,14 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], affinity: set[
             os.sched_setaffinity(0, affinity)
 
     return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=dict(environment), preexec_fn=in_child)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, or a debugger)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
 
 
 class Standbys:

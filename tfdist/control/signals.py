@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 
 from tfdist.control.exit_codes import ExitCode
+
+_SAME_REQUEST_SECONDS = 1.0  # some engines signal the process and its group, and so twice
 
 
 class SignalRequests:
@@ -21,6 +24,7 @@ class SignalRequests:
         self.save = False
         self.stop = False
         self._on_stop = on_stop  # called once, in the handler
+        self._stopped_at = 0.0
 
     def install(self) -> SignalRequests:
         """Takes over SIGTERM and SIGUSR1; only in the main thread. A second SIGTERM ends the process at once."""
@@ -29,10 +33,12 @@ class SignalRequests:
         return self
 
     def _on_term(self, *_) -> None:
+        if self.stop and time.monotonic() - self._stopped_at < _SAME_REQUEST_SECONDS:
+            return
         if self.stop:
             os.write(2, b"tfdist: second SIGTERM: ending at once, without saving.\n")
             os._exit(128 + signal.SIGTERM)
-        self.stop = True
+        self.stop, self._stopped_at = True, time.monotonic()
         self._on_stop()
         # Not print(): a handler may interrupt another print and deadlock on its lock.
         os.write(2, f"tfdist: SIGTERM: saving at the next boundary, then ending with exit code {ExitCode.PREEMPTED.value}.\n".encode())

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
-from tfdist.control.launcher import JobResult, LocalJob
+from tfdist.control.launcher import LocalJob
+from tfdist.control.workers import JobResult
 
 _SNAPSHOT = re.compile(r"^step-(\d+)$")
 

@@ -46,6 +46,18 @@ def train_dataset(split: Split, *, plan: BatchPlan, replica: int, seed: int, shu
     return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
 
 
+def batch_fetch(split: Split, *, seed: int, shuffle: bool, augment: augmentation.Augmentation | None = None) -> Callable[[tf.Tensor], Sample]:
+    """positions int64 [n] in the data order -> the batch (x, y, w) there, as `train_dataset` makes it. For a split with random access."""
+    fetch = augmentation.augmented_fetch(split, augment)
+    shaped = _shaper(None, split.element_spec if augment is None else None)
+
+    def batch(positions: tf.Tensor) -> Sample:
+        samples = order.sample_of(positions, split.size, seed, shuffle)
+        return shaped(*_weighted(fetch(samples, order.element_seeds(positions, seed)), tf.shape(positions)[0]))
+
+    return batch
+
+
 def eval_dataset(
         split: Split, *, batch: int, replica: int, replicas: int, limit: int = 0) -> tuple[tf.data.Dataset, int]:
     """The evaluation batches of one replica, and their number, which is the same on all replicas.

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit import own_rows, variables
 from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.rows import Part, together
 from tfdist.runtime import batch_norm
@@ -50,6 +49,9 @@ class DistributedModel:
         self._training = False
         self._ready = False
         self._calls = self._updates = 0  # while a train_step is traced
+        self._scaled = False  # the loss of this step
+        self._share: tf.Tensor | None = None  # of the own rows, while only these are computed
+        self._own_rows: dict[str, bool] = {}  # by kind: see own_rows.py
 
     @classmethod
     def of(cls, model: keras.Model, runtime: Sockets) -> DistributedModel:
@@ -73,7 +75,6 @@ class DistributedModel:
             if optimizer is not None:
                 self._apply = optimizer.apply
                 stack.enter_context(_replaced(optimizer, "apply", self._apply_mean))
-            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 self._scale_loss = optimizer.scale_loss
                 stack.enter_context(_replaced(optimizer, "scale_loss", self._scale_loss_of_one))
             for layer in model._flatten_layers():
@@ -91,14 +92,15 @@ class DistributedModel:
         if not self._spread:
             return self._call(*args, **kwargs)
         self._calls += 1
-        part = Part(self._runtime, args or kwargs)
-        args, kwargs = part.take(args), part.take(kwargs)
-        outputs, losses = together(self._runtime, part, lambda: self._forward(args, kwargs))
-        model = self._model
-        if losses:
-            for layer in model._flatten_layers():
-                layer._losses.clear()
-            model._losses.extend(losses)
+        if self._share is not None:  # these are our own rows
+            outputs, losses = self._forward(args, kwargs)
+        else:
+            part = Part(self._runtime, args or kwargs)
+            args, kwargs = part.take(args), part.take(kwargs)
+            outputs, losses = together(self._runtime, part, lambda: self._forward(args, kwargs))
+        for layer in self._model._flatten_layers():
+            layer._losses.clear()
+        self._model._losses.extend(losses)
         return outputs
 
     def _forward(self, args: tuple, kwargs: dict) -> tuple[Any, list]:
@@ -130,7 +132,7 @@ class DistributedModel:
         self._updates += 1
         grads = list(grads)
         dense = {index: grad for index, grad in enumerate(grads) if isinstance(grad, tf.Tensor)}
-        divisor = 1 if isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer) else self._runtime.size
+        divisor, self._scaled = 1 if self._scaled else self._runtime.size, False
         for index, total in zip(dense, self._runtime.all_reduce(list(dense.values())), strict=True):
             grads[index] = total / tf.cast(divisor, total.dtype)
         for index, grad in enumerate(grads):
@@ -141,8 +143,11 @@ class DistributedModel:
         return self._apply(grads, trainable_variables)
 
     def _scale_loss_of_one(self, loss: tf.Tensor) -> tf.Tensor:
-        """With a loss scale the mean is taken here: gradients of float16 that are R times as large could overflow."""
-        return self._scale_loss(loss) / tf.cast(self._runtime.size, loss.dtype)
+        """Where the loss passes through here its part in the mean is taken here: gradients of float16 that are R times
+        as large could overflow."""
+        self._scaled = True
+        share = 1.0 / self._runtime.size if self._share is None else self._share
+        return self._scale_loss(loss) * tf.cast(share, loss.dtype)
 
     def _moments_of(self, layer: keras.layers.BatchNormalization) -> Callable:
         return lambda inputs, mask: batch_norm.moments(self._runtime, inputs, layer._reduction_axes, mask=mask)
@@ -152,9 +157,11 @@ class DistributedModel:
     def _function(self, kind: str) -> Callable:
         """Keras' train_function, test_function or predict_function; traced again when the model was compiled again."""
         model = self._model
-        identity = (id(model._compile_config) if model.compiled else 0, model.run_eagerly, bool(model.jit_compile), tuple(id(v) for v in model.trainable_variables))
-        if self._functions.get(kind, (None,))[0] != identity:
-            self._functions[kind] = (identity, self._make_function(kind))
+        holds = (model._compile_config if model.compiled else None, model.run_eagerly, bool(model.jit_compile), *model.trainable_variables)
+        known, function = self._functions.get(kind, ((), None))
+        if function is None or len(known) != len(holds) or any(a is not b for a, b in zip(known, holds, strict=True)):
+            self._own_rows.pop(kind, None)
+            self._functions[kind] = (holds, self._make_function(kind))
         return self._functions[kind][1]
 
     def _make_function(self, kind: str) -> Callable:
@@ -166,6 +173,8 @@ class DistributedModel:
 
         def step(batch: Any, spec: Any = None) -> Any:
             self._prepare(batch)
+            if kind not in self._own_rows and kind != "predict":
+                self._own_rows[kind] = self._chooses_own_rows(kind, batch)
             if spec is not None and spec not in known and not self._model.run_eagerly:
                 known.append(spec)
                 # Traced as Keras traces it, with the batch dim unknown if it varies: some of its numbers depend on that.
@@ -191,6 +200,8 @@ class DistributedModel:
 
     def _train_step(self, batch: Any) -> Any:
         self._calls = self._updates = 0
+        if self._own_rows["train"]:
+            return self._step_of_own_rows(self._model.train_step, batch)
         logs = self._model.train_step(batch)
         if not self._calls or not self._updates:
             missing = "calls the model itself" if not self._calls else "updates through model.optimizer"
@@ -198,7 +209,15 @@ class DistributedModel:
         return logs
 
     def _test_step(self, batch: Any) -> Any:
-        return self._model.test_step(batch)
+        return self._step_of_own_rows(self._model.test_step, batch) if self._own_rows["test"] else self._model.test_step(batch)
+
+    def _step_of_own_rows(self, one_step: Callable, batch: Any) -> Any:
+        part = Part(self._runtime, keras.utils.unpack_x_y_sample_weight(batch)[0])
+        self._share = tf.cast(part.count, tf.float32) / tf.cast(part.n, tf.float32)
+        try:
+            return own_rows.step(self._runtime, self._model, part, one_step, batch)
+        finally:
+            self._share = None
 
     def _predict_step(self, batch: Any) -> Any:
         return self._model.predict_step(batch)
@@ -219,6 +238,18 @@ class DistributedModel:
             self._spread = True
         self._start()
 
+    def _chooses_own_rows(self, kind: str, batch: Any) -> bool:
+        if self._model.run_eagerly:
+            return False
+        self._spread = False
+        try:
+            chosen = own_rows.suits(self._model, batch)
+        finally:
+            self._spread = True
+        if chosen and self._runtime.rank == 0:
+            print(f"tfdist: {kind}: the outputs of a batch are more than {own_rows.LARGEST >> 20} MiB, so each worker computes loss and metrics of its own rows, and sums are reduced.", file=sys.stderr, flush=True)
+        return chosen
+
     def _start(self) -> None:
         model = self._model
         if self._optimizer is not None and not self._optimizer.built:
@@ -228,43 +259,18 @@ class DistributedModel:
         if self._training and self._ready:
             self.own_random_numbers()
 
-    def _variables(self) -> list:
-        return [*self._model.variables, *(self._optimizer.variables if self._optimizer is not None else [])]
-
     def take_the_chiefs_variables(self) -> None:
-        """Every worker holds the chief's bits, those of seed generators too."""
-        variables = self._variables()
-        counts = self._runtime.all_gather(np.array([len(variables)], np.int64))
-        if (counts != counts[0]).any():
-            raise ConfigError(f"The model and optimizer have {counts[:, 0].tolist()} variables on the workers: build the same model on all of them.")
-        received = self._runtime.broadcast([np.asarray(variable.value) for variable in variables])
-        if self._runtime.rank:
-            for variable, value in zip(variables, received, strict=True):
-                variable.assign(value)
+        """Every worker holds the chief's bits."""
+        optimizer = self._optimizer.variables if self._optimizer is not None else []
+        variables.take_the_chiefs(self._runtime, [*self._model.variables, *optimizer])
 
     def check_weights(self) -> None:
-        """If something drifted apart (a layer of the user's that keeps statistics of its batch), all take the chief's."""
-        variables = [variable for variable in self._model.variables if not _is_seed(variable)]
-        checksum = 0
-        for variable in variables:
-            checksum = zlib.crc32(np.ascontiguousarray(variable.value).tobytes(), checksum)
-        checksums = self._runtime.all_gather(np.array([checksum], np.uint32))
-        if (checksums != checksums[0]).any():
-            received = self._runtime.broadcast([np.asarray(variable.value) for variable in variables])
-            for variable, value in zip(variables, received, strict=True):
-                variable.assign(value)
-            if self._runtime.rank == 0:
-                print("tfdist: the workers' weights had drifted apart; all took the chief's.", file=sys.stderr, flush=True)
+        """If something drifted apart all take the chief's."""
+        variables.reconcile(self._runtime, self._model)
 
     def own_random_numbers(self) -> None:
-        """Other dropout masks on other rows: each rank has seeds of its own, which follow from the chief's."""
-        for variable in filter(_is_seed, self._model.variables):
-            seed, counter = np.asarray(variable.value)
-            variable.assign(np.array([(int(seed) + self._runtime.rank * 0x9E3779B1) % 2**31, counter]))
-
-
-def _is_seed(variable: keras.Variable) -> bool:
-    return variable.path.endswith("seed_generator_state")
+        """Each worker has seeds of its own for dropout and the like."""
+        variables.own_random_numbers(self._runtime, self._model)
 
 
 @contextlib.contextmanager

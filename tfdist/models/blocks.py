@@ -4,6 +4,7 @@ Shapes: B batch, T positions, D width, F = 4 D, H heads, K = D / H.
 
 The layers are flat in the model, and their names are an interface (variable paths are NAME/kernel and so on):
     block_00_norm_1  block_00_attention_qkv  block_00_attention_out  block_00_attention_add
+                     block_00_attention_query, _key, _value and _joined (Reshape layers: to heads, and back)
     block_00_norm_2  block_00_mlp_up         block_00_mlp_down       block_00_mlp_add
 A block takes nothing but the tensor of the block before it, so the model can be cut between blocks:
 `keras.Model(model.get_layer("block_02_mlp_add").output, model.get_layer("block_05_mlp_add").output)` is blocks 3 to 5,
@@ -101,11 +102,11 @@ def _attention(x_BTD: keras.KerasTensor, name: str, shape: Shape, causal: bool, 
     """Multi-head softmax attention with one projection for queries, keys and values. The softmax is in float32."""
     length, per_head = x_BTD.shape[1], shape.width // shape.heads
 
-    def by_head(x: keras.KerasTensor) -> keras.KerasTensor:
-        return ops.transpose(ops.reshape(x, (-1, length, shape.heads, per_head)), (0, 2, 1, 3))
+    def by_head(x: keras.KerasTensor, which: str) -> keras.KerasTensor:
+        return ops.transpose(layers.Reshape((length, shape.heads, per_head), name=f"{name}_attention_{which}")(x), (0, 2, 1, 3))
 
     qkv = layers.Dense(3 * shape.width, kernel_initializer=normal(), name=f"{name}_attention_qkv")(x_BTD)
-    q_BHTK, k_BHTK, v_BHTK = (by_head(part) for part in ops.split(qkv, 3, axis=-1))
+    q_BHTK, k_BHTK, v_BHTK = (by_head(part, which) for part, which in zip(ops.split(qkv, 3, axis=-1), ("query", "key", "value"), strict=True))
     scores_BHTT = ops.matmul(q_BHTK * per_head**-0.5, ops.transpose(k_BHTK, (0, 1, 3, 2)))
     scores_BHTT = ops.cast(scores_BHTT, "float32")
     if causal:
@@ -113,5 +114,5 @@ def _attention(x_BTD: keras.KerasTensor, name: str, shape: Shape, causal: bool, 
     weights_BHTT = ops.cast(ops.softmax(scores_BHTT), v_BHTK.dtype)
     weights_BHTT = dropout(weights_BHTT, shape.dropout, f"{name}_attention_weights_dropout")
     y_BTHK = ops.transpose(ops.matmul(weights_BHTT, v_BHTK), (0, 2, 1, 3))
-    y_BTD = ops.reshape(y_BTHK, (-1, length, shape.width))
+    y_BTD = layers.Reshape((length, shape.width), name=f"{name}_attention_joined")(y_BTHK)
     return layers.Dense(shape.width, kernel_initializer=residual, name=f"{name}_attention_out")(y_BTD)

@@ -28,6 +28,7 @@ class Plan:
     devices: int
     samples: float = 0.0  # to train on in all; 0: unknown
     algorithm: str = "auto"
+    calibrated: bool = False  # the hardware's assumptions are measured figures
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def as_text(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> str:
     lines = [f"model: {model.name}, {model.parameters:,} parameters, {3 * model.flops / 1e9:,.4g} GFLOP a sample and step" + (f", {model.tokens} tokens a sample" if model.tokens > 1 else "") + f" (from its {model.source})",
              f"hardware: {plan.devices} x {hardware.name}, {hardware.memory_gb:g} GB, {hardware.tflops(plan.config.precision.precision):g} TFLOP/s in {plan.config.precision.precision}, "
              f"{hardware.per_node} in a node, {hardware.link_gbs:g} GB/s between them, {hardware.node_gbs:g} GB/s out of a node",
-             f"assumed: {hardware.efficiency:.0%} of the peak reached, communication hidden behind {hardware.overlap:.0%} of the backward pass, {hardware.step_ms:.3g} ms fixed a step"]
+             f"{'measured' if plan.calibrated else 'assumed'}: {hardware.efficiency:.0%} of the peak reached, communication hidden behind {hardware.overlap:.0%} of the backward pass, {hardware.step_ms:.3g} ms fixed a step"]
     for number, (found, reason) in enumerate(zip(estimates, reasons, strict=True), 1):
         fits = found.fits(hardware)
         lines += ["", f"{number}. {found.layout.describe()}" if fits else found.layout.describe(), f"   {reason}"]

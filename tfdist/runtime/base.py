@@ -24,6 +24,7 @@ class Runtime(Protocol):
     replicas: int  # over all workers
     local_replicas: int  # of this worker
     first_replica: int  # global index of this worker's first replica
+    leads: bool  # False where another worker, with another part of the same replica, reads the same samples and counts them
 
     # Inside a tf.function.
 

@@ -14,6 +14,8 @@ _PEER_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.Ca
 
 # Horovod's error for all that ends its background threads, and Gloo's own where it reaches an operation.
 _HOROVOD_DOWN = re.compile(r"Horovod has been shut down|gloo/.*(Connection|[Tt]imed? ?out|peer)")
+# How runtime/collectives.py names its operations.
+_GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
 
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
@@ -33,6 +35,11 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return PeerLostError(f"{text[text.index(MARK) + len(MARK):].splitlines()[0]} Look at the log of that worker for the cause, then start all workers again.")
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         if isinstance(error, tf.errors.DeadlineExceededError) or "timed out" in text.lower():
+            if group := _GROUP.search(text, text.lower().rfind("timed out") + 1):
+                ranks = group["ranks"].replace("_to_", " to ").replace("_", ", ")
+                return PeerLostError(
+                    f"The {group['kind']} of ranks {ranks} did not end within --collective_timeout: one of these ranks is stuck, much slower, or does "
+                    "not count itself to that group. Look at their logs, then start all workers again.")
             return PeerLostError(
                 "A collective did not end within --collective_timeout: a peer is stuck or much slower, or the time-out is shorter than "
                 f"its longest save or evaluation. TensorFlow says: {_first_line(text)}")

@@ -15,6 +15,8 @@ RUNTIMES: dict[str, str] = {
     "multi_worker": "tfdist.runtime.mirrored:MultiWorker",
     "horovod": "tfdist.runtime.horovod:Horovod",
     "sockets": "tfdist.runtime.sockets:Sockets",
+    "mesh": "tfdist.runtime.mesh_runtime:MeshRuntime",
+    "parameter_server": "tfdist.runtime.parameter_server:ParameterServer",
 }
 
 

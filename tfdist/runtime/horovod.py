@@ -29,6 +29,7 @@ class Horovod:
 
     name = "horovod"
     local_replicas = 1
+    leads = True
 
     def __init__(self, hvd: ModuleType, group_bytes: int = 1 << 26, compress: bool = False):
         self._hvd = hvd

@@ -27,6 +27,8 @@ _CHUNK = 1 << 24  # int32 elements (64 MiB) per host collective, to bound its me
 class StrategyRuntime:
     """A tf.distribute.Strategy as a Runtime; see runtime/base.py."""
 
+    leads = True
+
     def __init__(self, name: str, strategy: tf.distribute.Strategy, options: tf.distribute.experimental.CommunicationOptions, *, rank: int, size: int):
         self.name = name
         self.strategy = strategy

@@ -23,6 +23,7 @@ class OneDevice:
     replicas = 1
     local_replicas = 1
     first_replica = 0
+    leads = True
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> OneDevice:

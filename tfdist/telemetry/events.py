@@ -4,7 +4,7 @@
 |---------|-----------------------------------|-----------------------------------------------------------------------------------|
 | start   | once per attempt                  | message, parameters, config_digest, replicas, workers, flags, data/*; seconds since the process began: startup_s, of which import_s, build_s, restore_s |
 | restore | after resuming                    | message                                                                           |
-| train   | every --log_every steps           | train/loss, train/METRIC, train/learning_rate, train/gradient_norm, train/loss_scale, train/skipped_steps, perf/steps_per_s, perf/samples_per_s, data/consumed_samples |
+| train   | every --log_every steps           | train/loss, train/METRIC, train/learning_rate, train/gradient_norm, train/loss_scale, train/skipped_steps, perf/steps_per_s, perf/samples_per_s, perf/compute_s, perf/slowest_compute_s, perf/slowest_rank, data/consumed_samples, pause/evaluation_s, pause/saving_s (training stood still for it since the last); with parameter servers staleness/mean, staleness/max, staleness/dropped and updates by staleness, staleness/0, staleness/1, ... |
 | eval    | after an evaluation               | eval/loss, eval/METRIC, eval/samples                                              |
 | save    | when a snapshot has been written  | message, save/bytes, save/write_s, save/step                                      |
 | backup  | when a backup has been written     | save/bytes, save/write_s, save/step                                               |

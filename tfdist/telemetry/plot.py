@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tfdist.telemetry.jsonl import read_jsonl
 
@@ -52,8 +53,13 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None 
 
 def read_series(log: Path) -> dict[str, dict[int, float]]:
     """name -> {step: value}; an attempt replaces all that earlier ones wrote after the step from which it went on."""
+    return series_of(read_jsonl(log))
+
+
+def series_of(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """The same from records."""
     series: dict[str, dict[int, float]] = {}
-    for record in read_jsonl(log):
+    for record in records:
         if record["kind"] == "start":
             series = {name: {step: value for step, value in points.items() if step <= record["step"]} for name, points in series.items()}
         if record["kind"] in ("train", "eval"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.trackers import Run
 
-_GROUPS = ("train/", "eval/", "perf/")
+_GROUPS = ("train/", "eval/", "perf/", "staleness/")
 
 
 def track(run: Run) -> TensorBoardObserver:
@@ -20,7 +20,7 @@ def track(run: Run) -> TensorBoardObserver:
 
 
 class TensorBoardObserver:
-    """Writes train/, eval/ and perf/ values as scalars, and the flags as text.
+    """Writes train/, eval/, perf/ and staleness/ values as scalars, and the flags as text.
 
     resumed_step: what earlier attempts wrote after this step is repeated now; TensorBoard is told to forget it.
     forgets: whether to say so at all. Said by every attempt, the first too: TensorBoard's server takes no notice of the

@@ -7,7 +7,7 @@ order. So the result is that of one process, up to the rounding of float64 sums,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -24,12 +24,12 @@ class Evaluator:
     Args:
       datasets: makes, anew for each evaluation, ([one dataset of (x, y, w) per local replica], steps); the padding
         rows have w = 0, and `steps` is the same on every replica.
-      averages: moving averages of the trainable variables to evaluate with instead; empty for none.
+      averaged: makes a context in which the model computes with what is to be evaluated, for example moving averages.
     """
 
     def __init__(self, runtime: Runtime, model: keras.Model, objective: Objective,
-                 datasets: Callable[[], tuple[Sequence[tf.data.Dataset], int]], averages: Sequence = ()):
-        self.averages = averages
+                 datasets: Callable[[], tuple[Sequence[tf.data.Dataset], int]], averaged: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext):
+        self.averaged = averaged
         self.runtime, self.model, self.objective, self.datasets = runtime, model, objective, datasets
         self._names: tuple[str, ...] = ()
         self._function = tf.function(self._steps)
@@ -39,8 +39,8 @@ class Evaluator:
         datasets, steps = self.datasets()
         if not self._names:
             self._names = tuple(sorted(scores_spec(self.model, self.objective, datasets[0].element_spec).metrics))
-        with swapped_in(self.model.trainable_variables, self.averages) if self.averages else contextlib.nullcontext():
-            local = self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy()
+        with self.averaged():
+            local = self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy() * self.runtime.leads
         loss, weight, *metrics = np.sum(self.runtime.all_gather(local), axis=0)
         means = {name: float(value / weight) if weight else float("nan") for name, value in zip(("loss", *self._names), (loss, *metrics), strict=True)}
         return {**means, "samples": float(weight)}
@@ -60,16 +60,3 @@ class Evaluator:
         # A padding row may well have an infinite loss: select, do not multiply by 0.
         sums = [tf.reduce_sum(tf.where(weights > 0, tf.cast(value, tf.float64) * weights, 0)) for value in values]
         return tf.stack([sums[0], tf.reduce_sum(weights), *sums[1:]])
-
-
-@contextlib.contextmanager
-def swapped_in(variables: Sequence, values: Sequence) -> Iterator[None]:
-    """Within the context, `variables` hold `values` (for example the moving average); afterwards their own again."""
-    own = [variable.numpy() for variable in variables]
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value.numpy())
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, own, strict=True):
-            variable.assign(value)

@@ -24,7 +24,7 @@ class Interval:
         self.steps, self.weight, self.skipped = 0, 0.0, 0
         self.sums: dict[str, float] = {}
         self.compute_s: list[np.ndarray] = []
-        self.seconds = self.clock.seconds
+        self.seconds, self.pauses = self.clock.seconds, dict(self.clock.pauses)
 
     def add(self, out: StepOutput, n: int) -> None:
         self.steps += n
@@ -52,6 +52,7 @@ class Interval:
             "perf/samples_per_s": self.steps * self.global_batch / seconds,
             "data/consumed_samples": self.position(step),
         }
+        values |= {f"pause/{name}_s": seconds - self.pauses.get(name, 0.0) for name, seconds in self.clock.pauses.items() if seconds > self.pauses.get(name, 0.0)}
         seconds_by_rank = self.compute_by_rank()
         if len(seconds_by_rank) > 1 and max(seconds_by_rank) > 0:
             values |= {"perf/compute_s": statistics.median(seconds_by_rank), "perf/slowest_compute_s": max(seconds_by_rank), "perf/slowest_rank": int(np.argmax(seconds_by_rank))}

@@ -38,7 +38,7 @@ def classification(label_smoothing: float = 0.0) -> Objective:
             uniform = tf.reduce_logsumexp(logits, -1) - tf.reduce_mean(logits, -1)
             losses = (1 - label_smoothing) * losses + label_smoothing * uniform
         correct = tf.cast(tf.equal(tf.argmax(logits, -1, output_type=tf.int32), tf.cast(y, tf.int32)), tf.float32)
-        return Scores(losses, _weights_like(w, losses), {"accuracy": correct})
+        return Scores(losses, weights_like(w, losses), {"accuracy": correct})
 
     return objective
 
@@ -76,7 +76,7 @@ def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
     return resolve("objective", name, OBJECTIVES)
 
 
-def _weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
+def weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
     """Weights of samples [n] as weights of what the losses count: unchanged, or repeated over tokens [n, T]."""
     if w.shape.rank == losses.shape.rank:
         return w

@@ -7,7 +7,9 @@ method, `switch_off_reduction` refuses; if it stops calling it, the parity tests
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator, Sequence
 
 import keras
 
@@ -62,3 +64,16 @@ def switch_off_reduction(optimizer: keras.Optimizer) -> keras.Optimizer:
 def ema_variables(optimizer: keras.Optimizer) -> list:
     """The moving averages of the trainable variables, in their order; empty without --ema."""
     return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+
+
+@contextlib.contextmanager
+def swapped_in(variables: Sequence, values: Sequence) -> Iterator[None]:
+    """Within the context, `variables` hold `values` (for example the moving average); afterwards their own again."""
+    own = [variable.numpy() for variable in variables]
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value.numpy())
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, own, strict=True):
+            variable.assign(value)

@@ -12,7 +12,7 @@ at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from tfdist.config import BatchPlan
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective, Scores
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
+from tfdist.training.update import DataParallel, Update
 
 SIGNALS = ("save", "stop")  # what a worker may ask for; summed over workers in the reduction that is there anyway
 _FIRST_SUMS = ("loss", "weight", "regularization")
@@ -61,17 +62,20 @@ class StepOutput(NamedTuple):
 class TrainStep:
     """n optimizer steps as one call. Owns the step counter.
 
-    `batch_spec`: the spec of a micro-batch (x, y, w), a dataset's `element_spec`.
+    `batch_spec`: the spec of a micro-batch (x, y, w), a dataset's `element_spec`. `update`: what becomes of gradients.
+    `pipeline`: makes the gradients of all micro-batches of a step at once, instead of one after the other (parallel/pipeline.py).
     """
 
     def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective,
-                 loss_scale: LossScale, options: StepOptions, batch_spec: tuple):
+                 loss_scale: LossScale, options: StepOptions, batch_spec: tuple, update: Update | None = None,
+                 pipeline: Callable | None = None):
         spec = scores_spec(model, objective, batch_spec)
         self.metric_names = tuple(sorted(spec.metrics))
         # E: the sum of weights of a global batch in which every weight is 1.
         self._expected_weight = float(options.plan.global_batch * np.prod(spec.weights.shape[1:], dtype=np.int64))
         self.runtime, self.model, self.optimizer, self.objective = runtime, model, optimizer, objective
         self.loss_scale, self.options = loss_scale, options
+        self.update, self.pipeline = update or DataParallel(runtime, model, optimizer), pipeline
         self.seeds = seed_states(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; told to all with the next
         self._calls = 0
@@ -84,7 +88,7 @@ class TrainStep:
     @property
     def variables(self) -> dict[str, tf.Variable]:
         """What must be saved beside model and optimizer."""
-        return {"step": self.counter, **self.loss_scale.variables}
+        return {"step": self.counter, **self.loss_scale.variables, **self.update.variables}
 
     def __call__(self, iterators: Sequence, n: int, signals: Sequence[bool] = (False, False)) -> StepOutput:
         """Makes n optimizer steps.
@@ -133,8 +137,7 @@ class TrainStep:
             # A step that was skipped did no harm; but if no loss scale is small enough, the model itself produces NaN.
             bad = tf.logical_or(bad, tf.less(self.loss_scale.value(), SMALLEST_SCALE) if self._may_skip else overflow)
         # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Once a call.
-        weight_norm = tf.linalg.global_norm([variable.value for variable in self.model.trainable_variables])
-        bad = tf.logical_or(bad, tf.logical_not(tf.math.is_finite(weight_norm)))
+        bad = tf.logical_or(bad, tf.logical_not(tf.math.is_finite(self.update.weight_norm())))
         head = [norm, self.loss_scale.value(), tf.cast(skipped, tf.float32), tf.cast(bad, tf.float32)]
         return tf.identity(self.counter), tf.concat([tf.cast(tf.stack(head), tf.float64), compute_s[None], totals], 0)
 
@@ -148,11 +151,15 @@ class TrainStep:
         with tf.control_dependencies([step]):
             begun = self._now()
         run, next_batch = self.runtime.run, lambda: self.runtime.per_replica([next(iterator) for iterator in iterators])
-        carry = run(self._micro, (next_batch(), step, tf.constant(0), scale))
-        if self.options.plan.accumulation > 1:
-            for micro in tf.range(1, self.options.plan.accumulation):
-                carry = run(self._accumulate, (carry, next_batch(), step, micro, scale))
-        with tf.control_dependencies([local[0][0] for local in self.runtime.local(carry)]):  # of each replica the gradient that comes last
+        if self.pipeline:
+            carry = run(self._pipelined, ([next_batch() for _ in range(self.options.plan.accumulation)], step, scale))
+        else:
+            carry = run(self._micro, (next_batch(), step, tf.constant(0), scale))
+            if self.options.plan.accumulation > 1:
+                for micro in tf.range(1, self.options.plan.accumulation):
+                    carry = run(self._accumulate, (carry, next_batch(), step, micro, scale))
+        # Of each replica the gradient that comes last; a stage without variables has none.
+        with tf.control_dependencies([(local[0] or local[1:])[0] for local in self.runtime.local(carry)]):
             seconds = self._now() - begun
         reduced = run(self._reduce, (carry, signals))
         gradients, sums = self.runtime.local(reduced)[0]
@@ -177,9 +184,9 @@ class TrainStep:
         finite = tf.math.is_finite(sums[0])
         if not self._needs_norm:
             # Only shown, so computed once a loop: a pass over all gradients is not free.
-            norm = tf.cond(last, lambda: tf.linalg.global_norm(gradients) * factor, lambda: tf.constant(0.0))
+            norm = tf.cond(last, lambda: self.update.norm(gradients) * factor, lambda: tf.constant(0.0))
             return norm, finite, factor if self.options.weighted else None
-        norm = tf.linalg.global_norm(gradients) * factor  # finite exactly if every element is
+        norm = self.update.norm(gradients) * factor  # finite exactly if every element is
         finite = tf.math.is_finite(norm) if self.loss_scale.dynamic else tf.logical_and(finite, tf.math.is_finite(norm))
         if self.options.clip_norm:
             factor *= self.options.clip_norm / tf.maximum(norm, self.options.clip_norm)
@@ -189,7 +196,7 @@ class TrainStep:
         def apply(gradients: list, _: tf.Tensor) -> None:
             if factor is not None:
                 gradients = [gradient * factor for gradient in gradients]
-            self.optimizer.apply(gradients, self.model.trainable_variables)
+            self.update.apply(gradients)
 
         self.runtime.run(apply, reduced)
 
@@ -198,31 +205,38 @@ class TrainStep:
     def _micro(self, batch: tuple, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         """(gradients, sums) of one micro-batch."""
         reseed(self.seeds, self.options.seed, step, micro, self.runtime.replica_id())
-        return self._differentiate(*batch, scale)
+        gradients, sums = self._differentiate(*batch, scale)
+        return self.update.keep(gradients), sums
 
     def _accumulate(self, carry: tuple, batch: tuple, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         gradients, sums = self._micro(batch, step, micro, scale)
         return [a + b for a, b in zip(carry[0], gradients, strict=True)], carry[1] + sums
 
+    def _pipelined(self, batches: list[tuple], step: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
+        replica = self.runtime.replica_id()
+        gradients, sums = self.pipeline(
+            batches, lambda micro: reseed(self.seeds, self.options.seed, step, tf.constant(micro), replica),
+            lambda outputs, y, w: self._total(outputs, y, w, scale), len(_FIRST_SUMS) + len(self.metric_names))
+        return self.update.keep(gradients), sums
+
     def _reduce(self, carry: tuple, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
-        gradients, sums = carry
-        # The small tensor goes last: it depends on the forward pass alone but must not hold up the first pack.
-        reduced = self.runtime.all_reduce([*gradients, tf.concat([sums, signals], 0)])
-        return reduced[:-1], reduced[-1]
+        return self.update.reduce(*carry, signals)
 
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         with tf.GradientTape() as tape:
-            scores = self.objective(self.model(x, training=True), y, w)
-            loss = tf.reduce_sum(scores.losses * scores.weights)
-            weight = tf.reduce_sum(scores.weights)
-            regularization = weight * tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) if self.model.losses else tf.constant(0.0)
-            total = (loss + regularization) / self._expected_weight * scale
-        variables = [variable.value for variable in self.model.trainable_variables]
-        gradients = tape.gradient(total, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            total, sums = self._total(self.model(x, training=True), y, w, scale)
+        gradients = tape.gradient(total, self.update.sources(), unconnected_gradients=tf.UnconnectedGradients.ZERO)
         # Keras optimizers treat IndexedSlices (embeddings) differently, and slices cannot be reduced in packs.
-        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        return [tf.convert_to_tensor(gradient) for gradient in gradients], sums
+
+    def _total(self, outputs, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """(what is differentiated, the sums) of a micro-batch."""
+        scores = self.objective(outputs, y, w)
+        loss = tf.reduce_sum(scores.losses * scores.weights)
+        weight = tf.reduce_sum(scores.weights)
+        regularization = weight * tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) if self.model.losses else tf.constant(0.0)
         metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.metric_names]
-        return gradients, tf.stack([loss, weight, regularization, *metrics])
+        return (loss + regularization) / self._expected_weight * scale, tf.stack([loss, weight, regularization, *metrics])
 
 
 def scores_spec(model: keras.Model, objective: Objective, batch_spec: tuple) -> Scores:
@@ -241,15 +255,18 @@ def seed_states(model: keras.Model) -> list[tf.Variable]:
     return [variable.value for variable in model.variables if variable.path.endswith("seed_generator_state")]
 
 
+def seed_values(count: int, seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> list[tf.Tensor]:
+    """The states of `count` seed generators, int64 [2] each, as a pure function of (seed, index, step, micro-batch, replica)."""
+    base = tf.constant([seed, 0x7F4A7C15], tf.int64)
+    for number in (step, micro, replica) if count else ():
+        base = tf.random.experimental.stateless_fold_in(base, tf.cast(number, tf.int64))
+    return [tf.random.experimental.stateless_fold_in(base, tf.constant(index, tf.int64)) for index in range(count)]
+
+
 def reseed(states: list[tf.Variable], seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> None:
-    """Sets every seed generator to a pure function of (seed, its index, step, micro-batch, replica).
+    """Sets every seed generator to its `seed_values`.
 
     Keras would draw the same masks on all workers, and a restored run would have to save each worker's generators.
     """
-    if not states:
-        return
-    base = tf.constant([seed, 0x7F4A7C15], tf.int64)
-    for number in (step, micro, replica):
-        base = tf.random.experimental.stateless_fold_in(base, tf.cast(number, tf.int64))
-    for index, state in enumerate(states):
-        state.assign(tf.random.experimental.stateless_fold_in(base, tf.constant(index, tf.int64)))
+    for state, value in zip(states, seed_values(len(states), seed, step, micro, replica), strict=True):
+        state.assign(value)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tfdist.control.cluster import Cluster, from_tf_config, parse_tf_config, resolve_cluster
+from tfdist.control.cluster import Cluster, from_tf_config, parse_tf_config, resolve_cluster, worker_environment
 from tfdist.control.exit_codes import ClusterError
 
 
@@ -45,9 +45,19 @@ def test_an_evaluator_trains_nothing_and_need_not_be_listed():
     assert "evaluator" not in json.loads(listed.tf_config())["cluster"]
 
 
-def test_parameter_servers_may_be_listed():
-    cluster = parse_tf_config(config({"ps": ["p:1"], "worker": ["a:1"]}))
-    assert cluster.peers == ("a:1",) and "ps" not in json.loads(cluster.tf_config())["cluster"]
+def test_parameter_servers_take_no_rank():
+    spec = {"ps": ["p:1", "p:2"], "worker": ["a:1"], "chief": ["c:1"]}
+    cluster = parse_tf_config(config(spec))
+    assert cluster.peers == ("c:1", "a:1") and "ps" not in json.loads(cluster.tf_config())["cluster"]
+    server = parse_tf_config(config(spec, "ps", 1))
+    assert (server.rank, server.is_chief, server.address) == (-1, False, "") and "2 parameter servers" in server.describe()
+    assert server.others("ps", "chief") == {"ps 0 (p:1)": "p:1", "ps 1 (p:2)": "p:2", "chief 0 (c:1)": "c:1"}
+
+
+def test_a_local_job_with_parameter_servers():
+    found = [json.loads(worker_environment(["h:1", "h:2", "h:3", "h:4"], rank, 0, {}, servers=1)["TF_CONFIG"]) for rank in (0, 2, 3, None)]
+    assert [entry["task"] for entry in found] == [{"type": role, "index": index} for role, index in (("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0))]
+    assert all(entry["cluster"] == {"chief": ["h:1"], "worker": ["h:2", "h:3"], "ps": ["h:4"]} for entry in found)
 
 
 def test_other_environments_can_be_added(monkeypatch):
@@ -71,7 +81,7 @@ BAD = {
     "no task": ('{"cluster": {"worker": ["a:1"]}}', ['no "task"']),
     "no type": ('{"cluster": {"worker": ["a:1"]}, "task": {"index": 0}}', ["task.type", "missing"]),
     "no index": ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}', ["task.index is missing", "0 to 1"]),
-    "parameter server": (config({"ps": ["p:1"], "worker": ["a:1"]}, "ps"), ["task.type", "--strategy=parameter_server"]),
+    "parameter server": (config({"ps": ["p:1"], "worker": ["a:1"]}, "ps"), ["task.type", "no chief"]),
     "unknown type": (config({"worker": ["a:1"]}, "master"), ["task.type", "master"]),
     "unknown role": (config({"worker": ["a:1"], "boss": ["b:1"]}), ["cluster.boss", "chief"]),
     "index out of range": (config({"worker": ["a:1", "b:1"]}, index=2), ["task.index is 2", "0 to 1"]),

@@ -496,3 +496,55 @@ def test_help_imports_no_tensorflow():
     ended = subprocess.run([sys.executable, "-X", "importtime", "-m", "tfdist.launch", "--help"], capture_output=True, text=True)
     assert ended.returncode == 0 and "--gpus_per_worker" in ended.stdout
     assert "tfdist.control.launcher" in ended.stderr and "tensorflow" not in ended.stderr and "numpy" not in ended.stderr
+
+
+# -- parameter servers ---------------------------------------------------------------------------------------------------
+
+ROLES = "role = json.loads(os.environ['TF_CONFIG'])['task']['type']\n"
+CHIEF_WAITS = ROLES + "mark = sys.argv[0] + '.again'\nif role == 'chief':\n    while not os.path.exists(mark): time.sleep(0.02)\n    print('done', flush=True); sys.exit(0)\n"
+
+
+def test_a_worker_of_parameter_servers_comes_back_alone(tmp_path):
+    code = CHIEF_WAITS + """
+if role == 'worker' and rank == 1:
+    if os.path.exists(sys.argv[0] + '.died'):
+        open(mark, 'w').close()
+        sys.exit(0)
+    open(sys.argv[0] + '.died', 'w').close()
+    os.kill(os.getpid(), signal.SIGKILL)
+while not os.path.exists(mark): time.sleep(0.02)
+sys.exit(6 if role == 'ps' else 0)
+"""
+    made, output = job(tmp_path, code, servers=2)
+    result = run(made)
+    assert result.code == 0, output.getvalue()  # the chief ended well; what became of the others does not matter
+    assert "worker 1 was killed by signal 9 (SIGKILL); it is started again" in output.getvalue()
+    assert list(result.exit_codes) == ["chief", "worker 0", "worker 1", "ps 0", "ps 1"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["chief.log", "ps-0.log", "ps-1.log", "worker-0.log", "worker-1.log"]
+
+
+def test_a_dead_parameter_server_stops_the_job(tmp_path):
+    made, _ = job(tmp_path, CHIEF_WAITS + "if role == 'ps': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n", servers=1)
+    result = run(made)
+    assert result.code == ExitCode.PEER_LOST and result.cause == "ps 0 was killed by signal 9 (SIGKILL)"
+
+
+def test_a_worker_that_breaks_again_and_again_stops_the_job(tmp_path):
+    made, output = job(tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(1)\ntime.sleep(60)\n", workers=1, servers=1)
+    made._comebacks.wait, made._comebacks.most = 0.0, 2
+    result = run(made)
+    assert result.code == 1 and result.cause.startswith("worker 0 ended with exit code 1") and output.getvalue().count("it is started again") == 2
+    made, output = job(tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(2)\ntime.sleep(60)\n", workers=1, servers=1)
+    assert run(made).code == ExitCode.CONFIG and "started again" not in output.getvalue()
+
+
+def test_gpus_go_to_the_workers_of_parameter_servers(tmp_path):
+    made, _ = job(tmp_path, "", servers=2, environment={"CUDA_VISIBLE_DEVICES": "4,5"})
+    gpus, _ = made._divide_gpus()
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in gpus] == ["-1", "4", "5", "-1", "-1", "-1"]
+
+
+def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
+    for flag in ("--min_workers=1", "--standby"):
+        with pytest.raises(ConfigError, match=flag.partition("=")[0] + " is not available with --ps=1"):
+            launch.main(["--workers=2", "--ps=1", flag, "--", "--steps=1", "--global_batch=8", f"--run_dir={tmp_path}"])

@@ -132,7 +132,7 @@ def test_a_knock_does_not_answer_itself():
     """Linux takes even local ports for outgoing connections; sooner or later the very one that is knocked at."""
     with bind_everywhere(0) as bound:
         port = bound.getsockname()[1] // 2 * 2
-    assert not any(preflight._answers(f"127.0.0.1:{port}") for _ in range(20_000))
+    assert not any(preflight.answers(f"127.0.0.1:{port}") for _ in range(20_000))
 
 
 def test_more_knocks_than_the_queue_holds(addresses, monkeypatch):
@@ -153,7 +153,7 @@ def test_more_knocks_than_the_queue_holds(addresses, monkeypatch):
     thread = threading.Thread(target=wait_for_peers, args=(clusters(addresses)[0], 30), kwargs={"given_up": stop})
     thread.start()
     deadline = time.monotonic() + 10
-    while not preflight._answers(addresses[0]) and time.monotonic() < deadline:
+    while not preflight.answers(addresses[0]) and time.monotonic() < deadline:
         time.sleep(0.02)
     answered = 0
     with contextlib.ExitStack() as knocks:

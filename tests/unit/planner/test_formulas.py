@@ -1,5 +1,6 @@
 """The formulas against the models' own graphs, optimizer slots against Keras, and models without a formula."""
 
+import json
 import subprocess
 import sys
 
@@ -82,6 +83,7 @@ def test_optimizer_state_is_that_of_keras(optimizer, more):
     assert elements == sum(slot_elements(config.optimizer, shapes.Weight(variable.path, tuple(variable.shape))) for variable in model.trainable_variables)
 
 
+@pytest.mark.slow
 def test_any_model_is_counted_without_its_memory():
     """4.3 billion parameters, 17 GB, under a limit of 6 GB of address space beyond TensorFlow's own."""
     code = """
@@ -95,8 +97,6 @@ main(sys.argv[1:])
     arguments = ["--source=synthetic", "--source_args=shape=(4096,),classes=10", "--model=tests.unit.planner.test_formulas:wide", "--model_args=width=65536"]
     output = subprocess.run([sys.executable, "-c", code, *arguments], env=ENVIRONMENT, capture_output=True, text=True)
     assert output.returncode == 0, output.stderr[-2000:]
-    import json
-
     assert shapes.from_json(json.loads(output.stdout.splitlines()[-1])).parameters == 4096 * 65536 + 65536 + 65536**2 + 65536 + 65536 * 10 + 10
 
 

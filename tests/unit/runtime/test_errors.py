@@ -14,6 +14,7 @@ CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
 @pytest.mark.parametrize("error, kind, words", [
     (tf.errors.UnavailableError(None, None, "from /job:worker/replica:0/task:0: Connection reset by peer /job:worker/replica:0/task:1\nmore"), PeerLostError, ["worker 1 (rank 1, b:2)", "Connection reset"]),
     (tf.errors.DeadlineExceededError(None, None, "Collective has timed out during execution."), PeerLostError, ["--collective_timeout"]),
+    (tf.errors.DeadlineExceededError(None, None, "at node tfdist_all_gather_of_ranks_7_end (most recent call last):\nCollective has timed out waiting for other workers.\n [[{{node tfdist_all_reduce_of_ranks_0_1_10_end_3}}]]"), PeerLostError, ["all_reduce of ranks 0, 1, 10 ", "--collective_timeout"]),
     (tf.errors.InternalError(None, None, "Collective ops is aborted by: x"), PeerLostError, ["a peer"]),
     (tf.errors.UnknownError(None, None, f"RingError: {MARK}lost contact with rank 1 (it closed the connection).\nTraceback"), PeerLostError, ["lost contact with rank 1"]),
     (tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[9]"), ConfigError, ["--micro_batch", "shape[9]"]),

@@ -1,0 +1,45 @@
+"""Predicted against measured step time: calibrates by runs of one and two workers, predicts other worker counts.
+
+    python scripts/bench_planner.py [FOLDER]        about 3 minutes on two idle cores; prints one line a run
+
+Runs of 1 worker (two batch sizes) and 2 workers calibrate; 3 and 4 workers, which share the processors, are predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+from tfdist.planner.calibrate import read_run
+
+TRAIN = ["--source=synthetic", "--source_args=task=text,vocab=256,samples=4096,eval_samples=32,fixed=True", "--sequence_length=64", "--model=transformer", "--model_args=layers=4,width=192,heads=6",
+         "--steps=60", "--log_every=10", "--eval_every=-1", "--export=none", "--noplot", "--save_minutes=0", "--nosave_final", "--trackers=none", "--progress=none", "--resume=never"]
+CALIBRATE = ((1, 8), (1, 24), (2, 24))
+PREDICT = ((2, 40), (3, 24), (4, 24))  # workers, global batch
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def train(folder: str, workers: int, batch: int) -> tuple[str, float]:
+    """(run folder, seconds a step)."""
+    run_dir = f"{folder}/{workers}-{batch}"
+    subprocess.run([sys.executable, "-m", "tfdist.launch", f"--workers={workers}", "--", *TRAIN, f"--global_batch={batch}", f"--run_dir={run_dir}"], env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return run_dir, read_run(run_dir).step_s
+
+
+def main(folder: str) -> None:
+    calibration = [train(folder, *run) for run in CALIBRATE]
+    for (workers, batch), (_, seconds) in zip(CALIBRATE, calibration, strict=True):
+        print(f"calibrates: {workers} workers, global batch {batch}: {seconds * 1e3:.1f} ms", flush=True)
+    for workers, batch in PREDICT:
+        _, measured = train(folder, workers, batch)
+        command = [sys.executable, "-m", "tfdist.plan", f"--devices={workers}", f"--mesh=data={workers}", "--zero=0", "--recompute=none", "--algorithm=ring", f"--hardware=cpu,memory_gb=64,shared={len(os.sched_getaffinity(0))}",
+                   *(f"--calibrate={run_dir}" for run_dir, _ in calibration), "--json=-", "--", *TRAIN, f"--global_batch={batch}", "--micro_batch=0", "--accumulation=1"]
+        predicted = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["plans"][0]["step_s"]["total"]
+        print(f"predicts:   {workers} workers, global batch {batch}: measured {measured * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms, {predicted / measured - 1:+.0%}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())

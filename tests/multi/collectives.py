@@ -1,0 +1,194 @@
+"""What a Group must do, checked from inside: one process of tests/multi/test_collectives.py.
+
+    python -m tests.multi.collectives MESH        every group of a mesh, with TF_CONFIG
+    python -m tests.multi.collectives wrong       one rank is left out of the others' group
+    python -m tests.multi.collectives stuck       one rank stops coming
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def check(runtime, axes: tuple[str, ...]) -> None:
+    """All collectives of the group along `axes`, with their gradients, against numpy."""
+    import numpy as np
+    import tensorflow as tf
+
+    group = runtime.group(*axes)
+    assert group.ranks == runtime.mesh.group(runtime.rank, *axes) and group.ranks[group.index] == runtime.rank
+    n, me = group.size, group.index
+
+    def of(rank: int, kind: int, shape, dtype="float32") -> np.ndarray:  # what a rank passes in; small whole numbers are exact in any type
+        return np.random.default_rng([rank, kind]).integers(-8, 8, shape).astype(dtype)
+
+    def stacked(kind: int, shape, dtype="float32") -> np.ndarray:
+        return np.stack([of(rank, kind, shape, dtype) for rank in group.ranks])
+
+    def with_gradient(collective, kind: int, shape, out_shape):
+        """(result, gradient) of `collective` at this rank's tensor, for upstream gradients of kind + 1."""
+        @tf.function
+        def function(x, upstream):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = collective(x)
+            return y, tape.gradient(y, x, upstream)
+
+        for _ in range(2):  # the second call uses the same keys again
+            y, gradient = function(tf.constant(of(runtime.rank, kind, shape)), tf.constant(of(runtime.rank, kind + 1, out_shape)))
+        return y.numpy(), gradient.numpy()
+
+    y, gradient = with_gradient(group.all_reduce, 0, [3, 2], [3, 2])
+    np.testing.assert_array_equal(y, stacked(0, [3, 2]).sum(0))
+    np.testing.assert_array_equal(gradient, stacked(1, [3, 2]).sum(0))
+
+    for axis in (0, 1):
+        whole = [3 * n, 2] if axis == 0 else [3, 2 * n]
+        y, gradient = with_gradient(lambda x: group.all_gather(x, axis), 2, [3, 2], whole)  # noqa: B023
+        np.testing.assert_array_equal(y, np.concatenate(list(stacked(2, [3, 2])), axis))
+        np.testing.assert_array_equal(gradient, np.split(stacked(3, whole).sum(0), n, axis)[me])
+        y, gradient = with_gradient(lambda x: group.reduce_scatter(x, axis), 4, whole, [3, 2])  # noqa: B023
+        np.testing.assert_array_equal(y, np.split(stacked(4, whole).sum(0), n, axis)[me])
+        np.testing.assert_array_equal(gradient, np.concatenate(list(stacked(5, [3, 2])), axis))
+
+    y, gradient = with_gradient(group.all_to_all, 6, [n, 2, 2], [n, 2, 2])
+    np.testing.assert_array_equal(y, stacked(6, [n, 2, 2])[:, me])
+    np.testing.assert_array_equal(gradient, stacked(7, [n, 2, 2])[:, me])
+
+    for root in group.ranks:
+        y, gradient = with_gradient(lambda x: group.broadcast(x, root), 8, [4], [4])  # noqa: B023
+        np.testing.assert_array_equal(y, of(root, 8, [4]))
+        np.testing.assert_array_equal(gradient, stacked(9, [4]).sum(0) if root == runtime.rank else np.zeros(4))
+
+    check_types(group, stacked, of, runtime.rank)
+    if n > 1:
+        check_points(group, of, runtime.rank)
+
+
+def check_types(group, stacked, of, rank: int) -> None:
+    import numpy as np
+    import tensorflow as tf
+
+    for dtype in ("float16", "bfloat16", "float32", "float64", "int32", "int64"):
+        kind = tf.as_dtype(dtype)
+
+        @tf.function
+        def all_kinds(x):
+            return group.all_reduce(x), group.all_gather(x), group.all_to_all(tf.stack([x] * group.size)), group.broadcast(x, group.ranks[-1]), group.all_max(x)
+
+        x = tf.cast(of(rank, 20, [5]), kind)
+        summed, gathered, swapped, last, largest = (tf.cast(y, tf.float64).numpy() for y in all_kinds(x))
+        np.testing.assert_array_equal(summed, stacked(20, [5]).sum(0), dtype)
+        np.testing.assert_array_equal(gathered, stacked(20, [5]).ravel(), dtype)
+        np.testing.assert_array_equal(swapped, stacked(20, [5]), dtype)
+        np.testing.assert_array_equal(last, of(group.ranks[-1], 20, [5]), dtype)
+        np.testing.assert_array_equal(largest, stacked(20, [5]).max(0), dtype)
+
+    # Inside loops, as the training step uses them.
+    @tf.function
+    def repeated(x, times):
+        for _ in tf.range(times):
+            x = group.all_reduce(x) / group.size + tf.reduce_sum(group.reduce_scatter(tf.concat([x] * group.size, 0))) * 0
+        return x
+
+    np.testing.assert_allclose(repeated(tf.constant(of(rank, 21, [5])), tf.constant(7)), stacked(21, [5]).mean(0), rtol=1e-6)
+
+
+def check_points(group, of, rank: int) -> None:
+    """x goes round the ring of ranks: each sends 2 * (what it got) on; the gradient comes back the other way."""
+    import numpy as np
+    import tensorflow as tf
+
+    before, after = group.ranks[group.index - 1], group.ranks[(group.index + 1) % group.size]
+    first = group.index == 0
+
+    @tf.function
+    def around(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            if first:
+                sent = group.send(x, after)
+                y = group.receive(before, x.shape, after=sent)
+                loss = tf.reduce_sum(y * y) + sent
+            else:
+                loss = group.send(2 * group.receive(before, x.shape, after=tf.reduce_sum(x) * 0), after)
+        gradient = tape.gradient(loss, x, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return loss, gradient
+
+    x = of(group.ranks[0], 30, [3])
+    factor = 2.0 ** (group.size - 1)
+    loss, gradient = around(tf.constant(x))
+    if first:
+        np.testing.assert_allclose(loss, np.sum((factor * x) ** 2))
+        np.testing.assert_allclose(gradient, 2 * factor * factor * x)
+
+
+def leave_one_out(runtime) -> None:
+    """Rank 0 and 1 believe in a group of three, rank 2 in one of two."""
+    group = runtime.group_of((0, 1, 2) if runtime.rank < 2 else (1, 2))
+    print("met", group.ranks, flush=True)
+
+
+def get_stuck(runtime) -> None:
+    """After the first step, rank 1 does not come back, though its process is alive."""
+    import threading
+
+    import tensorflow as tf
+
+    @tf.function
+    def step(x):
+        return runtime.run(lambda t: runtime.all_reduce([t]), (x,))
+
+    print("step", step(tf.constant(1.0)), flush=True)
+    if runtime.rank == 1:
+        threading.Event().wait()
+    print("next", step(tf.constant(1.0)), flush=True)
+
+
+def count_threads(runtime) -> None:
+    """Collectives must not leave anything behind that grows with their number."""
+    import tensorflow as tf
+
+    @tf.function
+    def steps(x, n):
+        for _ in tf.range(n):
+            (x,) = runtime.run(lambda t: runtime.all_reduce([t / runtime.size]), (x,))
+        return x
+
+    steps(tf.constant(1.0), tf.constant(10))
+    before = len(os.listdir("/proc/self/task"))
+    steps(tf.constant(1.0), tf.constant(300))
+    assert len(os.listdir("/proc/self/task")) < before + 20
+
+
+def main(argument: str) -> None:
+    from tfdist import build
+    from tfdist.config import Config
+    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.exit_codes import TfdistError
+    from tfdist.runtime.errors import explain
+
+    fault = {"wrong": leave_one_out, "stuck": get_stuck}.get(argument)
+    config = Config().replace(strategy="mesh", mesh="" if fault else argument, collective_timeout=4.0 if fault else 60.0, communication="ring")
+    cluster = resolve_cluster(os.environ)
+    try:
+        runtime = build.start_runtime(config, cluster)
+        if fault:
+            fault(runtime)
+        else:
+            for axes in dict((runtime.mesh.groups(*axes)[0], axes) for axes in [("data",), ("model",), ("pipe",), ("data", "model")]).values():
+                check(runtime, axes)
+            count_threads(runtime)
+            runtime.barrier()
+            print(f"collectives: rank {runtime.rank} of {runtime.mesh.describe()} is as it must be", flush=True)
+    except Exception as error:
+        told = error if isinstance(error, TfdistError) else explain(error, cluster)
+        if told is None:
+            raise
+        print(f"tfdist: error: {told}", flush=True)
+        os._exit(told.exit_code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

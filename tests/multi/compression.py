@@ -1,0 +1,58 @@
+"""Trains with every compression, for tests/multi/test_compression.py: one process of two.
+
+    python -m tests.multi.compression digits|text STEPS      prints {"kind": [final loss, bytes sent, bytes on the wire]}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+JOBS = {
+    "digits": {"source": "digits", "model": "mlp", "model_args": "widths=(128, 128)", "global_batch": 64, "optimizer": "momentum", "learning_rate": 0.02, "schedule": "cosine"},
+    "text": {"source": "text", "source_args": "max_bytes=400000", "sequence_length": 32, "model": "transformer", "model_args": "layers=1,width=64,heads=2", "objective": "next_token",
+             "global_batch": 32, "optimizer": "adamw", "learning_rate": 2e-3, "schedule": "cosine"},
+}
+KINDS = ("none", "fp16", "bf16", "int8", "topk", "powersgd", "topk without feedback")
+
+
+def main(name: str, steps: int) -> None:
+    import keras
+
+    from tfdist import build
+    from tfdist.config import Config
+    from tfdist.control.cluster import resolve_cluster
+    from tfdist.training.parallel.compression import Compression
+
+    base = Config().replace(steps=steps, strategy="mesh", communication="ring", collective_timeout=60.0, accumulation=1, **JOBS[name])
+    runtime = build.start_runtime(base, resolve_cluster(os.environ))
+    found = {}
+    for kind in KINDS:
+        keras.backend.clear_session()
+        job = build.compose(base.replace(compression=kind.partition(" ")[0]), runtime)
+        update = job.step.update
+        if kind.endswith("without feedback"):
+            update.compression = Compression("topk", update.trainable, update.replicas, feedback=False)
+        iterators = job.iterators(0)
+        job.step(iterators, steps - steps // 10)
+        loss = job.step(iterators, steps // 10).means["loss"]
+        wire = sum(operation.inputs[0].shape.num_elements() * operation.inputs[0].dtype.size for operation in operations(job.step._function)
+                   if "_of_ranks_" in operation.name and operation.type.startswith("Collective"))
+        sent = update.compression.bytes() if update.compression else sum(4 * variable.shape.num_elements() for variable in update.sources())
+        found[kind] = [loss, sent, wire]
+    if runtime.rank == 0:
+        print("found " + json.dumps(found), flush=True)
+    runtime.barrier()
+
+
+def operations(function):
+    """All operations of a traced function, with those of its loops and branches."""
+    graph = function._list_all_concrete_functions()[0].graph
+    yield from graph.get_operations()
+    for inner in graph._functions.values():
+        yield from inner.graph.get_operations()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,156 @@
+"""One worker of the parity runs on meshes: trains every row of ROWS that needs this many workers, and writes what came out.
+
+    python -m tests.parity.mesh_worker OUT_DIR one      every job of ROWS on one device
+    python -m tests.parity.mesh_worker OUT_DIR mesh     every row with as many workers as TF_CONFIG lists
+    ... ROW,ROW                                         only these
+
+Writes OUT_DIR/KIND/ROW.npz: whole weights, optimizer slots and moving averages, losses, gradient norms, an evaluation,
+and, for the rows on memory, the bytes that rank 0 holds. One process runs all rows, because starting TensorFlow takes longer than training them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+STEPS = 20
+DENSE = {"source": "digits", "model": "tests.parity.models:dense", "global_batch": 24, "learning_rate": 0.02, "eval_batch": 64, "eval_samples": 128}
+CONV = {**DENSE, "model": "tests.parity.models:conv_bn"}
+TEXT = {"source": "synthetic", "source_args": "task=text,vocab=61,samples=64,eval_samples=16", "sequence_length": 8, "model": "transformer",
+        "model_args": "layers=1,width=32,heads=4", "objective": "next_token", "global_batch": 12, "learning_rate": 0.005}
+SGD = {"optimizer": "sgd", "clip_norm": 0.5}
+MOMENTUM = {"optimizer": "momentum", "clip_norm": 0.5}
+ADAMW = {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "clip_norm": 0.5}
+EMA = {**ADAMW, "ema": 0.9}
+DEEP = {**TEXT, "model_args": "layers=3,width=32,heads=4,dropout=0.1", "global_batch": 8, "accumulation": 4}  # dropout: the masks are those of one device
+SPLIT = {"accumulation": 2}
+
+PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
+PIPES = {"gpipe": {"pipe_schedule": "gpipe"}, "1f1b": {}, "interleaved": {"pipe_chunks": 2}, "cut": {"pipe_cut": "block_00", "recompute": "block"}}
+
+
+class Row(NamedTuple):
+    """One run: on `workers` of `mesh`, what is computed, and how it is spread."""
+
+    workers: int
+    mesh: str
+    job: dict
+    spread: dict
+    then: tuple[tuple[str, dict], ...] = ()  # other meshes, with their own `spread`, on which the run goes on in turn
+
+
+ROWS: dict[str, Row] = {
+    "data2": Row(2, "data=2", CONV | MOMENTUM, {}),
+    "data2_text": Row(2, "data=2", TEXT | ADAMW | SPLIT, {}),
+    **{f"zero{stage}_{workers}_{name}": Row(workers, "", DENSE | rule, {"zero": stage})
+       for stage in (1, 2, 3) for workers in (2, 3) for name, rule in (("sgd", SGD), ("adamw", EMA | SPLIT))},
+    **{f"zero{stage}_2_conv": Row(2, "", CONV | MOMENTUM, {"zero": stage}) for stage in (1, 2)},
+    **{f"zero{stage}_2_text": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": stage}) for stage in (2, 3)},
+    "zero3_2_float16": Row(2, "", DENSE | {"optimizer": "momentum", "precision": "float16"}, {"zero": 3}),
+    "model2": Row(2, "model=2", TEXT | ADAMW, {}),
+    "model2_smoothing": Row(2, "model=2", TEXT | SGD | {"label_smoothing": 0.1}, {}),
+    "model2_zero0_split": Row(2, "model=2", TEXT | ADAMW | SPLIT, {}),
+    "zero3_2_recompute": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": 3, "recompute": "block"}),
+    "model2_recompute": Row(2, "model=2", TEXT | ADAMW, {"recompute": "attention"}),
+    **{f"pipe2_{name}": Row(2, "pipe=2", DEEP | ADAMW, options) for name, options in PIPES.items()},
+    **{f"pipe4_{name}": Row(4, "pipe=4", DEEP | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
+    "pipe2_model2": Row(4, "pipe=2,model=2", PLAIN | ADAMW, {"recompute": "block"}),
+    "data2_pipe2_zero1": Row(4, "pipe=2,data=2", PLAIN | EMA, {"zero": 1}),
+    "pipe2_data2_model2_zero3": Row(8, "pipe=2,data=2,model=2", PLAIN | ADAMW, {"zero": 3}),
+    "model4": Row(4, "model=4", TEXT | ADAMW, {}),
+    "data2_model2": Row(4, "data=2,model=2", TEXT | ADAMW, {}),
+    **{f"data2_model2_zero{stage}": Row(4, "data=2,model=2", TEXT | EMA | SPLIT, {"zero": stage}) for stage in (1, 3)},
+    **{f"zero{stage}_{workers}_memory": Row(workers, "", DENSE | ADAMW, {"zero": stage}) for stage in (0, 1, 2, 3) for workers in (2, 4)},
+    "resharded": Row(4, "", TEXT | EMA | SPLIT, {"zero": 3}, (
+        ("data=2,model=2", {"zero": 1}), ("model=4", {}), ("data=2,model=2", {"zero": 3}), ("pipe=2", {"zero": 1}), ("model=2", {"zero": 2}))),
+}
+
+
+def job_of(name: str) -> str:
+    """The first row that computes the same as this one; one device computes it once."""
+    return next(other for other, row in ROWS.items() if row.job == ROWS[name].job)
+
+
+JOBS = {name: row for name, row in ROWS.items() if job_of(name) == name}
+
+
+def main(out: Path, kind: str, chosen: list[str]) -> None:
+    import keras
+    import numpy as np
+
+    from tfdist import build
+    from tfdist.config import Config
+    from tfdist.control.cluster import resolve_cluster
+    from tfdist.runtime.mesh import Mesh
+    from tfdist.runtime.mesh_runtime import MeshRuntime
+
+    cluster = resolve_cluster(os.environ)
+    base = Config().replace(steps=STEPS, global_batch=12, accumulation=1, strategy="one_device" if kind == "one" else "mesh", communication="ring",
+                            collective_timeout=120.0, heartbeat_timeout=60.0)
+    runtime = build.start_runtime(base, cluster)
+    for name, row in (JOBS if kind == "one" else ROWS).items():
+        if (kind == "mesh" and row.workers != cluster.size) or (chosen and name not in chosen):
+            continue
+        legs = ((row.mesh, row.spread), *row.then) if kind == "mesh" else ((row.mesh, {}),)
+        results: dict[str, list] = {"losses": [], "norms": []}
+        arrays: dict[str, np.ndarray] = {}
+        for leg, (mesh, spread) in enumerate(legs):
+            keras.backend.clear_session()
+            config = base.replace(**row.job, **spread)
+            if kind == "mesh":
+                config = config.replace(mesh=mesh)
+                runtime = MeshRuntime(Mesh.parse(mesh, cluster.size), cluster, runtime._world, 120.0)
+            job = build.compose(config, runtime)
+            first, last = leg * STEPS // len(legs), (leg + 1) * STEPS // len(legs)
+            if leg:
+                assign(job, arrays)
+            iterators = job.iterators(first * job.plan.global_batch)
+            for _ in range(first, last):
+                output = job.step(iterators, 1)
+                results["losses"].append(output.means["loss"])
+                results["norms"].append(output.gradient_norm)
+            arrays = collect(job)
+        evaluation = job.evaluator()()
+        held = bytes_held(job) if name.endswith("memory") else []
+        if runtime.rank == 0:
+            np.savez(out / kind / f"{name}.npz", **results, evaluation=[evaluation[key] for key in sorted(evaluation)], held=held, **arrays)
+    runtime.barrier()
+    print("mesh worker: done", flush=True)
+
+
+def collect(job) -> dict:
+    """The whole state, on the chief."""
+    from tfdist.artifacts import state
+
+    return job.state.to_host() if job.state else state.to_host(state.collect(job.model, job.optimizer, job.step.variables))
+
+
+def assign(job, arrays: dict) -> None:
+    """The chief's arrays become the state, as a restore does it."""
+    import numpy as np
+
+    table = job.state.table()
+    given = [arrays.get(key, np.zeros(shape, dtype)) for key, (_, shape, dtype) in table.items()]
+    job.state.assign(dict(zip(table, job.runtime.broadcast(given), strict=True)))
+
+
+def bytes_held(job) -> list[int]:
+    """[parameters, gradients kept between micro-batches, optimizer's copy and slots] of this worker."""
+    import numpy as np
+    import tensorflow as tf
+
+    update = job.step.update
+    weights = [variable._value for variable in job.model.trainable_variables]
+    weights = [weight for weight in weights if weight is not None] or update.sources()
+    batch = job.iterators(0)[0].element_spec
+    step, micro, scale = (tf.TensorSpec([], dtype) for dtype in (tf.int64, tf.int32, tf.float32))
+    kept, _ = tf.function(job.step._micro).get_concrete_function(batch, step, micro, scale).structured_outputs
+    own = {id(weight) for weight in weights}
+    others = [variable.value for variable in [*getattr(update, "shards", ()), *job.optimizer.variables] if id(variable.value) not in own]
+    return [sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in tensors) for tensors in (weights, kept, others)]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(",") if len(sys.argv) > 3 else [])

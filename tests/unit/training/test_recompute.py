@@ -1,0 +1,82 @@
+"""Recomputation against keeping: the same outputs, gradients, masks and state."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.models.transformer import transformer
+from tfdist.training.parallel.recompute import recomputed
+from tfdist.training.parallel.segments import cut_into_blocks, recompute
+from tfdist.training.step import reseed, seed_states
+
+TOKENS = tf.constant(np.random.default_rng(0).integers(0, 31, [3, 8]), tf.int32)
+
+
+def result(kind, precision="float32"):
+    """(outputs, gradients, seeds) of one pass with dropout."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    keras.config.set_dtype_policy(precision)
+    model = transformer(x_spec=tf.TensorSpec([8], tf.int32), num_outputs=31, layers=2, width=16, heads=2, dropout=0.3)
+    if kind:
+        recompute(model, kind, {})
+    reseed(seed_states(model), 7, *(tf.constant(number) for number in (3, 0, 0)))
+
+    @tf.function
+    def run():
+        with tf.GradientTape() as tape:
+            y = model(TOKENS, training=True)
+            loss = tf.reduce_sum(y * y)
+        return y, [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, [variable.value for variable in model.trainable_variables])]
+
+    y, gradients = run()
+    return y.numpy(), [gradient.numpy() for gradient in gradients], [state.numpy() for state in seed_states(model)]
+
+
+@pytest.fixture(autouse=True)
+def _float32_policy():
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.parametrize("kind, precision", [("block", "float32"), ("attention", "float32"), ("block", "mixed_bfloat16")])
+def test_recomputed_is_the_same(kind, precision):
+    kept, again = result("", precision), result(kind, precision)
+    tolerance = 1e-6 if precision == "float32" else 1e-2
+    np.testing.assert_allclose(again[0], kept[0], rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(again[1], kept[1], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=10 * tolerance * max(1.0, np.abs(theirs).max()))
+    for ours, theirs in zip(again[2], kept[2], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_second_pass_is_there_and_changes_no_state():
+    """BatchNormalization moves its statistics once; the layer is called twice."""
+    layer, calls = keras.layers.BatchNormalization(momentum=0.5), []
+    layer.build((None, 2))
+
+    def function(x):
+        calls.append(0)
+        return layer(x, training=True)
+
+    x = tf.constant([[1.0, 2.0], [3.0, 6.0]])
+
+    @tf.function
+    def run():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(recomputed(function, x, layer.trainable_variables, layer.non_trainable_variables, layer) ** 2)
+        return tape.gradient(loss, layer.gamma.value)
+
+    run()
+    assert len(calls) == 2
+    np.testing.assert_allclose(layer.moving_mean.numpy(), [1.0, 2.0])
+
+
+def test_the_blocks_of_a_model():
+    model = transformer(x_spec=tf.TensorSpec([8], tf.int32), num_outputs=31, layers=3, width=16, heads=2)
+    segments = cut_into_blocks(model, "--recompute=block")
+    assert [segment.gives for segment in segments] == [("start",), ("block_00",), ("block_01",), ("block_02",), ("outputs",)]
+    with pytest.raises(ConfigError, match="--recompute=block"):
+        cut_into_blocks(keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)]), "--recompute=block")

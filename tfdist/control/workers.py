@@ -1,0 +1,74 @@
+"""One process of a local job, how it ended, and how much that says about the cause."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from tfdist.control.exit_codes import MEANING, ExitCode
+
+_LAST_LINES = 20
+
+
+@dataclass
+class Worker:
+    """One process of the job."""
+
+    name: str  # "worker 0"
+    rank: int | None  # None: the evaluator
+    process: subprocess.Popen
+    shown: bool
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    error: str = ""  # the last line with which it named an error
+    ended_at: float = 0.0
+    killed: bool = False  # by us, since it did not end when asked to
+    relay: threading.Thread | None = None
+
+    @property
+    def code(self) -> int | None:  # None: still running; negative: the signal that killed it
+        return self.process.returncode
+
+    def signal(self, number: int) -> None:
+        """To it and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended."""
+
+    code: int  # what the launcher exits with
+    cause: str  # a sentence; "" if all went well
+    exit_codes: dict[str, int]  # by worker name; negative: the signal that killed it
+    last_lines: tuple[str, ...] = ()  # what the worker that is the cause wrote last, if its output was not shown
+    rank: int | None = None  # of the worker that is the cause
+
+
+def guilt(worker: Worker) -> int:
+    """0: it surely failed by itself; the higher, the more likely because a peer was gone or we ended it."""
+    if worker.killed or worker.rank is None:
+        return 3
+    if worker.code in (ExitCode.PEER_LOST, ExitCode.PREEMPTED, -signal.SIGTERM, 128 + signal.SIGTERM):
+        return 2
+    return 1 if worker.code == -signal.SIGABRT else 0  # TensorFlow aborts some processes whose peers are gone
+
+
+def describe(worker: Worker) -> str:
+    """How a worker failed: "worker 1 was killed by signal 9 (SIGKILL)", with what it last said about it."""
+    code = worker.code
+    if worker.killed:
+        return f"{worker.name} did not end when asked to (SIGTERM) and was killed"
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else "a real-time signal"
+        return f"{worker.name} was killed by signal {-code} ({name})"
+    known = f" ({ExitCode(code).name}: {MEANING[ExitCode(code)]})" if code in set(ExitCode) else ""
+    said = worker.error or next((line.strip() for line in reversed(worker.last_lines) if line.strip()), "")
+    said = "" if code == ExitCode.PREEMPTED else re.sub(r" \(exit code \d+, \w+\)$", "", said)
+    return f"{worker.name} ended with exit code {code}{known}{': ' + said if said else ''}"

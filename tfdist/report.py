@@ -1,0 +1,88 @@
+"""python -m tfdist.report: one page about a run, or several runs side by side, from their folders.
+
+  python -m tfdist.report runs/first                            report.html
+  python -m tfdist.report runs/first runs/second --out=two.html
+  python -m tfdist.report runs/first --text                     goodput and the main facts on the terminal, no page
+
+The page is one file that needs no network. It reads logs/rank-*.jsonl and flags.txt alone, so it can be made while the
+run goes on, and again when it is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdist.control import exit_codes
+from tfdist.control.exit_codes import ConfigError, ExitCode, UnsupportedError
+from tfdist.telemetry.report_text import as_text
+from tfdist.telemetry.run_log import RunLog
+
+
+def main(argv: list[str]) -> int:
+    options = _parse(argv)
+    runs = read_runs(options.run_dirs)
+    if options.text:
+        print("\n\n".join(as_text(run) for run in runs))
+    if options.out or not options.text:
+        write_page(runs, Path(options.out or "report.html"))
+    return ExitCode.OK
+
+
+def read_runs(folders: Sequence[str]) -> list[RunLog]:
+    """The runs of the folders, named by what tells their paths apart. Raises ConfigError."""
+    paths = [Path(folder) for folder in folders]
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        resolved = [str(path.resolve()) for path in paths]
+        shared = os.path.commonpath(resolved)
+        names = [os.path.relpath(path, shared) for path in resolved]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{folders[names.index(next(name for name in names if names.count(name) > 1))]} is given twice: name each run folder once.")
+    runs = []
+    for path, name in zip(paths, names, strict=True):
+        log = path / "logs" / "rank-0.jsonl"
+        if not log.is_file():
+            raise ConfigError(f"{path} is not a run folder, it has no logs/rank-0.jsonl: give the --run_dir of a run.")
+        runs.append(RunLog(path, name))
+        if not runs[-1].records:
+            raise ConfigError(f"{log} holds no event that this version can read: the run has not started yet, or its log is damaged.")
+    return runs
+
+
+def write_page(runs: Sequence[RunLog], out: Path) -> None:
+    """Writes the page, whole or not at all. Raises ConfigError, UnsupportedError."""
+    try:
+        from tfdist.telemetry.report_page import as_page
+
+        page = as_page(runs)
+    except ImportError as error:
+        raise UnsupportedError(f"The plots need {error.name}, which is not installed: pip install {error.name}, or use --text.") from None
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"--out={out} cannot be written ({error.strerror}): give a file in a folder that exists.") from None
+    print(f"tfdist: wrote {out} ({len(page) / 1e6:.1f} MB): " + "; ".join(f"{run.name} goodput {100 * run.goodput.fraction:.1f} %" for run in runs))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message}: write python -m tfdist.report RUN_DIR [RUN_DIR ...] [--out=FILE.html] [--text].")
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _Parser(allow_abbrev=False, prog="python -m tfdist.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="a run's folder")
+    parser.add_argument("--out", default="", metavar="FILE.html", help="the page (default report.html, unless --text)")
+    parser.add_argument("--text", action="store_true", help="print goodput and the main facts")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    exit_codes.run_command(main, sys.argv[1:])

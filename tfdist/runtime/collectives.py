@@ -1,0 +1,218 @@
+"""Group: collective operations among some of the workers, differentiable, for use inside a tf.function.
+
+They are TensorFlow's own operations on the runtime that MultiWorkerMirroredStrategy starts: over gRPC on CPUs, NCCL on
+GPUs. Every member of a group must trace the same calls on it in the same order: the n-th call of one member meets the
+n-th of the others. Members meet once when a group is made, so that one who is not there, or who counts other ranks to it,
+is an error that names the ranks (errors.py). Calls after that are watched by overdue.py.
+
+Gradients are those of the *sum of all members' losses* with respect to a member's own input:
+
+    forward         backward            forward          backward
+    all_reduce      all_reduce          all_to_all       all_to_all
+    all_gather      reduce_scatter      broadcast        the sum at the root, 0 elsewhere
+    reduce_scatter  all_gather          send / receive   receive / send
+
+Legend. n: members of the group. Ranks are those of the whole cluster; a member's *index* is its place in the group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+# The operations that only copy know few types; others travel under the name of one of the same width.
+_CARRIED_AS = {tf.bfloat16: tf.float16, tf.float64: tf.int64, tf.uint16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+_FIRST_KEY = 2**30  # the strategy itself counts its groups from 1
+# Calls traced so far, by group key: for TensorFlow, all Group objects of the same ranks are one group.
+_calls: dict[int, itertools.count] = {}
+
+
+class Group:
+    """Some ranks that communicate.
+
+    Args:
+      ranks: the members, in the order in which results are laid out.
+      rank: this worker's own, one of `ranks`.
+      tasks: TensorFlow's name of each member ("/job:worker/replica:0/task:3"), in the order of `ranks`.
+      nccl: whether tensors live on GPUs.
+      salt: keeps groups of the same ranks apart.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, *, tasks: Sequence[str], nccl: bool = False, salt: str = ""):
+        assert rank in ranks and len(ranks) == len(tasks)
+        self.ranks, self.rank = tuple(ranks), rank
+        self.size, self.index = len(self.ranks), self.ranks.index(rank)
+        self._tasks, self._nccl = tuple(tasks), nccl
+        self._key = _FIRST_KEY + zlib.crc32(f"{salt}{self.ranks}".encode()) % _FIRST_KEY
+        self._instances = _calls.setdefault(self._key, itertools.count(1))
+        # TensorFlow orders members by the *text* of their task: 0, 1, 10, 11, 2, ...
+        order = sorted(range(self.size), key=lambda index: self._tasks[index])
+        self._to_wire = None if order == list(range(self.size)) else order  # wire place -> index
+        self._from_wire = self._to_wire and [order.index(index) for index in range(self.size)]
+        self._pairs: dict[tuple[int, int, str], Group] = {}
+        if nccl:
+            with tf.init_scope():
+                self._token = tf.Variable(0.0, trainable=False)
+
+    def meet(self, timeout: float) -> None:
+        """Returns when all members have called it. Raises tf.errors.DeadlineExceededError after `timeout` seconds; 0: waits."""
+        if self.size > 1:
+            with tf.init_scope():
+                tf.function(lambda: self._all_reduce(tf.constant(1.0), timeout=timeout))()
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: tf.Tensor) -> tf.Tensor:
+        """The sum over members, bitwise the same on all. float16, bfloat16, float32, float64, int32, int64; one shape on all."""
+        return self._differentiable(self._all_reduce, self._all_reduce, x)
+
+    def all_max(self, x: tf.Tensor) -> tf.Tensor:
+        """The element-wise maximum over members; has no gradient."""
+        return tf.stop_gradient(self._all_reduce(x, "Max"))
+
+    def all_gather(self, x: tf.Tensor, axis: int = 0) -> tf.Tensor:
+        """The members' tensors, of one shape, concatenated in order along dim `axis`. [.., a, ..] -> [.., n * a, ..]"""
+        return self._differentiable(lambda t: self._all_gather(t, axis), lambda t: self._reduce_scatter(t, axis), x)
+
+    def reduce_scatter(self, x: tf.Tensor, axis: int = 0) -> tf.Tensor:
+        """This member's part along dim `axis` of the sum over members. [.., n * a, ..] -> [.., a, ..]"""
+        return self._differentiable(lambda t: self._reduce_scatter(t, axis), lambda t: self._all_gather(t, axis), x)
+
+    def all_to_all(self, x: tf.Tensor) -> tf.Tensor:
+        """x: [n, ...], row i is for member i. Returns [n, ...], row i is from member i."""
+        return self._differentiable(self._all_to_all, self._all_to_all, x)
+
+    def broadcast(self, x: tf.Tensor, root: int) -> tf.Tensor:
+        """The tensor of rank `root`; the others pass one of the same shape and type."""
+        def back(gradient: tf.Tensor) -> tf.Tensor:
+            total = self._all_reduce(gradient)
+            return total if self.rank == root else tf.zeros_like(total)
+
+        return self._differentiable(lambda t: self._broadcast(t, root), back, x)
+
+    def send(self, x: tf.Tensor, to: int) -> tf.Tensor:
+        """Sends x to rank `to`. Returns float32 [] 0, whose gradient with respect to x is what `to` sends back."""
+        there, back = self.pair(self.rank, to), self.pair(to, self.rank)
+
+        @tf.custom_gradient
+        def sent(t: tf.Tensor):
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                with tf.control_dependencies([upstream]):  # on which a send back of our own may hang
+                    return back.put_or_take(None, to, t.shape, t.dtype)
+
+            with tf.control_dependencies([there.put_or_take(t, self.rank, t.shape, t.dtype)]):
+                return tf.constant(0.0), gradient
+
+        return sent(x)
+
+    def receive(self, source: int, shape: Sequence[int], dtype: tf.DType = tf.float32, after: tf.Tensor | None = None) -> tf.Tensor:
+        """What rank `source` sends. `after`: a float tensor (any, for example the result of `send`) through which the
+        gradient finds its way here; without one nothing is sent back."""
+        there, back = self.pair(source, self.rank), self.pair(self.rank, source)
+
+        @tf.custom_gradient
+        def received(anchor: tf.Tensor):
+            def gradient(g: tf.Tensor) -> tf.Tensor:
+                with tf.control_dependencies([back.put_or_take(g, self.rank, g.shape, g.dtype)]):
+                    return tf.identity(tf.zeros_like(anchor))  # the identity: zeros may be folded into a constant
+
+            with tf.control_dependencies([anchor]):
+                return there.put_or_take(None, source, shape, dtype), gradient
+
+        return received(tf.constant(0.0) if after is None else after)
+
+    # -- without gradients -----------------------------------------------------------------------------------------
+
+    def _all_reduce(self, x: tf.Tensor, merge: str = "Add", timeout: float = 0.0) -> tf.Tensor:
+        if self.size == 1:
+            return x
+        arguments = self._arguments("all_reduce") | {"timeout_seconds": timeout}
+        return tf.raw_ops.CollectiveReduceV2(input=x, merge_op=merge, final_op="Id", **arguments, **self._ordering())
+
+    def _all_gather(self, x: tf.Tensor, axis: int) -> tf.Tensor:
+        """The collective itself concatenates along dim 0."""
+        if self.size == 1:
+            return x
+        carried = _carried(x[tf.newaxis])
+        rows = tf.raw_ops.CollectiveGatherV2(input=carried, **self._arguments("all_gather"), **self._ordering())
+        rows = self._reordered(_uncarried(rows, x.dtype), self._from_wire)
+        if axis == 0:
+            return tf.reshape(rows, tf.concat([[-1], tf.shape(x)[1:]], 0)) if x.shape[1:].num_elements() is None else tf.reshape(rows, [-1, *x.shape[1:]])
+        return tf.concat(tf.unstack(rows, self.size), axis)
+
+    def _reduce_scatter(self, x: tf.Tensor, axis: int) -> tf.Tensor:
+        if self.size == 1:
+            return x
+        rows = tf.stack(tf.split(x, self.size, axis))  # [n, ...]
+        if self._nccl:
+            rows = self._reordered(rows, self._to_wire)
+            own = tf.raw_ops.CollectiveReduceScatterV2(input=rows, merge_op="Add", final_op="Id", **self._arguments("reduce_scatter"), **self._ordering())
+            return own[0]
+        return tf.reduce_sum(self._all_to_all(rows, "reduce_scatter"), 0)  # the operation above is for NCCL only
+
+    def _all_to_all(self, x: tf.Tensor, kind: str = "all_to_all") -> tf.Tensor:
+        if self.size == 1:
+            return x
+        carried = self._reordered(_carried(x), self._to_wire)
+        rows = tf.raw_ops.CollectiveAllToAllV2(input=carried, **self._arguments(kind), **self._ordering())
+        return self._reordered(_uncarried(rows, x.dtype), self._from_wire)
+
+    def _broadcast(self, x: tf.Tensor, root: int) -> tf.Tensor:
+        if self.size == 1:
+            return x
+        with tf.control_dependencies([x]):  # what hangs on x must not be pruned where its value is not used
+            out = self.put_or_take(x if self.rank == root else None, root, x.shape, x.dtype)
+        with tf.control_dependencies([out]):  # nobody else would hold on to the send, and it would be pruned
+            return tf.identity(x) if self.rank == root else out
+
+    def put_or_take(self, x: tf.Tensor | None, root: int, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+        """The bare broadcast: the root sends x, the others take a tensor of static `shape`."""
+        arguments = self._arguments("broadcast" if self.size > 2 else f"send_from_{root}")
+        if self.rank == root:
+            return tf.raw_ops.CollectiveBcastSendV2(input=_carried(x), **arguments)
+        wire = _CARRIED_AS.get(dtype, dtype)
+        return _uncarried(tf.raw_ops.CollectiveBcastRecvV2(shape=tf.constant(list(shape), tf.int32), T=wire, **arguments), dtype)
+
+    # -- keys, order and names ---------------------------------------------------------------------------------------
+
+    def _differentiable(self, forward: Callable, backward: Callable, x: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def collective(t: tf.Tensor):
+            return forward(t), backward
+
+        return collective(x)
+
+    def _arguments(self, kind: str) -> dict:
+        """What all of the operations take. The name is how an error finds its way back to the ranks."""
+        ranks = "_".join(map(str, self.ranks)) if self.size <= 64 else f"{self.ranks[0]}_to_{self.ranks[-1]}"
+        return {
+            "group_size": self.size, "group_key": self._key, "instance_key": next(self._instances),
+            "communication_hint": "nccl" if self._nccl else "auto", "name": f"tfdist_{kind}_of_ranks_{ranks}_end",
+        }
+
+    def _ordering(self) -> dict:
+        """NCCL must see collectives in one order on all members: TensorFlow orders those that share a token."""
+        return {"ordering_token": [self._token.handle] if self._nccl else []}
+
+    def _reordered(self, rows: tf.Tensor, order: list[int] | None) -> tf.Tensor:
+        return rows if order is None else tf.gather(rows, order)
+
+    def pair(self, source: int, to: int, salt: str = "") -> Group:
+        """The group of two in which `source` sends to `to` with `put_or_take`. Calls are counted for each direction and salt."""
+        if (source, to, salt) not in self._pairs:
+            places = sorted((self.ranks.index(source), self.ranks.index(to)))
+            self._pairs[source, to, salt] = Group(
+                [self.ranks[place] for place in places], self.rank, tasks=[self._tasks[place] for place in places],
+                nccl=self._nccl, salt=f"{self._key} {source} to {to} {salt} ")
+        return self._pairs[source, to, salt]
+
+
+def _carried(x: tf.Tensor) -> tf.Tensor:
+    return tf.bitcast(x, _CARRIED_AS[x.dtype]) if x.dtype in _CARRIED_AS else x
+
+
+def _uncarried(x: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.bitcast(x, dtype) if dtype in _CARRIED_AS else x

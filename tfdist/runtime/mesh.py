@@ -1,0 +1,126 @@
+"""The mesh: named axes over all workers, rank <-> coordinates, and who is in a group. Pure arithmetic, no TensorFlow.
+
+    pipe    stages of the model, one after the other: each holds some of the layers
+    data    copies of the model, each with its own part of every batch (and, with --zero, its own part of the state)
+    expert  like data, but the experts of a mixture are spread over it
+    model   parts of single layers (tensor parallelism)
+
+An axis has a *degree*, the number of coordinates along it; the degrees multiply to the number of workers. Ranks count
+through the coordinates in the order of AXES, the last axis fastest: ranks that differ in `model` only, which talk most,
+are neighbours, and so share a machine if its number of workers is a multiple of that degree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tfdist.control.exit_codes import ConfigError
+
+AXES = ("pipe", "data", "expert", "model")
+REPLICA_AXES = ("data", "expert")  # along these, workers read different samples
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The degrees of all axes, in the order of AXES."""
+
+    degrees: tuple[int, ...]
+
+    @classmethod
+    def create(cls, **degrees: int) -> Mesh:
+        """For example create(data=2, model=2); axes left out have degree 1."""
+        return cls(tuple(degrees.get(axis, 1) for axis in AXES))
+
+    @classmethod
+    def parse(cls, text: str, size: int) -> Mesh:
+        """Reads --mesh, for example "data=2,model=2", for `size` workers. `data`, if left out, takes what remains.
+
+        Raises: ConfigError if it is malformed or does not multiply to `size`; the message says what would fit.
+        """
+        degrees = _read(text)
+        others = math.prod(degree for axis, degree in degrees.items() if axis != "data")
+        if "data" not in degrees and size % others == 0:
+            degrees["data"] = size // others
+        wanted = others * degrees.get("data", 1)
+        if wanted != size:
+            raise ConfigError(f"--mesh={text} needs {'a multiple of ' if 'data' not in degrees else ''}{wanted} workers, but there {_are(size)}: {_fitting(degrees, others, wanted, size)}.")
+        return cls.create(**degrees)
+
+    @property
+    def size(self) -> int:
+        """Workers in all."""
+        return math.prod(self.degrees)
+
+    def degree(self, *axes: str) -> int:
+        """The number of workers in a group along these axes."""
+        return math.prod(self.degrees[AXES.index(axis)] for axis in axes)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, which read different samples."""
+        return self.degree(*REPLICA_AXES)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """axis -> coordinate of a rank."""
+        result = {}
+        for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
+            rank, result[axis] = divmod(rank, degree)
+        return {axis: result[axis] for axis in AXES}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The inverse of `coordinates`; axes left out are 0."""
+        result = 0
+        for axis, degree in zip(AXES, self.degrees, strict=True):
+            result = result * degree + coordinates.get(axis, 0)
+        return result
+
+    def index(self, rank: int, *axes: str) -> int:
+        """The place of a rank within its group along `axes`, counting as ranks do."""
+        return self.group(rank, *axes).index(rank)
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks, in order, that share all coordinates with `rank` but those along `axes`; none: itself alone."""
+        own = self.coordinates(rank)
+        free = [range(self.degree(axis)) if axis in axes else (own[axis],) for axis in AXES]
+        return tuple(self.rank(dict(zip(AXES, at, strict=True))) for at in itertools.product(*free))
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups along `axes`; every rank is in exactly one."""
+        return sorted({self.group(rank, *axes) for rank in range(self.size)})
+
+    def describe(self) -> str:
+        """The axes that are more than 1, for logs: "data=2,model=2"."""
+        return ",".join(f"{axis}={degree}" for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1) or "data=1"
+
+
+def _read(text: str) -> dict[str, int]:
+    degrees: dict[str, int] = {}
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        axis, equals, degree = (part.strip() for part in piece.partition("="))
+        if not equals or axis not in AXES:
+            raise ConfigError(f"--mesh={text}: {piece!r} is not axis=degree; the axes are {', '.join(AXES)}, for example data=2,model=2.")
+        if axis in degrees:
+            raise ConfigError(f"--mesh={text} gives {axis} twice: drop one of them.")
+        if not degree.isdecimal() or int(degree) < 1:
+            raise ConfigError(f"--mesh={text}: the degree of {axis} is {degree!r}; it must be a whole number, at least 1.")
+        degrees[axis] = int(degree)
+    return degrees
+
+
+def _fitting(degrees: Mapping[str, int], others: int, wanted: int, size: int) -> str:
+    """What would fit, as the end of a sentence."""
+    start = f"start {wanted}, or " if "data" in degrees else f"start {-(-size // others) * others}, or "
+    if size % others == 0:
+        return start + "use --mesh=" + ",".join([f"data={size // others}", *(f"{axis}={degree}" for axis, degree in degrees.items() if axis != "data")])
+    kept = {axis: math.gcd(degree, size) for axis, degree in degrees.items() if axis != "data"}
+    while size % math.prod(kept.values()):
+        kept.popitem()
+    rest = size // math.prod(kept.values())
+    return start + "use --mesh=" + ",".join([f"data={rest}", *(f"{axis}={degree}" for axis, degree in kept.items() if degree > 1)])
+
+
+def _are(size: int) -> str:
+    return "is 1" if size == 1 else f"are {size}"

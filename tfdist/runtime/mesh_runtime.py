@@ -1,0 +1,146 @@
+"""The mesh as a Runtime: one process is one coordinate of named axes (mesh.py), with a Group per axis or set of axes.
+
+MultiWorkerMirroredStrategy starts the cluster, watches its health, and carries what is exchanged between steps. Inside
+a step it takes no part: variables are plain ones, `run` is a plain call, and sums go over the groups. So ranks along
+`model` and `pipe` may hold different variables, which no tf.distribute strategy allows.
+
+A replica is a coordinate of the data and expert axes; all ranks of a replica read the same samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.runtime.collectives import Group
+from tfdist.runtime.mesh import AXES, REPLICA_AXES, Mesh
+from tfdist.runtime.mirrored import MultiWorker
+from tfdist.runtime.overdue import Overdue
+from tfdist.runtime.ring import MARK
+
+
+class MeshRuntime:
+    """See runtime/base.py."""
+
+    name = "mesh"
+    local_replicas = 1
+
+    def __init__(self, mesh: Mesh, cluster: Cluster, world: MultiWorker, timeout: float):
+        self.mesh, self._cluster, self._world, self._timeout = mesh, cluster, world, timeout
+        self.rank, self.size = world.rank, world.size
+        self.coordinates = mesh.coordinates(self.rank)
+        self.replicas, self.first_replica = mesh.replicas, mesh.index(self.rank, *REPLICA_AXES)
+        self.leads = not any(self.coordinates[axis] for axis in AXES if axis not in REPLICA_AXES)
+        self._nccl = bool(tf.config.list_logical_devices("GPU"))
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._overdue = Overdue(timeout, self._give_up) if timeout and self.size > 1 else None
+
+    @classmethod
+    def create(cls, config: Config, cluster: Cluster) -> MeshRuntime:
+        """Raises ConfigError if --mesh does not fit the number of workers."""
+        mesh = Mesh.parse(config.parallel.mesh, cluster.size)
+        return cls(mesh, cluster, MultiWorker.create(config, cluster), config.strategy.collective_timeout)
+
+    def group(self, *axes: str) -> Group:
+        """The group of this rank along some axes; none: itself alone. The first call for an axis is a collective."""
+        return self.group_of(self.mesh.group(self.rank, *axes))
+
+    def group_of(self, ranks: Sequence[int]) -> Group:
+        """The group of any ranks, of which this worker is one. The same object for the same ranks."""
+        ranks = tuple(ranks)
+        if ranks not in self._groups:
+            tasks = [self._cluster.task(rank) if self.size > 1 else "" for rank in ranks]
+            self._groups[ranks] = Group(ranks, self.rank, tasks=tasks, nccl=self._nccl)
+            self._groups[ranks].meet(self._timeout)
+        return self._groups[ranks]
+
+    # -- inside a tf.function --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Variables get the chief's initial values, so all ranks must create the same ones here, and cut them afterwards."""
+        created: list[tf.Variable] = []
+
+        def creator(create: Callable, **arguments: Any) -> tf.Variable:
+            created.append(create(**arguments))
+            return created[-1]
+
+        with tf.variable_creator_scope(creator):
+            yield
+        if self.size > 1:
+            for variable, value in zip(created, self.broadcast([variable.numpy() for variable in created]), strict=True):
+                variable.assign(value)
+
+    def run(self, fn: Callable, args: Sequence = ()) -> Any:
+        with _Replica(self.group(*REPLICA_AXES)) if self.replicas > 1 else contextlib.nullcontext():
+            return fn(*args) if self._overdue is None else self._watched(fn, args)
+
+    def _watched(self, fn: Callable, args: Sequence) -> Any:
+        """`fn(*args)`, begun and ended for overdue.py, when the graph runs it."""
+        with tf.control_dependencies(_tensors(args)):
+            begun = tf.numpy_function(self._overdue.begin, [], [])
+        with tf.control_dependencies([begun]):
+            result = fn(*tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, tuple(args)))
+        with tf.control_dependencies(_tensors(result)):
+            tf.numpy_function(self._overdue.end, [], [])
+        return result
+
+    def _give_up(self) -> None:
+        others = sorted({rank for group in self._groups.values() for rank in group.ranks} - {self.rank})
+        context.context().abort_collective_ops(
+            tf.errors.DEADLINE_EXCEEDED,
+            f"{MARK}rank {self.rank} has waited for more than --collective_timeout={self._timeout:g} s in a step for one of ranks {', '.join(map(str, others))}, "
+            "which is stuck or much slower.")
+
+    def per_replica(self, values: Sequence) -> Any:
+        (value,) = values
+        return value
+
+    def local(self, value: Any) -> tuple:
+        return (value,)
+
+    def replica_id(self) -> tf.Tensor:
+        return tf.constant(self.first_replica)
+
+    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [self.group(*REPLICA_AXES).all_reduce(tensor) for tensor in tensors]
+
+    # -- between steps ---------------------------------------------------------------------------------------------
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        return self._world.all_gather(array)
+
+    def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        return self._world.broadcast(arrays)
+
+    def barrier(self) -> None:
+        self._world.barrier()
+
+    def waiting_for(self) -> int | None:
+        return None  # TensorFlow's collectives do not tell
+
+    def close(self) -> None:
+        self._world.close()
+
+
+def _tensors(nest: Any) -> list[tf.Tensor]:
+    return [leaf for leaf in tf.nest.flatten(nest) if tf.is_tensor(leaf)]
+
+
+class _Replica(tf.distribute.ReplicaContext):
+    """Where layers that speak to other replicas by themselves (BatchNormalization) find them."""
+
+    def __init__(self, group: Group):
+        super().__init__(tf.distribute.get_strategy(), 0)
+        self._group = group
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        assert reduce_op == tf.distribute.ReduceOp.SUM
+        return tf.nest.map_structure(self._group.all_reduce, value)

@@ -1,0 +1,152 @@
+"""Parameter servers through tf.distribute: the chief's side as a Runtime, and what workers and servers run.
+
+The chief alone composes, evaluates and saves; so as a Runtime it is one worker with one replica. Its extra methods send
+functions to the workers (`call`) and tell who is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
+from tfdist.control.presence import Watch, await_all
+from tfdist.runtime.one_device import OneDevice
+
+_LOST_SECONDS = 5.0  # after an error of TensorFlow: how long to look for a parameter server that is gone
+
+
+class ParameterServer(OneDevice):
+    """The chief. `workers`: how many there are; `devices`: of the parameter servers."""
+
+    name = "parameter_server"
+
+    def __init__(self, cluster: Cluster, config: Config):
+        self.cluster = cluster
+        self.workers = len(cluster.spec["worker"])
+        self.devices = [f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in range(len(cluster.spec["ps"]))]
+        await_all(cluster.others("ps", "worker"), config.cluster.startup_timeout)
+        self._watch = Watch(cluster.others("ps", "worker"))
+        self._missing: set[str] = set()  # workers
+        tf.get_logger().setLevel("CRITICAL")  # who is lost is told in a sentence; TensorFlow would add pages
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(_spec(cluster), task_type="chief", task_id=0, rpc_layer="grpc")
+        self._strategy = tf.distribute.ParameterServerStrategy(resolver)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
+
+    @classmethod
+    def create(cls, config: Config, cluster: Cluster) -> ParameterServer:
+        return cls(cluster, config)
+
+    def call(self, function: tf.types.experimental.ConcreteFunction, arguments: Sequence) -> Callable[[], tuple | None]:
+        """Gives a call to the next worker that is free, and to another one if that dies.
+
+        Returns what waits for its result, NumPy arrays; None if the call was made, but its worker died before the result
+        was here. Raises TensorFlow's errors; see `lost`.
+        """
+        value = self._coordinator.schedule(function, args=tuple(arguments))
+
+        def fetch() -> tuple | None:
+            value._wait_and_maybe_error()  # apart from the fetch, whose errors mean something else
+            try:
+                return value.fetch()
+            except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.InvalidArgumentError) as error:
+                if "/job:ps" in str(error.message):
+                    raise
+                return None
+
+        return fetch
+
+    def news(self) -> list[str]:
+        """Sentences about workers that have gone or come back. Raises PeerLostError if a parameter server is gone."""
+        gone = self._watch.gone()
+        if servers := [name for name in gone if name.startswith("ps ")]:
+            raise PeerLostError(f"Lost {', '.join(servers)}, with the weights: look at its log for the cause, then start all again, from the newest snapshot.")
+        missing = set(gone)
+        sentences = [f"Lost {name}; its work goes to the others." for name in sorted(missing - self._missing)]
+        sentences += [f"{name} is back." for name in sorted(self._missing - missing)]
+        self._missing = missing
+        return sentences
+
+    def lost(self, error: BaseException) -> PeerLostError | None:
+        """The parameter server that is the cause of an error of TensorFlow, or None."""
+        if not isinstance(error, tf.errors.OpError):
+            return None
+        deadline = time.monotonic() + _LOST_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                self.news()
+            except PeerLostError as found:
+                return found
+            time.sleep(0.05)
+        text = str(error.message)
+        if "/job:ps" in text or isinstance(error, tf.errors.UnavailableError):
+            return PeerLostError(f"Lost contact with a parameter server: look at their logs for the cause, then start all again. TensorFlow says: {text.strip().splitlines()[0][:300]}")
+        return None
+
+    def close(self) -> None:
+        self._watch.close()
+
+
+def prepare(config: Config, cluster: Cluster) -> Config:
+    """The configuration with enough threads for all calls; also sets the environment, so call it before TensorFlow starts.
+
+    Each call that a TensorFlow server answers blocks a thread until its answer is complete. With one thread, two calls that
+    wait for each other's process hang for ever; these threads wait most of the time.
+    Raises ConfigError for a cluster or a configuration that is none of a parameter-server run.
+    """
+    workers = len(cluster.spec.get("worker", ()))
+    if not (cluster.spec.get("chief") and cluster.spec.get("ps") and workers):
+        raise ConfigError("--strategy=parameter_server needs a chief, workers and ps in TF_CONFIG: start it with `python -m tfdist.launch --workers=2 --ps=1 -- FLAGS`.")
+    if config.servers.backup_workers >= workers:
+        raise ConfigError(f"--backup_workers={config.servers.backup_workers} leaves none of {workers} workers for the step itself: lower it.")
+    least = 2 * workers + 2
+    threads = config.cluster.inter_op_threads or int(os.environ.get("TF_NUM_INTEROP_THREADS") or os.cpu_count() or 1)
+    os.environ["TF_NUM_INTEROP_THREADS"] = str(max(least, threads))
+    return config.replace(inter_op_threads=max(least, threads) if config.cluster.inter_op_threads else 0)
+
+
+def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> ExitCode:
+    """What a worker or a parameter server does: works for the chief until that is gone.
+
+    is_finished: whether the run has come to its end.
+    Returns OK if it then has, PREEMPTED if this process had been asked to end, else PEER_LOST.
+    Raises StartupError if the chief does not appear in time.
+    """
+    config = prepare(config, cluster)
+    asked = []
+
+    def on_term(*_) -> None:
+        if asked:
+            os._exit(128 + signal.SIGTERM)
+        asked.append(True)
+        os.write(2, b"tfdist: SIGTERM: ending when the chief has saved and ended.\n")
+
+    threads = config.cluster
+    options = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads.intra_op_threads, inter_op_parallelism_threads=threads.inter_op_threads)
+    options.gpu_options.allow_growth = True
+    if config.run.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    tf.distribute.Server(_spec(cluster), job_name=cluster.role, task_index=cluster.index, protocol="grpc", config=options)
+    signal.signal(signal.SIGTERM, on_term)
+    print(f"tfdist: {cluster.describe()}, at {cluster.spec[cluster.role][cluster.index]}; waiting for the chief.", flush=True)
+    chief = cluster.others("chief")
+    await_all(chief, threads.startup_timeout, lambda: bool(asked))
+    watch = Watch(chief)
+    while not watch.gone():
+        time.sleep(0.1)
+    if asked:
+        return ExitCode.PREEMPTED
+    if is_finished():
+        print("tfdist: the run is finished.", flush=True)
+        return ExitCode.OK
+    raise PeerLostError(f"Lost {', '.join(chief)} before the run was finished: look at its log for the cause.")
+
+
+def _spec(cluster: Cluster) -> tf.train.ClusterSpec:
+    return tf.train.ClusterSpec({role: cluster.spec[role] for role in ("chief", "worker", "ps")})

@@ -1,0 +1,250 @@
+"""Goodput: the share of a run folder's life that went into training steps which were kept.
+
+Everything comes from logs/rank-0.jsonl, over all attempts. The life begins when the first process that told anything was
+started and ends with the last event; `account` cuts it into spans that lie end to end, so the parts always add up to it.
+
+| part       | what the time went into                                                                                   |
+|------------|-----------------------------------------------------------------------------------------------------------|
+| train      | steps that were kept                                                                                      |
+| lost       | steps that were done again or never kept, and going back from bad numbers                                 |
+| restart    | from the last event before a death to the first new step: failure, down, start-up and first step together |
+| startup    | starting a process that follows no death: imports, building, restoring, opening the data                  |
+| trace      | tracing and compiling: what the first steps of an attempt took longer than the same number of later ones   |
+| evaluation | training stood still for an evaluation                                                                     |
+| saving     | training stood still for a snapshot or a backup                                                            |
+| results    | after the last snapshot: export, picture, summary                                                          |
+| idle       | after a finished training, until somebody trained on                                                       |
+| other      | what the log does not explain                                                                              |
+
+Between two train events the log tells the seconds of training (steps / perf/steps_per_s) and of each pause (pause/NAME_s).
+After the last train event of an attempt it tells steps and times only: those steps are taken at the attempt's median pace.
+What a process did after its last event is in no log; it counts as restart.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import groupby
+from typing import Any
+
+PARTS = ("train", "lost", "restart", "startup", "trace", "evaluation", "saving", "results", "idle", "other")
+_PAUSES = {"evaluation": "evaluation", "saving": "saving", "rollback": "lost"}  # pause/NAME_s -> part
+_AFTER = {"eval": "evaluation", "save": "saving", "backup": "saving", "error": "failure", "end": "results"}  # kind -> what the time before it was for
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of the life. Times in Unix seconds; steps (first_step, last_step] were trained in it, none if they are equal."""
+
+    part: str
+    begin: float
+    end: float
+    attempt: int
+    first_step: int = 0
+    last_step: int = 0
+    within: str = ""  # of a restart: "failure", "down", "startup" or "trace"
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A death, or a stop on request, after which the run was started again."""
+
+    attempt: int  # the new one
+    died: float  # Unix seconds of the last event before
+    reason: str
+    from_step: int  # the last that was told
+    to_step: int  # where the new attempt went on
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The life of a run folder, in spans that lie end to end."""
+
+    spans: tuple[Span, ...]
+    restarts: tuple[Restart, ...]
+    lost_steps: int
+    state: str  # "finished", "stopped" (on request), "failed", or "running or killed": the log cannot tell these two apart
+    unsaved_steps: int  # done, and in no snapshot that the log tells of
+
+    @property
+    def wall_s(self) -> float:
+        return self.spans[-1].end - self.spans[0].begin if self.spans else 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """part -> seconds, every part, in the order of PARTS; the sum is `wall_s`."""
+        return {part: sum(span.seconds for span in self.spans if span.part == part) for part in PARTS}
+
+    @property
+    def restart_parts(self) -> dict[str, float]:
+        """The seconds of "restart", by what they consist of."""
+        return {within: sum(span.seconds for span in self.spans if span.within == within) for within in ("failure", "down", "startup", "trace")}
+
+    @property
+    def fraction(self) -> float:
+        """Useful training seconds per second of life; 0 for a life without length."""
+        return self.parts["train"] / self.wall_s if self.wall_s else 0.0
+
+
+def seconds_of(record: Mapping[str, Any]) -> float:
+    """A record's time as Unix seconds."""
+    return datetime.fromisoformat(record["time"]).timestamp()
+
+
+def account(records: Iterable[Mapping[str, Any]]) -> Goodput:
+    """Accounts for the life that the records of a rank-0.jsonl tell of (jsonl.read_jsonl)."""
+    attempts = [_Attempt(list(group)) for _, group in groupby(_in_order(records), key=lambda record: record["attempt"])]
+    paces = [pace for attempt in attempts for pace in attempt.paces]
+    spans: list[Span] = []
+    resets: list[tuple[int, int]] = []  # (number of spans before it, step): what was trained there beyond the step is lost
+    restarts: list[Restart] = []
+    recovering = False  # since a death no new step has been done
+    for before, attempt in zip([None, *attempts], attempts, strict=False):
+        if before and not before.finished:
+            recovering = True
+            restarts.append(Restart(attempt.number, before.last["at"], before.reason, before.last["step"], attempt.first["step"]))
+        if before:
+            resets.append((len(spans), attempt.first["step"]))
+        walk = _Walk(attempt, attempt.pace or _median(paces))
+        walk.start(before)
+        walk.go()
+        resets += [(len(spans) + count, step) for count, step in walk.resets]
+        for span in walk.spans:
+            recovering = recovering and span.first_step == span.last_step
+            is_restart = span.part in ("failure", "down") or (recovering and span.part in ("startup", "trace"))
+            spans.append(replace(span, part="restart", within=span.part) if is_restart else span)
+    last = attempts[-1] if attempts else None
+    if last and last.state == "failed":
+        resets.append((len(spans), last.saved_step))
+    spans = _split(spans, resets)
+    return Goodput(tuple(spans), tuple(restarts), sum(span.last_step - span.first_step for span in spans if span.part == "lost"),
+                   last.state if last else "", last.last["step"] - last.saved_step if last and not last.finished else 0)
+
+
+def _in_order(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records with "at", Unix seconds that never go back: a chief may come back on a host whose clock is behind."""
+    latest, found = float("-inf"), []
+    for record in records:
+        latest = max(latest, seconds_of(record))
+        found.append({**record, "at": latest})
+    return found
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def _number(values: Mapping[str, Any], name: str) -> float:
+    """A value of a record; 0 where it is missing or no number."""
+    value = values.get(name)
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+class _Attempt:
+    """The records of one attempt, and what they say as a whole."""
+
+    def __init__(self, records: list[dict[str, Any]]):
+        self.records, self.first, self.last = records, records[0], records[-1]
+        self.number = self.first["attempt"]
+        self.paces = [1 / pace for record in [record for record in records if record["kind"] == "train"][1:] if (pace := _number(record["values"], "perf/steps_per_s"))]
+        self.pace = _median(self.paces)  # seconds per step; the first interval holds the tracing
+        ends = [record for record in records if record["kind"] in ("end", "error")]
+        self.finished = bool(ends) and ends[-1]["kind"] == "end" and not ends[-1]["values"].get("stopped")
+        self.state = "finished" if self.finished else "running or killed" if not ends else "stopped" if ends[-1]["kind"] == "end" else "failed"
+        self.reason = {"failed": str(ends[-1]["values"].get("message", "an error")) if ends else "", "stopped": "stopped on request, after saving",
+                       "running or killed": "no last word: it was killed"}.get(self.state, "")
+        saves = [int(record["values"].get("save/step", record["step"])) for record in records if record["kind"] in ("save", "backup")]
+        self.saved_step = max([self.first["step"], *saves])
+
+
+class _Walk:
+    """Goes through an attempt's records and lays down spans, end to end."""
+
+    def __init__(self, attempt: _Attempt, pace: float):
+        self.attempt, self.pace = attempt, pace
+        self.spans: list[Span] = []
+        self.resets: list[tuple[int, int]] = []
+        self.at, self.step = attempt.first["at"], attempt.first["step"]  # up to here all is laid down
+        self.trained = False
+
+    def start(self, before: _Attempt | None) -> None:
+        """From the last event of the attempt before, if any, to this one's first event."""
+        first = self.attempt.first["at"]
+        born = first - _number(self.attempt.first["values"], "startup_s")
+        self.at = before.last["at"] if before else born
+        self._lay("idle" if before and before.finished else "down", born - self.at)  # a spare process was born before the other died
+        self._lay("startup", first - self.at)
+
+    def go(self) -> None:
+        told: list[dict[str, Any]] = []  # since the last train event
+        for record in self.attempt.records[1:]:
+            if record["step"] < (told[-1]["step"] if told else self.step):  # back from bad numbers
+                self._tail(told)
+                self._lay("lost", record["at"] - self.at)
+                self.step, told = record["step"], []
+                self.resets.append((len(self.spans), self.step))
+            elif record["kind"] == "train":
+                self._interval(record)
+                told = []
+            else:
+                told.append(record)
+        self._tail(told)
+
+    def _interval(self, record: Mapping[str, Any]) -> None:
+        """Up to a train event. Pauses come first: what pauses is due where the event before was."""
+        values, gap, steps = record["values"], record["at"] - self.at, record["step"] - self.step
+        speed = _number(values, "perf/steps_per_s")
+        clock = min(gap, steps / speed) if speed else gap
+        training = clock if self.trained or not self.pace else min(clock, steps * self.pace)
+        left = gap - clock
+        pauses = {part: min(left, _number(values, f"pause/{name}_s")) for name, part in _PAUSES.items()}
+        self._lay("other" if self.trained else "startup", max(0.0, left - sum(pauses.values())))
+        self._lay("trace", clock - training)
+        for part, seconds in pauses.items():
+            self._lay(part, min(seconds, record["at"] - training - self.at))
+        self._train(record["at"] - self.at, record["step"])
+
+    def _tail(self, told: list[dict[str, Any]]) -> None:
+        """After the last train event."""
+        for record in [record for record in told if record["kind"] in _AFTER or record is told[-1]]:
+            gap, steps = record["at"] - self.at, record["step"] - self.step
+            training = (min(gap, steps * self.pace) if self.pace else gap) if steps else 0.0
+            if steps and not self.trained and record["kind"] != "error":
+                self._lay("trace", gap - training)
+            if steps:
+                self._train(training, record["step"])
+            self._lay(_AFTER.get(record["kind"], "other" if self.trained else "startup"), record["at"] - self.at)
+
+    def _train(self, seconds: float, step: int) -> None:
+        self.spans.append(Span("train", self.at, self.at + seconds, self.attempt.number, self.step, step))
+        self.at, self.step, self.trained = self.at + seconds, step, True
+
+    def _lay(self, part: str, seconds: float) -> None:
+        if seconds > 0:
+            self.spans.append(Span(part, self.at, self.at + seconds, self.attempt.number))
+            self.at += seconds
+
+
+def _split(spans: list[Span], resets: list[tuple[int, int]]) -> list[Span]:
+    """Cuts what was trained beyond a later reset off as lost."""
+    kept, limit, found = sorted(resets), float("inf"), []
+    for number in range(len(spans) - 1, -1, -1):
+        while kept and kept[-1][0] > number:
+            limit = min(limit, kept.pop()[1])
+        span = spans[number]
+        if span.part != "train" or span.last_step <= limit:
+            found.append(span)
+            continue
+        cut = max(span.first_step, int(limit))
+        middle = span.begin + span.seconds * (cut - span.first_step) / max(1, span.last_step - span.first_step)
+        found.append(replace(span, part="lost", begin=middle, first_step=cut))
+        if cut > span.first_step:
+            found.append(replace(span, end=middle, last_step=cut))
+    return found[::-1]

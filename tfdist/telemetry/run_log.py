@@ -1,0 +1,146 @@
+"""A run folder as its logs tell it: series, events, flags, goodput, and the facts that a reader wants first."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tfdist.telemetry.goodput import Goodput, account, seconds_of
+from tfdist.telemetry.jsonl import read_jsonl
+from tfdist.telemetry.plot import series_of
+
+_RANK_FILE = re.compile(r"^rank-(\d+)\.jsonl$")
+
+
+class RunLog:
+    """What RUN_DIR/logs and RUN_DIR/flags.txt say. `name`: how the run is called beside others."""
+
+    def __init__(self, folder: Path, name: str = ""):
+        self.folder, self.name = folder, name or folder.resolve().name
+        self.records = list(read_jsonl(folder / "logs" / "rank-0.jsonl"))
+        self.series = series_of(self.records)  # name -> {step: value}, without what was done again
+
+    @cached_property
+    def goodput(self) -> Goodput:
+        return account(self.records)
+
+    @cached_property
+    def flags(self) -> dict[str, str]:
+        """Flag -> value as text, from flags.txt; empty if there is none."""
+        try:
+            lines = (self.folder / "flags.txt").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return {}
+        found = {}
+        for line in lines:
+            if line.startswith("--"):
+                name, equals, value = line[2:].partition("=")
+                found[name if equals or not name.startswith("no") else name[2:]] = value if equals else str(not name.startswith("no")).lower()
+        return found
+
+    @cached_property
+    def phases(self) -> dict[int, dict[str, float]]:
+        """rank -> phase -> mean seconds, from the events of kind "phases" of all ranks; ranks without any are left out."""
+        found = {}
+        for rank, records in self._ranks():
+            told = [record["values"] for record in records if record["kind"] == "phases"]
+            names = dict.fromkeys(name for values in told for name in values if name.startswith("phase/") and name.endswith("_s"))
+            if names:
+                found[rank] = {name.removeprefix("phase/").removesuffix("_s"): statistics.fmean(float(values.get(name, 0.0)) for values in told) for name in names}
+        return found
+
+    @cached_property
+    def memory(self) -> dict[str, dict[int, float]]:
+        """"rank K: NAME" -> {step: value} of the values memory/NAME of any event."""
+        found: dict[str, dict[int, float]] = {}
+        for rank, records in self._ranks():
+            for record in records:
+                for name, value in record["values"].items():
+                    if name.startswith("memory/") and isinstance(value, (int, float)):
+                        found.setdefault(f"rank {rank}: {name.removeprefix('memory/')}", {})[record["step"]] = float(value)
+        return found
+
+    def _ranks(self) -> Iterator[tuple[int, Sequence[Mapping[str, Any]]]]:
+        files = {int(match.group(1)): path for path in (self.folder / "logs").iterdir() if (match := _RANK_FILE.match(path.name))}
+        for rank, path in sorted(files.items()):
+            yield rank, self.records if rank == 0 else list(read_jsonl(path))
+
+    def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["kind"] in kinds]
+
+    def timed(self, *kinds: str) -> list[tuple[float, dict[str, Any]]]:
+        """(seconds since the life began, record) of the events of these kinds."""
+        begin = self.goodput.spans[0].begin if self.goodput.spans else 0.0
+        return [(seconds_of(record) - begin, record) for record in self.of_kind(*kinds)]
+
+    def step_seconds(self) -> list[tuple[float, int]]:
+        """(seconds per step, steps) of every interval between two train events, but for each attempt's first, which holds the tracing."""
+        found, attempt, step = [], None, 0
+        for record in self.of_kind("train"):
+            speed = record["values"].get("perf/steps_per_s")
+            if record["attempt"] == attempt and record["step"] > step and isinstance(speed, (int, float)) and speed > 0:
+                found.append((1 / speed, record["step"] - step))
+            attempt, step = record["attempt"], record["step"]
+        return found
+
+    def facts(self) -> dict[str, str]:
+        """The run in a few rows, name -> text; "" where the log does not tell."""
+        goodput, starts = self.goodput, self.of_kind("start")
+        values = starts[-1]["values"] if starts else {}
+        workers = list(dict.fromkeys(str(record["values"].get("workers", "")) for record in starts))
+        times = self.step_seconds()
+        samples = self._typical("perf/samples_per_s")
+        tokens = self._typical("perf/tokens_per_s") or (samples * int(self.flags["sequence_length"]) if self.flags.get("source") == "text" and "sequence_length" in self.flags else 0.0)
+        flops, mfu = self._typical("perf/model_flops_per_s"), self._typical("perf/mfu")
+        last = self.records[-1]["step"] if self.records else 0
+        return {
+            "state": f"{goodput.state} at step {last:,}" + (f", {goodput.unsaved_steps:,} steps in no snapshot" if goodput.unsaved_steps and goodput.state != "finished" else ""),
+            "wall time": duration(goodput.wall_s), "goodput": f"{100 * goodput.fraction:.1f} %",
+            "attempts": f"{len({record['attempt'] for record in self.records})}, {counted(len(goodput.restarts), 'restart')}", "lost steps": f"{goodput.lost_steps:,}",
+            "workers": " → ".join(workers), "parameters": f"{values['parameters']:,}" if "parameters" in values else "",
+            "training loss": self._last("train/loss"), "evaluation": ", ".join(f"{name.removeprefix('eval/')} {self._last(name)}" for name in self.series if name.startswith("eval/") and name != "eval/samples"),
+            "samples/s": f"{samples:,.0f}" if samples else "", "tokens/s": f"{tokens:,.0f}" if tokens else "",
+            "step time": f"{span(quantile(times, 0.5))} median, {span(quantile(times, 0.95))} at 95 %" if times else "",
+            "model FLOP/s": f"{flops / 1e12:,.3g} T" if flops else "", "MFU": f"{100 * mfu:.1f} %" if mfu else "",
+            "configuration": str(values.get("config_digest", "")), "run id": str(self.records[-1].get("run_id", "")) if self.records else "",
+        }
+
+    def _typical(self, name: str) -> float:
+        """The median over the train events; 0 if none has it."""
+        return statistics.median(self.series[name].values()) if self.series.get(name) else 0.0
+
+    def _last(self, name: str) -> str:
+        points = self.series.get(name)
+        return f"{points[max(points)]:.4g}" if points else ""
+
+
+def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float:
+    """The smallest value at or below which `share` of the weight lies; `weighted`: (value, weight), not empty."""
+    left = share * sum(weight for _, weight in weighted)
+    for value, weight in sorted(weighted):
+        left -= weight
+        if left <= 0:
+            return value
+    return max(weighted)[0]
+
+
+def duration(seconds: float) -> str:
+    """"37.2 s", "5:07 min", "3:05:07 h"."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} h"
+
+
+def span(seconds: float) -> str:
+    """A short time with its unit: "3.4 ms", "1.25 s"."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def counted(number: int, word: str) -> str:
+    """"1 restart", "2 restarts"."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""Parallelism beyond data parallelism: each a few lines over runtime/collectives.py."""

@@ -1,0 +1,146 @@
+"""Gradient compression: what travels between replicas, in fewer bytes, at the price of an error that may be carried on.
+
+    --compression   a tensor of n float32 (4 n bytes) travels as          error
+    fp16, bf16      2 n bytes, summed in that type                        rounding; not carried
+    int8            n bytes and a scale per tensor                        carried
+    topk            8 bytes for each of the n / 100 largest               carried
+    powersgd        4 r (rows + columns) bytes, rank r = 4                carried
+
+Carried (error feedback, Karimireddy et al. 2019, arXiv:1901.09847): what a worker could not send is kept and added to its
+next gradient, so that nothing is lost, only late. Top-k sparsification: Aji and Heafield 2017, arXiv:1704.05021. PowerSGD:
+Vogels et al. 2019, arXiv:1905.13727: the gradient as a matrix M is replaced by P Q^T, one step of power iteration from
+the Q of the step before. Vectors (biases, norms) travel whole under topk and powersgd: they are few, and matter.
+
+float16 has no range to spare: the sum is divided before, and multiplied after, by the number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.runtime.collectives import Group
+
+TOPK_PART = 0.01
+POWERSGD_RANK = 4
+_LEAST = 1024  # tensors of fewer elements travel whole under topk and powersgd
+
+
+class Compression:
+    """A lossy sum over a group. `variables` is its state, which must be saved: each worker has its own.
+
+    Args:
+      kind: a choice of --compression but none.
+      variables: of the model; the tensors of a call have their shapes and order.
+      feedback: False drops the error instead of carrying it on (for comparison only).
+    """
+
+    def __init__(self, kind: str, variables: Sequence[keras.Variable], group: Group, feedback: bool = True):
+        self.kind, self.group = kind, group
+        self.shapes = [tuple(variable.shape) for variable in variables]
+        self.carries = feedback and kind in ("int8", "topk", "powersgd")
+        self.variables: dict[str, tf.Variable] = {}
+        for index, shape in enumerate(self.shapes):
+            if self.carries and not self._whole(shape):
+                self.variables[f"compression_error_{index:04d}"] = tf.Variable(tf.zeros(shape), trainable=False)
+            if kind == "powersgd" and not self._whole(shape):
+                # The same on all workers: they must span the same space.
+                start = np.random.default_rng(index).normal(size=(_matrix(shape)[1], POWERSGD_RANK)).astype("float32")
+                self.variables[f"compression_basis_{index:04d}"] = tf.Variable(start, trainable=False)
+        self._sum = {"fp16": self._cast, "bf16": self._cast, "int8": self._int8, "topk": self._topk, "powersgd": self._powersgd}[kind]
+
+    def bytes(self) -> int:
+        """What one worker sends of one step's gradients, before the collective's own overhead."""
+        total = 0
+        for shape in self.shapes:
+            n = math.prod(shape)
+            rows, columns = _matrix(shape)
+            total += 4 * n if self._whole(shape) else {"fp16": 2 * n, "bf16": 2 * n, "int8": n + 4, "topk": 8 * _kept(n), "powersgd": 4 * POWERSGD_RANK * (rows + columns)}[self.kind]
+        return total
+
+    def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sum of each float32 tensor over the group, about. Every worker gets the same bits."""
+        return [self._one(index, tensor) for index, tensor in enumerate(tensors)]
+
+    def _one(self, index: int, tensor: tf.Tensor) -> tf.Tensor:
+        shape = self.shapes[index]
+        if self._whole(shape):
+            return self.group.all_reduce(tensor)
+        error = self.variables.get(f"compression_error_{index:04d}")
+        wanted = tensor if error is None else tensor + error
+        total, sent = self._sum(index, wanted)
+        if error is not None:
+            # An overflow (float16 loss scale) must not stay in the error for ever.
+            error.assign(tf.where(tf.math.is_finite(wanted), wanted - sent, 0.0))
+        return total
+
+    def _whole(self, shape: tuple[int, ...]) -> bool:
+        return self.kind in ("topk", "powersgd") and (math.prod(shape) < _LEAST or len(shape) < 2)
+
+    # -- each: (index, this worker's tensor) -> (sum over workers, what this worker contributed to it) -------------------
+
+    def _cast(self, index: int, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        n = float(self.group.size)
+        small = tf.cast(tensor / n, tf.float16 if self.kind == "fp16" else tf.bfloat16)
+        return tf.cast(self.group.all_reduce(small), tf.float32) * n, tf.cast(small, tf.float32) * n
+
+    def _int8(self, index: int, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        scale = tf.maximum(tf.reduce_max(tf.abs(tensor)), 1e-30) / 127.0
+        levels = tf.cast(tf.round(tensor / scale), tf.int8)
+        scales = self.group.all_gather(scale[tf.newaxis])
+        every = tf.cast(_gather_bytes(levels, self.group), tf.float32)
+        total = tf.reduce_sum(every * scales[:, tf.newaxis], 0)
+        return tf.reshape(total, tensor.shape), tf.cast(levels, tf.float32) * scale
+
+    def _topk(self, index: int, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        flat = tf.reshape(tensor, [-1])
+        n = flat.shape[0]
+        _, places = tf.math.top_k(tf.abs(flat), _kept(n), sorted=False)
+        values = tf.gather(flat, places)
+        every_place, every_value = self.group.all_gather(places), self.group.all_gather(values)
+        total = tf.scatter_nd(every_place[:, tf.newaxis], every_value, [n])
+        sent = tf.scatter_nd(places[:, tf.newaxis], values, [n])
+        return tf.reshape(total, tensor.shape), tf.reshape(sent, tensor.shape)
+
+    def _powersgd(self, index: int, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        matrix = tf.reshape(tensor, _matrix(tensor.shape))
+        basis = self.variables[f"compression_basis_{index:04d}"]
+        p = _orthonormal(self.group.all_reduce(matrix @ basis.value()))
+        own = tf.matmul(matrix, p, transpose_a=True)
+        q = self.group.all_reduce(own)
+        basis.assign(tf.where(tf.math.is_finite(q), q, basis))
+        return tf.reshape(tf.matmul(p, q, transpose_b=True), tensor.shape), tf.reshape(tf.matmul(p, own, transpose_b=True), tensor.shape)
+
+
+def _kept(n: int) -> int:
+    return max(1, round(n * TOPK_PART))
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """The tensor as a matrix: all dims but the last are rows."""
+    return math.prod(shape[:-1]), shape[-1] if len(shape) else 1
+
+
+def _orthonormal(p: tf.Tensor) -> tf.Tensor:
+    """Columns [rows, r] made orthonormal by Gram and Schmidt, twice for accuracy; a column of zeros stays."""
+    for _ in range(2):
+        columns: list[tf.Tensor] = []
+        for column in tf.unstack(p, axis=1):
+            for earlier in columns:
+                column -= tf.tensordot(earlier, column, 1) * earlier
+            columns.append(column * tf.math.rsqrt(tf.maximum(tf.reduce_sum(column**2), 1e-30)))
+        p = tf.stack(columns, 1)
+    return p
+
+
+def _gather_bytes(levels: tf.Tensor, group: Group) -> tf.Tensor:
+    """int8 [members, n] of every member's tensor of n elements. The collectives know no int8: four travel as an int32."""
+    flat = tf.reshape(levels, [-1])
+    n = flat.shape[0]
+    words = tf.bitcast(tf.reshape(tf.pad(flat, [[0, -n % 4]]), [-1, 4]), tf.int32)
+    rows = tf.reshape(group.all_gather(words), [group.size, -1])
+    return tf.reshape(tf.bitcast(rows, tf.int8), [group.size, -1])[:, :n]

@@ -1,0 +1,70 @@
+"""Stage 3 of ZeRO in the model: layers hold shards, and put their variables together while they are called.
+
+Each layer with trainable variables of its own gathers them when it is called, and lets go of them afterwards; in the
+backward pass it gathers again, and the gradients leave it as reduce-scattered shards. Without more, TensorFlow would start
+all gathers at once, as none waits for data. So the gather of a layer waits for the input of the layer called before it:
+one layer's parameters are on the way while another's are in use, and no more are held. The backward pass does the same
+in reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.collectives import Group
+from tfdist.training.parallel.recompute import recomputed
+from tfdist.training.parallel.shards import Layout
+
+
+def gather_layers(model: keras.Model, variables: Sequence[keras.Variable], shards: Sequence[keras.Variable], group: Group) -> None:
+    """Replaces `variables` of the model's layers by `shards`, in place; the memory of the former is set free."""
+    shard_of = {id(variable): shard for variable, shard in zip(variables, shards, strict=True)}
+    turns = {False: _Turn(), True: _Turn()}
+    for layer in model._flatten_layers(include_self=True):  # Keras has no public way into layers that are attributes of layers
+        own = [variable for variable in layer._trainable_variables if id(variable) in shard_of]
+        if own:
+            _gather_when_called(layer, own, [shard_of[id(variable)] for variable in own], group, turns)
+    for variable in variables:
+        let_go(variable, f"--zero=3 holds {variable.path} in shards, but it is used outside of its own layer's call: use --zero=2, or a model whose layers use their own variables only.")
+
+
+def _gather_when_called(layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict) -> None:
+    layout = Layout([variable.shape for variable in own], group)
+    states = layer.non_trainable_variables
+    inner = layer.call
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        def bind(values: list[tf.Tensor], again: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
+            with tf.control_dependencies([turns[again].take(first)]):
+                values = [tf.identity(value) for value in values]
+            return list(zip(own, layout.gather(values), strict=True))
+
+        return recomputed(lambda nest: inner(*nest[0], **nest[1]), (arguments, options), shards, states, layer, bind)
+
+    layer.call = call
+
+
+class _Turn:
+    """Whose turn it was before: a gather may start when the layer before has its input (or upstream gradient)."""
+
+    def __init__(self) -> None:
+        self._before: tf.Tensor | None = None
+
+    def take(self, mine: tf.Tensor) -> tf.Tensor:
+        """What the gather of the layer that starts with `mine` waits for."""
+        before, self._before = self._before, mine
+        return before if before is not None and before.graph is mine.graph else mine
+
+
+def let_go(variable: keras.Variable, sentence: str) -> None:
+    """Sets the variable's memory free; who uses it afterwards, outside of a scope that gives it a value, gets a ConfigError."""
+
+    def initializer(*_: Any, **__: Any) -> tf.Tensor:
+        raise ConfigError(sentence)
+
+    variable._value, variable._initializer = None, initializer

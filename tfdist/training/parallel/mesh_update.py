@@ -1,0 +1,110 @@
+"""The update on a mesh without --zero: weights are whole along `data`, and parts of layers along `model` and `pipe`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import keras
+import tensorflow as tf
+
+from tfdist.runtime.mesh import AXES, REPLICA_AXES
+from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.optimizer import ema_variables, swapped_in
+from tfdist.training.parallel.compression import Compression
+from tfdist.training.parallel.shards import buckets, build_optimizer, empty_like
+from tfdist.training.update import DataParallel
+
+
+class MeshUpdate(DataParallel):
+    """See training/update.py. Builds the optimizer, which must not be built yet.
+
+    Args:
+      stages: id of a variable of the model -> the stages of the pipeline that hold it; without a pipeline, all are on stage 0.
+      parts: ids of the model's trainable variables that are parts along `model`; the others are the same on all of its ranks.
+      pack_bytes: gradients travel in packs of about this size. 0: each on its own.
+      compression: how they travel (compression.py).
+    """
+
+    holders: tuple[str, ...] = ("pipe", "model")  # the axes along which pieces of the gradient are spread
+
+    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: frozenset[int] = frozenset(), pack_bytes: int = 2**20,
+                 compression: str = "none", stages: Mapping[int, tuple[int, ...]] | None = None):
+        super().__init__(runtime, model, optimizer)
+        self.all = list(model.trainable_variables)
+        self.stages = stages or {id(variable): (0,) for variable in self.all}
+        stage = runtime.coordinates["pipe"]
+        self.trainable = [variable for variable in self.all if stage in self.stages[id(variable)]]
+        self.replicas = runtime.group(*REPLICA_AXES)
+        self.packs = buckets([math.prod(variable.shape) for variable in self.trainable], pack_bytes // 4)
+        same = runtime.mesh.degree("model")
+        self._copies = [(1 if id(variable) in parts else same) * len(self.stages[id(variable)]) for variable in self.trainable]
+        self.compression = None if compression == "none" else Compression(compression, self.trainable, self.replicas)
+        self.build()
+
+    @property
+    def variables(self) -> dict[str, tf.Variable]:
+        return self.compression.variables if self.compression else {}
+
+    def build(self) -> None:
+        """Makes the shards, if any, and the optimizer's slots."""
+        self.shards = self.trainable  # what the optimizer updates
+        self.owners = self.build_optimizer()  # id of a slot -> number of its variable in `all`
+
+    def build_optimizer(self) -> dict[int, int]:
+        """Builds the optimizer on the shards, and on an empty variable for each that is on other stages: so the slots
+        have the same places everywhere."""
+        held = dict(zip(map(id, self.trainable), self.shards, strict=True))
+        return build_optimizer(self.optimizer, [held[id(variable)] if id(variable) in held else empty_like(variable) for variable in self.all])
+
+    def sources(self) -> list[tf.Variable]:
+        return [variable.value for variable in self.trainable]
+
+    def averages(self) -> list[keras.Variable]:
+        """The moving averages of `shards`; empty without --ema."""
+        numbers = {id(variable): number for number, variable in enumerate(self.all)}
+        every = ema_variables(self.optimizer)
+        return [every[numbers[id(variable)]] for variable in self.trainable] if every else []
+
+    def averaged(self) -> AbstractContextManager:
+        averages = self.averages()
+        return swapped_in(self.trainable, averages) if averages else contextlib.nullcontext()
+
+    def apply(self, pieces: list[tf.Tensor]) -> None:
+        self.optimizer.apply(pieces, self.shards)
+
+    def holders_of_weights(self) -> dict[int, keras.Variable]:
+        """id of a trainable variable of the model -> the variable that it computes with, where that is another one."""
+        return {}
+
+    def collect(self) -> None:
+        """Brings what the optimizer updates up to date with the model's variables, after a restore."""
+
+    def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        everyone = self.runtime.group(*AXES)
+        if everyone.size == self.replicas.size:
+            scalars = everyone.all_reduce(tf.concat([sums, signals], 0))
+        else:
+            scalars = tf.concat([self.replicas.all_reduce(sums), everyone.all_reduce(signals)], 0)
+        return self.reduce_gradients(kept), scalars
+
+    def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The pieces of the sum over replicas."""
+        if self.compression:
+            return self.compression(kept)
+        pieces: list = [None] * len(kept)
+        for pack in self.packs:
+            total = self.replicas.all_reduce(tf.concat([tf.reshape(kept[index], [-1]) for index in pack], 0))
+            for index, part in zip(pack, tf.split(total, [math.prod(kept[index].shape) for index in pack]), strict=True):
+                pieces[index] = tf.reshape(part, kept[index].shape)
+        return pieces
+
+    def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+        squares = [tf.reduce_sum(tf.square(piece)) / copies for piece, copies in zip(pieces, self._copies, strict=True)]
+        return tf.sqrt(self.runtime.group(*self.holders).all_reduce(tf.add_n(squares)))
+
+    def weight_norm(self) -> tf.Tensor:
+        return self.norm(self.sources())
+

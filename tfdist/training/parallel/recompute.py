@@ -1,0 +1,94 @@
+"""Computed again instead of kept: activation checkpointing (Chen et al. 2016, arXiv:1604.06174).
+
+`recomputed` runs a function of tensors and variables and remembers nothing but its inputs; the backward pass runs it a
+second time. tf.recompute_grad and keras.remat draw other dropout masks then, because the first pass has moved the seed
+generators on. Here the state (seeds, moving statistics) goes in as values and comes out as values, so that both passes
+see the same, and it moves once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.variables import (
+    AutocastScope,  # not public: the compute type that is in force where a layer is called
+    get_autocast_scope,
+)
+
+Bind = Callable[[list[tf.Tensor], bool, tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]
+
+
+def recomputed(function: Callable[..., Any], inputs: Any, parameters: Sequence[keras.Variable], states: Sequence[keras.Variable],
+               owner: keras.Layer, bind: Bind | None = None) -> Any:
+    """`function(inputs)`, of which only `inputs` is kept for the backward pass.
+
+    Args:
+      inputs: any nest; its tensors are differentiated through, the rest is passed on as it is.
+      parameters: the trainable variables that it uses; their gradients come out as usual.
+      states: the other variables that it uses or changes.
+      owner: the layer that takes over the losses that are added within.
+      bind: (values of `parameters`, whether this is the second pass, the tensor that starts the pass: an input or an
+        upstream gradient) -> (variable, value) for what is to hold within. By default the parameters themselves;
+        gathered.py puts whole variables together from shards here.
+    Returns: what function returns, a nest of tensors.
+    """
+    made = _Recomputed(function, inputs, parameters, states, bind)
+    results = made.run()
+    for state, end in zip(states, results[len(results) - len(states):], strict=True):
+        state.assign(end)
+    outputs = len(results) - len(states) - made.losses
+    for loss in results[outputs:outputs + made.losses]:
+        owner.add_loss(loss)
+    return tf.nest.pack_sequence_as(made.structure, results[:outputs])
+
+
+class _Recomputed:
+    """One call. Its tensors are those of the inputs, then the parameters; its results outputs, losses, states."""
+
+    def __init__(self, function: Callable[..., Any], inputs: Any, parameters: Sequence[keras.Variable], states: Sequence[keras.Variable], bind: Bind | None):
+        self.function, self.inputs, self.parameters, self.states, self.bind = function, inputs, parameters, states, bind
+        self.leaves = tf.nest.flatten(inputs)
+        self.places = [place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf)]
+        self.starts = [tf.convert_to_tensor(state.value) for state in states]
+        autocast = get_autocast_scope()
+        self.compute_dtype = autocast.dtype if autocast else None  # in the backward pass Keras knows none
+        self.structure, self.losses = None, 0
+
+    def run(self) -> list[tf.Tensor]:
+        @tf.custom_gradient
+        def run(*tensors: tf.Tensor):
+            results = self.compute(tensors, False, tensors[0])
+            return results, lambda *upstream: self.gradient(tensors, upstream[:len(results) - len(self.states)])
+
+        results = run(*(self.leaves[place] for place in self.places), *(tf.convert_to_tensor(parameter.value) for parameter in self.parameters))
+        return list(results) if isinstance(results, list | tuple) else [results]
+
+    def compute(self, tensors: Sequence[tf.Tensor], again: bool, first: tf.Tensor) -> list[tf.Tensor]:
+        filled = list(self.leaves)
+        for place, tensor in zip(self.places, tensors[:len(self.places)], strict=True):
+            filled[place] = tensor
+        values = list(tensors[len(self.places):])
+        bound = list(zip(self.parameters, values, strict=True)) if self.bind is None else self.bind(values, again, first)
+        with AutocastScope(self.compute_dtype), keras.StatelessScope([*bound, *zip(self.states, self.starts, strict=True)], collect_losses=True) as scope:
+            self.structure = self.function(tf.nest.pack_sequence_as(self.inputs, filled))
+        self.losses = len(scope.losses)
+        results = [*tf.nest.flatten(self.structure), *scope.losses, *map(scope.get_current_value, self.states)]
+        return [tf.convert_to_tensor(result) for result in results]
+
+    def gradient(self, tensors: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+        with tf.control_dependencies(upstream):  # not before it is needed
+            again = [tf.identity(tensor) for tensor in tensors]
+        if self.bind is not None:  # which decides itself when
+            again[len(self.places):] = [tf.identity(tensor) for tensor in tensors[len(self.places):]]
+        floats = [place for place, tensor in enumerate(again) if tensor.dtype.is_floating]
+        with tf.GradientTape() as tape:
+            tape.watch([again[place] for place in floats])
+            results = self.compute(again, True, upstream[0])
+        pairs = [(result, g) for result, g in zip(results, upstream, strict=False) if result.dtype.is_floating]
+        gradients = tape.gradient([result for result, _ in pairs], [again[place] for place in floats], [g for _, g in pairs],
+                                  unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        found = dict(zip(floats, gradients, strict=True))
+        return [tf.convert_to_tensor(found[place]) if place in found else None for place in range(len(again))]

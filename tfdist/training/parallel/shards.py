@@ -1,0 +1,98 @@
+"""Shards: each variable flattened, padded, and cut into n equal parts, of which member i of a group holds part i.
+
+Legend. n: members. size: elements of a variable. length = ceil(size / n): elements of its shard; the last shards may end
+in padding, which stays 0 under element-wise updates of zero gradients, and is cut off when the variable is put together.
+
+Cut one by one, not as one long vector, an optimizer built on shards has one slot per variable in the order of a
+data-parallel run's, and names (for --weight_decay_exclude) still fit. Several travel together as the columns of a matrix
+[n, sum of lengths], whose row i is for member i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.runtime.collectives import Group
+
+
+class Layout:
+    """How tensors of these shapes lie in the matrix of a group, and how they travel."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]], group: Group):
+        self.group, self.shapes = group, [tuple(shape) for shape in shapes]
+        self.sizes = [math.prod(shape) for shape in self.shapes]
+        self.lengths = [-(-size // group.size) for size in self.sizes]
+
+    def scatter_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """This member's shards [length] of the sums of whole tensors over members."""
+        n = self.group.size
+        columns = [tf.reshape(tf.pad(tf.reshape(tensor, [-1]), [[0, length * n - size]]), [n, length])
+                   for tensor, size, length in zip(tensors, self.sizes, self.lengths, strict=True)]
+        row = self.group.reduce_scatter(tf.concat(columns, 1))
+        return tf.split(row[0], self.lengths)
+
+    def gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The whole tensors; `shards`: this member's. The gradient is `scatter_sum`."""
+        rows = self.group.all_gather(tf.concat(list(shards), 0)[tf.newaxis])
+        columns = tf.split(rows, self.lengths, 1)
+        return [tf.reshape(tf.reshape(column, [-1])[:size], shape) for column, size, shape in zip(columns, self.sizes, self.shapes, strict=True)]
+
+    def cut(self, array: np.ndarray, which: int) -> np.ndarray:
+        """This member's shard of a whole array, which is tensor number `which`."""
+        length = self.lengths[which]
+        flat = np.pad(array.reshape(-1), (0, length * self.group.size - self.sizes[which]))
+        return flat[self.group.index * length:(self.group.index + 1) * length]
+
+
+def shard_variables(variables: Sequence[keras.Variable], group: Group) -> list[keras.Variable]:
+    """One variable [length] for each, with this member's part of its value. It keeps the name."""
+    layout = Layout([variable.shape for variable in variables], group)
+    shards = []
+    for number, variable in enumerate(variables):
+        shard = keras.Variable(layout.cut(variable.numpy(), number), dtype=variable.dtype, name=variable.name, autocast=variable._autocast)
+        shard._path = variable.path  # slots are named after it
+        shards.append(shard)
+    return shards
+
+
+def empty_like(variable: keras.Variable) -> keras.Variable:
+    """A variable [0] with the same name."""
+    empty = keras.Variable(np.zeros([0], variable.dtype), dtype=variable.dtype, name=variable.name)
+    empty._path = variable.path
+    return empty
+
+
+def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> dict[int, int]:
+    """Builds the optimizer on `variables`. Returns id of a slot -> the number of the variable that it belongs to."""
+    owners: dict[int, int] = {}
+    number = {id(variable): index for index, variable in enumerate(variables)}
+    add = optimizer.add_variable_from_reference
+
+    def add_and_note(reference_variable: keras.Variable, *arguments: Any, **options: Any) -> keras.Variable:
+        slot = add(reference_variable, *arguments, **options)
+        owners[id(slot)] = number[id(reference_variable)]
+        return slot
+
+    optimizer.add_variable_from_reference = add_and_note
+    optimizer.build(variables)
+    del optimizer.add_variable_from_reference
+    return owners
+
+
+def buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Indices in groups of about `most` elements, from the last: the backward pass makes the last gradients first."""
+    result: list[list[int]] = [[]]
+    total = 0
+    for index in reversed(range(len(sizes))):
+        if result[-1] and total + sizes[index] > most:
+            result.append([])
+            total = 0
+        result[-1].append(index)
+        total += sizes[index]
+    return result

@@ -1,0 +1,218 @@
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): single layers spread over the `model` axis.
+
+It is data: an ordered list of (pattern of layer names, rule); the first pattern that matches a layer decides. A rule cuts
+the layer's variables, in place, down to this rank's part, and says what travels when it is called. The model stays the
+one that the registry built; layers that no pattern matches are whole, and compute the same on every rank of the axis.
+
+    column   y_part = x @ W[:, part]: x is copied to all (its gradient is summed); no traffic forward
+    row      y = sum over ranks of x_part @ W[part, :], then the bias, once
+So a column layer followed by a row layer costs one all-reduce forward and one backward.
+
+Legend. B batch, T positions, D width, V vocabulary, m ranks along `model`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+from tfdist.config import ModelConfig
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.collectives import Group
+from tfdist.training.objectives import Objective, Scores, weights_like
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a variable a rank holds: of dim `dim`, the places `places[index]`."""
+
+    shape: tuple[int, ...]  # of the whole
+    dim: int
+    places: tuple[np.ndarray, ...]  # of every member, in order
+    index: int
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (*self.shape[:self.dim], len(self.places[self.index]), *self.shape[self.dim + 1:])
+
+    def cut(self, whole: np.ndarray) -> np.ndarray:
+        """This member's part of the whole."""
+        return np.take(whole, self.places[self.index], self.dim)
+
+    def padded(self, part: np.ndarray) -> np.ndarray:
+        """The part with the size of the largest part, for collectives that want one shape."""
+        missing = max(map(len, self.places)) - part.shape[self.dim]
+        return np.pad(part, [(0, missing if dim == self.dim else 0) for dim in range(part.ndim)])
+
+    def join(self, padded: Sequence[np.ndarray]) -> np.ndarray:
+        """The whole, of every member's padded part."""
+        whole = np.zeros(self.shape, padded[0].dtype)
+        for places, part in zip(self.places, padded, strict=True):
+            whole[(slice(None),) * self.dim + (places,)] = np.take(part, range(len(places)), self.dim)
+        return whole
+
+
+Rule = Callable[[keras.Layer, Group], dict[int, Part]]  # returns id of a variable that was cut -> what is left of it
+
+
+def copied(x: tf.Tensor, group: Group) -> tf.Tensor:
+    """x, the same on all members, goes on into parts: identity, whose gradient is the sum over members."""
+    return tf.custom_gradient(lambda t: (tf.identity(t), group.all_reduce))(x)
+
+
+def summed(x: tf.Tensor, group: Group) -> tf.Tensor:
+    """Parts come together: the sum over members, whose gradient, the same on all, goes to every part as it is."""
+    return tf.custom_gradient(lambda t: (group.all_reduce(t), tf.identity))(x)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def column(blocks: int = 1) -> Rule:
+    """A Dense layer [in, out] -> [in, out / m]. `blocks`: out is that many matrices side by side, each of which is cut."""
+
+    def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
+        inner = layer.call
+        parts = _cut(layer, layer._kernel, 1, group, blocks)
+        if layer.bias is not None:
+            parts |= _cut(layer, layer.bias, 0, group, blocks)
+        layer.call = lambda x, *rest, **options: inner(copied(x, group), *rest, **options)
+        return parts
+
+    return rule
+
+
+def row(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    """A Dense layer [in, out] -> [in / m, out], whose input is a part."""
+    parts = _cut(layer, layer._kernel, 0, group)
+
+    def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+        y = summed(ops.matmul(x, layer.kernel), group)
+        return layer.activation(y if layer.bias is None else ops.add(y, layer.bias))
+
+    layer.call, layer.input_spec = call, None
+    return parts
+
+
+def reshape(dim: int) -> Rule:
+    """A Reshape layer whose target has only 1 / m of dim `dim`."""
+
+    def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
+        target = list(layer.target_shape)
+        if target[dim] % group.size:
+            raise ConfigError(f"--mesh has model={group.size}, which does not divide the {target[dim]} of layer {layer.name}: choose a number of heads that it divides, or another degree.")
+        target[dim] //= group.size
+        layer.target_shape = tuple(target)
+        return {}
+
+    return rule
+
+
+def own_noise(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    """A Dropout layer on parts: other ranks draw other masks."""
+    inner, seed = layer.call, layer.seed_generator.state
+
+    def call(x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        own = tf.random.experimental.stateless_fold_in(tf.convert_to_tensor(seed.value), group.index)
+        with keras.StatelessScope([(seed, own)]):
+            return inner(x, training=training)
+
+    layer.call = call
+    return {}
+
+
+def vocabulary(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    """A ReversibleEmbedding [V, D] -> [V / m, D]. In reverse it returns this rank's logits [B, T, V / m]."""
+    inner = layer.call
+    parts = _cut(layer, layer._embeddings, 0, group)
+    if not layer.tie_weights:
+        parts |= _cut(layer, layer.reverse_embeddings, 1, group)
+    places = parts[id(layer._embeddings)].places[group.index]
+
+    def call(x: tf.Tensor, reverse: bool = False) -> tf.Tensor:
+        if reverse:
+            return inner(copied(x, group), reverse=True)
+        local = tf.cast(x, tf.int32) - int(places[0])
+        inside = tf.logical_and(local >= 0, local < len(places))
+        found = inner(tf.where(inside, local, 0))
+        return summed(tf.where(inside[..., tf.newaxis], found, tf.zeros_like(found)), group)
+
+    layer.call = call
+    return parts
+
+
+# For the blocks of models/blocks.py, and so for the transformer and the vit.
+RULES: tuple[tuple[str, Rule], ...] = (
+    (r"^embed_tokens$", vocabulary),
+    (r"^block_\d+_attention_qkv$", column(blocks=3)),
+    (r"^block_\d+_attention_(query|key|value)$", reshape(dim=1)),
+    (r"^block_\d+_attention_weights_dropout$", own_noise),
+    (r"^block_\d+_attention_joined$", reshape(dim=1)),
+    (r"^block_\d+_attention_out$", row),
+    (r"^block_\d+_mlp_up$", column()),
+    (r"^block_\d+_mlp_down$", row),
+)
+
+
+def spread_layers(model: keras.Model, group: Group, rules: Sequence[tuple[str, Rule]] = RULES) -> dict[int, Part]:
+    """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its Part.
+
+    Raises: ConfigError if no layer matches any rule, or a layer cannot be cut into so many parts.
+    """
+    parts: dict[int, Part] = {}
+    matched = False
+    for layer in model._flatten_layers(include_self=False):
+        for pattern, rule in rules:
+            if re.search(pattern, layer.name):
+                parts |= rule(layer, group)
+                matched = True
+                break
+    if not matched:
+        raise ConfigError(f"--mesh has model={group.size}, but no layer of {model.name} can be spread: use --model=transformer or vit, or give the workers to data=.")
+    return parts
+
+
+def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Objective:
+    """training.objectives.classification over logits that are spread along their last dim, V = `size`.
+
+    Only one number a token travels for each of: the largest logit, the sum of exponentials, the label's logit.
+    """
+    if config.objective not in ("auto", "classification", "next_token"):
+        raise ConfigError(f"--objective={config.objective} needs whole logits, but --mesh has model={group.size}, which spreads them: use --objective=next_token.")
+    first = group.index * size // group.size
+
+    def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
+        logits, y = tf.cast(outputs, tf.float32), tf.cast(y, tf.int32)
+        own_best = tf.reduce_max(logits, -1)
+        best = group.all_max(own_best)
+        log_sum = tf.math.log(summed(tf.reduce_sum(tf.exp(logits - best[..., tf.newaxis]), -1), group)) + best
+        chosen = tf.reduce_sum(tf.where(tf.one_hot(y - first, tf.shape(logits)[-1], True, False), logits, 0.0), -1)
+        losses = log_sum - summed(chosen, group)
+        if config.label_smoothing:
+            uniform = log_sum - summed(tf.reduce_sum(logits, -1), group) / size
+            losses = (1 - config.label_smoothing) * losses + config.label_smoothing * uniform
+        own_guess = tf.where(tf.equal(own_best, best), first + tf.argmax(logits, -1, output_type=tf.int32), size)
+        guess = -group.all_max(-own_guess)  # the first of the largest, as tf.argmax
+        return Scores(losses, weights_like(w, losses), {"accuracy": tf.cast(tf.equal(guess, y), tf.float32)})
+
+    return objective
+
+
+def _cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
+    size = variable.shape[dim]
+    if size // blocks < group.size:
+        raise ConfigError(f"--mesh has model={group.size}, but {variable.path} has only {size // blocks} to share out: lower the degree.")
+    block = np.arange(size).reshape(blocks, -1)
+    points = [member * block.shape[1] // group.size for member in range(group.size + 1)]
+    places = tuple(block[:, start:stop].reshape(-1) for start, stop in zip(points, points[1:], strict=False))
+    part = Part(tuple(variable.shape), dim, places, group.index)
+    value = variable.numpy()
+    variable._shape = part.local_shape
+    variable._initialize(tf.Variable(part.cut(value), trainable=variable.trainable, name=variable.name))
+    return {id(variable): part}

@@ -1,0 +1,144 @@
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): the data axis shares out what data parallelism holds N times.
+
+Bytes on each of N workers for P parameters in float32, and an optimizer with s slots (SGD 0, momentum 1, Adam 2):
+
+    --zero   parameters      gradients kept   optimizer's copy + slots   travels in a step
+    0        4 P             4 P              4 s P                      all-reduce
+    1        4 P             4 P              4 (1 + s) P / N            reduce-scatter, all-gather: as much as all-reduce
+    2        4 P             4 P / N          4 (1 + s) P / N            the same for each micro-batch
+    3        4 P / N         4 P / N          4 s P / N                  half as much again as 2
+
+plus, at stage 3, two layers' parameters at a time. The optimizer of stages 1 and 2 works on a copy of its shard of the
+parameters ("master weights"); at stage 3 the shard is the parameter.
+
+A step of stages 1 and 2:  gradients -> reduce-scatter: each has its shard of the sum -> the norm of all shards, one
+number to reduce -> clip -> the optimizer updates the own shards -> all-gather: everyone has all parameters again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.mesh import AXES
+from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.optimizer import swapped_in
+from tfdist.training.parallel.gathered import gather_layers
+from tfdist.training.parallel.mesh_update import MeshUpdate
+from tfdist.training.parallel.shards import Layout, shard_variables
+
+# Rules that treat every element on its own, so that a shard is updated as the same elements of the whole would be.
+ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion, keras.optimizers.RMSprop, keras.optimizers.Adagrad,
+               keras.optimizers.Adadelta, keras.optimizers.Adamax, keras.optimizers.Nadam)
+
+
+class ShardedUpdate(MeshUpdate):
+    """What all stages share: an optimizer over shards. `on_host`: these, and the update, are in host memory and on the CPU.
+
+    Raises: ConfigError if the optimizer is not element-wise, or a variable has a constraint.
+    """
+
+    holders = AXES
+
+    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, on_host: bool = False, **options):
+        _check(optimizer, model, stage)
+        self.stage = stage
+        self._device = "/CPU:0" if on_host else None
+        super().__init__(runtime, model, optimizer, **options)
+
+    def build(self) -> None:
+        with tf.device(self._device):
+            self.shards = shard_variables(self.trainable, self.replicas)
+            self.owners = self.build_optimizer()
+
+    def apply(self, pieces: list[tf.Tensor]) -> None:
+        with tf.device(self._device):
+            self.optimizer.apply(pieces, self.shards)
+        self.spread()
+
+    def weight_norm(self) -> tf.Tensor:
+        return self.norm([shard.value for shard in self.shards])
+
+    def spread(self) -> None:
+        """Brings the model's variables up to date with the shards. A collective."""
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        averages = self.averages()
+        if not averages:
+            yield
+            return
+        spread = tf.function(self.spread)
+        try:
+            with swapped_in(self.shards, averages):
+                spread()
+                yield
+        finally:
+            spread()
+
+
+class ZeroUpdate(ShardedUpdate):
+    """Stages 1 and 2."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._layouts = [(pack, Layout([self.trainable[index].shape for index in pack], self.replicas)) for pack in self.packs]
+
+    def keep(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        return self._scattered(gradients) if self.stage == 2 else gradients
+
+    def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
+        return kept if self.stage == 2 else self._scattered(kept)
+
+    def _scattered(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        pieces: list = [None] * len(gradients)
+        for pack, layout in self._layouts:
+            for index, piece in zip(pack, layout.scatter_sum([gradients[index] for index in pack]), strict=True):
+                pieces[index] = piece
+        return pieces
+
+    def spread(self) -> None:
+        for pack, layout in self._layouts:
+            for index, value in zip(pack, layout.gather([self.shards[index].value for index in pack]), strict=True):
+                self.trainable[index].assign(value)
+
+    def collect(self) -> None:
+        for pack, layout in self._layouts:
+            for number, index in enumerate(pack):
+                self.shards[index].assign(layout.cut(self.trainable[index].numpy(), number))
+
+
+class Zero3Update(ShardedUpdate):
+    """Stage 3: gradients come out of the backward pass as shards (gathered.py), and there is nothing to spread."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        gather_layers(self.model, self.trainable, self.shards, self.replicas)
+
+    def sources(self) -> list[tf.Variable]:
+        return [shard.value for shard in self.shards]
+
+    def holders_of_weights(self) -> dict[int, keras.Variable]:
+        return dict(zip(map(id, self.trainable), self.shards, strict=True))
+
+    def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
+        return kept
+
+
+def sharded_update(runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, **options) -> ShardedUpdate:
+    """The update of --zero=`stage`, 1 to 3."""
+    return (Zero3Update if stage == 3 else ZeroUpdate)(runtime, model, optimizer, stage, **options)
+
+
+def _check(optimizer: keras.Optimizer, model: keras.Model, stage: int) -> None:
+    if not isinstance(optimizer, ELEMENTWISE):
+        raise ConfigError(f"--zero={stage} with --optimizer={optimizer.name}: it does not treat every element on its own, so it cannot work on shards; use sgd, momentum, adam, adamw or lion, or --zero=0.")
+    for variable in model.trainable_variables:
+        if variable.constraint is not None:
+            raise ConfigError(f"--zero={stage}, but {variable.path} has a constraint, which needs the whole variable: drop it, or use --zero=0.")
+        if stage == 3 and variable.regularizer is not None:
+            raise ConfigError(f"--zero=3, but {variable.path} has a regularizer, which needs the whole variable: use --weight_decay instead, or --zero=2.")
