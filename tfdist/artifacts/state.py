@@ -41,9 +41,9 @@ class WholeState:
     def table(self) -> dict[str, tuple[str, list[int], str]]:
         return table(self.variables)
 
-    def to_host(self, wanted: bool = True) -> dict[str, np.ndarray]:
-        """key -> a copy in host memory; {} unless `wanted` here."""
-        return to_host(self.variables) if wanted else {}
+    def to_host(self, wanted: bool = True, only: str = "") -> dict[str, np.ndarray]:
+        """key -> a copy in host memory, of keys that begin with `only`; {} unless `wanted` here."""
+        return to_host({key: variable for key, variable in self.variables.items() if key.startswith(only)}) if wanted else {}
 
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         assign(self.variables, arrays)

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts.policy import Retention
@@ -33,18 +32,21 @@ class WriterStats:
 
 
 class SnapshotWriter:
-    """`save` hands arrays over; `messages` tells what has become of them. Only the chief has one."""
+    """`save` hands arrays over; `messages` tells what has become of them. Only the chief has one, unless all write parts.
 
-    def __init__(self, store: SnapshotStore, retention: Retention, *, asynchronous: bool = True, retry_after: float = 1.0):
-        self.store, self.retention, self.asynchronous, self.retry_after = store, retention, asynchronous, retry_after
+    retention: None if another worker deletes old snapshots. attempts: to write a snapshot.
+    """
+
+    def __init__(self, store: SnapshotStore, retention: Retention | None, *, asynchronous: bool = True, attempts: int = 2, retry_after: float = 1.0):
+        self.store, self.retention, self.asynchronous, self.attempts, self.retry_after = store, retention, asynchronous, attempts, retry_after
         self.stats = WriterStats()
         self.last_failure = ""
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._messages: queue.SimpleQueue[tuple[str, dict]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def save(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
-        """Starts writing a snapshot, after the previous one is done. `arrays` must not change any more."""
+    def save(self, step: int, arrays: Any, fields: Mapping[str, Any]) -> None:
+        """Starts writing a snapshot, after the previous one is done. `arrays`: what the store takes; they must not change any more."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(step, arrays, fields), name="tfdist-snapshot", daemon=False)
         self._thread.start()
@@ -66,15 +68,15 @@ class SnapshotWriter:
             found.append(self._messages.get())
         return found
 
-    def _write(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
+    def _write(self, step: int, arrays: Any, fields: Mapping[str, Any]) -> None:
         start = time.monotonic()
-        for attempt in (1, 2):
+        for attempt in range(1, self.attempts + 1):
             try:
                 size = self.store.write(step, arrays, fields)
                 break
             except (OSError, tf.errors.OpError) as error:
                 self.last_failure = f"step {step}: {type(error).__name__}: {str(error).splitlines()[0]}"
-                if attempt == 1:
+                if attempt < self.attempts:
                     time.sleep(self.retry_after)
         else:
             self.stats.failures += 1
@@ -87,7 +89,8 @@ class SnapshotWriter:
         self.stats.write_s += time.monotonic() - start
         self._metrics[step] = fields.get("metrics", {})
         self._messages.put(("save", {"message": f"snapshot {self.store.path(step)}", "save/bytes": size, "save/write_s": time.monotonic() - start, "save/step": step}))
-        self._retain()
+        if self.retention:
+            self._retain()
 
     def _retain(self) -> None:
         """Deletes what is not to be kept; only ever after a newer snapshot has been committed."""
