@@ -133,7 +133,8 @@ class PartedStore(SnapshotStore):
     def _commit(self, folder: str, step: int, fields: Mapping[str, Any]) -> int:
         told = self._wait_for_parts(folder)
         expected = sum(math.prod(shape) for _, shape, _ in fields["variables"].values())
-        assert sum(message["values"] for message in told) == expected, "every element is in exactly one part"
+        if (written := sum(message["values"] for message in told)) != expected:
+            raise OSError(f"the parts hold {written} values instead of {expected}")
         parts = [f"{folder}/part-{rank:05d}" for rank in range(self.size) if told[rank]["files"]]
         prefix = f"{folder}/state-{step}"
         tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=prefix, delete_old_dirs=False)
