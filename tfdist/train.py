@@ -26,6 +26,8 @@ USAGE = __doc__ + """
 
 def main(argv: list[str]) -> int:
     if STANDBY_VARIABLE in os.environ:  # a spare of the launcher: imports now, works when it is needed
+        versions.quiet()
+        versions.import_keras()
         from tfdist import session
 
         argv = wait_as_standby(sys.stdin)
@@ -51,6 +53,7 @@ def main(argv: list[str]) -> int:
     if cluster.role == "ps":
         raise ConfigError(f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use --strategy=parameter_server.")
     with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
+        versions.import_keras()
         from tfdist import session
     return session.run(config, cluster, flags.main_command(argv))
 
