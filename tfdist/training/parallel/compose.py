@@ -36,12 +36,12 @@ def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optim
     """Spreads `model` over the mesh, in place, and builds `optimizer` on what is left. Raises ConfigError on what does not fit."""
     parallel, parts = config.parallel, {}
     _check(config, runtime, plan)
-    model_group = runtime.group("model")
-    if model_group.size > 1:
-        vocabulary = model.output_shape[-1]
-        parts = spread_layers(model, model_group)
+    group, width = runtime.group("model"), model.output_shape[-1]
+    if group.size > 1:
+        parts = spread_layers(model, group)
         if _spreads_logits(model):
-            objective = vocabulary_objective(config.model, model_group, vocabulary)
+            objective = vocabulary_objective(config.model, group, width)
+            width = (group.index + 1) * width // group.size - group.index * width // group.size
     options = {"parts": frozenset(parts), "pack_bytes": int(config.strategy.pack_mb * 2**20)}
     pieces = _pieces(config, runtime, model)
     if pieces:
@@ -53,7 +53,7 @@ def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optim
     pipeline = None
     if pieces:
         schedule = make_schedule(parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, parallel.pipe_chunks)
-        pipeline = Pipeline(runtime, model, pieces, schedule, update.trainable, update.stages, update.sources, update.holders_of_weights())
+        pipeline = Pipeline(runtime, model, pieces, schedule, update.trainable, update.stages, update.sources, update.holders_of_weights(), width)
     elif parallel.recompute != "none":
         segments.recompute(model, parallel.recompute, update.holders_of_weights())
     return Spread(update, objective, parts, pipeline)

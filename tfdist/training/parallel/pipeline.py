@@ -65,11 +65,13 @@ class Pipeline:
     """A model over the stages of the runtime's mesh; from now on the model's call goes over all stages.
 
     `holders`: see segments.recompute. `variables`: the trainable ones of this stage, in the order of the gradients.
+    `width`: the last dim of the model's outputs on this rank, which has but a part of them if tensor.py spreads the logits.
     """
 
     def __init__(self, runtime: MeshRuntime, model: keras.Model, parts: Sequence[Sequence[Segment]], schedule: Schedule,
                  variables: Sequence[keras.Variable], stages: Mapping[int, tuple[int, ...]], sources: Callable[[], list[tf.Variable]],
-                 holders: Mapping[int, keras.Variable]):
+                 holders: Mapping[int, keras.Variable], width: int):
+        self._width = width
         self.group = runtime.group("pipe")
         self.parts, self.schedule, self.holders, self.model, self.sources = parts, schedule[self.group.index], holders, model, sources
         self._ties = [runtime.group_of([self.group.ranks[stage] for stage in stages[id(variable)]]) for variable in variables]
@@ -91,7 +93,7 @@ class Pipeline:
                 if number < last:
                     sent.append(self._send(number, "evaluate", x))
         if not self._is_mine(last):
-            x = tf.zeros([inputs.shape[0], *self.model.output_shape[1:]], self.model.output.dtype)
+            x = tf.zeros([inputs.shape[0], *self.model.output_shape[1:-1], self._width], self.model.output.dtype)
         with tf.control_dependencies(sent):
             x = tf.identity(x)
         x.set_shape([inputs.shape[0], *x.shape[1:]])
