@@ -1,13 +1,13 @@
 """python -m tfdist.comm: measures how fast the workers exchange data, and fits latency and bandwidth to it.
 
-On a cluster it is started like a training, once per worker, with TF_CONFIG (or what else tells the cluster) and the same
-flags. With --workers it starts that many workers on this machine, one job for every number and every runtime:
+On a cluster it is started like a training: once per worker, with TF_CONFIG (or what else tells the cluster) and the flags
+of the training. With --workers it starts that many workers on this machine, a job for every number and every runtime:
 
-  python -m tfdist.comm --workers=2,4 --runtimes=multi_worker,mesh
+  python -m tfdist.comm --workers=2,4 --runtimes=multi_worker,multi_worker:ring,horovod,mesh
 
-It prints times, algorithm and bus bandwidth as NVIDIA's nccl-tests define them, the fitted line a + S / b of each
-collective with its error on sizes that were not used in the fit, and what ring, tree and halving-doubling would need of
-the link. --out gets RUNTIME-N.csv and RUNTIME-N.png.
+It prints times, algorithm and bus bandwidth as NVIDIA's nccl-tests define them, a fitted line for each collective with its
+error at sizes that were not used in the fit, and what ring, tree and halving-doubling would need of the link. Of several
+numbers of workers it says which of them explains all best. --out gets RUNTIME-N.csv and .png, and RUNTIME-models.png.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tfdist import flags
 from tfdist.config import Config, option
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import resolve_cluster
-from tfdist.control.exit_codes import ConfigError
+from tfdist.control.exit_codes import ClusterError, ConfigError
 from tfdist.control.launcher import LocalJob
 from tfdist.control.preflight import Preflight
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-_OWN_JOB_FLAGS = ("--workers", "--runtimes")
+RUNTIMES = ("multi_worker", "sockets", "horovod", "mesh")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class CommOptions:
     """What is measured."""
 
     workers: str = option("", "Start this many workers on this machine; several numbers, such as 2,4, one after the other. Empty: be one worker of the cluster.")
-    runtimes: str = option("", "With --workers: runtimes to measure, one after the other. Empty: --strategy.")
-    collectives: str = option("all", f"Which: all, or some of {', '.join(COLLECTIVES)}. What a runtime does not have is left out.")
+    runtimes: str = option("", f"With --workers: some of {', '.join(RUNTIMES)}, one after the other; multi_worker:ring is --strategy=multi_worker --communication=ring. Empty: --strategy and --communication.")
+    collectives: str = option("all", f"all, or some of {', '.join(COLLECTIVES)}.")
     smallest: int = option(1024, "Smallest size, bytes.", least=4)
     largest: int = option(16 * 2**20, "Largest size, bytes.", least=4)
     factor: float = option(2.0, "From one size to the next.", least=1.1)
@@ -44,33 +44,37 @@ class CommOptions:
 
 
 def main(argv: list[str]) -> int:
-    config, options = flags.parse([arg for arg in argv if arg != "--"], usage=__doc__, command=CommOptions)
-    names = _names(options)
-    if options.smallest > options.largest:
-        raise ConfigError(f"--smallest={options.smallest} is above --largest={options.largest}: swap them.")
+    config, options = flags.parse(argv, usage=__doc__, command=CommOptions)
+    config.replace(steps=1, epochs=0.0).validate()  # nothing is trained
+    names, sizes, runtimes = collectives_of(options), sizes_of(options), runtimes_of(config, options)
     out = Path(options.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out={out} cannot be made ({error.strerror}): choose a folder that can be written.") from None
     if options.workers:
-        return start_jobs(argv, config, options, out)
+        return start_jobs(argv, options, runtimes, out)
+    if options.runtimes:
+        raise ConfigError(f"--runtimes={options.runtimes} is for workers on this machine: add --workers=2, or choose one with --strategy.")
     versions.check()
     versions.quiet()
-    measure_as_worker(config, options, names, out)
+    measure_as_worker(config, options, names, sizes, out)
     return 0
 
 
-def _names(options: CommOptions) -> list[str]:
-    names = list(COLLECTIVES) if options.collectives == "all" else options.collectives.split(",")
+def collectives_of(options: CommOptions) -> list[str]:
+    """The names in --collectives. Raises ConfigError."""
+    names = list(COLLECTIVES) if options.collectives == "all" else list(dict.fromkeys(options.collectives.split(",")))
     for name in names:
         if name not in COLLECTIVES:
             raise ConfigError(f"--collectives={options.collectives}: {name!r} is not one of {', '.join(COLLECTIVES)}.")
     return names
 
 
-def sizes(options: CommOptions) -> list[int]:
-    """Bytes, from the smallest to the largest, each `factor` times the one before."""
+def sizes_of(options: CommOptions) -> list[int]:
+    """Bytes, from the smallest to the largest, each `factor` times the one before. Raises ConfigError."""
+    if options.smallest > options.largest:
+        raise ConfigError(f"--smallest={options.smallest} is above --largest={options.largest}: swap them.")
     found, size = [], float(options.smallest)
     while size <= options.largest * (1 + 1e-9):
         found.append(round(size))
@@ -78,53 +82,94 @@ def sizes(options: CommOptions) -> list[int]:
     return found
 
 
-def measure_as_worker(config: Config, options: CommOptions, names: list[str], out: Path) -> None:
+def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[str]]]:
+    """(label, its flags) of each of --runtimes. Raises ConfigError."""
+    strategy, communication = config.strategy.strategy, config.strategy.communication
+    default = ("multi_worker" if strategy == "auto" else strategy) + (f":{communication}" if communication != "auto" else "")
+    found = []
+    for label in (options.runtimes or default).split(","):
+        name, _, communication = label.partition(":")
+        if name not in RUNTIMES:
+            raise ConfigError(f"--{'runtimes' if options.runtimes else 'strategy'}={label}: {name!r} is not one of {', '.join(RUNTIMES)}, whose workers exchange data among each other.")
+        config.replace(strategy=name, communication=communication or "auto", steps=1, epochs=0.0).validate()
+        found.append((label, [f"--strategy={name}", f"--communication={communication or 'auto'}"]))
+    return found
+
+
+def stem(out: Path, label: str, count: int | str) -> Path:
+    """The path of results, without its ending."""
+    return out / f"{label.replace(':', '-')}-{count}"
+
+
+def measure_as_worker(config: Config, options: CommOptions, names: list[str], sizes: list[int], out: Path) -> None:
     """Measures as one worker of the cluster; the chief shows what came out."""
     cluster = resolve_cluster(os.environ)
+    if cluster.role not in ("chief", "worker"):
+        raise ClusterError(f"tfdist.comm runs on the workers, but TF_CONFIG's task type of this process is {cluster.role!r}: start it on the workers only.")
     if cluster.size < 2:
-        raise ConfigError("tfdist.comm needs several workers, but there is no TF_CONFIG that lists any: add --workers=2 to start them on this machine.")
+        raise ClusterError("tfdist.comm needs several workers, but this process is alone (TF_CONFIG lists no others): set TF_CONFIG, or add --workers=2 to start them on this machine.")
     with Preflight(cluster, config.cluster.startup_timeout):
         from tfdist import build
         from tfdist.communication import present
         from tfdist.communication.measure import measure
+        from tfdist.runtime import operations
     runtime = build.start_runtime(config, cluster)
-    found = measure(runtime, names, sizes(options), options.repeats)
-    if runtime.rank == 0:
-        stem = out / f"{runtime.name}-{runtime.size}"
-        print(present.table(runtime.name, found), flush=True)
-        present.write_csv(stem.with_suffix(".csv"), runtime.name, found)
-        problem = present.draw(stem.with_suffix(".png"), runtime.name, found)
-        print(f"\n{problem or f'{stem}.csv, {stem}.png'}", flush=True)
+    communication = config.strategy.communication
+    label = runtime.name + (f":{communication}" if communication != "auto" else "")
+    available = operations.collectives(runtime, cluster)
+    found = {name: available[name] for name in names if name in available}
+
+    def tell(line: str) -> None:
+        if runtime.rank == 0:
+            print(line, flush=True)
+
+    for name in names:
+        if name not in available:
+            tell(f"{label} has no {name}: it is left out")
+    results = []
+    for group in measure(runtime, found, sizes, options.repeats, tell):
+        results.append(present.Series(label, found[group[0].collective].through, group))
+        tell(present.table(results[-1]))
+    if runtime.rank == 0 and results:
+        path = stem(out, label, results[0].members)
+        present.write_csv(path.with_suffix(".csv"), results)
+        present.draw(path.with_suffix(".png"), results)
+        tell(f"\n{path}.csv, {path}.png")
     runtime.barrier()
     runtime.close()
 
 
-def start_jobs(argv: list[str], config: Config, options: CommOptions, out: Path) -> int:
+def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, list[str]]], out: Path) -> int:
     """One local job after the other; returns the first exit code that is not 0."""
     counts = options.workers.split(",")
     if not all(count.isdecimal() and int(count) > 1 for count in counts):
-        raise ConfigError(f"--workers={options.workers} must be numbers from 2, such as 2,4.")
-    rest = [arg for arg in argv if arg != "--" and arg.partition("=")[0] not in _OWN_JOB_FLAGS]
-    for runtime in (options.runtimes or config.strategy.strategy).split(","):
+        raise ConfigError(f"--workers={options.workers} must be a number from 2, or several such as 2,4.")
+    for label, runtime in runtimes:
         for count in map(int, counts):
-            job = LocalJob([sys.executable, "-m", "tfdist.comm", *rest, f"--strategy={runtime}"], count, out / "logs", show={0})
+            print(f"tfdist: {count} workers by {label}", flush=True)
+            # A flag that is given twice counts as it was given last.
+            job = LocalJob([sys.executable, "-m", "tfdist.comm", *argv, "--workers=", "--runtimes=", *runtime], count, out / "logs", show={0})
             job.start()
             result = job.wait()
             if result.code:
                 print(*result.last_lines, f"tfdist: {result.cause}", f"tfdist: logs are in {out / 'logs'}", sep="\n", file=sys.stderr)
                 return result.code
-        if len(counts) > 1 and runtime != "auto":
-            compare_models(runtime, [out / f"{runtime}-{count}.csv" for count in counts])
+        if len(set(counts)) > 1:
+            compare_models(label, out, sorted(set(map(int, counts))))
     return 0
 
 
-def compare_models(runtime: str, files: list[Path]) -> None:
+def compare_models(label: str, out: Path, counts: list[int]) -> None:
     """Over several numbers of workers the algorithms can be told apart."""
     from tfdist.communication import present
 
-    found = sorted((one for path in files for one in present.read_csv(path)), key=lambda one: COLLECTIVES.index(one.collective))
-    for name, group in present.by_collective(found):
-        print(f"\n{name}, {runtime}, {' and '.join(str(count) for count in sorted({one.workers for one in group}))} workers together", *present.explanations(name, group), sep="\n", flush=True)
+    together = [series for count in counts for series in present.read_csv(stem(out, label, count).with_suffix(".csv"))]
+    for name in COLLECTIVES:
+        if group := [one for series in together for one in series.measurements if series.collective == name]:
+            print(f"\n{name}, {label}, {' and '.join(map(str, counts))} workers together", *present.explanations(name, group), sep="\n", flush=True)
+    path = stem(out, label, "models").with_suffix(".png")
+    present.draw_models(path, together)
+    print(f"\n{path}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,30 +11,41 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tfdist.communication.measure import Measurement
+from tfdist.communication.measurement import Measurement
 from tfdist.planner import communication as models
 from tfdist.planner.calibrate import fit as least_squares
 from tfdist.planner.communication import Link
 
-# Collective -> algorithm -> seconds(n, S, link).
-ALGORITHMS: dict[str, dict[str, Callable[[int, float, Link], float]]] = {
+Seconds = Callable[[int, float, Link], float]  # of n members, S bytes, link
+
+
+def _half(all_reduce: Seconds) -> Seconds:
+    """Reducing and spreading take the same time, so each is half an all-reduce."""
+    return lambda n, size, link: all_reduce(n, size, link) / 2
+
+
+# Collective -> algorithm. Sources in planner/communication.py.
+ALGORITHMS: dict[str, dict[str, Seconds]] = {
     "all_reduce": models.FLAT,
-    "all_gather": {"ring": models.ring_pass},
-    "reduce_scatter": {"ring": models.ring_pass},
+    "all_gather": {"ring": models.ring_pass, "halving_doubling": _half(models.halving_doubling_all_reduce)},
+    "reduce_scatter": {"ring": models.ring_pass, "halving_doubling": _half(models.halving_doubling_all_reduce)},
     "all_to_all": {"pairwise": models.all_to_all},
-    "broadcast": {"tree": lambda n, size, link: models.tree_all_reduce(n, size, link) / 2, "ring": lambda n, size, link: (n - 1) * link.alpha + size / link.beta},
+    "broadcast": {"tree": _half(models.tree_all_reduce), "ring": lambda n, size, link: (n - 1) * link.alpha + size / link.beta},
 }
 
 
 @dataclass(frozen=True)
 class Line:
-    """seconds = alpha + size / beta of one collective at one number of workers."""
+    """seconds = alpha + size / beta of one collective at one number of members."""
 
     alpha: float  # seconds
     beta: float  # bytes a second
 
     def seconds(self, size: float) -> float:
         return self.alpha + size / self.beta
+
+    def describe(self) -> str:
+        return f"{self.alpha * 1e6:.1f} us + bytes / {self.beta / 1e9:.3f} GB/s"
 
 
 def split(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
@@ -51,11 +62,11 @@ def fit_line(measurements: Iterable[Measurement]) -> Line:
     return Line(alpha, 1 / per_byte)
 
 
-def fit_link(algorithm: Callable[[int, float, Link], float], measurements: Iterable[Measurement]) -> Link:
-    """The link that explains measurements, at one or several numbers of workers, if `algorithm` is at work."""
+def fit_link(algorithm: Seconds, measurements: Iterable[Measurement]) -> Link:
+    """The link that explains measurements, at one or several numbers of members, if `algorithm` is at work."""
     found = list(measurements)
     one_second, one_byte = Link(1.0, float("inf")), Link(0.0, 1.0)
-    rows = [(algorithm(one.workers, one.size, one_second), algorithm(one.workers, one.size, one_byte)) for one in found]
+    rows = [(algorithm(one.members, one.size, one_second), algorithm(one.members, one.size, one_byte)) for one in found]
     alpha, per_byte = least_squares(rows, [one.seconds for one in found], [0.0, 0.0], [0, 1])
     return Link(alpha, 1 / per_byte)
 
@@ -79,6 +90,6 @@ def explain(collective: str, measurements: Sequence[Measurement]) -> list[Explan
     found = []
     for name, seconds in ALGORITHMS[collective].items():
         link = fit_link(seconds, measurements)
-        off = errors(lambda one, seconds=seconds, link=link: seconds(one.workers, one.size, link), measurements)
+        off = errors(lambda one, seconds=seconds, link=link: seconds(one.members, one.size, link), measurements)
         found.append(Explanation(name, link, statistics.median(map(abs, off))))
     return sorted(found, key=lambda one: one.error)
