@@ -16,14 +16,18 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tfdist import flags
 from tfdist.config import Config, option
 from tfdist.control import exit_codes, versions
-from tfdist.control.cluster import resolve_cluster
+from tfdist.control.cluster import Cluster, resolve_cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError
 from tfdist.control.launcher import LocalJob
 from tfdist.control.preflight import Preflight
+
+if TYPE_CHECKING:
+    from tfdist.runtime.base import Runtime
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 RUNTIMES = ("multi_worker", "sockets", "horovod", "mesh")
@@ -102,30 +106,47 @@ def stem(out: Path, label: str, count: int | str) -> Path:
 
 
 def measure_as_worker(config: Config, options: CommOptions, names: list[str], sizes: list[int], out: Path) -> None:
-    """Measures as one worker of the cluster; the chief shows what came out."""
+    """Measures as one worker of the cluster. Raises TfdistError subclasses; a lost peer is one."""
     cluster = resolve_cluster(os.environ)
     if cluster.role not in ("chief", "worker"):
         raise ClusterError(f"tfdist.comm runs on the workers, but TF_CONFIG's task type of this process is {cluster.role!r}: start it on the workers only.")
     if cluster.size < 2:
         raise ClusterError("tfdist.comm needs several workers, but this process is alone (TF_CONFIG lists no others): set TF_CONFIG, or add --workers=2 to start them on this machine.")
     with Preflight(cluster, config.cluster.startup_timeout):
+        import tensorflow as tf
+
         from tfdist import build
-        from tfdist.communication import present
-        from tfdist.communication.measure import measure
-        from tfdist.runtime import operations
-    runtime = build.start_runtime(config, cluster)
-    communication = config.strategy.communication
-    label = runtime.name + (f":{communication}" if communication != "auto" else "")
-    available = operations.collectives(runtime, cluster)
-    found = {name: available[name] for name in names if name in available}
+        from tfdist.runtime.errors import explain
+    try:
+        runtime = build.start_runtime(config, cluster)
+        measure_on(runtime, cluster, config, options, names, sizes, out)
+        runtime.barrier()
+        runtime.close()
+    except (MemoryError, tf.errors.ResourceExhaustedError) as error:
+        raise ConfigError(f"--largest={options.largest} needs more memory than there is: lower it.") from error
+    except Exception as error:
+        sentence = explain(error, cluster)
+        if sentence is None:
+            raise
+        raise sentence from error
+
+
+def measure_on(runtime: Runtime, cluster: Cluster, config: Config, options: CommOptions, names: list[str], sizes: list[int], out: Path) -> None:
+    """Measures what of `names` the runtime has, prints each as soon as it is known, writes the files."""
+    from tfdist.communication import present
+    from tfdist.communication.measure import measure
+    from tfdist.runtime import operations
 
     def tell(line: str) -> None:
         if runtime.rank == 0:
             print(line, flush=True)
 
-    for name in names:
-        if name not in available:
-            tell(f"{label} has no {name}: it is left out")
+    communication = config.strategy.communication
+    label = runtime.name + (f":{communication}" if communication != "auto" else "")
+    available = operations.collectives(runtime, cluster)
+    if left_out := [name for name in names if name not in available]:
+        tell(f"{label} has no {' and no '.join(left_out)}")
+    found = {name: available[name] for name in names if name in available}
     results = []
     for group in measure(runtime, found, sizes, options.repeats, tell):
         results.append(present.Series(label, found[group[0].collective].through, group))
@@ -134,9 +155,7 @@ def measure_as_worker(config: Config, options: CommOptions, names: list[str], si
         path = stem(out, label, results[0].members)
         present.write_csv(path.with_suffix(".csv"), results)
         present.draw(path.with_suffix(".png"), results)
-        tell(f"\n{path}.csv, {path}.png")
-    runtime.barrier()
-    runtime.close()
+        tell(f"{path}.csv, {path}.png")
 
 
 def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, list[str]]], out: Path) -> int:
