@@ -74,7 +74,7 @@ def write_csv(path: Path, results: Sequence[Series]) -> None:
             for one in series.measurements:
                 writer.writerow({
                     "runtime": series.runtime, "members": one.members, "collective": one.collective, "through": series.through, "bytes": one.size,
-                    "seconds": f"{one.seconds:.9f}", "algorithm_gbs": f"{one.algorithm_bandwidth / 1e9:.6f}", "bus_gbs": f"{one.bus_bandwidth / 1e9:.6f}",
+                    "seconds": one.seconds, "algorithm_gbs": f"{one.algorithm_bandwidth / 1e9:.6f}", "bus_gbs": f"{one.bus_bandwidth / 1e9:.6f}",
                     "predicted_seconds": f"{line.seconds(one.size):.9f}" if line else "", "in_fit": int(one not in held) if line else ""})
 
 
