@@ -20,7 +20,7 @@ def open_page(width: int = 1400, height: int = 1000) -> Iterator:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb"])
         try:
             page = browser.new_page(viewport={"width": width, "height": height})
-            page.set_default_timeout(60_000)
+            page.set_default_timeout(120_000)
             yield page
         finally:
             browser.close()

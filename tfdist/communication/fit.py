@@ -16,6 +16,7 @@ from tfdist.planner import communication as models
 from tfdist.planner.calibrate import fit as least_squares
 from tfdist.planner.communication import Link
 
+_SEEN = 1e15  # bytes a second
 Seconds = Callable[[int, float, Link], float]  # of n members, S bytes, link
 
 
@@ -45,7 +46,12 @@ class Line:
         return self.alpha + size / self.beta
 
     def describe(self) -> str:
-        return f"{self.alpha * 1e6:.1f} us + bytes / {self.beta / 1e9:.3f} GB/s"
+        return f"{self.alpha * 1e6:.1f} us + bytes / {show_rate(self.beta)}"
+
+
+def show_rate(beta: float) -> str:
+    """A bandwidth, which cannot be told from infinity if no size was large enough."""
+    return f"{beta / 1e9:.3f} GB/s" if beta < _SEEN else "inf GB/s"
 
 
 def split(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[Measurement]]:

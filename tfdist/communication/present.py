@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from tfdist.communication.fit import ALGORITHMS, Line, errors, explain, fit_line, split
+from tfdist.communication.fit import ALGORITHMS, Line, errors, explain, fit_line, show_rate, split
 from tfdist.communication.measurement import Measurement
 
 COLUMNS = ("runtime", "members", "collective", "through", "bytes", "seconds", "algorithm_gbs", "bus_gbs", "predicted_seconds", "in_fit")
@@ -60,7 +60,7 @@ def table(series: Series) -> str:
 def explanations(collective: str, measurements: Sequence[Measurement]) -> list[str]:
     """A line for each algorithm: the link that it would need, and its error, which tells algorithms apart over several numbers of members only."""
     several = len({one.members for one in measurements}) > 1
-    return [f"  as {found.algorithm}: a link of {found.link.alpha * 1e6:.1f} us and {found.link.beta / 1e9:.3f} GB/s" + (f", median error {found.error:.0%}" if several else "")
+    return [f"  as {found.algorithm}: a link of {found.link.alpha * 1e6:.1f} us and {show_rate(found.link.beta)}" + (f", median error {found.error:.0%}" if several else "")
             for found in explain(collective, measurements)]
 
 
@@ -116,7 +116,7 @@ def draw_models(path: Path, together: Sequence[Series]) -> None:
             sizes = [one.size for one in series.measurements]
             axis.plot(sizes, [one.seconds * 1e3 for one in series.measurements], marker, color=_BLUE, markersize=4, label=f"{series.members} members")
             axis.plot(sizes, [ALGORITHMS[name][best.algorithm](series.members, size, best.link) * 1e3 for size in sizes], color=_GRAY, linewidth=1)
-        axis.plot([], [], color=_GRAY, label=f"{best.algorithm}: {best.link.alpha * 1e6:.0f} us, {best.link.beta / 1e9:.2f} GB/s")
+        axis.plot([], [], color=_GRAY, label=f"{best.algorithm}: {best.link.alpha * 1e6:.0f} us, {show_rate(best.link.beta)}")
         axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="milliseconds", title=name)
         axis.legend(frameon=False, fontsize=8)
     _finish(figure, axes, together[0].runtime, path)
