@@ -3,7 +3,7 @@
 On a cluster it is started like a training: once per worker, with TF_CONFIG (or what else tells the cluster) and the flags
 of the training. With --workers it starts that many workers on this machine, a job for every number and every runtime:
 
-  python -m tfdist.comm --workers=2,4 --runtimes=multi_worker,multi_worker:ring,horovod,mesh
+  python -m tfdist.comm --workers=2,4 --runtimes=multi_worker:socket,multi_worker:ring,horovod,mesh
 
 It prints times, algorithm and bus bandwidth as NVIDIA's nccl-tests define them, a fitted line for each collective with its
 error at sizes that were not used in the fit, and what ring, tree and halving-doubling would need of the link. Of several

@@ -85,7 +85,7 @@ def _of_sockets(runtime, cluster: Cluster) -> dict[str, Collective]:
     }
 
 
-_RING = "our TCP ring"
+_RING = "our ring"  # over TCP, and with --communication=auto through memory within a host
 COLLECTIVES_OF: dict[str, Callable[[Runtime, Cluster], dict[str, Collective]]] = {
     "mesh": _of_mesh,
     "horovod": _of_horovod,
