@@ -296,7 +296,7 @@ class Config:
         """Returns self, or raises ConfigError with a sentence that names the flag, its value and the fix."""
         values = self.flat()
         for _, field in iter_options():
-            _check_option(field, values[field.name])
+            check_option(field, values[field.name])
         if self.run.steps and self.run.epochs:
             raise ConfigError(f"--steps={self.run.steps} and --epochs={self.run.epochs:g} both say when to end: give one of them.")
         if not self.run.steps and not self.run.epochs:
@@ -370,7 +370,8 @@ def iter_options() -> Iterator[tuple[str, dataclasses.Field]]:
             yield component, field
 
 
-def _check_option(field: dataclasses.Field, value: Any) -> None:
+def check_option(field: dataclasses.Field, value: Any) -> None:
+    """Raises ConfigError if a flag's value is not among its choices, or too small."""
     choices, least = field.metadata["choices"], field.metadata["least"]
     if choices and value not in choices:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
