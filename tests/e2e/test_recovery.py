@@ -14,9 +14,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.job import CLUSTERS, ENVIRONMENT, IDENTIFIED, batches, records, run, snapshot, start, train, wait_for, workers_training
+from tests.e2e.job import (
+    CLUSTERS,
+    ENVIRONMENT,
+    IDENTIFIED,
+    batches,
+    records,
+    run,
+    snapshot,
+    start,
+    train,
+    wait_for,
+    workers_training,
+)
 
 pytestmark = pytest.mark.slow
+
 
 def with_faults(text: str, workers: int, flags: list[str], launch_flags: tuple[str, ...] = (), timeout: float = 240) -> tuple[int, str]:
     """(exit code, output) of a job with faults on purpose."""
