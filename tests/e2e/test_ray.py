@@ -87,6 +87,6 @@ def test_a_mistake_keeps_its_code_and_is_not_retried(cluster, tmp_path):
 
 
 def test_too_little_room_is_said_after_a_time(cluster, tmp_path):
-    output, _ = (process := launch(cluster, 4, [*CLUSTERS, f"--run_dir={tmp_path}"], "--placement_timeout=2")).communicate(timeout=60)
+    output, _ = (process := launch(cluster, 4, [*CLUSTERS, "--steps=10", f"--run_dir={tmp_path}"], "--placement_timeout=2")).communicate(timeout=60)
     assert process.returncode == 5, output
     assert "no room for 4 workers of 1 CPU each within --placement_timeout=2 s, since the cluster has 3 nodes (1 CPU; 1 CPU; 1 CPU)" in output and "Traceback" not in output

@@ -31,7 +31,6 @@ _ANSWER_SECONDS = 5.0  # for an actor whose worker is to be killed, before it is
 class ActorWorker(Worker):
     """A worker that an actor speaks for."""
 
-    process: None = None
     actor: Any = None
     host: str = ""
     returncode: int | None = None
@@ -106,7 +105,7 @@ class RayJob(Job):
                 addresses.append("")
         order = sorted(range(len(actors)), key=lambda index: (addresses[index].rpartition(":")[0], index))
         addresses = [addresses[index] for index in order]
-        workers = [ActorWorker(f"worker {rank}", rank, shown=self.show is None or rank in self.show, actor=actors[index], host=addresses[rank].rpartition(":")[0])
+        workers = [ActorWorker(f"worker {rank}", rank, None, shown=self.show is None or rank in self.show, actor=actors[index], host=addresses[rank].rpartition(":")[0])
                    for rank, index in enumerate(order)]
         return addresses, workers
 
