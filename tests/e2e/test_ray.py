@@ -23,6 +23,7 @@ def cluster():
     """Three nodes with a CPU each; the launchers find them through RAY_ADDRESS."""
     from ray.cluster_utils import Cluster
 
+    handler = signal.getsignal(signal.SIGTERM)  # Ray sets its own
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # other tests use the memory as well
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -31,6 +32,7 @@ def cluster():
         try:
             for _ in range(2):
                 made.add_node(**NODE)
+            signal.signal(signal.SIGTERM, handler)
             yield made
         finally:
             made.shutdown()
@@ -57,11 +59,11 @@ def test_a_node_is_lost_and_comes_back(cluster, tmp_path):
     many = tmp_path / "many"
     with paced(many, 0.1):
         process = launch(cluster, 3, [*flags, f"--run_dir={many}"], "--min_workers=2", TFDIST_FAULTS="armed")
-        wait_for(lambda: workers_training(many) == 3)
+        wait_for(lambda: workers_training(many) == 3, 200)
         cluster.remove_node(sorted(cluster.worker_nodes, key=lambda node: node.node_id)[0], allow_graceful=False)
-        wait_for(lambda: workers_training(many) == 2)
+        wait_for(lambda: workers_training(many) == 2, 200)
         cluster.add_node(**NODE)
-        wait_for(lambda: workers_training(many) == 3)
+        wait_for(lambda: workers_training(many) == 3, 200)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert [record["values"]["workers"] for record in records(many, kind="start")] == [3, 2, 3], output
