@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tfdist import launch
-from tfdist.control import cluster, launcher, terminal
+from tfdist.control import cluster, terminal
+from tfdist.control import job as job_module
 from tfdist.control.cluster import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
@@ -167,7 +168,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(tmp_path):
 
 def test_workers_that_saved_on_request_are_not_disturbed(tmp_path, monkeypatch):
     """One preempted worker: all save and end with 42, some later than others. A second SIGTERM would cut them short."""
-    monkeypatch.setattr(launcher, "_CAUSE_UNKNOWN_SECONDS", 0.2)
+    monkeypatch.setattr(job_module, "_CAUSE_UNKNOWN_SECONDS", 0.2)
     made, _ = job(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: os._exit(9))\nprint('ready', flush=True)\nif not rank: time.sleep(1.5)\nsys.exit(42)", grace=20.0)
     result = run(made)
     assert result.code == ExitCode.PREEMPTED and result.exit_codes == {"worker 0": 42, "worker 1": 42}
