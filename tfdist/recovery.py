@@ -1,6 +1,7 @@
 """A run's snapshots and backups: what it goes on from, what it leaves, and the way back from bad numbers.
 
-Every worker has one, so that all restore together; only the chief touches the files.
+Every worker has one, so that all restore together. Only the chief touches the files, unless the state is spread over a
+mesh and all workers see the same folder: then everyone writes and reads its own part (artifacts/parts.py).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from tfdist import flags
 from tfdist.agreement import broadcast_json
 from tfdist.artifacts import restore, state
 from tfdist.artifacts.backup import BackupAndRestore
+from tfdist.artifacts.parts import PartedStore
 from tfdist.artifacts.policy import Retention, TimePolicy
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.store import Snapshot, SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.build import Job
 from tfdist.config import Config
@@ -29,6 +32,7 @@ from tfdist.runtime.agreement import check_weights
 from tfdist.telemetry.timer import Clock
 
 _LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written is worth this wait
+_LAST_PART_SECONDS = 2.0  # and for the part of a worker that may be gone, this
 
 
 class Recovery:
@@ -40,7 +44,13 @@ class Recovery:
         self.chief = self.runtime.rank == 0
         self.state = job.state or state.WholeState(state.collect(job.model, job.optimizer, job.step.variables))
         self.store = SnapshotStore(str(folder / "checkpoints"), lambda step: faults.at("save", step))
-        self.writer = SnapshotWriter(self.store, Retention(checkpoint.keep, checkpoint.keep_every, checkpoint.keep_best), asynchronous=checkpoint.async_save) if self.chief else None
+        self.in_parts = False
+        if job.state and self.runtime.size > 1:
+            self._share_folder()
+        retention = Retention(checkpoint.keep, checkpoint.keep_every, checkpoint.keep_best) if self.chief else None
+        self.writer = None
+        if self.chief or self.in_parts:
+            self.writer = SnapshotWriter(self.store, retention, asynchronous=checkpoint.async_save, attempts=1 if self.in_parts else 2)
         self.backup = None
         if checkpoint.backup_dir:
             self.backup = BackupAndRestore(checkpoint.backup_dir, checkpoint.backup_every or "epoch", checkpoint.double_backup, checkpoint.delete_backup, writes=self.chief)
@@ -51,6 +61,21 @@ class Recovery:
         self._saved_step = -1
         self._skipped = 0  # samples that rollbacks have passed over
         self._rollbacks = 0
+
+    def _share_folder(self) -> None:
+        """Writing in parts, if every worker sees what the chief writes. A collective."""
+        directory = Path(self.store.directory)
+        token = broadcast_json(self.runtime, {"token": uuid.uuid4().hex[:8]})["token"]
+        mark = directory / f".seen-by-all-{token}"
+        if self.chief and self.store.local:
+            directory.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        self.runtime.barrier()
+        self.in_parts = bool(self.runtime.all_gather(np.array([mark.exists()], np.int32)).all())
+        if self.chief:
+            mark.unlink(missing_ok=True)
+        if self.in_parts:
+            self.store = PartedStore(self.store.directory, self.store.before_commit, self.runtime.rank, self.runtime.size, token, self.config.cluster.save_timeout or math.inf)
 
     def position(self, step: int) -> int:
         """Samples consumed when `step` steps are done."""
@@ -80,6 +105,9 @@ class Recovery:
         messages, manifest = message["messages"], message["manifest"]
         if manifest is None:
             return messages, 0
+        if message["in_parts"]:
+            self.state.read(Snapshot(self.store.path(manifest["step"]), manifest["step"], manifest).prefix)
+            return messages + self._adopt(manifest), manifest["step"]
         if arrays is None:
             arrays = {key: np.zeros(shape, dtype) for key, (_, shape, dtype) in self.state.table().items()}
         keys = sorted(arrays)
@@ -94,12 +122,13 @@ class Recovery:
             return {"messages": messages, "manifest": None}, None
         for store in filter(None, (self.store, self.backup and self.backup.store)):
             store.set_aside_damaged()
-        arrays = self.store.read(snapshot)
-        state.check(self.state.table(), {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
+        state.check(self.state.table(), self.store.table(snapshot))
+        in_parts = self.in_parts and snapshot.path == self.store.path(snapshot.step)  # a backup is on the chief's machine alone
+        arrays = None if in_parts else self.store.read(snapshot)
         manifest, size = snapshot.manifest, self.runtime.size
         change = f", written by {manifest['workers']} workers, now {size}" if manifest["workers"] != size else ""
         messages.append(f"resumed from {snapshot.path}: step {manifest['step']}, {manifest['consumed']:,} samples consumed{change}")
-        return {"messages": messages, "manifest": dict(manifest)}, arrays
+        return {"messages": messages, "manifest": dict(manifest), "in_parts": in_parts}, arrays
 
     def _adopt(self, manifest: Mapping[str, Any]) -> list[str]:
         """Checks a restored snapshot against its manifest and takes over what is not a variable. Returns warnings."""
@@ -144,7 +173,7 @@ class Recovery:
         self.settle_statistics()
         if self.runtime.size > 1 and self.job.state is None:  # a snapshot of weights that differ would keep the damage
             check_weights(self.runtime, self.job.model, f"at step {step}")
-        arrays = self.state.to_host(wanted=self.chief, into=self.writer.recycled() if self.writer else None)
+        arrays = self.state.to_slabs() if self.in_parts else self.state.to_host(wanted=self.chief, into=self.writer.recycled() if self.writer else None)
         if self.writer:
             self.writer.save(step, arrays, self._manifest_fields(step))
 
@@ -158,7 +187,7 @@ class Recovery:
     def weights(self) -> dict[str, np.ndarray]:
         """key -> array of each of the model's variables, with the moving averages if there are any: on the chief. A collective."""
         with self.job.step.update.averaged():
-            return {key: array for key, array in self.state.to_host(wanted=self.chief).items() if key.startswith("model/")}
+            return self.state.to_host(wanted=self.chief, only="model/")
 
     def backup_period(self) -> int:
         """Steps between two backups; 0: none."""
@@ -177,7 +206,7 @@ class Recovery:
 
     def messages(self) -> Iterator[tuple[str, dict]]:
         """What the writers have to say: ("save", "backup" or "warning", values)."""
-        if self.writer:
+        if self.chief:
             yield from self.writer.messages()
         if self.backup:
             for kind, values in self.backup.writer.messages():
@@ -193,6 +222,8 @@ class Recovery:
 
     def give_up(self) -> None:
         """After an error: what is being written gets the time to be committed."""
+        if self.in_parts:
+            self.store.give_up_at = time.monotonic() + _LAST_PART_SECONDS
         for writer in self._writers():
             with contextlib.suppress(Exception):
                 writer.wait(_LAST_WRITE_SECONDS)

@@ -58,7 +58,7 @@ class Session:
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
         self.signals = guard.signals()
         guard.connect(runtime)
-        self.job = build.compose(config, runtime)
+        self.job = build.compose(config, runtime, build.memory_rooms(cluster))
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
         self.clock = Clock()
@@ -167,7 +167,7 @@ class Session:
                 self.recovery.save(ending.step)
             unwritten = self.recovery.finish()
             self._tell_of_saves(ending.step)
-            weights = {} if ending.stopped else self.recovery.weights()
+            weights = {} if ending.stopped or self.config.export.export == "none" else self.recovery.weights()
             if not ending.stopped and self.chief:
                 results.leave_results(self.job, weights, self.folder, self.observer, ending.step, self._summary(ending))
                 write_status(self.folder, "finished", self.run_id)

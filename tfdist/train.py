@@ -17,6 +17,7 @@ from tfdist.control.cluster import Cluster, resolve_cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
+from tfdist.planner import startup
 
 USAGE = __doc__ + """
   python -m tfdist.train --flagfile=flags/digits_cnn.flags
@@ -52,6 +53,7 @@ def main(argv: list[str]) -> int:
         return ps_session.run(config, cluster, flags.main_command(argv))
     if cluster.role == "ps":
         raise ConfigError(f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use --strategy=parameter_server.")
+    startup.check_by_formula(config, cluster)
     with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
         versions.import_keras()
         from tfdist import session

@@ -5,7 +5,7 @@
     ... ROW,ROW                                         only these
 
 Writes OUT_DIR/KIND/ROW.npz: whole weights, optimizer slots and moving averages, losses, gradient norms, an evaluation,
-and, for the rows on memory, the bytes that rank 0 holds. One process runs all rows, because starting TensorFlow takes longer than training them.
+and what rank 0 needs: the most bytes in a step, and, for the rows on memory, those that it holds. One process runs all rows, because starting TensorFlow takes longer than training them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ DEEP = {**TEXT, "model_args": "layers=3,width=32,heads=4,dropout=0.1", "global_b
 SPLIT = {"accumulation": 2}
 
 PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
+LONG = {**TEXT, "source_args": "task=text,vocab=61,samples=64,eval_samples=8", "sequence_length": 64, "model_args": "layers=2,width=32,heads=4", "global_batch": 16, "accumulation": 8}
 PIPES = {"gpipe": {"pipe_schedule": "gpipe"}, "1f1b": {}, "interleaved": {"pipe_chunks": 2}, "cut": {"pipe_cut": "block_00", "recompute": "block"}}
 
 
@@ -54,9 +55,10 @@ ROWS: dict[str, Row] = {
     "model2_recompute": Row(2, "model=2", TEXT | ADAMW, {"recompute": "attention"}),
     **{f"pipe2_{name}": Row(2, "pipe=2", DEEP | ADAMW, options) for name, options in PIPES.items()},
     **{f"pipe4_{name}": Row(4, "pipe=4", DEEP | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
+    **{f"pipe2_{name}_peak": Row(2, "pipe=2", LONG | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
     "pipe2_model2": Row(4, "pipe=2,model=2", PLAIN | ADAMW, {"recompute": "block"}),
     "data2_pipe2_zero1": Row(4, "pipe=2,data=2", PLAIN | EMA, {"zero": 1}),
-    "pipe2_data2_model2_zero3": Row(8, "pipe=2,data=2,model=2", PLAIN | ADAMW, {"zero": 3}),
+    "pipe2_data2_model2_zero3": Row(8, "pipe=2,data=2,model=2", PLAIN | ADAMW, {"zero": 3, "recompute": "block"}),
     "model4": Row(4, "model=4", TEXT | ADAMW, {}),
     "data2_model2": Row(4, "data=2,model=2", TEXT | ADAMW, {}),
     "data2_model2_zero3": Row(4, "data=2,model=2", TEXT | EMA | SPLIT, {"zero": 3}),
@@ -77,6 +79,7 @@ JOBS = {name: row for name, row in ROWS.items() if job_of(name) == name}
 def main(out: Path, kind: str, chosen: list[str]) -> None:
     import keras
     import numpy as np
+    import tensorflow as tf
 
     from tfdist import build
     from tfdist.config import Config
@@ -105,17 +108,29 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
             if leg:
                 assign(job, arrays)
             iterators = job.iterators(first * job.plan.global_batch)
-            for _ in range(first, last):
+            for step in range(first, last):
+                if step == STEPS - 1:
+                    before = allocated("current")
+                    tf.config.experimental.reset_memory_stats("CPU:0")
                 output = job.step(iterators, 1)
                 results["losses"].append(output.means["loss"])
                 results["norms"].append(output.gradient_norm)
+            if last == STEPS:
+                peak = allocated("peak") - before  # of the last step
             arrays = collect(job)
         evaluation = job.evaluator()()
         held = bytes_held(job) if name.endswith("memory") else []
         if runtime.rank == 0:
-            np.savez(out / kind / f"{name}.npz", **results, evaluation=[evaluation[key] for key in sorted(evaluation)], held=held, **arrays)
+            np.savez(out / kind / f"{name}.npz", **results, evaluation=[evaluation[key] for key in sorted(evaluation)], held=held, peak=peak, **arrays)
     runtime.barrier()
     print("mesh worker: done", flush=True)
+
+
+def allocated(what: str) -> int:
+    """Bytes that TensorFlow's allocator has given out: "current" or "peak"."""
+    import tensorflow as tf
+
+    return tf.config.experimental.get_memory_info("CPU:0")[what]
 
 
 def collect(job) -> dict:

@@ -51,6 +51,12 @@ class Cluster:
         hosts = [address.rpartition(":")[0] for address in self.peers]
         return hosts[:self.rank].count(hosts[self.rank]) if 0 <= self.rank < len(hosts) else self.told_local_rank
 
+    @property
+    def local_size(self) -> int:
+        """How many training workers are on its machine, itself included, as far as their addresses tell."""
+        hosts = [address.rpartition(":")[0] for address in self.peers]
+        return hosts.count(hosts[self.rank]) if 0 <= self.rank < len(hosts) else 1
+
     def name(self, rank: int) -> str:
         """How messages name a training worker: "worker 1 (rank 2, host:port)"."""
         if not self.peers:

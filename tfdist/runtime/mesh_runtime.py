@@ -25,6 +25,8 @@ from tfdist.runtime.mirrored import MultiWorker
 from tfdist.runtime.overdue import Overdue
 from tfdist.runtime.ring import MARK
 
+_BYTES_AT_ONCE = 1 << 24
+
 
 class MeshRuntime:
     """See runtime/base.py."""
@@ -74,8 +76,12 @@ class MeshRuntime:
 
         with tf.variable_creator_scope(creator):
             yield
-        if self.size > 1:
-            for variable, value in zip(created, self.broadcast([variable.numpy() for variable in created]), strict=True):
+        while self.size > 1 and created:  # a few at a time: what travels is held several times over
+            some, size = [], 0
+            while created and size < _BYTES_AT_ONCE:
+                some.append(created.pop(0))
+                size += some[-1].shape.num_elements() * some[-1].dtype.size
+            for variable, value in zip(some, self.broadcast([variable.numpy() for variable in some]), strict=True):
                 variable.assign(value)
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:

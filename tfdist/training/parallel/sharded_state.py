@@ -4,6 +4,9 @@
 (artifacts/state.py), whatever they look like here: whole, a part along `model` (tensor.py), a shard along `data`
 (zero.py), a shard of a part, or on another stage of a pipeline. What every replica has of its own goes in as the sum over replicas and comes
 back as equal parts of it. So a snapshot of any mesh resumes on any other, or on none.
+
+It does so in two ways: the chief holds all, or (artifacts/parts.py) every worker writes and reads its own part, which is
+some boxes of each whole array: a shard is a range of a flattened part, and a part is some places along one dim.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import state
+from tfdist.artifacts.parts import Box, Slab, boxes_of_range, read_slabs, runs
 from tfdist.control.exit_codes import CheckpointError
-from tfdist.runtime.mesh import REPLICA_AXES
+from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.tensor import Part
@@ -46,7 +50,7 @@ class Piece:
 
 
 class SpreadState:
-    """The state of a run on a mesh. All methods but `table` are collectives: every worker must call them."""
+    """The state of a run on a mesh. All methods but `table` and `read` are collectives: every worker must call them."""
 
     def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any],
                  update: MeshUpdate, parts: Mapping[int, Part]):
@@ -74,10 +78,12 @@ class SpreadState:
         """key -> (name, whole shape, dtype), as artifacts.state.table gives for a data-parallel run."""
         return {key: (piece.name, list(piece.shape), tf.as_dtype(piece.holder.dtype).name) for key, piece in self.pieces.items()}
 
-    def to_host(self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """key -> whole array on the chief; {} on the others. One variable at a time is whole on every worker."""
+    def to_host(self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str = "") -> dict[str, np.ndarray]:
+        """key -> whole array on the chief, of keys that begin with `only`; {} on the others. One variable at a time is whole on every worker."""
         whole = {}
         for key, piece in self.pieces.items():
+            if not key.startswith(only):
+                continue
             array = self._whole(piece) if self._is_here(piece) else np.zeros(piece.shape, tf.as_dtype(piece.holder.dtype).as_numpy_dtype)
             if piece.stages is not None and 0 not in piece.stages:
                 array = self._from_stage(tf.constant(array), piece.stages[0]).numpy()
@@ -95,6 +101,69 @@ class SpreadState:
             if self._is_here(piece):
                 _value(piece.holder).assign(self._own(piece, arrays[key]))
         self.update.collect()
+
+    # -- in parts --------------------------------------------------------------------------------------------------
+
+    def to_slabs(self) -> list[Slab]:
+        """What this worker writes: every element of the state is written by exactly one."""
+        slabs = []
+        for key, piece in self.pieces.items():
+            if piece.is_term or (self._is_here(piece) and self._writes(piece)):
+                array = self._whole(piece) if piece.is_term else _value(piece.holder).numpy()
+                slabs += self._slabs(key, piece, np.asarray(array)) if self._writes(piece) else []
+        return slabs
+
+    def read(self, prefix: str) -> None:
+        """Gives every variable its piece of the arrays in TensorFlow's checkpoint `prefix`, of which this worker reads no more."""
+        for key, piece in self.pieces.items():
+            if self._is_here(piece):
+                _value(piece.holder).assign(self._read_piece(prefix, key, piece))
+        self.update.collect()
+
+    def _read_piece(self, prefix: str, key: str, piece: Piece) -> np.ndarray:
+        regions = self._regions(piece)
+        contents = iter(read_slabs(prefix, [Slab(key, piece.shape, box) for _, boxes in regions for box in boxes], tf.as_dtype(piece.holder.dtype)))
+        joined = [next(contents) if len(boxes) == 1 else np.concatenate([next(contents) for _ in boxes], piece.part.dim) for _, boxes in regions]
+        if piece.is_shard:
+            flat = np.concatenate([array.reshape(-1) for array in joined]) if joined else np.zeros(0, tf.as_dtype(piece.holder.dtype).as_numpy_dtype)
+            return np.pad(flat, (0, piece.holder.shape[0] - flat.size))
+        return joined[0] / self._replicas.size if piece.is_term else joined[0]
+
+    def _slabs(self, key: str, piece: Piece, array: np.ndarray) -> list[Slab]:
+        slabs, offset = [], 0
+        for lengths, boxes in self._regions(piece):
+            size = math.prod(lengths)
+            content = array.reshape(-1)[offset:offset + size].reshape(lengths) if piece.is_shard else array
+            offset += size
+            contents = [content] if len(boxes) == 1 else np.split(content, np.cumsum([box[piece.part.dim][1] for box in boxes])[:-1], piece.part.dim)
+            slabs += [Slab(key, piece.shape, box, np.ascontiguousarray(part).reshape(part.shape)) for box, part in zip(boxes, contents, strict=True)]
+        return slabs
+
+    def _regions(self, piece: Piece) -> list[tuple[tuple[int, ...], list[Box]]]:
+        """What this worker holds of a piece, as (lengths of a box of its part, the boxes of the whole that make it up along the part's dim)."""
+        local = piece.part_shape
+        boxes: list[Box] = [tuple((0, length) for length in local)]
+        if piece.is_shard:
+            length = -(-math.prod(local) // self._replicas.size)
+            boxes = boxes_of_range(local, self._replicas.index * length, min((self._replicas.index + 1) * length, math.prod(local)))
+        regions = []
+        for box in boxes:
+            lengths = tuple(length for _, length in box)
+            if piece.part:
+                dim, places = piece.part.dim, piece.part.places[piece.part.index]
+                wholes = [(*box[:dim], run, *box[dim + 1:]) for run in runs(places[box[dim][0]:sum(box[dim])])]
+            else:
+                wholes = [box]
+            regions.append((lengths, wholes))
+        return regions
+
+    def _writes(self, piece: Piece) -> bool:
+        """Of all workers that hold the same, the first writes it."""
+        different = {*(REPLICA_AXES if piece.is_shard else ()), *(["model"] if piece.part else [])}
+        return (self._stages.index == (piece.stages[0] if piece.stages else 0)
+                and not any(self.runtime.coordinates[axis] for axis in AXES if axis not in {"pipe", *different}))
+
+    # -- one variable ----------------------------------------------------------------------------------------------
 
     def _is_here(self, piece: Piece) -> bool:
         return piece.stages is None or self._stages.index in piece.stages
