@@ -36,6 +36,7 @@ class Part:
     dim: int
     places: tuple[np.ndarray, ...]  # of every member, in order
     index: int
+    axis: str = "model"  # of the mesh
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -79,9 +80,9 @@ def column(blocks: int = 1) -> Rule:
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
         inner = layer.call
-        parts = _cut(layer, layer._kernel, 1, group, blocks)
+        parts = cut(layer, layer._kernel, 1, group, blocks)
         if layer.bias is not None:
-            parts |= _cut(layer, layer.bias, 0, group, blocks)
+            parts |= cut(layer, layer.bias, 0, group, blocks)
         layer.call = lambda x, *rest, **options: inner(copied(x, group), *rest, **options)
         return parts
 
@@ -90,7 +91,7 @@ def column(blocks: int = 1) -> Rule:
 
 def row(layer: keras.Layer, group: Group) -> dict[int, Part]:
     """A Dense layer [in, out] -> [in / m, out], whose input is a part."""
-    parts = _cut(layer, layer._kernel, 0, group)
+    parts = cut(layer, layer._kernel, 0, group)
 
     def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
         y = summed(ops.matmul(x, layer.kernel), group)
@@ -130,9 +131,9 @@ def own_noise(layer: keras.Layer, group: Group) -> dict[int, Part]:
 def vocabulary(layer: keras.Layer, group: Group) -> dict[int, Part]:
     """A ReversibleEmbedding [V, D] -> [V / m, D]. In reverse it returns this rank's logits [B, T, V / m]."""
     inner = layer.call
-    parts = _cut(layer, layer._embeddings, 0, group)
+    parts = cut(layer, layer._embeddings, 0, group)
     if not layer.tie_weights:
-        parts |= _cut(layer, layer.reverse_embeddings, 1, group)
+        parts |= cut(layer, layer.reverse_embeddings, 1, group)
     places = parts[id(layer._embeddings)].places[group.index]
 
     def call(x: tf.Tensor, reverse: bool = False) -> tf.Tensor:
@@ -160,10 +161,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 
 
-def spread_layers(model: keras.Model, group: Group, rules: Sequence[tuple[str, Rule]] = RULES) -> dict[int, Part]:
+def spread_layers(model: keras.Model, group: Group, axis: str = "model", rules: Sequence[tuple[str, Rule]] = RULES, fix: str = "use --model=transformer or vit") -> dict[int, Part]:
     """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its Part.
 
-    Raises: ConfigError if no layer matches any rule, or a layer cannot be cut into so many parts.
+    Raises: ConfigError if no layer matches any rule, or a layer cannot be cut into so many parts; `fix` says what to do.
     """
     parts: dict[int, Part] = {}
     matched = False
@@ -174,7 +175,7 @@ def spread_layers(model: keras.Model, group: Group, rules: Sequence[tuple[str, R
                 matched = True
                 break
     if not matched:
-        raise ConfigError(f"--mesh has model={group.size}, but no layer of {model.name} can be spread: use --model=transformer or vit, or give the workers to data=.")
+        raise ConfigError(f"--mesh has {axis}={group.size}, but no layer of {model.name} can be spread over it: {fix}, or give the workers to data=.")
     return parts
 
 
@@ -204,7 +205,8 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
     return objective
 
 
-def _cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
+def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
+    """Cuts a variable of the layer along `dim` down to this member's part, in place. Returns its id -> its Part."""
     size = variable.shape[dim]
     if size // blocks < group.size:
         raise ConfigError(f"--mesh has model={group.size}, but {variable.path} has only {size // blocks} to share out: lower the degree.")
