@@ -82,6 +82,7 @@ class ParallelConfig:
     pipe_schedule: str = option("1f1b", "Order of a pipeline's work. gpipe: all micro-batches forward, then all backward; 1f1b: in turn, which holds fewer.", choices=("gpipe", "1f1b"))
     pipe_chunks: int = option(1, "Parts of the model on each stage of the pipeline. More than 1: interleaved, a smaller bubble for more traffic.", least=1)
     pipe_cut: str = option("", "Blocks with which the parts of the pipeline after the first begin, for example block_02,block_05. Empty: balanced by parameters.")
+    sequence_parallel: bool = option(False, "Between the layers that are spread over the model axis, each worker holds only its share of the positions.")
     offload: str = option("none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer"))
     recompute: str = option("none", "Activations that are computed again in the backward pass instead of kept.", choices=("none", "block", "attention"))
     compression: str = option("none", "How gradients travel between workers of a mesh. int8, topk and powersgd carry their error to the next step.", choices=("none", "fp16", "bf16", "int8", "topk", "powersgd"), identity=True)
@@ -338,7 +339,7 @@ class Config:
         parallel = self.parallel
         if parallel.zero > 3:
             raise ConfigError(f"--zero={parallel.zero} is not a stage: use 0, 1, 2 or 3.")
-        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("pipe_chunks", parallel.pipe_chunks, 1), ("pipe_cut", parallel.pipe_cut, ""), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none"), ("all_reduce", parallel.all_reduce, "flat")):
+        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("pipe_chunks", parallel.pipe_chunks, 1), ("pipe_cut", parallel.pipe_cut, ""), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none"), ("all_reduce", parallel.all_reduce, "flat"), ("sequence_parallel", parallel.sequence_parallel, False)):
             if value != off and self.strategy.strategy != "mesh":
                 raise ConfigError(f"--{name}={value} is for --strategy=mesh, not {self.strategy.strategy}: add --strategy=mesh, or drop it.")
         if parallel.workers_per_host and parallel.all_reduce != "hierarchical":

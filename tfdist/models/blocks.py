@@ -116,7 +116,7 @@ def _attention(x_BTD: keras.KerasTensor, name: str, shape: Shape, causal: bool, 
     scores_BHTT = ops.matmul(q_BHTK * per_head**-0.5, ops.transpose(k_BHTK, (0, 1, 3, 2)))
     scores_BHTT = ops.cast(scores_BHTT, "float32")
     if causal:
-        scores_BHTT = ops.where(_causal_mask(x_BTD[:, :, 0]), scores_BHTT, _MASKED)
+        scores_BHTT = ops.where(_causal_mask(qkv[:, :, 0]), scores_BHTT, _MASKED)
     weights_BHTT = ops.cast(ops.softmax(scores_BHTT), v_BHTK.dtype)
     weights_BHTT = dropout(weights_BHTT, shape.dropout, f"{name}_attention_weights_dropout")
     y_BTHK = ops.transpose(ops.matmul(weights_BHTT, v_BHTK), (0, 2, 1, 3))

@@ -16,6 +16,7 @@ from tfdist.training.parallel.compose import _check, _pieces, compose_mesh
 from tfdist.training.parallel.expert import spread_experts
 from tfdist.training.parallel.pipeline import divide
 from tfdist.training.parallel.segments import cut_into_blocks
+from tfdist.training.parallel.sequence import spread_sequence
 from tfdist.training.parallel.zero import sharded_update
 
 BASE = Config().replace(strategy="mesh", steps=2, source="synthetic", source_args="task=text,vocab=17,samples=16,eval_samples=4", sequence_length=4,
@@ -36,6 +37,8 @@ class Alone(MeshRuntime):
     ("pipe=2", {"global_batch": 6, "accumulation": 4}, ["pipe=2", "--global_batch=6", "--accumulation=4"]),
     ("pipe=2", {"recompute": "attention"}, ["--recompute=attention", "pipe=2"]),
     ("model=2", {"jit_compile": True}, ["--jit_compile"]),
+    ("data=2", {"sequence_parallel": True}, ["--sequence_parallel", "data=2", "model=2"]),
+    ("model=2", {"sequence_parallel": True, "zero": 3}, ["--sequence_parallel", "--zero=3"]),
     ("data=2", {"jit_compile": True, "zero": 3}, ["--jit_compile", "--zero=3"]),
     ("data=2", {"compression": "int8", "zero": 1}, ["--compression=int8", "--zero=1"]),
     ("data=2", {"compression": "topk", "precision": "float16"}, ["--compression=topk", "float16"]),
@@ -93,6 +96,14 @@ def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
     even = build.build_model(BASE.replace(model_args="layers=1,width=8,heads=2,experts=4").model, spec, 17)
     with pytest.raises(ConfigError, match="expert=2.*lamb.*element"):
         compose_mesh(BASE, lone, even, keras.optimizers.Lamb(), None, build.plan_batch(BASE.batch, 2))
+
+
+def test_sequences_that_cannot_be_spread_are_refused():
+    pair = Group((0, 1), 0, tasks=("a", "b"))
+    for length, args, words in ((5, "layers=1,width=8,heads=2", "5 positions over model=2"), (4, "layers=1,width=8,heads=2,experts=2", "without experts")):
+        model = build.build_model(BASE.replace(model_args=args).model, tf.TensorSpec([length], tf.int32), 17)
+        with pytest.raises(ConfigError, match=words):
+            spread_sequence(model, pair)
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -20,6 +20,7 @@ from tfdist.training.parallel.expert import has_experts, spread_experts
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.pipe_schedule import make_schedule
 from tfdist.training.parallel.pipeline import Pipeline, divide, stages_of
+from tfdist.training.parallel.sequence import spread_sequence
 from tfdist.training.parallel.tensor import Part, spread_layers, vocabulary_objective
 from tfdist.training.parallel.zero import ELEMENTWISE, sharded_update
 
@@ -35,19 +36,20 @@ class Spread(NamedTuple):
 
 def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective, plan: BatchPlan) -> Spread:
     """Spreads `model` over the mesh, in place, and builds `optimizer` on what is left. Raises ConfigError on what does not fit."""
-    parallel, parts = config.parallel, {}
+    parallel, parts, partial = config.parallel, {}, frozenset()
     _check(config, runtime, plan)
     group, width = runtime.group("model"), model.output_shape[-1]
     if runtime.mesh.degree("expert") > 1:
         parts |= spread_experts(model, runtime.group("expert"))
     if group.size > 1:
-        parts |= spread_layers(model, group)
+        found, partial = spread_sequence(model, group) if parallel.sequence_parallel else (spread_layers(model, group), partial)
+        parts |= found
         if _spreads_logits(model):
             objective = vocabulary_objective(config.model, group, width)
             width = (group.index + 1) * width // group.size - group.index * width // group.size
     if parts and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat every element on its own, so it cannot work on parts of variables; use sgd, momentum, adam, adamw or lion, or data= only.")
-    options = {"parts": {key: part.axis for key, part in parts.items()}, "pack_bytes": int(config.strategy.pack_mb * 2**20)}
+    options = {"summed_over_model": partial, "parts": {key: part.axis for key, part in parts.items()}, "pack_bytes": int(config.strategy.pack_mb * 2**20)}
     if parallel.all_reduce == "hierarchical":
         options["summed_over"] = lambda group: runtime.hierarchical(group, parallel.workers_per_host)
     pieces = _pieces(config, runtime, model)
@@ -87,8 +89,18 @@ def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
         raise ConfigError(f"--offload={config.parallel.offload} moves the optimizer's copy of the weights, which there is with --zero=1 or 2 only, not {config.parallel.zero}: add --zero=1.")
     if runtime.mesh.degree("expert") > 1 and not plan.even:
         raise ConfigError(f"--mesh has expert={runtime.mesh.degree('expert')}, whose workers must have as many samples each, but --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x {plan.replicas} replicas: change one of them.")
+    if config.parallel.sequence_parallel:
+        _check_sequence(config, runtime)
     if runtime.mesh.degree("pipe") > 1:
         _check_pipe(config, runtime, plan)
+
+
+def _check_sequence(config: Config, runtime: MeshRuntime) -> None:
+    if runtime.mesh.degree("model") == 1:
+        raise ConfigError(f"--sequence_parallel spreads positions over model, of which --mesh={runtime.mesh.describe()} has none: add for example model=2, or drop it.")
+    if runtime.mesh.degree("pipe") > 1 or config.parallel.zero == 3:
+        other = "--zero=3" if config.parallel.zero == 3 else f"pipe={runtime.mesh.degree('pipe')}"
+        raise ConfigError(f"--sequence_parallel does not go with {other} yet: drop one of them.")
 
 
 def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:

@@ -31,6 +31,7 @@ class MeshUpdate(DataParallel):
       stages: id of a variable of the model -> the stages of the pipeline that hold it; without a pipeline, all are on stage 0.
       parts: id of a trainable variable -> the axis along which this worker has a part of it, `model` or `expert`; the others
         are the same on all ranks of these axes.
+      summed_over_model: ids of variables whose gradient is another on each rank of `model`, and their sum wanted (sequence.py).
       pack_bytes: gradients travel in packs of about this size. 0: each on its own.
       compression: how they travel (compression.py).
       summed_over: makes of a group what sums large tensors over it; None: the group itself (runtime/hierarchical.py).
@@ -39,6 +40,7 @@ class MeshUpdate(DataParallel):
     holders: tuple[str, ...] = ("pipe", "expert", "model")  # the axes along which pieces of the gradient are spread
 
     def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: Mapping[int, str] | None = None, pack_bytes: int = 2**20,
+                 summed_over_model: frozenset[int] = frozenset(),
                  compression: str = "none", stages: Mapping[int, tuple[int, ...]] | None = None, summed_over: Callable[[Group], Any] | None = None):
         super().__init__(runtime, model, optimizer)
         self.all = list(model.trainable_variables)
@@ -46,11 +48,13 @@ class MeshUpdate(DataParallel):
         stage = runtime.coordinates["pipe"]
         self.trainable = [variable for variable in self.all if stage in self.stages[id(variable)]]
         self.replicas = runtime.group(*REPLICA_AXES)
-        axes = [(parts or {}).get(id(variable)) for variable in self.trainable]
-        self.groups = [runtime.group("data") if axis == "expert" else self.replicas for axis in axes]  # over which each is summed
+        parts = parts or {}
+        sums = [("data",) if parts.get(id(variable)) == "expert" else (*REPLICA_AXES, "model") if id(variable) in summed_over_model else REPLICA_AXES
+                for variable in self.trainable]
+        self.groups = [runtime.group(*axes) for axes in sums]  # over which each is summed
         self._sums = {group: summed_over(group) if summed_over else group for group in dict.fromkeys(self.groups)}
         self.packs = self._pack(pack_bytes // 4)
-        self._copies = [self._count_copies(variable, axis) for variable, axis in zip(self.trainable, axes, strict=True)]
+        self._copies = [self._count_copies(variable, parts.get(id(variable)), axes) for variable, axes in zip(self.trainable, sums, strict=True)]
         self.compression = None if compression == "none" else Compression(compression, self.trainable, self.replicas)
         self.build()
 
@@ -62,9 +66,9 @@ class MeshUpdate(DataParallel):
             packs += [[own[index] for index in pack] for pack in buckets([math.prod(self.trainable[place].shape) for place in own], most)]
         return packs
 
-    def _count_copies(self, variable: keras.Variable, axis: str | None) -> int:
-        """How many workers of a group along `holders` hold the same piece."""
-        spread = {"pipe", axis, *(REPLICA_AXES if "data" in self.holders else ())}
+    def _count_copies(self, variable: keras.Variable, part: str | None, summed: Sequence[str]) -> int:
+        """How many workers of a group along `holders` hold the same piece: a part along one axis, a shard along those of its sum."""
+        spread = {"pipe", part, *(summed if self.holders == AXES else ())}
         return self.runtime.mesh.degree(*(other for other in self.holders if other not in spread)) * len(self.stages[id(variable)])
 
     @property

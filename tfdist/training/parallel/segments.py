@@ -55,14 +55,14 @@ def cut_out_attention(model: keras.Model, flag: str) -> list[Segment]:
     """Each block in three: up to queries, keys and values; attention itself, whose activations grow with T^2; the rest."""
     segments, here, place = [], model.inputs, "inputs"
     for name in blocks(model, flag):
-        norm, qkv, joined = (model.get_layer(f"{name}_{part}") for part in ("norm_1", "attention_qkv", "attention_joined"))
+        start, qkv, joined = (model.get_layer(f"{name}_{part}") for part in ("norm_1", "attention_qkv", "attention_joined"))
         if not segments:
-            segments.append(_segment(here, [norm.input], (place,), ("start",)))
-            here, place = [norm.input], "start"
+            segments.append(_segment(here, [start.input], (place,), ("start",)))
+            here, place = [start.input], "start"
         end = [model.get_layer(f"{name}_mlp_add").output]
         segments += [
-            _segment(here, [norm.output, qkv.output], (place,), ("norm", "qkv")),
-            _segment([norm.output, qkv.output], [joined.output], ("norm", "qkv"), ("joined",)),
+            _segment(here, [qkv.output], (place,), ("qkv",)),
+            _segment([qkv.output], [joined.output], ("qkv",), ("joined",)),
             _segment([joined.output, *here], end, ("joined", place), (name,)),
         ]
         here, place = end, name
