@@ -17,7 +17,7 @@ CHAIN = [(2, ["--strategy=mesh", "--mesh=expert=2", "--zero=3"]), (1, []), (3, [
 
 
 def test_saved_on_one_mesh_and_resumed_on_another(tmp_path):
-    """Five changes of mesh, against one device that did all the steps."""
+    """Five changes of mesh, against one device that did all the steps. The experts of the model are spread on the first."""
     end = STEPS * len(CHAIN)
     run(1, [*FLAGS, f"--steps={end}", f"--run_dir={tmp_path / 'one'}"])
     for number, (workers, flags) in enumerate(CHAIN, 1):
@@ -27,6 +27,8 @@ def test_saved_on_one_mesh_and_resumed_on_another(tmp_path):
     assert sorted(losses[1]) == list(range(1, end + 1))
     for step in losses[0]:
         assert losses[1][step] == pytest.approx(losses[0][step], abs=1e-5), step
+    dropped = [record["values"]["train/dropped_fraction"] for record in records(tmp_path / "many", kind="train")]
+    assert min(dropped) >= 0 and 0 < max(dropped) < 0.5
     one, many = snapshot(tmp_path / "one", end), snapshot(tmp_path / "many", end)
     assert one.keys() == many.keys()
     for key, array in one.items():
