@@ -81,10 +81,10 @@ def recompute(model: keras.Model, kind: str, holders: Mapping[int, keras.Variabl
     wanted = ("joined",) if kind == "attention" else tuple(blocks(model, flag))
     segments = [segment._replace(again=segment.gives[0] in wanted) for segment in segments]
 
-    model.call = lambda inputs, training=None, mask=None: run(segments, inputs, training, holders, model)
+    model.call = lambda inputs, training=None, mask=None: run(segments, inputs, training, holders)
 
 
-def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, holders: Mapping[int, keras.Variable], owner: keras.Model) -> tf.Tensor:
+def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, holders: Mapping[int, keras.Variable]) -> tf.Tensor:
     """From what the first segment takes to what the last one gives. See `recompute` for the others."""
     tensors = {segments[0].takes[0]: inputs}
     for segment in segments:
@@ -92,7 +92,8 @@ def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, h
         one = _runner(segment.part, training)
         if segment.again and training:
             parameters = [holders.get(id(variable), variable) for variable in segment.part.trainable_variables]
-            given = recomputed(one, given, parameters, segment.part.non_trainable_variables, owner)
+            # Losses go to a layer, which shares them with the whole model: a functional model takes none.
+            given = recomputed(one, given, parameters, segment.part.non_trainable_variables, segment.part.layers[-1])
         else:
             given = one(given)
         tensors.update(zip(segment.gives, given, strict=True))
