@@ -105,4 +105,6 @@ def _runner(part: keras.Model, training: bool | None) -> Callable[[list[tf.Tenso
 
 
 def _segment(inputs: list, outputs: list, takes: tuple[str, ...], gives: tuple[str, ...]) -> Segment:
-    return Segment(keras.Model(inputs if len(inputs) > 1 else inputs[0], outputs if len(outputs) > 1 else outputs[0]), takes, gives)
+    part = keras.Model(inputs if len(inputs) > 1 else inputs[0], outputs if len(outputs) > 1 else outputs[0])
+    part.input_spec = None  # where layers are spread, what it is called with is smaller than its symbols say
+    return Segment(part, takes, gives)
