@@ -108,6 +108,9 @@ class Horovod:
     def waiting_for(self) -> int | None:
         return None  # Horovod does not tell
 
+    def reducing_s(self) -> float | None:
+        return None
+
     def close(self) -> None:
         self._hvd.shutdown()
 

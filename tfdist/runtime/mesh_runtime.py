@@ -126,6 +126,9 @@ class MeshRuntime:
     def waiting_for(self) -> int | None:
         return None  # TensorFlow's collectives do not tell
 
+    def reducing_s(self) -> float | None:
+        return None
+
     def close(self) -> None:
         self._world.close()
 

@@ -63,5 +63,8 @@ class OneDevice:
     def waiting_for(self) -> int | None:
         return None
 
+    def reducing_s(self) -> float | None:
+        return None
+
     def close(self) -> None:
         pass

@@ -166,6 +166,7 @@ class RingReducer:
 
     def __init__(self, ring: Ring, bucket_bytes: int):
         self.ring, self.bucket_bytes = ring, max(bucket_bytes, 1)
+        self.seconds = 0.0  # in which a bucket was under way
         self._sites = 0
         self._work: queue.SimpleQueue[_Site] = queue.SimpleQueue()
         self._pool: dict[int, list[np.ndarray]] = {}
@@ -209,11 +210,13 @@ class RingReducer:
             site = self._work.get()
             for number in range(len(site.buckets)):
                 buffer = site.started[number].get()
+                begun = time.monotonic()
                 try:
                     if self._failure is None:
                         self.ring.all_reduce(buffer, site.number, number)
                 except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
                     self._failure = error
+                self.seconds += time.monotonic() - begun
                 site.done.put(buffer if self._failure is None else None)
 
     def _free_buffer(self, length: int) -> np.ndarray:
