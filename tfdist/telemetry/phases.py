@@ -43,15 +43,15 @@ class Call:
 
 
 class PhaseMeter:
-    """Adds up calls and pauses. `now_s` and pauses come from the clock of the run, which must be counting."""
+    """Adds up calls, and the pauses of the run's clock, which must be counting."""
 
     def __init__(self, clock: Clock):
         self.clock = clock
         self.begin()
 
-    def begin(self) -> None:
-        """Forgets all before."""
-        self.clock_s, self.pauses = self.clock.seconds, dict(self.clock.pauses)
+    def begin(self, ago_s: float = 0.0) -> None:
+        """Forgets all that was until `ago_s` seconds before now; there was no pause since then."""
+        self.clock_s, self.pauses = self.clock.seconds - ago_s, dict(self.clock.pauses)
         self._all: list[Call] = []
 
     def add(self, call: Call) -> None:

@@ -46,4 +46,5 @@ def host_memory() -> dict[str, float]:
     except (OSError, ValueError):
         pass
     unit = 1 if sys.platform == "darwin" else 1024
-    return found | {"memory/host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}
+    peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)  # which the system updates now and then only
+    return found | {"memory/host_peak_bytes": max(peak, found.get("memory/host_bytes", 0.0))}

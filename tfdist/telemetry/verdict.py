@@ -6,8 +6,8 @@ each step, so the time is the same for all, and what one does longer the others 
 | verdict     | its share of the time                                                                              |
 |-------------|----------------------------------------------------------------------------------------------------|
 | storage     | the longest checkpoint of any worker                                                               |
-| slow rank   | what the slowest worker takes for its own work (all but gradient_sync and checkpoint) beyond the median of the others |
-| input       | data wait and host to device, median of the workers                                                |
+| slow rank   | what the slowest worker takes for forward, backward, optimizer and other beyond the median of the others |
+| input       | the longest data wait and host to device of any worker: with readers that are equally slow, the others read ahead while they wait for the last one |
 | communication | the shortest gradient_sync of any worker: there nobody is waited for any more                    |
 | compute     | forward, backward pass and optimizer, median of the workers                                        |
 | host        | other, median of the workers                                                                       |
@@ -26,8 +26,8 @@ from tfdist.telemetry.phases import CHECKPOINT, EVALUATION, OTHER, PHASES, SYNC
 
 LEAST = 0.2
 _PATIENCE = 2  # accounts in a row that must agree before a change is told
-_OWN = [phase for phase in range(len(PHASES)) if phase not in (SYNC, CHECKPOINT, EVALUATION)]
 _INPUT, _COMPUTE = [0, 1], [2, 3, 5]
+_OWN = [*_COMPUTE, OTHER]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Finding:
 
     kind: str  # "storage", "slow rank", "input", "communication", "compute" or "host"
     share: float  # of the time
-    rank: int = -1  # of the slow one
-    phase: str = ""  # in which it is slow
+    rank: int = -1  # of the worker that all wait for, if it is one
+    phase: str = ""  # in which that one is slow
     phase_s: float = 0.0  # seconds per step in it
     others_s: float = 0.0  # of the others, median
 
@@ -49,16 +49,15 @@ class Finding:
         """The verdict with its figure, since when, and what to do."""
         percent = f"{100 * self.share:.0f} % of the time"
         when = f", since step {since}" if since is not None else ""
-        if self.kind == "slow rank":
-            return (f"a slow rank: all wait {percent} for rank {self.rank}{when}; it takes {_span(self.phase_s)} a step for {_WORDS[self.phase]}, "
-                    f"the others {_span(self.others_s)}. {_SLOW_ADVICE.get(self.phase, 'Look at its machine: clock, temperature, other processes.')}")
         about, advice = _ADVICE[self.kind]
-        return about.format(percent=percent) + when + ". " + advice
+        if self.rank >= 0:
+            when += f"; rank {self.rank} takes {_span(self.phase_s)} a step for {_WORDS[self.phase]}, the others {_span(self.others_s)}"
+        return about.format(percent=percent, rank=self.rank) + when + ". " + advice
 
 
 _WORDS = {name: name.replace("_", " ") for name in PHASES} | {"data_wait": "waiting for data", "forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer", "other": "what is between the steps"}
-_SLOW_ADVICE = {"data_wait": "Look at the storage that it reads from, and at its processors."}
 _ADVICE = {
+    "slow rank": ("a slow rank: all wait {percent} for rank {rank}", "Look at its machine: clock, temperature, other processes."),
     "storage": ("stalled on storage: {percent} waiting for snapshots", "Save less often (--save_every, --save_minutes), write to faster storage, keep --async_save; --backup_dir on a local disk saves the work in between."),
     "input": ("input-bound: {percent} waiting for data", "Raise --reader_threads, give the workers more processor cores, bring the data nearer (--data_dir on a local disk), or make reading and --augment cheaper."),
     "communication": ("communication-bound: {percent} in gradient synchronisation that nothing hides", "Raise --accumulation or --micro_batch, try --pack_mb, use a faster network or fewer, larger workers."),
@@ -70,27 +69,32 @@ _ADVICE = {
 def judge(by_rank: np.ndarray) -> Finding:
     """by_rank: float64 [workers, len(PHASES)], seconds per step of each phase on each worker."""
     time = max(float(np.median(np.delete(by_rank, EVALUATION, axis=1).sum(axis=1))), 1e-12)
-    own = by_rank[:, _OWN].sum(axis=1)
+    own, fed = by_rank[:, _OWN].sum(axis=1), by_rank[:, _INPUT].sum(axis=1)
+    slow, starved = int(own.argmax()), int(fed.argmax())
     losses = {
         "storage": float(by_rank[:, CHECKPOINT].max()),
-        "input": float(np.median(by_rank[:, _INPUT].sum(axis=1))),
+        "input": float(fed[starved]),
         "communication": float(by_rank[:, SYNC].min()),
+        "slow rank": float(own[slow] - np.median(np.delete(own, slow))) if len(own) > 1 else 0.0,
     }
-    if len(by_rank) > 1:
-        slow = int(own.argmax())
-        others = np.delete(by_rank, slow, axis=0)
-        losses["slow rank"] = float(own[slow] - np.median(np.delete(own, slow)))
     kind = max(losses, key=losses.__getitem__)
     if losses[kind] < LEAST * time:
         rest = {"compute": float(np.median(by_rank[:, _COMPUTE].sum(axis=1))), "host": float(np.median(by_rank[:, OTHER]))}
         kind = max(rest, key=rest.__getitem__)
         return Finding(kind, min(1.0, rest[kind] / time))
     share = min(1.0, losses[kind] / time)
-    if kind != "slow rank":
-        return Finding(kind, share)
-    excess = by_rank[slow, _OWN] - np.median(others[:, _OWN], axis=0)
-    phase = _OWN[int(excess.argmax())]
-    return Finding(kind, share, slow, PHASES[phase], float(by_rank[slow, phase]), float(np.median(others[:, phase])))
+    if kind == "slow rank":
+        return _of_rank(kind, share, by_rank, slow, _OWN)
+    if kind == "input" and len(fed) > 1 and fed[starved] > 2 * np.median(np.delete(fed, starved)):
+        return _of_rank(kind, share, by_rank, starved, _INPUT)
+    return Finding(kind, share)
+
+
+def _of_rank(kind: str, share: float, by_rank: np.ndarray, rank: int, phases: list[int]) -> Finding:
+    """With that of `phases` in which the rank is furthest behind the others."""
+    others = np.median(np.delete(by_rank, rank, axis=0), axis=0)
+    phase = max(phases, key=lambda phase: by_rank[rank, phase] - others[phase])
+    return Finding(kind, share, rank, PHASES[phase], float(by_rank[rank, phase]), float(others[phase]))
 
 
 class Verdicts:
@@ -111,20 +115,23 @@ class Verdicts:
         return judge(_mean(last)).sentence(self._since(self._told))
 
     def final(self) -> str:
-        """The verdict on the whole of it; "" without any account."""
+        """The verdict on the whole of it (of a slow rank: on what it has been slow in); "" without any account."""
         if not self._accounts:
             return ""
         finding = judge(_mean(self._accounts))
-        return finding.sentence(self._since(finding.subject))
+        since = self._since(finding.subject)
+        if finding.rank >= 0 and since is not None:
+            finding = judge(_mean([account for account in self._accounts if account[0] >= since]))
+        return finding.sentence(since)
 
     def _since(self, subject: tuple[str, int]) -> int | None:
-        """The step since which this has been the verdict without a break; None: from the beginning, or it is not the last one."""
+        """The step since which this has been the verdict without a break; None: it is not the last one, or it has always been and is about no rank."""
         since = None
         for first_step, _, by_rank in reversed(self._accounts):
             if judge(by_rank).subject != subject:
                 return since
             since = first_step
-        return since if subject[0] == "slow rank" else None
+        return since if subject[1] >= 0 else None
 
 
 def _mean(accounts: Sequence[tuple[int, int, np.ndarray]]) -> np.ndarray:

@@ -91,20 +91,20 @@ class Watch:
         self.rank, self.gather, self.split = rank, gather, split
         self.meter, self.verdicts, self.stragglers = PhaseMeter(clock), Verdicts(), Stragglers(straggler_factor)
         self._first: int | None = None  # the step from which the meter counts
+        self._skip = True
 
     def forget(self) -> None:
-        """The next call does not count: it traces, or follows a rollback."""
-        self._first = None
+        """The next call does not count, nor what follows it: it traces, or comes after a rollback."""
+        self._first, self._skip = None, True
 
     def add(self, out: StepOutput) -> None:
+        if self._skip or not out.call:
+            self._skip = False
+            return
         if self._first is None:
-            self._begin(out.step)
-        elif out.call:
-            self.meter.add(out.call)
-
-    def _begin(self, step: int) -> None:
-        self.meter.begin()
-        self._first = step
+            self.meter.begin(out.call.wall_s)
+            self._first = out.step - out.call.steps
+        self.meter.add(out.call)
 
     def events(self, step: int, compute_by_rank: Sequence[float]) -> Iterator[Event]:
         """At a log line, on all workers: stragglers, and the phases if a call was sampled since they were told last."""
@@ -114,7 +114,8 @@ class Watch:
         if seconds is None:
             return
         told, first, overlap_s = step - self._first, self._first, self.meter.overlap_s
-        self._begin(step)  # what the telling takes is part of what comes
+        self._first = step
+        self.meter.begin()  # what the telling takes is part of what comes
         yield Event("phases", step, phases.values(seconds, overlap_s, self.split) | {"phase_steps": told})
         sentence = self.verdicts.add(first, told, self.gather(seconds))
         if sentence and self.rank == 0:

@@ -32,10 +32,11 @@ class Marks:
       base: float64 [], Unix seconds near to the call's begin (differences from it stay exact); 0: the call is not sampled.
       timed: whether TensorFlow's own clock may be used. Where operations must be deterministic it may not; Python's is slower.
       on: False: there are no marks in the graph at all.
+      on_device: whether the tensors are on a GPU.
     """
 
-    def __init__(self, base: tf.Tensor, timed: bool = True, on: bool = True):
-        self.base, self.timed, self.on = base, timed, on
+    def __init__(self, base: tf.Tensor, timed: bool = True, on: bool = True, on_device: bool = False):
+        self.base, self.timed, self.on, self.on_device = base, timed, on, on_device
 
     def __call__(self, after: Sequence[tf.Tensor]) -> tf.Tensor:
         """float64 [2]: seconds since the base when all of `after` are there (on a GPU: when the last one is), and a number
@@ -46,8 +47,10 @@ class Marks:
             sampled = tf.greater(self.base, 0.0)
 
         def look() -> tf.Tensor:
-            with tf.device("CPU:0"):
-                there = tf.reduce_sum(tf.cast(tf.reshape(after[-1], [-1])[:1], tf.float64))
+            there = tf.constant(0.0, tf.float64)
+            if self.on_device:
+                with tf.device("CPU:0"):
+                    there = tf.reduce_sum(tf.cast(tf.reshape(after[-1], [-1])[:1], tf.float64))
             with tf.control_dependencies([there]):
                 now = tf.timestamp() if self.timed else tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
             return tf.stack([now - self.base, there])

@@ -154,7 +154,7 @@ class TrainStep:
         size = len(self._sum_names()) + 1 + self.runtime.size
         totals, norm, seconds = tf.zeros([size], tf.float64), tf.constant(0.0), tf.zeros([2], tf.float64)
         skipped, bad, times = tf.constant(0), tf.constant(False), tf.zeros([marks.COUNT, 2], tf.float64)
-        mark = Marks(base, self.options.timed, on=self.options.phase_every > 0)
+        mark = Marks(base, self.options.timed, self.options.phase_every > 0, self._copies)
         begin = mark([n])
         for i in tf.range(n):
             sums, norm, finite, more_s, more_times = self._one_step(iterators, signals, tf.equal(i, n - 1), mark)

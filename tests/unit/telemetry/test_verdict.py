@@ -20,10 +20,11 @@ def ranks(*rows, total=1.0):
 
 @pytest.mark.parametrize(("kind", "rank", "phase", "by_rank"), [
     ("input", -1, "", ranks({"data_wait": 0.4, "forward": 0.2, "backward": 0.4}, {"data_wait": 0.38, "forward": 0.2, "backward": 0.4})),
+    ("input", 0, "data_wait", ranks({"data_wait": 0.7, "backward": 0.3}, {"backward": 0.3})),
+    ("input", -1, "", ranks({"data_wait": 0.7, "backward": 0.3})),
     ("communication", -1, "", ranks({"forward": 0.2, "backward": 0.4}, {"forward": 0.2, "backward": 0.3})),
     ("storage", -1, "", ranks({"checkpoint": 0.5, "backward": 0.4}, {"backward": 0.4})),
     ("slow rank", 2, "optimizer", ranks({"backward": 0.3}, {"backward": 0.3}, {"backward": 0.3, "optimizer": 0.6})),
-    ("slow rank", 0, "data_wait", ranks({"data_wait": 0.7, "backward": 0.3}, {"backward": 0.3})),
     ("slow rank", 1, "other", ranks({"backward": 0.3}, {"backward": 0.3, "other": 0.6})),
     ("compute", -1, "", ranks({"data_wait": 0.1, "backward": 0.75}, {"data_wait": 0.1, "backward": 0.8})),
     ("host", -1, "", ranks({"other": 0.6, "backward": 0.4})),
@@ -40,8 +41,8 @@ def test_a_verdict_is_told_when_it_holds_and_when_it_changes():
     verdicts = Verdicts()
     told = [verdicts.add(10 * index, 10, account) for index, account in enumerate([fast, fast, slow, fast, fast, slow, slow, slow])]
     assert [sentence.split(":")[0] for sentence in told] == ["", "compute-bound", "", "", "", "", "a slow rank", ""]
-    assert "rank 1, since step 50" in told[6] and "1.1 s a step for the optimizer, the others 0 ms" in told[6]
-    assert "for rank 1, since step 50" in verdicts.final()
+    assert told[6].startswith("a slow rank: all wait 55 % of the time for rank 1, since step 50; rank 1 takes 1.1 s a step for the optimizer, the others 0 ms. ")
+    assert verdicts.final() == told[6]
     assert Verdicts().final() == ""
 
 

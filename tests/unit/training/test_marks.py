@@ -2,7 +2,6 @@
 
 import time
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -50,6 +49,6 @@ def test_phases_fill_the_call_and_find_the_slow_one(timed, accumulation):
     call = step(iterators, 5).call
     phases = dict(zip(PHASES, call.phases_s, strict=False))
     assert all(seconds > -1e-4 for seconds in phases.values()) and sum(phases.values()) <= call.wall_s
-    assert phases["data_wait"] >= 5 * accumulation * 0.02
+    assert phases["data_wait"] >= (5 * accumulation - 1) * 0.02  # tf.data may have made one ahead
     assert phases["forward"] > 0 and phases["backward"] > 0 and phases["optimizer"] > 0
     assert (call.sync_s is None) == (not timed)
