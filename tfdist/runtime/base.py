@@ -60,8 +60,8 @@ class Runtime(Protocol):
     def waiting_for(self) -> int | None:
         """The rank whose data this worker waits for at the moment; None: nobody's, or not known. Asked by another thread."""
 
-    def reducing_s(self) -> float | None:
-        """Seconds so far in which gradients travelled, whether or not something waited for them; None: not known."""
+    def reduction_s(self) -> tuple[float, float] | None:
+        """Seconds so far in which gradients travelled, and in which nothing else was left to do but to wait for them; None: not known."""
 
     def close(self) -> None:
         """Leaves the cluster in order."""

@@ -108,7 +108,7 @@ class Horovod:
     def waiting_for(self) -> int | None:
         return None  # Horovod does not tell
 
-    def reducing_s(self) -> float | None:
+    def reduction_s(self) -> tuple[float, float] | None:
         return None
 
     def close(self) -> None:

@@ -126,7 +126,7 @@ class MeshRuntime:
     def waiting_for(self) -> int | None:
         return None  # TensorFlow's collectives do not tell
 
-    def reducing_s(self) -> float | None:
+    def reduction_s(self) -> tuple[float, float] | None:
         return None
 
     def close(self) -> None:

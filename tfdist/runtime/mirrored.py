@@ -105,8 +105,8 @@ class StrategyRuntime:
     def waiting_for(self) -> int | None:
         return self._reducer.ring.waiting_for if self._reducer else None
 
-    def reducing_s(self) -> float | None:
-        return self._reducer.seconds if self._reducer else None
+    def reduction_s(self) -> tuple[float, float] | None:
+        return (self._reducer.travel_s, self._reducer.wait_s) if self._reducer else None
 
     def close(self) -> None:
         pass

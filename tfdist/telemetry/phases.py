@@ -13,8 +13,8 @@
 | evaluation     | training stood still for an evaluation                                                                        |
 
 They lie end to end and add up to the wall time. Reduction that the backward pass hides is no phase: it is told beside
-them as overlap. Checkpoint, evaluation and (on a CPU) gradient_sync are measured always, the rest in sampled calls of the
-training function; the others are taken to split in the same way.
+them as overlap. Checkpoint, evaluation and, where our own ring reduces, gradient_sync are measured always, the rest in sampled calls of the
+training function; the other calls are taken to split in the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Call:
     wall_s: float
     sync_s: float | None  # gradient synchronisation; None: only sampled calls know it
     phases_s: np.ndarray | None  # float64 [IN_CALL]; None: not sampled
-    reducing_s: float | None = None  # in which gradients travelled, hidden or not; None: not known
+    travel_s: float | None = None  # in which gradients travelled, hidden or not; None: not known
 
 
 class PhaseMeter:
@@ -59,11 +59,10 @@ class PhaseMeter:
 
     @property
     def overlap_s(self) -> float | None:
-        """Per step: reduction behind the backward pass, in sampled calls; None: not known."""
-        sampled = [call for call in self._all if call.phases_s is not None and call.reducing_s is not None]
-        if not sampled:
+        """Per step: reduction behind the backward pass; None: not known, or there is none to hide."""
+        if not self._all or any(call.travel_s is None or call.sync_s is None for call in self._all) or not any(call.travel_s for call in self._all):
             return None
-        return max(0.0, sum(call.reducing_s - call.phases_s[SYNC] for call in sampled)) / sum(call.steps for call in sampled)
+        return max(0.0, sum(call.travel_s - call.sync_s for call in self._all)) / sum(call.steps for call in self._all)
 
     def seconds(self) -> np.ndarray | None:
         """float64 [len(PHASES)]: seconds per step since `begin`; None if no call was sampled."""

@@ -1,8 +1,9 @@
 """Marks: at what time the phases of a step end, seen from inside the training function, in calls that are sampled.
 
-A mark looks at the clock when some tensors are there. Nothing waits for it, so the operations run in the order and at the
-same time as without it; and there is one traced function, with marks that are asleep in the calls that are not sampled,
-so sampling costs no second trace and cannot change a result.
+A mark looks at the clock when some tensors are there. What comes after waits for it (an executor with one thread would
+else look when all is done), but never where that would take away an overlap: gradients travel while the backward pass goes
+on, marks or not. There is one traced function, with marks that are asleep in the calls that are not sampled, so sampling
+costs no second trace and cannot change a result.
 
 On a GPU an operation counts as done when it has been handed to the device. So a mark copies one element of the last
 tensor to the host: that waits for all that the device was given before.
@@ -15,6 +16,7 @@ The marks of a step, in order; with several micro-batches those from DATA to BAC
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 
@@ -58,19 +60,31 @@ class Marks:
         return tf.cond(sampled, look, lambda: tf.zeros([2], tf.float64))
 
 
+def is_sampled(number: int, every: int) -> bool:
+    """Whether call `number` is: one in each row of `every` calls, the same on all workers; not always the same one of a
+    row, since that might be just the one which follows a save. Of the first row it is the second: the first call traces."""
+    if every < 1:
+        return False
+    row, at = divmod(number, every)
+    return at == (min(1, every - 1) if row == 0 else random.Random(row).randrange(every))
+
+
 def gradients_last(local: Sequence[tuple[list, tf.Tensor]]) -> list[tf.Tensor]:
     """All that the replicas hold after their backward pass; what is computed last, the first variable's gradient, is last."""
     return [tensor for gradients, sums in local for tensor in (sums, *gradients[::-1])]
 
 
-def in_step(sums: np.ndarray, total_s: float) -> np.ndarray:
+def in_step(sums: np.ndarray, wait_s: float | None) -> np.ndarray:
     """float64 [6]: the seconds of data wait, host to device, forward, backward, gradient synchronisation and optimizer.
 
     Args:
-      sums: float64 [COUNT], the marks of a call, each added up over its steps (and micro-batches).
-      total_s: from the first START to the end of the last step.
+      sums: float64 [COUNT + 1], the marks of a call, each added up over its steps (and micro-batches), and the seconds from
+        the first START to the end of the last step.
+      wait_s: gradient synchronisation, where the runtime knows it better; None: it does not.
     """
-    start, data, device, forward, backward, local, reduced = sums
+    start, data, device, forward, backward, local, reduced, total = sums
     # Every micro-batch but the first begins where the one before it ends.
     begins = start + backward - local
-    return np.array([data - begins, device - data, forward - device, backward - forward, reduced - local, total_s - (reduced - start)])
+    if wait_s is not None:
+        backward, local = backward + reduced - wait_s - local, reduced - wait_s
+    return np.array([data - begins, device - data, forward - device, backward - forward, reduced - local, total - (reduced - start)])

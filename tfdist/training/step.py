@@ -11,7 +11,6 @@ at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample 
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,9 +85,8 @@ class TrainStep:
         self.seeds = seed_states(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; told to all with the next
         self._calls = 0
+        self._mark = Marks(tf.constant(0.0, tf.float64), on=False)  # of what is being traced
         self._copies = bool(tf.config.list_logical_devices("GPU"))  # batches, to a device
-        # On a GPU the clock of the host tells when a reduction was handed to the device, not when it was done.
-        self._knows_sync = options.timed and not self._copies
         self.splits = not (options.jit_compile or pipeline)  # else one operation, or an interleaved schedule, holds forward and backward pass
         self._needs_norm = bool(options.clip_norm) or loss_scale.dynamic or options.skip_non_finite
         with runtime.scope():
@@ -113,8 +111,8 @@ class TrainStep:
         told[:len(SIGNALS)] = signals
         told[len(SIGNALS)] = self._wall_s if self.runtime.rank == 0 else 0.0
         told[len(SIGNALS) + 1 + self.runtime.rank] = self._compute_s
-        sampled = self._is_sampled()
-        reducing_s = self.runtime.reducing_s() if sampled else None
+        sampled = marks.is_sampled(self._calls, self.options.phase_every)
+        before = self.runtime.reduction_s()
         begun = time.monotonic()
         step, packed, times = self._function(list(iterators), tf.constant(n), tf.constant(told), tf.constant(time.time() if sampled else 0.0, tf.float64))
         packed = packed.numpy()
@@ -122,12 +120,11 @@ class TrainStep:
         self._calls += 1
         if self._calls > 1:  # the first call traces
             self._wall_s, self._compute_s = wall_s / n, packed[4] / n
-        call = Call(n, wall_s, packed[5] if self._knows_sync else None,
-                    marks.in_step(times.numpy()[:-1], float(times[-1])) if sampled else None,
-                    None if reducing_s is None else self.runtime.reducing_s() - reducing_s)
+        travel_s, wait_s = (None, None) if before is None else np.subtract(self.runtime.reduction_s(), before).tolist()
+        call = Call(n, wall_s, wait_s, marks.in_step(times.numpy(), wait_s) if sampled else None, travel_s)
         norm, scale, skipped, bad = packed[:4]
-        sums = dict(zip(self._sum_names(), packed[6:], strict=False))
-        timings = packed[6 + len(sums):] / n
+        sums = dict(zip(self._sum_names(), packed[5:], strict=False))
+        timings = packed[5 + len(sums):] / n
         weight = sums["weight"]
         means = {name: float(sums[name] / weight) if weight else float("nan") for name in ("loss", *self.metric_names)}
         if sums["regularization"]:
@@ -135,32 +132,24 @@ class TrainStep:
         return StepOutput(int(step), means, float(weight), float(norm), float(scale), int(skipped), not bad,
                           {name: sums[name] for name in means}, {name: bool(sums[name]) for name in SIGNALS}, float(timings[0]), timings[1:], call)
 
-    def _is_sampled(self) -> bool:
-        """One call in each row of `phase_every`, the same on all workers. Not always the same one of a row: it might be just that which follows a save."""
-        every = self.options.phase_every
-        if every < 1:
-            return False
-        row, at = divmod(self._calls, every)
-        return at == (min(1, every - 1) if row == 0 else random.Random(row).randrange(every))
-
     def _sum_names(self) -> tuple[str, ...]:
         return (*_FIRST_SUMS, *self.metric_names, *SIGNALS)
 
     # -- inside the tf.function ------------------------------------------------------------------------------------
 
     def _steps(self, iterators: list, n: tf.Tensor, signals: tf.Tensor, base: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """n steps. Returns the counter, float64 [norm, loss scale, skipped, non-finite, own compute seconds, seconds of
-        reduction that nothing hid, *sums], and, if `base` is above 0, the sums of each mark and the seconds of all steps."""
+        """n steps. Returns the counter, float64 [norm, loss scale, skipped, non-finite, own compute seconds, *sums], and, if
+        `base` is above 0, the sums of the marks and the seconds of all steps."""
         size = len(self._sum_names()) + 1 + self.runtime.size
-        totals, norm, seconds = tf.zeros([size], tf.float64), tf.constant(0.0), tf.zeros([2], tf.float64)
+        totals, norm, compute_s = tf.zeros([size], tf.float64), tf.constant(0.0), tf.constant(0.0, tf.float64)
         skipped, bad, times = tf.constant(0), tf.constant(False), tf.zeros([marks.COUNT, 2], tf.float64)
-        mark = Marks(base, self.options.timed, self.options.phase_every > 0, self._copies)
+        self._mark = mark = Marks(base, self.options.timed, self.options.phase_every > 0, self._copies)
         begin = mark([n])
         for i in tf.range(n):
-            sums, norm, finite, more_s, more_times = self._one_step(iterators, signals, tf.equal(i, n - 1), mark)
+            sums, norm, finite, seconds, more = self._one_step(iterators, signals, last=tf.equal(i, n - 1))
             totals += tf.cast(sums, tf.float64)
-            seconds += more_s
-            times += more_times
+            compute_s += seconds
+            times += more
             overflow = tf.logical_not(finite)
             skipped += tf.cast(overflow, tf.int32) if self._may_skip else 0
             # A step that was skipped did no harm; but if no loss scale is small enough, the model itself produces NaN.
@@ -169,60 +158,59 @@ class TrainStep:
         # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Once a call.
         bad = tf.logical_or(bad, tf.logical_not(tf.math.is_finite(self.update.weight_norm())))
         head = [norm, self.loss_scale.value(), tf.cast(skipped, tf.float32), tf.cast(bad, tf.float32)]
-        return tf.identity(self.counter), tf.concat([tf.cast(tf.stack(head), tf.float64), seconds, totals], 0), times
+        return tf.identity(self.counter), tf.concat([tf.cast(tf.stack(head), tf.float64), compute_s[None], totals], 0), times
 
     @property
     def _may_skip(self) -> bool:
         return self.loss_scale.dynamic or self.options.skip_non_finite
 
-    def _one_step(self, iterators: list, signals: tf.Tensor, last: tf.Tensor, mark: Marks) -> tuple[tf.Tensor, ...]:
-        """Returns (sums, norm, finite, [compute seconds: from asking for the batch to the last gradient, seconds of reduction after that], marks)."""
-        step, scale = tf.identity(self.counter), self.loss_scale.value()
+    def _one_step(self, iterators: list, signals: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Returns (sums, norm, finite, compute seconds: from asking for the batch to the last gradient, marks)."""
+        step, scale, mark = tf.identity(self.counter), self.loss_scale.value(), self._mark
         start = mark([step])
         with tf.control_dependencies([start]):
             begun = self._now()
         if self.pipeline:
-            carry, times = self._marked(iterators, mark, start, self._pipelined, step, scale)
+            carry, times = self._marked(iterators, start, self._pipelined, step, scale)
         else:
-            carry, times = self._marked(iterators, mark, start, self._micro, step, tf.constant(0), scale)
+            carry, times = self._marked(iterators, start, self._micro, step, tf.constant(0), scale)
             if self.options.plan.accumulation > 1:
                 for micro in tf.range(1, self.options.plan.accumulation):
-                    carry, more = self._marked(iterators, mark, step, self._accumulate, step, micro, scale, carry=carry)
+                    carry, more = self._marked(iterators, step, self._accumulate, step, micro, scale, carry=carry)
                     times += more
         # Of each replica the gradient that comes last; a stage without variables has none.
         with tf.control_dependencies([(local[0] or local[1:])[0] for local in self.runtime.local(carry)]):
-            done = self._now()
-        local = mark(marks.gradients_last(self.runtime.local(carry))) if self.options.plan.accumulation > 1 else times[-1]
+            seconds = self._now() - begun
+        local = mark(marks.gradients_last(self.runtime.local(carry)))
         reduced = self.runtime.run(self._reduce, (carry, signals))
         gradients, sums = self.runtime.local(reduced)[0]
-        with tf.control_dependencies([sums, *gradients]):
-            seconds = tf.stack([done - begun, self._now() - done])
-        times = tf.concat([start[None], times, local[None], mark([*gradients, sums])[None]], 0)
+        at_reduced = mark([*gradients, sums])
         norm, finite, factor = self._judge(gradients, sums, scale, last)
-        if self._may_skip:
-            tf.cond(finite, lambda: self._apply(reduced, factor), lambda: None)
-        else:
-            self._apply(reduced, factor)
+        with tf.control_dependencies([at_reduced]):
+            if self._may_skip:
+                tf.cond(finite, lambda: self._apply(reduced, factor), lambda: None)
+            else:
+                self._apply(reduced, factor)
         self.loss_scale.update(finite)
         self.counter.assign_add(1)
         # One overflowing sample must not make the shown mean of the whole interval infinite.
         shown = tf.where(tf.logical_or(finite, not self._may_skip), sums, tf.where(tf.math.is_finite(sums), sums, 0.0))
-        return shown, norm, finite, seconds, times
+        return shown, norm, finite, seconds, tf.concat([start[None], times, [local, at_reduced]], 0)
 
-    def _marked(self, iterators: list, mark: Marks, after: tf.Tensor, function: Callable, *args: tf.Tensor, carry: tuple | None = None) -> tuple[tuple, tf.Tensor]:
+    def _marked(self, iterators: list, after: tf.Tensor, function: Callable, *args: tf.Tensor, carry: tuple | None = None) -> tuple[tuple, tf.Tensor]:
         """`function` of the next micro-batch (a pipeline: of all of a step): (its result, the marks from DATA to BACKWARD)."""
         with tf.control_dependencies([after]):
-            batches = [self.runtime.per_replica([next(iterator) for iterator in iterators]) for _ in range(self.options.plan.accumulation if self.pipeline else 1)]
-        times = [mark(tf.nest.flatten([self.runtime.local(batch) for batch in batches]))]
+            batches = [[next(iterator) for iterator in iterators] for _ in range(self.options.plan.accumulation if self.pipeline else 1)]
+        times = [self._mark(tf.nest.flatten(batches))]
+        with tf.control_dependencies(times):
+            batches = [self.runtime.per_replica(batch) for batch in tf.nest.map_structure(tf.identity, batches)]
         if self._copies:
             batches = [self.runtime.run(lambda batch: tf.nest.map_structure(tf.identity, batch), (batch,)) for batch in batches]
-            times.append(mark(tf.nest.flatten([self.runtime.local(batch)[::-1] for batch in batches])))
-        else:
-            times.append(times[0])
+            times.append(self._mark(tf.nest.flatten([self.runtime.local(batch)[::-1] for batch in batches])))
+        self._at_forward = None
         carry = self.runtime.run(function, (*([carry] if carry is not None else []), batches if self.pipeline else batches[0], *args))
-        local = self.runtime.local(carry)
-        times += [mark([sums for _, sums in local]), mark(marks.gradients_last(local))]
-        return carry, tf.stack(times)
+        at_backward = self._mark(marks.gradients_last(self.runtime.local(carry)))
+        return carry, tf.stack([times[0], times[-1], at_backward if self._at_forward is None else self._at_forward, at_backward])
 
     def _now(self) -> tf.Tensor:
         return tf.timestamp() if self.options.timed else tf.constant(0.0, tf.float64)
@@ -275,7 +263,12 @@ class TrainStep:
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         with tf.GradientTape() as tape:
             total, sums = self._total(self.model(x, training=True), y, w, scale)
-        gradients = tape.gradient(total, self.update.sources(), unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        seed = tf.ones_like(total)
+        if self.splits:
+            self._at_forward = self._mark([total, sums])
+            with tf.control_dependencies([self._at_forward]):
+                seed = tf.ones_like(total)
+        gradients = tape.gradient(total, self.update.sources(), seed, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         # Keras optimizers treat IndexedSlices (embeddings) differently, and slices cannot be reduced in packs.
         return [tf.convert_to_tensor(gradient) for gradient in gradients], sums
 
