@@ -65,7 +65,7 @@ class StrategyConfig:
 
     strategy: str = option("auto", "auto: parameter_server if TF_CONFIG lists ps, multi_worker if it lists several workers, horovod under horovodrun or mpirun, mirrored if there are several local GPUs, else one_device. sockets: plain processes over TCP, without tf.distribute; one device each. mesh: see --mesh.")
     virtual_devices: int = option(0, "With --strategy=mirrored: this many CPU devices instead of the local GPUs.", least=0)
-    communication: str = option("auto", "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC; nccl: NVIDIA's. auto: nccl on GPUs, else socket.", choices=("auto", "socket", "ring", "nccl"))
+    communication: str = option("auto", "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC; nccl: NVIDIA's. auto: nccl on GPUs; on the CPU socket, with shared memory between neighbours on one host.", choices=("auto", "socket", "ring", "nccl"))
     pack_mb: float = option(1.0, "Gradients are reduced in packs of about this many MB, so that the first packs travel while the backward pass goes on. 0: one pack per tensor.", least=0)
     collective_timeout: float = option(1800.0, "Seconds after which a collective that does not end is an error. Must exceed the longest save or evaluation. 0: never.", least=0)
     horovod_fusion_mb: float = option(64.0, "With --strategy=horovod: gradients are reduced in groups of about this many MB. 0: one by one, as --deterministic does over three and more workers.", least=0)

@@ -144,14 +144,14 @@ class Recovery:
         self.settle_statistics()
         if self.runtime.size > 1 and self.job.state is None:  # a snapshot of weights that differ would keep the damage
             check_weights(self.runtime, self.job.model, f"at step {step}")
-        arrays = self.state.to_host(wanted=self.chief)
+        arrays = self.state.to_host(wanted=self.chief, into=self.writer.recycled() if self.writer else None)
         if self.writer:
             self.writer.save(step, arrays, self._manifest_fields(step))
 
     def back_up(self, step: int) -> None:
         """A backup. On all workers."""
         self.settle_statistics()
-        arrays = self.state.to_host(wanted=self.chief)
+        arrays = self.state.to_host(wanted=self.chief, into=self.backup.writer.recycled() if self.chief else None)
         if self.chief:
             self.backup.back_up(step, arrays, self._manifest_fields(step))
 

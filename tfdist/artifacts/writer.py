@@ -42,14 +42,20 @@ class SnapshotWriter:
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._messages: queue.SimpleQueue[tuple[str, dict]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._done_with: Mapping[str, np.ndarray] | None = None
 
     def save(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
-        """Starts writing a snapshot, after the previous one is done. `arrays` must not change any more."""
+        """Starts writing a snapshot, after the previous one is done. `arrays` must not change before `recycled` returns them."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(step, arrays, fields), name="tfdist-snapshot", daemon=False)
         self._thread.start()
         if not self.asynchronous:
             self.wait()
+
+    def recycled(self) -> Mapping[str, np.ndarray] | None:
+        """Arrays of a finished write, once: their memory may be used again."""
+        arrays, self._done_with = self._done_with, None
+        return arrays
 
     def wait(self, seconds: float | None = None) -> None:
         """Returns when nothing is being written, or after `seconds`; the time counts as `wait_s`."""
@@ -68,15 +74,9 @@ class SnapshotWriter:
 
     def _write(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
         start = time.monotonic()
-        for attempt in (1, 2):
-            try:
-                size = self.store.write(step, arrays, fields)
-                break
-            except (OSError, tf.errors.OpError) as error:
-                self.last_failure = f"step {step}: {type(error).__name__}: {str(error).splitlines()[0]}"
-                if attempt == 1:
-                    time.sleep(self.retry_after)
-        else:
+        size = self._try_twice(step, arrays, fields)
+        self._done_with = arrays
+        if size is None:
             self.stats.failures += 1
             self._messages.put(("warning", {"message": f"SNAPSHOT NOT WRITTEN (failure number {self.stats.failures}), {self.last_failure}. Training goes on; the next save tries again. "
                                                        f"Free or repair {self.store.directory}.", "failures": self.stats.failures}))
@@ -88,6 +88,17 @@ class SnapshotWriter:
         self._metrics[step] = fields.get("metrics", {})
         self._messages.put(("save", {"message": f"snapshot {self.store.path(step)}", "save/bytes": size, "save/write_s": time.monotonic() - start, "save/step": step}))
         self._retain()
+
+    def _try_twice(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> int | None:
+        """Bytes written; None: `last_failure` says why not."""
+        for attempt in (1, 2):
+            try:
+                return self.store.write(step, arrays, fields)
+            except (OSError, tf.errors.OpError) as error:
+                self.last_failure = f"step {step}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                if attempt == 1:
+                    time.sleep(self.retry_after)
+        return None
 
     def _retain(self) -> None:
         """Deletes what is not to be kept; only ever after a newer snapshot has been committed."""

@@ -386,6 +386,7 @@ def test_reserved_ports_stay_ours():
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
+import signal
 import sys
 from pathlib import Path
 from tfdist import launch
@@ -393,6 +394,7 @@ from tfdist.control.elastic import WorkerCount
 from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 logs = Path(sys.argv[2])
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored if the tests themselves run under nohup
 sys.exit(launch.run(Supervisor(lambda workers: LocalJob([sys.executable, sys.argv[1]], workers, logs, grace=float(sys.argv[3])), RestartPolicy(3), lambda: -1, WorkerCount(2, 2)), logs))
 """
 

@@ -74,7 +74,7 @@ class SpreadState:
         """key -> (name, whole shape, dtype), as artifacts.state.table gives for a data-parallel run."""
         return {key: (piece.name, list(piece.shape), tf.as_dtype(piece.holder.dtype).name) for key, piece in self.pieces.items()}
 
-    def to_host(self, wanted: bool = True) -> dict[str, np.ndarray]:
+    def to_host(self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """key -> whole array on the chief; {} on the others. One variable at a time is whole on every worker."""
         whole = {}
         for key, piece in self.pieces.items():
