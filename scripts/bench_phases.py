@@ -4,7 +4,8 @@
 
 In each of the workers' processes (one core each) three copies of a job take turns, a block of ten calls each: without marks,
 with --phase_every=10 (the default) as the loop uses it, accounts included, and with --phase_every=1. Prints the median over
-the rounds of the ratio of a block's seconds to those of the block without marks in the same round, and its spread.
+the rounds of the ratio of a block's seconds to those of the block without marks in the same round, and its spread: by the
+clock, and by the processor time of the process, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ def main() -> None:
     if result.code:
         raise SystemExit(f"{result.cause}\n{output.getvalue()}")
     seconds = next(json.loads(line.partition("measured ")[2]) for line in output.getvalue().splitlines() if "measured " in line)
-    print(f"{arguments.workload}, {arguments.workers} worker(s), calls of {arguments.steps} steps, {1000 * statistics.median(seconds['0']) / CALLS / arguments.steps:.2f} ms a step without marks")
+    print(f"{arguments.workload}, {arguments.workers} worker(s), calls of {arguments.steps} steps, {1000 * statistics.median(wall for wall, _ in seconds['0']) / CALLS / arguments.steps:.2f} ms a step without marks")
     for every in EVERY[1:]:
-        ratios = sorted(mine / none for mine, none in zip(seconds[str(every)], seconds["0"], strict=True))
-        print(f"  --phase_every={every:<3d} {statistics.median(ratios):.4f} of the time without, median of {len(ratios)} rounds ({ratios[len(ratios) // 4]:.4f} to {ratios[-1 - len(ratios) // 4]:.4f} for the middle half)")
+        for kind, name in enumerate(("time", "processor time")):
+            ratios = sorted(mine[kind] / none[kind] for mine, none in zip(seconds[str(every)], seconds["0"], strict=True))
+            print(f"  --phase_every={every:<3d} {statistics.median(ratios):.4f} of the {name} without, median of {len(ratios)} rounds ({ratios[len(ratios) // 4]:.4f} to {ratios[-1 - len(ratios) // 4]:.4f} for the middle half)")
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -77,16 +79,16 @@ def measure(arguments: argparse.Namespace) -> None:
         clock.start()
         interval = Interval(clock, job.plan.global_batch, lambda step: step, watch=Watch(clock, runtime.rank, runtime.all_gather))
 
-        def block(job=job, iterators=iterators, interval=interval) -> float:
-            begin = time.perf_counter()
+        def block(job=job, iterators=iterators, interval=interval) -> tuple[float, float]:
+            begin, used = time.perf_counter(), time.process_time()
             for _ in range(CALLS):
                 out = job.step(iterators, arguments.steps)
                 interval.add(out, arguments.steps)
             interval.events(out.step, 0.0)
-            return time.perf_counter() - begin
+            return time.perf_counter() - begin, time.process_time() - used
 
         blocks[every] = block
-    seconds: dict[int, list[float]] = {every: [] for every in EVERY}
+    seconds: dict[int, list[tuple[float, float]]] = {every: [] for every in EVERY}
     for turn in range(arguments.rounds + 1):
         for every in EVERY[turn % 3:] + EVERY[:turn % 3]:
             seconds[every].append(blocks[every]())
