@@ -27,7 +27,9 @@ from tfdist.telemetry.events import Event
 from tfdist.telemetry.jsonl import next_attempt
 from tfdist.telemetry.timer import Clock, process_seconds
 from tfdist.telemetry.trackers import Run
+from tfdist.training.interval import Watch
 from tfdist.training.loop import Ending, Parts, train
+from tfdist.training.rates import make_rates
 from tfdist.training.traced import TracedRhythm
 
 
@@ -62,6 +64,7 @@ class Session:
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
         self.clock = Clock()
+        self.watch = Watch(self.clock, self.runtime.rank, self.runtime.all_gather, self.job.step.splits, config.cluster.straggler_factor)
         self._agree_on_configuration()
         self.recovery = Recovery(self.job, self.folder, self.clock, guard.faults)
         restoring = time.monotonic()
@@ -121,7 +124,8 @@ class Session:
             global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, learning_rate=recovery.learning_rate,
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
             save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self._section,
-            rollback=self._rollback if loop.on_nan == "rollback" else None, straggler_factor=self.config.cluster.straggler_factor)
+            rollback=self._rollback if loop.on_nan == "rollback" else None,
+            rates=make_rates(self.config, self.runtime, self.job.model, self.job.train_split), watch=self.watch)
         self.guard.watchdog.enter(BETWEEN_STEPS)
         ending = train(parts, self.first_step)
         return self._finish(ending)
@@ -167,6 +171,8 @@ class Session:
                 self.recovery.save(ending.step)
             unwritten = self.recovery.finish()
             self._tell_of_saves(ending.step)
+            if self.chief and (verdict := self.watch.verdicts.final()):
+                self.observer(Event("verdict", ending.step, {"message": verdict, "final": True}))
             weights = {} if ending.stopped or self.config.export.export == "none" else self.recovery.weights()
             if not ending.stopped and self.chief:
                 results.leave_results(self.job, weights, self.folder, self.observer, ending.step, self._summary(ending))
@@ -188,7 +194,7 @@ class Session:
             "steps": ending.step, "workers": self.runtime.size, "samples": samples, "attempts": self.attempt + 1, "train_s": self.clock.seconds,
             "samples_per_s": samples / max(self.clock.seconds, 1e-9), "pauses_s": dict(self.clock.pauses),
             **({"train/loss": losses[-1]} if losses else {}), **{f"eval/{name}": value for name, value in ending.evaluation.items()},
-            "snapshots": asdict(self.recovery.writer.stats),
+            "verdict": self.watch.verdicts.final(), "snapshots": asdict(self.recovery.writer.stats),
         }
 
     def give_up(self, error: BaseException) -> None:

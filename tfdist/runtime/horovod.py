@@ -108,6 +108,9 @@ class Horovod:
     def waiting_for(self) -> int | None:
         return None  # Horovod does not tell
 
+    def reduction_s(self) -> tuple[float, float] | None:
+        return None
+
     def close(self) -> None:
         self._hvd.shutdown()
 

@@ -144,6 +144,9 @@ class MeshRuntime:
     def waiting_for(self) -> int | None:
         return None  # TensorFlow's collectives do not tell
 
+    def reduction_s(self) -> tuple[float, float] | None:
+        return None
+
     def close(self) -> None:
         self._world.close()
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.events import Event, Observer
-from tfdist.telemetry.stragglers import Stragglers
+from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
-from tfdist.training.interval import Interval
+from tfdist.training.interval import Interval, Watch
 from tfdist.training.step import TrainStep
 
 # Both bound how long a request to save or stop waits.
@@ -75,7 +75,8 @@ class Parts:
     requests: Callable[[int], tuple[bool, bool]]  # (save, stop) that this worker asks for, in the order of SIGNALS
     section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
     rollback: Callable[[int], tuple[int, Sequence]] | None = None  # from a bad step to (a good one, its iterators); None: stop
-    straggler_factor: float = 0.0
+    rates: Rates | None = None
+    watch: Watch | None = None  # of where the time goes
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def train(parts: Parts, step: int) -> Ending:
     Raises: DivergedError when loss or gradients are not finite; RuntimeError when the step counter and the loop disagree.
     """
     rhythm, clock = parts.rhythm, parts.clock
-    interval, stragglers = Interval(clock, parts.global_batch, parts.position), Stragglers(parts.straggler_factor)
+    interval = Interval(clock, parts.global_batch, parts.position, parts.rates, parts.watch)
     iterators = parts.iterators
     evaluation: dict[str, float] = {}
     evaluated_at = -1
@@ -115,13 +116,12 @@ def train(parts: Parts, step: int) -> Ending:
                     "lower --learning_rate, set --clip_norm, or use --on_nan=skip or --on_nan=rollback.")
             with clock.pause("rollback"), parts.section("restore"):
                 step, iterators = parts.rollback(step)
-            interval, stopped = Interval(clock, parts.global_batch, parts.position), out.signals["stop"]
+            interval, stopped = Interval(clock, parts.global_batch, parts.position, parts.rates, parts.watch), out.signals["stop"]
             continue
         interval.add(out, n)
         if rhythm.due(rhythm.log_every, before, step) or step == rhythm.target:
-            for sentence in stragglers.add(interval.compute_by_rank()):
-                parts.observer(Event("warning", step, {"message": sentence}))
-            parts.observer(interval.event(step, parts.learning_rate()))
+            for event in interval.events(step, parts.learning_rate()):
+                parts.observer(event)
         if first:
             # Tracing left a large heap that lives as long as the run: never scan it again.
             gc.collect()

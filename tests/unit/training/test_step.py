@@ -12,7 +12,8 @@ from tfdist.training.objectives import classification
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
-from tfdist.training.step import StepOptions, TrainStep, reseed, seed_states
+from tfdist.training.seeds import reseed, seed_states
+from tfdist.training.step import StepOptions, TrainStep
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(96, 6)).astype("float32")
