@@ -31,16 +31,23 @@ _WORDS_SECONDS = 1.0  # how long a worker that lost a peer waits to hear why tha
 class Guard:
     """Watches this worker from its start to its end."""
 
-    def __init__(self, config: Config, cluster: Cluster):
+    def __init__(self, config: Config, cluster: Cluster, requests: SignalRequests | None = None):
         self.cluster, self.options = cluster, config.cluster
         self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
         self.faults = faults.Faults.parse(os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), Path(config.run.run_dir))
         self.beacons: Beacons | None = None
+        self._requests = requests  # of a process that has been in another group before
 
     def signals(self) -> SignalRequests:
         """Takes over SIGTERM and SIGUSR1, and listens to the platform. The grace period is counted from the first SIGTERM."""
         margin = min(2.0, self.options.grace_period / 4)  # to say that it was not enough
-        requests = SignalRequests(on_stop=lambda: self.watchdog.stop_within(self.options.grace_period - margin)).install()
+        requests = self._requests or SignalRequests()
+        requests.on_stop = lambda: self.watchdog.stop_within(self.options.grace_period - margin)
+        if self._requests:
+            if requests.stop:
+                requests.on_stop()
+            return requests
+        requests.install()
 
         def on_notice() -> None:
             print(f"tfdist: --preemption_notice={self.options.preemption_notice}: this machine is about to be taken away; saving, then ending with exit code {ExitCode.PREEMPTED.value}.", file=sys.stderr, flush=True)

@@ -7,7 +7,8 @@ name and written to RUN_DIR/logs/worker-K.log. The first worker to fail stops al
 code becomes the launcher's (a worker killed by a signal counts as PEER_LOST). With --max_restarts=N all are started
 again instead, and go on from the newest snapshot, until N failures come without progress; mistakes in flags or data are
 never retried. With --min_workers=M a worker that cannot be brought back is left out, at the same global batch, and tried
-again later; --discover names a command that tells how many workers there is room for.
+again later; --discover names a command that tells how many workers there is room for. With --elastic (--strategy=horovod)
+workers keep their processes when one is lost: they go on from copies in memory, and a new process joins them.
 With --ps=M a chief and M parameter servers are started beside the workers, ranks in the order chief, workers, servers; a
 worker that dies is then started again alone.
 SIGTERM (or Ctrl-C once) lets the workers save and end; a second ends them at once. SIGUSR1 lets them save
@@ -17,6 +18,7 @@ and go on.
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import signal
@@ -29,11 +31,13 @@ from tfdist.config import Config, plan_batch
 from tfdist.control import exit_codes
 from tfdist.control.cluster import visible_gpus
 from tfdist.control.elastic import WorkerCount
+from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.launcher import LocalJob
 from tfdist.control.processes import Standbys
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
 
+IN_PROCESS = ("horovod",)  # strategies whose runtime can be started again in the same process
 STANDBY_AFTER_SECONDS = 15.0  # the job itself should have started by then
 
 
@@ -53,6 +57,7 @@ class LaunchOptions:
     discover: str
     grow_after: float  # seconds
     standby: bool
+    elastic: bool
 
 
 def main(argv: list[str]) -> int:
@@ -64,10 +69,16 @@ def main(argv: list[str]) -> int:
     run_dir = Path(config.run.run_dir)
     standbys = Standbys()
 
+    if options.elastic and config.strategy.strategy not in IN_PROCESS:
+        raise ConfigError(f"--elastic needs workers that can leave one group and join another in the same process, which --strategy={config.strategy.strategy} cannot: use --strategy={IN_PROCESS[0]}, or drop --elastic.")
+
     def make_job(workers: int) -> LocalJob:
-        batch = [] if workers == options.workers or config.run.dry_run else same_batch(config, options)
-        return LocalJob(
-            [sys.executable, "-m", "tfdist.train", *train, *batch], workers, run_dir / "logs",
+        batch = [] if (workers == options.workers and not options.elastic) or config.run.dry_run else same_batch(config, options)
+        kind, most = LocalJob, workers
+        if options.elastic and not config.run.dry_run:
+            most, kind = options.workers, functools.partial(ElasticJob, wanted=workers, least=options.min_workers or options.workers, losses=max(options.max_restarts, options.workers))
+        return kind(
+            [sys.executable, "-m", "tfdist.train", *train, *batch], most, run_dir / "logs",
             evaluator=[sys.executable, "-m", "tfdist.evaluate", "--follow", *train] if options.evaluator else None,
             show=options.show_ranks, pin=options.pin, gpus_per_worker=options.gpus_per_worker, grace=options.grace, standbys=standbys, servers=options.ps)
 
@@ -145,6 +156,7 @@ def _parse(argv: list[str]) -> LaunchOptions:
     parser.add_argument("--discover", default="", help="shell command that prints how many workers there is room for; asked every 5 s (default: a worker that fails twice in a row counts as gone)")
     parser.add_argument("--grow_after", type=float, default=300.0, help="seconds after which a worker that was left out is tried again (default 300)")
     parser.add_argument("--standby", action="store_true", help="keep a spare process per worker that has done its imports, for a faster restart; needs the memory of an idle process each")
+    parser.add_argument("--elastic", action="store_true", help="with --strategy=horovod: when a worker is lost the others go on in their processes, from copies of the state in memory, while at least --min_workers are left; a new process takes its place when it is ready")
     options = parser.parse_args(argv)
     for name, least in (("workers", 1), ("ps", 0), ("gpus_per_worker", 0), ("grace", 0), ("max_restarts", 0), ("min_workers", 0), ("grow_after", 0)):
         if not getattr(options, name) >= least:
@@ -153,11 +165,11 @@ def _parse(argv: list[str]) -> LaunchOptions:
         raise ConfigError(f"--min_workers={options.min_workers} is more than --workers={options.workers}: lower it.")
     if options.discover and not options.min_workers:
         raise ConfigError(f"--discover={options.discover!r} may ask for fewer workers, but --min_workers is not given: say how few may go on, for example --min_workers=1.")
-    for name in ("min_workers", "standby") if options.ps else ():
+    for name in ("min_workers", "standby", "elastic") if options.ps else ():
         if getattr(options, name):
             raise ConfigError(f"--{name} is not available with --ps={options.ps}: a worker that dies is started again alone, and needs no restart of the job.")
     return LaunchOptions(options.workers, options.ps, options.evaluator, _ranks(options.show_ranks, options.workers + (1 + options.ps if options.ps else 0)), options.pin == "auto",
-                         options.gpus_per_worker, options.grace, options.max_restarts, options.min_workers, options.discover, options.grow_after, options.standby)
+                         options.gpus_per_worker, options.grace, options.max_restarts, options.min_workers, options.discover, options.grow_after, options.standby, options.elastic)
 
 
 def _ranks(text: str, workers: int) -> set[int] | None:

@@ -9,6 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,37 @@ from tfdist.build import Job
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError, DivergedError
 from tfdist.control.faults import Faults
+from tfdist.control.membership import Member
+from tfdist.control.signals import SignalRequests
 from tfdist.runtime.agreement import check_weights
 from tfdist.telemetry.timer import Clock
 
 _LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written is worth this wait
 
 
+@dataclass(frozen=True)
+class Copy:
+    """The state of a run at a step, in host memory; what a snapshot is on disk."""
+
+    step: int
+    arrays: Mapping[str, np.ndarray]
+    manifest: Mapping[str, Any]
+
+
+@dataclass
+class Memory:
+    """What the process of a worker keeps while it leaves one group of workers and joins another (elastic.py)."""
+
+    member: Member
+    copy: Copy | None = None
+    time_policy: TimePolicy | None = None
+    signals: SignalRequests | None = None
+
+
 class Recovery:
     """The state of a run that outlives its processes."""
 
-    def __init__(self, job: Job, folder: Path, clock: Clock, faults: Faults):
+    def __init__(self, job: Job, folder: Path, clock: Clock, faults: Faults, memory: Memory | None = None):
         checkpoint = job.config.checkpoint
         self.job, self.config, self.runtime, self.clock, self.faults = job, job.config, job.runtime, clock, faults
         self.chief = self.runtime.rank == 0
@@ -44,11 +66,14 @@ class Recovery:
         self.backup = None
         if checkpoint.backup_dir:
             self.backup = BackupAndRestore(checkpoint.backup_dir, checkpoint.backup_every or "epoch", checkpoint.double_backup, checkpoint.delete_backup, writes=self.chief)
-        self.time_policy = TimePolicy(checkpoint.save_minutes)
+        self.memory = memory
+        self.time_policy = memory and memory.time_policy or TimePolicy(checkpoint.save_minutes)
+        if memory:
+            memory.time_policy = self.time_policy
         self.losses = restore.LossContinuity()
         self.evaluation: dict[str, float] = {}
         self.run_id = ""
-        self._saved_step = -1
+        self._saved_step = self._copied_step = -1
         self._skipped = 0  # samples that rollbacks have passed over
         self._rollbacks = 0
 
@@ -61,8 +86,8 @@ class Recovery:
 
     # -- going on --------------------------------------------------------------------------------------------------
 
-    def restore(self, config: Config | None = None) -> tuple[list[str], int]:
-        """Restores from the chief's choice, or leaves everything as it is. A collective.
+    def restore(self, config: Config | None = None, copy: Copy | None = None) -> tuple[list[str], int]:
+        """Restores from the chief's choice (the chief's `copy`, if it has one), or leaves everything as it is. A collective.
 
         Returns messages and the step to go on from. Raises CheckpointError on all workers.
         """
@@ -71,7 +96,7 @@ class Recovery:
         self.faults.at("restore", 0)
         if self.chief:
             try:
-                message, arrays = self._choose(config or self.config)
+                message, arrays = self._recall(copy) if copy else self._choose(config or self.config)
             except CheckpointError as error:
                 message = {"error": str(error)}  # all must end, and say why
         message = broadcast_json(self.runtime, message)
@@ -85,6 +110,12 @@ class Recovery:
         keys = sorted(arrays)
         self.state.assign(dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
         return messages + self._adopt(manifest), manifest["step"]
+
+    def _recall(self, copy: Copy) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
+        """The chief's part, from memory."""
+        before, size = copy.manifest["workers"], self.runtime.size
+        return {"messages": [f"went on from memory: step {copy.step}, {copy.manifest['consumed']:,} samples consumed, by {before} workers before, now {size}"],
+                "manifest": {**copy.manifest, "in_memory": True}}, copy.arrays
 
     def _choose(self, config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
         """The chief's part: (messages and manifest for all, arrays)."""
@@ -111,7 +142,7 @@ class Recovery:
         state.restore_generator_states(manifest["generators"])
         # With another global batch (allowed by --allow_config_change) the position stays where it was.
         self._skipped = manifest["consumed"] - step * plan.global_batch
-        self.evaluation, self._saved_step = manifest.get("metrics", {}), step
+        self.evaluation, self._saved_step = manifest.get("metrics", {}), -1 if "in_memory" in manifest else step
         return [warning] if warning else []
 
     def rollback(self, step: int) -> tuple[list[str], int]:
@@ -147,6 +178,14 @@ class Recovery:
         arrays = self.state.to_host(wanted=self.chief)
         if self.writer:
             self.writer.save(step, arrays, self._manifest_fields(step))
+
+    def copy(self, step: int, now: bool = False) -> None:
+        """A copy in this worker's memory, if it is time for one, or `now`. On all workers."""
+        if self._copied_step >= 0 and step - self._copied_step < (1 if now else max(1, self.config.checkpoint.elastic_commit_every)):
+            return
+        self._copied_step = step
+        self.settle_statistics()
+        self.memory.copy = Copy(step, self.state.to_host(), {**self._manifest_fields(step), "step": step})
 
     def back_up(self, step: int) -> None:
         """A backup. On all workers."""

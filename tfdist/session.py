@@ -9,9 +9,11 @@ import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
+
+import tensorflow as tf
 
 from tfdist import build, flags, results
 from tfdist.agreement import broadcast_json, must_agree
@@ -20,7 +22,7 @@ from tfdist.config import Config, parse_profile_steps
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.guard import BETWEEN_STEPS, Guard
-from tfdist.recovery import Recovery
+from tfdist.recovery import Memory, Recovery
 from tfdist.runtime.agreement import check_weights
 from tfdist.telemetry.build import build_observers
 from tfdist.telemetry.events import Event
@@ -29,19 +31,31 @@ from tfdist.telemetry.timer import Clock, process_seconds
 from tfdist.telemetry.trackers import Run
 from tfdist.training.loop import Ending, Parts, train
 from tfdist.training.marks import MarkedRhythm
+from tfdist.training.step import StepOutput
 
 
-def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
-    """Trains as one worker of `cluster`; returns how it ended. Raises TfdistError subclasses with their sentence."""
-    guard = Guard(config, cluster)
+class Regroup(Exception):
+    """All workers have agreed to end this group at a step, so that another can be formed (elastic.py)."""
+
+
+def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = None) -> ExitCode:
+    """Trains as one worker of `cluster`; returns how it ended. Raises TfdistError subclasses with their sentence.
+
+    memory: of a process that may be in several groups of workers, one after the other; then also raises Regroup.
+    """
+    guard = Guard(config, cluster, memory and memory.signals)
     session = None
     try:
-        session = Session(config, cluster, command, guard)
+        session = Session(config, cluster, command, guard, memory)
         return session.run()
+    except Regroup:
+        session.leave()
+        raise
     except Exception as error:
         found = guard.failed(error)
         if session:
             session.give_up(found)
+        guard.close()
         if found is error:
             raise
         raise found from error
@@ -50,23 +64,26 @@ def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
 class Session:
     """The state of one worker's run beyond the job itself."""
 
-    def __init__(self, config: Config, cluster: Cluster, command: str, guard: Guard):
+    def __init__(self, config: Config, cluster: Cluster, command: str, guard: Guard, memory: Memory | None = None):
         started, imported_s = time.monotonic(), process_seconds()
-        self.guard = guard
+        self.guard, self.memory = guard, memory
+        self._leaving = False  # all have agreed to
         self.folder = build.run_folder(config)
         runtime = build.start_runtime(config, cluster)
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
         self.signals = guard.signals()
+        if memory:
+            memory.signals = self.signals
         guard.connect(runtime)
         self.job = build.compose(config, runtime)
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
         self.clock = Clock()
         self._agree_on_configuration()
-        self.recovery = Recovery(self.job, self.folder, self.clock, guard.faults)
+        self.recovery = Recovery(self.job, self.folder, self.clock, guard.faults, memory)
         restoring = time.monotonic()
         with guard.watchdog.section("restore"):
-            messages, self.first_step = self.recovery.restore()
+            messages, self.first_step = self.recovery.restore(copy=memory and memory.copy)
         restored = time.monotonic()
         if self.job.state is None:
             check_weights(self.runtime, self.job.model, "at the start")
@@ -114,7 +131,7 @@ class Session:
         if loop.on_nan == "rollback" and self.first_step == 0:
             recovery.save(0)  # so that there is something to go back to
         parts = Parts(
-            step=self.job.step,
+            step=self._step,
             iterators=self.job.iterators(recovery.position(self.first_step)) if self.first_step < self.config.run.steps else [],
             rhythm=MarkedRhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
                                 marks=parse_profile_steps(self.config.telemetry.profile_steps) or ()),
@@ -148,12 +165,21 @@ class Session:
             self.observer(Event("warning", restored, {"message": message}))
         return restored, self.job.iterators(self.recovery.position(restored))
 
-    def _requests(self, step: int) -> tuple[bool, bool]:
-        """(save, stop) that this worker asks for; also tells what the writers have to say."""
+    def _step(self, iterators: Sequence, n: int, requests: Sequence[bool]) -> StepOutput:
+        out = self.job.step(iterators, n, requests)
+        self._leaving = out.signals["leave"]
+        return out
+
+    def _requests(self, step: int) -> tuple[bool, bool, bool]:
+        """(save, stop, leave) that this worker asks for; also tells what the writers have to say."""
         self.guard.faults.at("step", step)
         self._tell_of_saves(step)
         save, self.signals.save = self.signals.save or (self.chief and self.recovery.time_policy.due()), False
-        return save, self.signals.stop
+        if self.memory:
+            self.recovery.copy(step, now=self._leaving)
+            if self._leaving:
+                raise Regroup(f"step {step}")
+        return save, self.signals.stop, bool(self.memory and self.memory.member.leave)
 
     def _tell_of_saves(self, step: int) -> None:
         for kind, values in self.recovery.messages():
@@ -181,6 +207,19 @@ class Session:
         if unwritten:
             raise CheckpointError(f"The last snapshot could not be written ({unwritten}): free or repair {self.recovery.store.directory}, then start again to go on from the one before.")
         return ExitCode.PREEMPTED if ending.stopped else ExitCode.OK
+
+    def leave(self) -> None:
+        """Out of the group, in order and together with all others; the process goes on."""
+        step = self.memory.copy.step
+        with self._section("save"):
+            self.recovery.finish()
+            self._tell_of_saves(step)
+            self.observer(Event("regroup", step, {"message": f"another group of workers is formed at step {step}"}))
+            with contextlib.suppress(tf.errors.OpError):  # whoever is lost now will not be in the next group
+                self.runtime.barrier()
+        self.observer.close()
+        self.guard.close()
+        self.runtime.close()
 
     def _summary(self, ending: Ending) -> dict[str, Any]:
         samples, losses = ending.step * self.job.plan.global_batch, self.recovery.losses.losses

@@ -15,6 +15,7 @@ from tfdist.config import Config, plan_batch
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster, resolve_cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
 
@@ -50,6 +51,10 @@ def main(argv: list[str]) -> int:
         return ps_session.run(config, cluster, flags.main_command(argv))
     if cluster.role == "ps":
         raise ConfigError(f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use --strategy=parameter_server.")
+    if VARIABLE in os.environ:  # tfdist.launch --elastic tells who the peers are, again and again
+        from tfdist import elastic
+
+        return elastic.run(config, flags.main_command(argv))
     with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
         from tfdist import session
     return session.run(config, cluster, flags.main_command(argv))

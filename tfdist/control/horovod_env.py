@@ -19,6 +19,8 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+# What `placement` may have written for a process that is given its rank by addresses: not to be taken for a launcher's word.
+WRITTEN = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", ADDRESS, PORT)
 _HOROVOD, _OPEN_MPI = "HOROVOD_", "OMPI_COMM_WORLD_"
 _MPI_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")  # one of them is there, the same in all processes
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ephemeral ports of Linux

@@ -59,7 +59,8 @@ class LocalJob:
                  environment: Mapping[str, str] | None = None, output: TextIO | None = None):
         self.command, self.log_dir, self.evaluator, self.servers = list(command), log_dir, evaluator, servers
         self.tasks = local_tasks(workers + 1 + servers if servers else workers, servers)
-        self.count, self._trainers = len(self.tasks), workers
+        self.count, self._trainer_count = len(self.tasks), workers
+        self.started_at_once = self.count
         self._comebacks = Comebacks() if servers else None
         self.show, self.pin, self.gpus_per_worker, self.grace, self.standbys = show, pin, gpus_per_worker, grace, standbys
         self.environment = {name: value for name, value in (os.environ if environment is None else environment).items() if name != "TF_CONFIG"}
@@ -77,7 +78,7 @@ class LocalJob:
         cores = divide_cores(self.count) if self.pin else []
         self._ports = PortReservation(self.count)
         try:
-            for rank in range(self.count):
+            for rank in range(self.started_at_once):
                 self._spawn(self._name(rank), rank, self.command, gpus[rank], cores)
             if self.evaluator:
                 self._spawn("evaluator", None, self.evaluator, gpus[self.count], cores)
@@ -94,7 +95,7 @@ class LocalJob:
 
     def _divide_gpus(self) -> tuple[list[dict[str, str]], str]:
         """Of each rank, then of the evaluator. A chief and parameter servers have none."""
-        gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainers, self.gpus_per_worker)
+        gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainer_count, self.gpus_per_worker)
         if self.servers:
             gpus = [{"CUDA_VISIBLE_DEVICES": "-1"}, *gpus[:-1], *[{"CUDA_VISIBLE_DEVICES": "-1"}] * self.servers, gpus[-1]]
         return gpus, warning
@@ -247,13 +248,19 @@ class LocalJob:
         self._kill_at = 0.0
         self.forward(signal.SIGKILL)
 
+    def resize(self, workers: int) -> bool:
+        """Whether the job goes on with another number of workers, without a restart: this one cannot (ElasticJob can)."""
+        return False
+
+    def _all_started(self) -> bool:
+        return len(self.workers) >= self.count
+
     def _result(self) -> JobResult:
         codes = {worker.name: worker.code for worker in self.workers}
         # An evaluator that was stopped with the workers is no failure.
         finished = self.servers and self.workers and self.workers[0].code == 0  # whatever became of those that it no longer needed
         failed = [] if finished else [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
         if not failed:
-            all_started = len(self.workers) >= self.count
-            return JobResult(ExitCode.OK, "", codes) if all_started else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
+            return JobResult(ExitCode.OK, "", codes) if self._all_started() else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
         cause = min(failed, key=lambda worker: (guilt(worker), worker.ended_at))
         return JobResult(cause.code if cause.code > 0 else ExitCode.PEER_LOST, describe(cause), codes, () if cause.shown else tuple(cause.last_lines), cause.rank)

@@ -72,7 +72,7 @@ class Parts:
     evaluate: Callable[[], dict[str, float]] | None  # on all workers
     save: Callable[[int], None]  # on all workers; takes the step
     backup: Callable[[int], None]  # the same, for the short-lived backup
-    requests: Callable[[int], tuple[bool, bool]]  # (save, stop) that this worker asks for, in the order of SIGNALS
+    requests: Callable[[int], Sequence[bool]]  # what this worker asks for, in the order of SIGNALS
     section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
     rollback: Callable[[int], tuple[int, Sequence]] | None = None  # from a bad step to (a good one, its iterators); None: stop
     straggler_factor: float = 0.0
