@@ -26,7 +26,7 @@ from pathlib import Path
 from tfdist.telemetry.jsonl import read_jsonl
 
 FLAGS = ["--strategy=parameter_server", "--source=digits", "--model=cnn", "--model_args=widths=(64,128),norm=none", "--global_batch=384", "--steps=1000000", "--optimizer=sgd",
-         "--learning_rate=0.01", "--log_every=1", "--eval_every=-1", "--save_minutes=0", "--export=none", "--noplot", "--notensorboard"]
+         "--learning_rate=0.01", "--log_every=1", "--eval_every=-1", "--save_minutes=0", "--export=none", "--noplot", "--trackers=none"]
 ROWS = {  # name -> (slowed, flags)
     "sync, none slow": (False, ["--ps_mode=sync"]),
     "sync, one slow": (True, ["--ps_mode=sync"]),

@@ -16,7 +16,7 @@ import tempfile
 from tfdist.planner.calibrate import read_run
 
 TRAIN = ["--source=synthetic", "--source_args=task=text,vocab=256,samples=4096,eval_samples=32,fixed=True", "--sequence_length=64", "--model=transformer", "--model_args=layers=4,width=192,heads=6",
-         "--steps=60", "--log_every=10", "--eval_every=-1", "--export=none", "--noplot", "--save_minutes=0", "--nosave_final", "--notensorboard", "--progress=none", "--resume=never"]
+         "--steps=60", "--log_every=10", "--eval_every=-1", "--export=none", "--noplot", "--save_minutes=0", "--nosave_final", "--trackers=none", "--progress=none", "--resume=never"]
 CALIBRATE = ((1, 8), (1, 24), (2, 24))
 PREDICT = ((2, 40), (3, 24), (4, 24))  # workers, global batch
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -10,4 +10,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 # compared bit for bit.
 export OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1 CUDA_VISIBLE_DEVICES= TF_CPP_MIN_LOG_LEVEL=2
 python -m ruff check tfdist tests scripts
-exec python -m pytest "$@"
+# Two at a time: much of a test of processes is waiting for them. TFDIST_TEST_PROCESSES=0 runs them one by one.
+exec python -m pytest -n "${TFDIST_TEST_PROCESSES:-2}" --dist loadfile "$@"

@@ -95,14 +95,14 @@ def compose(config: Config, runtime: Runtime) -> Job:
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
     if isinstance(runtime, MeshRuntime):
-        spread = compose_mesh(config, runtime, model, optimizer, objective)
+        spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
         objective = spread.objective
     else:
         spread = None
         with runtime.scope():
             optimizer.build(model.trainable_variables)
-    if config.parallel.recompute != "none":
-        segments.recompute(model, config.parallel.recompute, spread.update.holders_of_weights() if spread else {})
+        if config.parallel.recompute != "none":
+            segments.recompute(model, config.parallel.recompute, {})
     batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
     step = TrainStep(runtime, model, optimizer, objective, loss_scale, StepOptions(
         plan=plan,
@@ -112,7 +112,7 @@ def compose(config: Config, runtime: Runtime) -> Job:
         skip_non_finite=config.loop.on_nan == "skip",
         timed=not config.run.deterministic,
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
-    ), batch_spec, spread.update if spread else None)
+    ), batch_spec, *((spread.update, spread.pipeline) if spread else ()))
     state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
     return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state)
 

@@ -79,6 +79,9 @@ class ParallelConfig:
 
     mesh: str = option("", "Axes over all workers: pipe, data, expert, model, for example data=2,model=2. data, if left out, takes the workers that remain.")
     zero: int = option(0, "What the data axis shares out instead of holding copies of. 1: optimizer state; 2: gradients too; 3: parameters too.", least=0)
+    pipe_schedule: str = option("1f1b", "Order of a pipeline's work. gpipe: all micro-batches forward, then all backward; 1f1b: in turn, which holds fewer.", choices=("gpipe", "1f1b"))
+    pipe_chunks: int = option(1, "Parts of the model on each stage of the pipeline. More than 1: interleaved, a smaller bubble for more traffic.", least=1)
+    pipe_cut: str = option("", "Blocks with which the parts of the pipeline after the first begin, for example block_02,block_05. Empty: balanced by parameters.")
     offload: str = option("none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer"))
     recompute: str = option("none", "Activations that are computed again in the backward pass instead of kept.", choices=("none", "block", "attention"))
     compression: str = option("none", "How gradients travel between workers of a mesh. int8, topk and powersgd carry their error to the next step.", choices=("none", "fp16", "bf16", "int8", "topk", "powersgd"), identity=True)
@@ -334,7 +337,7 @@ class Config:
         parallel = self.parallel
         if parallel.zero > 3:
             raise ConfigError(f"--zero={parallel.zero} is not a stage: use 0, 1, 2 or 3.")
-        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none")):
+        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("pipe_chunks", parallel.pipe_chunks, 1), ("pipe_cut", parallel.pipe_cut, ""), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none")):
             if value != off and self.strategy.strategy != "mesh":
                 raise ConfigError(f"--{name}={value} is for --strategy=mesh, not {self.strategy.strategy}: add --strategy=mesh, or drop it.")
 

@@ -1,6 +1,7 @@
 """python -m tfdist.launch: starts N workers of `tfdist.train` on this machine, and ends when they do.
 
   python -m tfdist.launch --workers=2 -- --flagfile=flags/digits_cnn.flags
+  python -m tfdist.launch --workers=2 -- script.py ARGS       a Keras script that calls tfdist.fit
 
 Flags before `--` are the launcher's own, those after it go to every worker. Each worker's output is shown under its
 name and written to RUN_DIR/logs/worker-K.log. The first worker to fail stops all; its cause is named, and its exit
@@ -63,6 +64,8 @@ class LaunchOptions:
 def main(argv: list[str]) -> int:
     own, train = _split(argv)
     options = _parse(own)
+    if train and train[0].endswith(".py"):
+        return launch_script(train, options)
     config = flags.parse(train, usage="Flags of the workers:").config
     if not config.run.dry_run:
         config.validate()
@@ -89,6 +92,19 @@ def main(argv: list[str]) -> int:
         return run(Supervisor(make_job, RestartPolicy(options.max_restarts), lambda: newest_snapshot_step(run_dir), workers, STANDBY_AFTER_SECONDS if options.standby else None), run_dir / "logs")
     finally:
         standbys.close()
+
+
+def launch_script(command: list[str], options: LaunchOptions) -> int:
+    """A Keras script that calls tfdist.fit, on every worker; logs are in runs/NAME/logs. What it saves is its own affair, so
+    there is no progress to be seen from here: --max_restarts counts all failures."""
+    if options.ps or options.min_workers or options.evaluator:
+        raise ConfigError(f"--ps, --min_workers and --evaluator are for flags of tfdist.train, not for a script: drop them, or {command[0]}.")
+    logs = Path("runs") / Path(command[0]).stem / "logs"
+
+    def make_job(workers: int) -> LocalJob:
+        return LocalJob([sys.executable, "-m", "tfdist.script", *command], workers, logs, show=options.show_ranks, pin=options.pin, gpus_per_worker=options.gpus_per_worker, grace=options.grace)
+
+    return run(Supervisor(make_job, RestartPolicy(options.max_restarts), lambda: -1, WorkerCount(options.workers, 0)), logs)
 
 
 def same_batch(config: Config, options: LaunchOptions) -> list[str]:

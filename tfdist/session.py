@@ -30,8 +30,8 @@ from tfdist.telemetry.jsonl import next_attempt
 from tfdist.telemetry.timer import Clock, process_seconds
 from tfdist.telemetry.trackers import Run
 from tfdist.training.loop import Ending, Parts, train
-from tfdist.training.marks import MarkedRhythm
 from tfdist.training.step import StepOutput
+from tfdist.training.traced import TracedRhythm
 
 
 class Regroup(Exception):
@@ -133,8 +133,8 @@ class Session:
         parts = Parts(
             step=self._step,
             iterators=self.job.iterators(recovery.position(self.first_step)) if self.first_step < self.config.run.steps else [],
-            rhythm=MarkedRhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
-                                marks=parse_profile_steps(self.config.telemetry.profile_steps) or ()),
+            rhythm=TracedRhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
+                                traced=parse_profile_steps(self.config.telemetry.profile_steps)),
             global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, learning_rate=recovery.learning_rate,
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
             save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self._section,

@@ -92,3 +92,15 @@ def test_refusals(end, words):
         assert "variables: ConfigError: The model and optimizer have 4 and 6 variables" in output
         assert "not a model: ConfigError: tfdist.fit takes a keras.Model, not ndarray" in output
     assert words in outputs[0]
+
+
+def test_the_launcher_starts_scripts_and_keeps_their_exit_codes(tmp_path):
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text("import sys, tfdist\nprint('rank', tfdist.init().rank, sys.argv[1:])\n")
+    bad.write_text("import tfdist\nif tfdist.init().rank == 1:\n    tfdist.fit(None)\n")
+    outputs = {}
+    for script, code in ((good, 0), (bad, 2)):
+        done = subprocess.run([sys.executable, "-m", "tfdist.launch", "--workers=2", "--", str(script), "--mine"], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stdout + done.stderr
+        outputs[script] = done.stdout + done.stderr
+    assert "[worker 1] rank 1 ['--mine']" in outputs[good] and "takes a keras.Model" in outputs[bad]

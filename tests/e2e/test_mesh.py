@@ -10,7 +10,7 @@ from tests.e2e.job import records, run, snapshot
 pytestmark = pytest.mark.slow
 
 FLAGS = ["--source=text", "--source_args=max_bytes=200000", "--sequence_length=16", "--model=transformer", "--model_args=size=tiny", "--objective=next_token", "--global_batch=12",
-         "--learning_rate=0.01", "--optimizer=momentum", "--clip_norm=1.0", "--log_every=1", "--eval_every=-1", "--export=none", "--noplot", "--notensorboard", "--save_minutes=0", "--progress=none"]
+         "--learning_rate=0.01", "--optimizer=momentum", "--clip_norm=1.0", "--log_every=1", "--eval_every=-1", "--export=none", "--noplot", "--trackers=none", "--save_minutes=0", "--progress=none"]
 STEPS = 4
 CHAIN = [(2, ["--strategy=mesh", "--zero=3"]), (1, []), (3, ["--strategy=mesh", "--zero=1"]), (2, ["--strategy=mesh", "--mesh=model=2"]),
          (4, ["--strategy=mesh", "--mesh=data=2,model=2", "--zero=2"]), (2, ["--strategy=multi_worker"])]

@@ -23,6 +23,6 @@ def test_compression(tmp_path):
     whole = found["none"][0]
     for kind, (loss, sent, wire) in found.items():
         if kind != "topk without feedback":
-            assert abs(loss - whole) <= 0.01 * whole or loss < whole, (kind, loss, whole)
+            assert abs(loss - whole) <= (0.03 if kind == "topk" else 0.01) * whole, (kind, loss, whole)
         assert sent <= wire <= sent + 200, (kind, sent, wire)  # the sums of loss and metrics, and padding, come on top
-    assert found["topk without feedback"][0] > 1.05 * found["topk"][0], found
+    assert found["topk without feedback"][0] > 1.2 * found["topk"][0], found

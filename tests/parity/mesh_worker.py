@@ -5,7 +5,7 @@
     ... ROW,ROW                                         only these
 
 Writes OUT_DIR/KIND/ROW.npz: whole weights, optimizer slots and moving averages, losses, gradient norms, an evaluation,
-and the bytes that rank 0 holds. One process runs all rows, because starting TensorFlow takes longer than training them.
+and, for the rows on memory, the bytes that rank 0 holds. One process runs all rows, because starting TensorFlow takes longer than training them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ SGD = {"optimizer": "sgd", "clip_norm": 0.5}
 MOMENTUM = {"optimizer": "momentum", "clip_norm": 0.5}
 ADAMW = {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "clip_norm": 0.5}
 EMA = {**ADAMW, "ema": 0.9}
+DEEP = {**TEXT, "model_args": "layers=3,width=32,heads=4,dropout=0.1", "global_batch": 8, "accumulation": 4}  # dropout: the masks are those of one device
 SPLIT = {"accumulation": 2}
+
+PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
+PIPES = {"gpipe": {"pipe_schedule": "gpipe"}, "1f1b": {}, "interleaved": {"pipe_chunks": 2}, "cut": {"pipe_cut": "block_00", "recompute": "block"}}
 
 
 class Row(NamedTuple):
@@ -39,23 +43,26 @@ class Row(NamedTuple):
 
 ROWS: dict[str, Row] = {
     "data2": Row(2, "data=2", CONV | MOMENTUM, {}),
-    "data2_text": Row(2, "data=2", TEXT | ADAMW | SPLIT, {}),
     **{f"zero{stage}_{workers}_{name}": Row(workers, "", DENSE | rule, {"zero": stage})
        for stage in (1, 2, 3) for workers in (2, 3) for name, rule in (("sgd", SGD), ("adamw", EMA | SPLIT))},
-    **{f"zero{stage}_2_conv": Row(2, "", CONV | MOMENTUM, {"zero": stage}) for stage in (1, 2)},
-    **{f"zero{stage}_2_text": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": stage}) for stage in (2, 3)},
+    "zero2_2_conv": Row(2, "", CONV | MOMENTUM, {"zero": 2}),
+    "zero2_2_text": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": 2}),
     "zero3_2_float16": Row(2, "", DENSE | {"optimizer": "momentum", "precision": "float16"}, {"zero": 3}),
     "model2": Row(2, "model=2", TEXT | ADAMW, {}),
     "model2_smoothing": Row(2, "model=2", TEXT | SGD | {"label_smoothing": 0.1}, {}),
-    "model2_zero0_split": Row(2, "model=2", TEXT | ADAMW | SPLIT, {}),
     "zero3_2_recompute": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": 3, "recompute": "block"}),
     "model2_recompute": Row(2, "model=2", TEXT | ADAMW, {"recompute": "attention"}),
+    **{f"pipe2_{name}": Row(2, "pipe=2", DEEP | ADAMW, options) for name, options in PIPES.items()},
+    **{f"pipe4_{name}": Row(4, "pipe=4", DEEP | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
+    "pipe2_model2": Row(4, "pipe=2,model=2", PLAIN | ADAMW, {"recompute": "block"}),
+    "data2_pipe2_zero1": Row(4, "pipe=2,data=2", PLAIN | EMA, {"zero": 1}),
+    "pipe2_data2_model2_zero3": Row(8, "pipe=2,data=2,model=2", PLAIN | ADAMW, {"zero": 3}),
     "model4": Row(4, "model=4", TEXT | ADAMW, {}),
     "data2_model2": Row(4, "data=2,model=2", TEXT | ADAMW, {}),
-    **{f"data2_model2_zero{stage}": Row(4, "data=2,model=2", TEXT | EMA | SPLIT, {"zero": stage}) for stage in (1, 3)},
+    "data2_model2_zero3": Row(4, "data=2,model=2", TEXT | EMA | SPLIT, {"zero": 3}),
     **{f"zero{stage}_{workers}_memory": Row(workers, "", DENSE | ADAMW, {"zero": stage}) for stage in (0, 1, 2, 3) for workers in (2, 4)},
     "resharded": Row(4, "", TEXT | EMA | SPLIT, {"zero": 3}, (
-        ("data=2,model=2", {"zero": 1}), ("model=4", {}), ("data=2,model=2", {"zero": 3}), ("data=4", {}), ("model=2", {"zero": 2}))),
+        ("data=2,model=2", {"zero": 1}), ("model=4", {}), ("data=2,model=2", {"zero": 3}), ("pipe=2", {"zero": 1}), ("model=2", {"zero": 2}))),
 }
 
 
@@ -78,7 +85,8 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
     from tfdist.runtime.mesh_runtime import MeshRuntime
 
     cluster = resolve_cluster(os.environ)
-    base = Config().replace(steps=STEPS, global_batch=12, accumulation=1, strategy="one_device" if kind == "one" else "mesh", communication="ring", collective_timeout=60.0)
+    base = Config().replace(steps=STEPS, global_batch=12, accumulation=1, strategy="one_device" if kind == "one" else "mesh", communication="ring",
+                            collective_timeout=120.0, heartbeat_timeout=60.0)
     runtime = build.start_runtime(base, cluster)
     for name, row in (JOBS if kind == "one" else ROWS).items():
         if (kind == "mesh" and row.workers != cluster.size) or (chosen and name not in chosen):
@@ -91,7 +99,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
             config = base.replace(**row.job, **spread)
             if kind == "mesh":
                 config = config.replace(mesh=mesh)
-                runtime = MeshRuntime(Mesh.parse(mesh, cluster.size), cluster, runtime._world, 60.0)
+                runtime = MeshRuntime(Mesh.parse(mesh, cluster.size), cluster, runtime._world, 120.0)
             job = build.compose(config, runtime)
             first, last = leg * STEPS // len(legs), (leg + 1) * STEPS // len(legs)
             if leg:
@@ -103,7 +111,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
                 results["norms"].append(output.gradient_norm)
             arrays = collect(job)
         evaluation = job.evaluator()()
-        held = bytes_held(job)
+        held = bytes_held(job) if name.endswith("memory") else []
         if runtime.rank == 0:
             np.savez(out / kind / f"{name}.npz", **results, evaluation=[evaluation[key] for key in sorted(evaluation)], held=held, **arrays)
     runtime.barrier()

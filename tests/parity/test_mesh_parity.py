@@ -45,7 +45,7 @@ def test_parity(workers, folder, reference):
         assert found.keys() == expected.keys(), name
         bound = FLOAT16_BOUND if "float16" in name else BOUND
         for key, value in expected.items():
-            if key == "held":
+            if key == "held" or (key.startswith("model/") and value.dtype.kind == "i"):  # seeds are made anew in every step
                 continue
             difference = np.abs(found[key].astype(np.float64) - value).max() if found[key].shape == value.shape else np.inf
             if not difference <= bound:

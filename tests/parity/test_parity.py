@@ -19,7 +19,6 @@ RUNTIMES = {
     "two_workers": (2, ["--strategy=multi_worker"]),
     "three_workers": (3, ["--strategy=multi_worker"]),
     "two_workers_sockets": (2, ["--strategy=sockets"]),
-    "three_workers_sockets": (3, ["--strategy=sockets"]),
     "two_workers_grpc": (2, ["--strategy=multi_worker", "--communication=ring"]),
     "two_workers_horovod": (2, ["--strategy=horovod"]),
 }

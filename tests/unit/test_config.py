@@ -30,6 +30,14 @@ def test_option_names_are_unique_and_documented():
     ({"export": "onnx"}, ["--export=onnx"]),
     ({"model_args": "size:tiny"}, ["--model_args=size:tiny", "key=value"]),
     ({"ema": 1.0}, ["--ema=1"]),
+    ({"backup_workers": 1}, ["--backup_workers=1", "--ps_mode=sync"]),
+    ({"ps_mode": "sync", "max_staleness": 3}, ["--max_staleness", "--ps_mode=async"]),
+    ({"strategy": "mirrored", "ps_mode": "sync"}, ["--ps_mode=sync", "mirrored"]),
+    ({"strategy": "parameter_server", "precision": "float16"}, ["--precision=float16", "bfloat16"]),
+    ({"strategy": "parameter_server", "jit_compile": True}, ["--jit_compile", "drop it"]),
+    ({"strategy": "parameter_server", "on_nan": "rollback"}, ["--on_nan=rollback", "skip"]),
+    ({"strategy": "parameter_server", "deterministic": True}, ["--deterministic", "--ps_mode=sync"]),
+    ({"strategy": "parameter_server", "optimizer": "adafactor"}, ["--optimizer=adafactor"]),
 ])
 def test_contradictions_name_the_flag_and_the_value(changes, words):
     with pytest.raises(ConfigError) as error:

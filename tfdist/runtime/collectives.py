@@ -3,7 +3,7 @@
 They are TensorFlow's own operations on the runtime that MultiWorkerMirroredStrategy starts: over gRPC on CPUs, NCCL on
 GPUs. Every member of a group must trace the same calls on it in the same order: the n-th call of one member meets the
 n-th of the others. Members meet once when a group is made, so that one who is not there, or who counts other ranks to it,
-is an error that names the ranks (errors.py). Calls after that are watched by watchdog.py.
+is an error that names the ranks (errors.py). Calls after that are watched by overdue.py.
 
 Gradients are those of the *sum of all members' losses* with respect to a member's own input:
 
@@ -52,7 +52,7 @@ class Group:
         order = sorted(range(self.size), key=lambda index: self._tasks[index])
         self._to_wire = None if order == list(range(self.size)) else order  # wire place -> index
         self._from_wire = self._to_wire and [order.index(index) for index in range(self.size)]
-        self._pairs: dict[tuple[int, int], Group] = {}
+        self._pairs: dict[tuple[int, int, str], Group] = {}
         if nccl:
             with tf.init_scope():
                 self._token = tf.Variable(0.0, trainable=False)
@@ -95,7 +95,7 @@ class Group:
 
     def send(self, x: tf.Tensor, to: int) -> tf.Tensor:
         """Sends x to rank `to`. Returns float32 [] 0, whose gradient with respect to x is what `to` sends back."""
-        there, back = self._pair(self.rank, to), self._pair(to, self.rank)
+        there, back = self.pair(self.rank, to), self.pair(to, self.rank)
 
         @tf.custom_gradient
         def sent(t: tf.Tensor):
@@ -111,7 +111,7 @@ class Group:
     def receive(self, source: int, shape: Sequence[int], dtype: tf.DType = tf.float32, after: tf.Tensor | None = None) -> tf.Tensor:
         """What rank `source` sends. `after`: a float tensor (any, for example the result of `send`) through which the
         gradient finds its way here; without one nothing is sent back."""
-        there, back = self._pair(source, self.rank), self._pair(self.rank, source)
+        there, back = self.pair(source, self.rank), self.pair(self.rank, source)
 
         @tf.custom_gradient
         def received(anchor: tf.Tensor):
@@ -163,7 +163,8 @@ class Group:
     def _broadcast(self, x: tf.Tensor, root: int) -> tf.Tensor:
         if self.size == 1:
             return x
-        out = self.put_or_take(x if self.rank == root else None, root, x.shape, x.dtype)
+        with tf.control_dependencies([x]):  # what hangs on x must not be pruned where its value is not used
+            out = self.put_or_take(x if self.rank == root else None, root, x.shape, x.dtype)
         with tf.control_dependencies([out]):  # nobody else would hold on to the send, and it would be pruned
             return tf.identity(x) if self.rank == root else out
 
@@ -199,14 +200,14 @@ class Group:
     def _reordered(self, rows: tf.Tensor, order: list[int] | None) -> tf.Tensor:
         return rows if order is None else tf.gather(rows, order)
 
-    def _pair(self, source: int, to: int) -> Group:
-        """The group of two in which `source` sends to `to`; one for each direction, so that each counts for itself."""
-        if (source, to) not in self._pairs:
+    def pair(self, source: int, to: int, salt: str = "") -> Group:
+        """The group of two in which `source` sends to `to` with `put_or_take`. Calls are counted for each direction and salt."""
+        if (source, to, salt) not in self._pairs:
             places = sorted((self.ranks.index(source), self.ranks.index(to)))
-            self._pairs[source, to] = Group(
+            self._pairs[source, to, salt] = Group(
                 [self.ranks[place] for place in places], self.rank, tasks=[self._tasks[place] for place in places],
-                nccl=self._nccl, salt=f"{self._key} {source} to {to} ")
-        return self._pairs[source, to]
+                nccl=self._nccl, salt=f"{self._key} {source} to {to} {salt} ")
+        return self._pairs[source, to, salt]
 
 
 def _carried(x: tf.Tensor) -> tf.Tensor:

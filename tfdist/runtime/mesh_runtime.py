@@ -22,8 +22,8 @@ from tfdist.control.cluster import Cluster
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import AXES, REPLICA_AXES, Mesh
 from tfdist.runtime.mirrored import MultiWorker
+from tfdist.runtime.overdue import Overdue
 from tfdist.runtime.ring import MARK
-from tfdist.runtime.watchdog import Watchdog
 
 
 class MeshRuntime:
@@ -40,7 +40,7 @@ class MeshRuntime:
         self.leads = not any(self.coordinates[axis] for axis in AXES if axis not in REPLICA_AXES)
         self._nccl = bool(tf.config.list_logical_devices("GPU"))
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._watchdog = Watchdog(timeout, self._give_up) if timeout and self.size > 1 else None
+        self._overdue = Overdue(timeout, self._give_up) if timeout and self.size > 1 else None
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> MeshRuntime:
@@ -80,16 +80,16 @@ class MeshRuntime:
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
         with _Replica(self.group(*REPLICA_AXES)) if self.replicas > 1 else contextlib.nullcontext():
-            return fn(*args) if self._watchdog is None else self._watched(fn, args)
+            return fn(*args) if self._overdue is None else self._watched(fn, args)
 
     def _watched(self, fn: Callable, args: Sequence) -> Any:
-        """`fn(*args)`, begun and ended in the eyes of the watchdog when the graph runs it."""
+        """`fn(*args)`, begun and ended for overdue.py, when the graph runs it."""
         with tf.control_dependencies(_tensors(args)):
-            begun = tf.numpy_function(self._watchdog.begin, [], [])
+            begun = tf.numpy_function(self._overdue.begin, [], [])
         with tf.control_dependencies([begun]):
             result = fn(*tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, tuple(args)))
         with tf.control_dependencies(_tensors(result)):
-            tf.numpy_function(self._watchdog.end, [], [])
+            tf.numpy_function(self._overdue.end, [], [])
         return result
 
     def _give_up(self) -> None:

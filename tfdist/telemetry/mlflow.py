@@ -40,6 +40,7 @@ class MlflowTracker:
         for name in ("mlflow", "alembic"):  # which tell how they make their tables
             logging.getLogger(name).setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=_uri(run))
+        self._artifacts = None if "MLFLOW_TRACKING_URI" in os.environ else (run.folder.resolve() / "mlflow_artifacts").as_uri()
         self._id = self._find(run) or self._create(run)
         self._client.update_run(self._id, status="RUNNING")
         self._told = {kind: self._last_step(kind) for kind in ("train", "eval")}
@@ -49,7 +50,7 @@ class MlflowTracker:
     def _experiment(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "tfdist")
         found = self._client.get_experiment_by_name(name)
-        return found.experiment_id if found else self._client.create_experiment(name)
+        return found.experiment_id if found else self._client.create_experiment(name, artifact_location=self._artifacts)
 
     def _find(self, run: Run) -> str | None:
         found = self._client.search_runs([self._experiment()], f"tags.`{_TAG}` = '{run.run_id}'", max_results=1)

@@ -49,7 +49,8 @@ def curves(runs: Sequence[RunLog], names: Mapping[str, str], label: str, *, log:
                 _line(axis, points, color=color(number), linestyle=style, label=text)
     axis.set(xlabel="optimizer step", ylabel=label)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if log and all(value > 0 for line in axis.lines for value in line.get_ydata()):
+    values = [value for line in axis.lines for value in line.get_ydata()]
+    if log and min(values) > 0 and max(values) > 10 * min(values):
         axis.set_yscale("log")
     if from_zero:
         axis.set_ylim(bottom=0)
@@ -113,7 +114,8 @@ def step_times(runs: Sequence[RunLog]) -> str:
     low = min(value for _, _, times in found for value, _ in times)
     most = max(quantile(times, 0.99) for _, _, times in found)
     wide = most > 8 * low
-    edges = [low * 0.98 * (most * 1.04 / low) ** (k / 40) if wide else low * 0.98 + (most * 1.04 - low) * k / 40 for k in range(41)]
+    bins = max(8, min(40, max(len(times) for _, _, times in found) // 4))
+    edges = [low * 0.98 * (most * 1.04 / low) ** (k / bins) if wide else low * 0.98 + (most * 1.04 - low) * k / bins for k in range(bins + 1)]
     for number, run, times in found:
         total = sum(steps for _, steps in times)
         axis.hist([min(value, edges[-1]) for value, _ in times], bins=edges, weights=[100 * steps / total for _, steps in times],

@@ -51,7 +51,7 @@ class TensorBoardObserver:
         if event.kind == "train":
             self._on_train(event)
         scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in event.values.items()
-                   if name.startswith(_GROUPS) and isinstance(value, Real)]
+                   if event.kind in ("train", "eval") and name.startswith(_GROUPS) and isinstance(value, Real)]  # the end repeats what was told
         if scalars:
             self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step, summary=Summary(value=scalars)))
         if event.values.get("flags"):

@@ -2,9 +2,10 @@
 
 Asynchronous: every batch is one update, made by whichever worker has it; up to `_AHEAD` a worker are given out at a time.
 Synchronous: a batch is cut into slices, one per worker but for the backup workers; the sum of their gradients is one update.
-With backup workers (Chen et al. 2016, arXiv:1604.00981) slices that are not done are given out a second time, and the
-first result of each counts; results that come later are dropped and counted. There each of N + B workers has samples of
-its own, and those of the last B are lost. Here no sample is lost, and a step has the batch that it has with any strategy.
+With B backup workers (Chen et al. 2016, arXiv:1604.00981) there are N slices for N + B workers: some slices are given out
+twice from the start, others once they are late, and the first result of each counts; those that come later are dropped
+and counted. In that paper each of N + B workers has samples of its own, and those of the last B are lost. Here no sample
+is lost, and a step has the batch that it has with any strategy.
 
 Batches are given out in order and each is done before the next evaluation, snapshot or end, so that there, and only there,
 `step` batches are done and no others: what a snapshot needs.
@@ -13,8 +14,12 @@ Batches are given out in order and each is done before the next evaluation, snap
 from __future__ import annotations
 
 import gc
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +36,8 @@ from tfdist.training.step import StepOutput
 
 _AHEAD = 2  # calls per worker given out at a time, so that none waits for the chief
 _LOOK_SECONDS = 0.2  # between looks at signals and at who is lost
+_LATE_LOOK_SECONDS = 0.01  # between looks at what is late
+_LATE = 1.5  # a slice that takes this many times as long as usual is late
 
 
 @dataclass
@@ -61,9 +68,9 @@ class Calls:
         arguments = tuple(tf.constant(number, tf.int64) for number in numbers)
         self._tags[self._pool.submit(self._make, function, arguments)] = tag
 
-    def collect(self) -> list[tuple[Any, Result | None]]:
-        """What has come back, after a short wait at most; None: it was done, but its worker died before it could tell."""
-        done, _ = wait(self._tags, _LOOK_SECONDS, FIRST_COMPLETED)
+    def collect(self, seconds: float) -> list[tuple[Any, Result | None]]:
+        """What has come back, after `seconds` at most; None: it was done, but its worker died before it could tell."""
+        done, _ = wait(self._tags, seconds, FIRST_COMPLETED)
         return [(self._tags.pop(future), future.result()) for future in done]
 
     def close(self) -> None:
@@ -82,6 +89,7 @@ class Trainer:
         self.parts, self.servers, self.step = parts, servers, servers.step
         self.calls = Calls(servers, calls_at_a_time)
         self.staleness, self.recent = Staleness(), Staleness()  # of the run; since the last log line
+        self.updates = 0  # in this process
         self.interval = Interval(parts.clock, parts.global_batch, parts.position)
 
     def train(self, step: int) -> Ending:
@@ -118,17 +126,15 @@ class Trainer:
         self.parts.observer(Event("eval", step, {f"eval/{name}": value for name, value in evaluation.items()}))
         return evaluation
 
-    def collect(self, step: int) -> list[tuple[Any, Result | None]]:
-        """What has come back, at least one result. Looks after who left in the meantime."""
-        found = []
-        with self.parts.section("step" if self.interval_count else "first step"):
-            while not found:
-                for sentence in self.servers.news():
-                    self.parts.observer(Event("warning", step, {"message": sentence}))
-                found = self.calls.collect()
-        return found
+    def section(self) -> AbstractContextManager:
+        """For the watchdog: until something comes back."""
+        return self.parts.section("step" if self.updates else "first step")
 
-    interval_count = 0  # updates so far in this process
+    def look(self, step: int, seconds: float = _LOOK_SECONDS) -> list[tuple[Any, Result | None]]:
+        """What has come back within `seconds`. Also tells who left."""
+        for sentence in self.servers.news():
+            self.parts.observer(Event("warning", step, {"message": sentence}))
+        return self.calls.collect(seconds)
 
     def count(self, step: int, sums: np.ndarray, norm: float, finite: bool) -> None:
         """Adds update number `step` to the interval, and tells of it when it is due. Raises DivergedError."""
@@ -142,8 +148,8 @@ class Trainer:
             named = {name: value if np.isfinite(value) else 0.0 for name, value in named.items()}
         means = {name: value / weight for name, value in named.items()} if weight else {}
         self.interval.add(StepOutput(step, means, weight, norm, 1.0, int(not finite), finite, named, {}, 0.0, np.zeros(0)), 1)
-        self.interval_count += 1
-        if self.interval_count == 1:  # see loop.py
+        self.updates += 1
+        if self.updates == 1:  # see loop.py
             gc.collect()
             gc.freeze()
         rhythm = self.parts.rhythm
@@ -173,7 +179,11 @@ class Asynchronous(Trainer):
                 number = again.pop(0) if again else given
                 given = max(given, number + 1)
                 self.calls.give(number, self.step.update, number, self.parts.position(number))
-            for number, result in self.collect(done):
+            found = []
+            with self.section():
+                while not found:
+                    found = self.look(done)
+            for number, result in found:
                 if result and result.finite and not result.applied:
                     again.append(number)
                     self.recent.add(result.staleness, applied=False)
@@ -195,6 +205,7 @@ class Synchronous(Trainer):
     def __init__(self, parts: Parts, servers: Servers):
         super().__init__(parts, servers, servers.workers)
         self.slices = servers.workers - servers.backup_workers
+        self.seconds: deque[float] = deque(maxlen=100)  # that the last slices took
 
     def advance(self, step: int, boundary: int) -> tuple[int, bool, bool]:
         save = stop = False
@@ -209,17 +220,29 @@ class Synchronous(Trainer):
     def _slices(self, step: int) -> list[Result]:
         """The result of every slice of batch `step`, in order."""
         results: dict[int, Result] = {}
-        attempts = dict.fromkeys(range(self.slices), 0)
-        while len(results) < self.slices:
-            while self.calls.free() and (open_ := [index for index in attempts if index not in results and attempts[index] <= self.servers.backup_workers]):
-                index = min(open_, key=lambda index: attempts[index])
-                attempts[index] += 1
-                self.calls.give((step, index), self.step.differentiate, step, self.parts.position(step), index)
-            for (of_step, index), result in self.collect(step):
-                if of_step == step and result is None:
-                    attempts[index] -= 1
-                elif of_step == step and index not in results and result.version == step:
-                    results[index] = result
-                elif result:
-                    self.recent.add(step - of_step, applied=False)
+        begun: dict[int, list[float]] = {index: [] for index in range(self.slices)}  # when each was given out
+        planned = self.calls.free()  # those that are still busy with an earlier step are among the backup workers
+        with self.section():
+            while len(results) < self.slices:
+                while self.calls.free() and (index := self._next(begun, results, planned)) is not None:
+                    begun[index].append(time.monotonic())
+                    self.calls.give((step, index), self.step.differentiate, step, self.parts.position(step), index)
+                for (of_step, index), result in self.look(step, _LOOK_SECONDS if not self.servers.backup_workers else _LATE_LOOK_SECONDS):
+                    if of_step == step and result is None:
+                        begun[index].pop()
+                    elif of_step == step and index not in results and result.version == step:
+                        results[index] = result
+                        self.seconds.append(time.monotonic() - begun[index][0])
+                    elif result:
+                        self.recent.add(step - of_step, applied=False)
         return [results[index] for index in range(self.slices)]
+
+    def _next(self, begun: dict[int, list[float]], results: dict[int, Result], planned: int) -> int | None:
+        """The slice to give out now: one that nobody has; while fewer than `planned` were given out, one that is not done; one that is late."""
+        open_ = sorted((index for index in begun if index not in results and len(begun[index]) <= self.servers.backup_workers), key=lambda index: len(begun[index]))
+        if not open_:
+            return None
+        if not begun[open_[0]] or (not results and sum(map(len, begun.values())) < planned):
+            return open_[0]
+        late = time.monotonic() - _LATE * statistics.median(self.seconds) if self.seconds else 0.0
+        return next((index for index in open_ if begun[index][-1] < late), None)

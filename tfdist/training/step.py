@@ -12,7 +12,7 @@ at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,17 +63,19 @@ class TrainStep:
     """n optimizer steps as one call. Owns the step counter.
 
     `batch_spec`: the spec of a micro-batch (x, y, w), a dataset's `element_spec`. `update`: what becomes of gradients.
+    `pipeline`: makes the gradients of all micro-batches of a step at once, instead of one after the other (parallel/pipeline.py).
     """
 
     def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective,
-                 loss_scale: LossScale, options: StepOptions, batch_spec: tuple, update: Update | None = None):
+                 loss_scale: LossScale, options: StepOptions, batch_spec: tuple, update: Update | None = None,
+                 pipeline: Callable | None = None):
         spec = scores_spec(model, objective, batch_spec)
         self.metric_names = tuple(sorted(spec.metrics))
         # E: the sum of weights of a global batch in which every weight is 1.
         self._expected_weight = float(options.plan.global_batch * np.prod(spec.weights.shape[1:], dtype=np.int64))
         self.runtime, self.model, self.optimizer, self.objective = runtime, model, optimizer, objective
         self.loss_scale, self.options = loss_scale, options
-        self.update = update or DataParallel(runtime, model, optimizer)
+        self.update, self.pipeline = update or DataParallel(runtime, model, optimizer), pipeline
         self.seeds = seed_states(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; told to all with the next
         self._calls = 0
@@ -149,11 +151,15 @@ class TrainStep:
         with tf.control_dependencies([step]):
             begun = self._now()
         run, next_batch = self.runtime.run, lambda: self.runtime.per_replica([next(iterator) for iterator in iterators])
-        carry = run(self._micro, (next_batch(), step, tf.constant(0), scale))
-        if self.options.plan.accumulation > 1:
-            for micro in tf.range(1, self.options.plan.accumulation):
-                carry = run(self._accumulate, (carry, next_batch(), step, micro, scale))
-        with tf.control_dependencies([local[0][0] for local in self.runtime.local(carry)]):  # of each replica the gradient that comes last
+        if self.pipeline:
+            carry = run(self._pipelined, ([next_batch() for _ in range(self.options.plan.accumulation)], step, scale))
+        else:
+            carry = run(self._micro, (next_batch(), step, tf.constant(0), scale))
+            if self.options.plan.accumulation > 1:
+                for micro in tf.range(1, self.options.plan.accumulation):
+                    carry = run(self._accumulate, (carry, next_batch(), step, micro, scale))
+        # Of each replica the gradient that comes last; a stage without variables has none.
+        with tf.control_dependencies([(local[0] or local[1:])[0] for local in self.runtime.local(carry)]):
             seconds = self._now() - begun
         reduced = run(self._reduce, (carry, signals))
         gradients, sums = self.runtime.local(reduced)[0]
@@ -206,21 +212,31 @@ class TrainStep:
         gradients, sums = self._micro(batch, step, micro, scale)
         return [a + b for a, b in zip(carry[0], gradients, strict=True)], carry[1] + sums
 
+    def _pipelined(self, batches: list[tuple], step: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
+        replica = self.runtime.replica_id()
+        gradients, sums = self.pipeline(
+            batches, lambda micro: reseed(self.seeds, self.options.seed, step, tf.constant(micro), replica),
+            lambda outputs, y, w: self._total(outputs, y, w, scale), len(_FIRST_SUMS) + len(self.metric_names))
+        return self.update.keep(gradients), sums
+
     def _reduce(self, carry: tuple, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
         return self.update.reduce(*carry, signals)
 
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         with tf.GradientTape() as tape:
-            scores = self.objective(self.model(x, training=True), y, w)
-            loss = tf.reduce_sum(scores.losses * scores.weights)
-            weight = tf.reduce_sum(scores.weights)
-            regularization = weight * tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) if self.model.losses else tf.constant(0.0)
-            total = (loss + regularization) / self._expected_weight * scale
+            total, sums = self._total(self.model(x, training=True), y, w, scale)
         gradients = tape.gradient(total, self.update.sources(), unconnected_gradients=tf.UnconnectedGradients.ZERO)
         # Keras optimizers treat IndexedSlices (embeddings) differently, and slices cannot be reduced in packs.
-        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        return [tf.convert_to_tensor(gradient) for gradient in gradients], sums
+
+    def _total(self, outputs, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """(what is differentiated, the sums) of a micro-batch."""
+        scores = self.objective(outputs, y, w)
+        loss = tf.reduce_sum(scores.losses * scores.weights)
+        weight = tf.reduce_sum(scores.weights)
+        regularization = weight * tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) if self.model.losses else tf.constant(0.0)
         metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.metric_names]
-        return gradients, tf.stack([loss, weight, regularization, *metrics])
+        return (loss + regularization) / self._expected_weight * scale, tf.stack([loss, weight, regularization, *metrics])
 
 
 def scores_spec(model: keras.Model, objective: Objective, batch_spec: tuple) -> Scores:

@@ -1,6 +1,7 @@
 """What --strategy=mesh does to a model that the registry built, in this order:
 
-    mesh -> parts of layers (tensor.py) -> shards of state (zero.py) -> recompute -> step
+    mesh -> parts of layers (tensor.py) -> stages and recomputation (segments.py) -> shards of state (zero.py), compression
+    -> pipeline -> step
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from typing import NamedTuple
 
 import keras
 
-from tfdist.config import Config
+from tfdist.config import BatchPlan, Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
+from tfdist.training.parallel import segments
 from tfdist.training.parallel.mesh_update import MeshUpdate
+from tfdist.training.parallel.pipe_schedule import make_schedule
+from tfdist.training.parallel.pipeline import Pipeline, divide, stages_of
 from tfdist.training.parallel.tensor import Part, spread_layers, vocabulary_objective
 from tfdist.training.parallel.zero import sharded_update
 
@@ -25,31 +29,67 @@ class Spread(NamedTuple):
     update: MeshUpdate
     objective: Objective
     parts: Mapping[int, Part]  # id of a trainable variable -> the part of it that is here
+    pipeline: Pipeline | None
 
 
-def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective) -> Spread:
+def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective, plan: BatchPlan) -> Spread:
     """Spreads `model` over the mesh, in place, and builds `optimizer` on what is left. Raises ConfigError on what does not fit."""
     parallel, parts = config.parallel, {}
-    _check(config, runtime)
-    model_group = runtime.group("model")
-    if model_group.size > 1:
-        vocabulary = model.output_shape[-1]
-        parts = spread_layers(model, model_group)
-        if any(part.shape[0] == vocabulary for part in parts.values()) and _has_layer(model, "embed_tokens"):
-            objective = vocabulary_objective(config.model, model_group, vocabulary)
+    _check(config, runtime, plan)
+    group, width = runtime.group("model"), model.output_shape[-1]
+    if group.size > 1:
+        parts = spread_layers(model, group)
+        if _spreads_logits(model):
+            objective = vocabulary_objective(config.model, group, width)
+            width = (group.index + 1) * width // group.size - group.index * width // group.size
     options = {"parts": frozenset(parts), "pack_bytes": int(config.strategy.pack_mb * 2**20)}
-    update = sharded_update(runtime, model, optimizer, parallel.zero, **options) if parallel.zero else MeshUpdate(runtime, model, optimizer, compression=parallel.compression, **options)
-    return Spread(update, objective, parts)
+    pieces = _pieces(config, runtime, model)
+    if pieces:
+        options["stages"] = stages_of(model, pieces, runtime.mesh.degree("pipe"))
+    if parallel.zero:
+        update = sharded_update(runtime, model, optimizer, parallel.zero, on_host=parallel.offload == "optimizer", **options)
+    else:
+        update = MeshUpdate(runtime, model, optimizer, compression=parallel.compression, **options)
+    pipeline = None
+    if pieces:
+        schedule = make_schedule(parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, parallel.pipe_chunks)
+        pipeline = Pipeline(runtime, model, pieces, schedule, update.trainable, update.stages, update.sources, update.holders_of_weights(), width)
+    elif parallel.recompute != "none":
+        segments.recompute(model, parallel.recompute, update.holders_of_weights())
+    return Spread(update, objective, parts, pipeline)
 
 
-def _check(config: Config, runtime: MeshRuntime) -> None:
+def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[list[segments.Segment]]:
+    """The parts of the pipeline; none without one."""
+    degree, chunks = runtime.mesh.degree("pipe"), config.parallel.pipe_chunks
+    if degree == 1:
+        return []
+    whole = segments.cut_into_blocks(model, f"--mesh has pipe={degree}")
+    again = config.parallel.recompute == "block"
+    return divide([segment._replace(again=again and segment.gives[0].startswith("block_")) for segment in whole], degree * chunks, config.parallel.pipe_cut)
+
+
+def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
     spread = config.parallel.zero == 3 or runtime.mesh.degree("model") > 1
     if config.model.jit_compile and spread and runtime.size > 1:
         raise ConfigError("--jit_compile cannot compile the collectives of --zero=3 or a model axis: drop it.")
     _check_compression(config, runtime)
-    for axis in ("pipe", "expert"):
-        if runtime.mesh.degree(axis) > 1:
-            raise ConfigError(f"--mesh has {axis}={runtime.mesh.degree(axis)}, which is not available yet: give these workers to data= or model=.")
+    if config.parallel.offload != "none" and config.parallel.zero not in (1, 2):
+        raise ConfigError(f"--offload={config.parallel.offload} moves the optimizer's copy of the weights, which there is with --zero=1 or 2 only, not {config.parallel.zero}: add --zero=1.")
+    if runtime.mesh.degree("expert") > 1:
+        raise ConfigError(f"--mesh has expert={runtime.mesh.degree('expert')}, which is not available yet: give these workers to data= or model=.")
+    if runtime.mesh.degree("pipe") > 1:
+        _check_pipe(config, runtime, plan)
+
+
+def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
+    degree = runtime.mesh.degree("pipe")
+    if not plan.even:
+        raise ConfigError(f"--mesh has pipe={degree}, whose micro-batches must be of one size, but --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x {plan.replicas} replicas: change one of them.")
+    if config.parallel.recompute == "attention":
+        raise ConfigError(f"--recompute=attention does not go with pipe={degree}: use --recompute=block.")
+    if config.model.jit_compile:
+        raise ConfigError(f"--jit_compile cannot compile what the stages of pipe={degree} send each other: drop it.")
 
 
 def _check_compression(config: Config, runtime: MeshRuntime) -> None:
@@ -64,5 +104,5 @@ def _check_compression(config: Config, runtime: MeshRuntime) -> None:
         raise ConfigError(f"--compression={kind} carries errors from step to step, which the changing loss scale of --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16.")
 
 
-def _has_layer(model: keras.Model, name: str) -> bool:
-    return any(layer.name == name for layer in model.layers)
+def _spreads_logits(model: keras.Model) -> bool:
+    return any(layer.name == "embed_tokens" for layer in model.layers)

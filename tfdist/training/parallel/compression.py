@@ -3,13 +3,19 @@
     --compression   a tensor of n float32 (4 n bytes) travels as          error
     fp16, bf16      2 n bytes, summed in that type                        rounding; not carried
     int8            n bytes and a scale per tensor                        carried
-    topk            8 bytes for each of the n / 100 largest               carried
-    powersgd        4 r (rows + columns) bytes, rank r = 4                carried
+    topk            8 bytes for each of the n / 10 largest                carried
+    powersgd        4 r (rows + columns) bytes, rank r = 8                carried
 
 Carried (error feedback, Karimireddy et al. 2019, arXiv:1901.09847): what a worker could not send is kept and added to its
 next gradient, so that nothing is lost, only late. Top-k sparsification: Aji and Heafield 2017, arXiv:1704.05021. PowerSGD:
 Vogels et al. 2019, arXiv:1905.13727: the gradient as a matrix M is replaced by P Q^T, one step of power iteration from
 the Q of the step before. Vectors (biases, norms) travel whole under topk and powersgd: they are few, and matter.
+
+What is late does harm where the optimizer divides by what it saw: final losses of 2 workers, against 0.1264 and 2.553 whole:
+
+                                       fp16     bf16     int8     topk     without feedback   powersgd
+    digits, momentum, 200 steps        0.1264   0.1265   0.1263   0.1284   0.1837             0.1266
+    text, adamw, 150 steps             2.553    2.553    2.556    2.852    2.744              2.712
 
 float16 has no range to spare: the sum is divided before, and multiplied after, by the number of workers.
 """
@@ -25,8 +31,8 @@ import tensorflow as tf
 
 from tfdist.runtime.collectives import Group
 
-TOPK_PART = 0.01
-POWERSGD_RANK = 4
+TOPK_PART = 0.1
+POWERSGD_RANK = 8
 _LEAST = 1024  # tensors of fewer elements travel whole under topk and powersgd
 
 

@@ -30,7 +30,7 @@ def gather_layers(model: keras.Model, variables: Sequence[keras.Variable], shard
         if own:
             _gather_when_called(layer, own, [shard_of[id(variable)] for variable in own], group, turns)
     for variable in variables:
-        variable._value, variable._initializer = None, _absent(variable.path)
+        let_go(variable, f"--zero=3 holds {variable.path} in shards, but it is used outside of its own layer's call: use --zero=2, or a model whose layers use their own variables only.")
 
 
 def _gather_when_called(layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict) -> None:
@@ -61,8 +61,10 @@ class _Turn:
         return before if before is not None and before.graph is mine.graph else mine
 
 
-def _absent(path: str):
-    def initializer(*_: Any, **__: Any) -> tf.Tensor:
-        raise ConfigError(f"--zero=3 holds {path} in shards, but it is used outside of its own layer's call: use --zero=2, or a model whose layers use their own variables only.")
+def let_go(variable: keras.Variable, sentence: str) -> None:
+    """Sets the variable's memory free; who uses it afterwards, outside of a scope that gives it a value, gets a ConfigError."""
 
-    return initializer
+    def initializer(*_: Any, **__: Any) -> tf.Tensor:
+        raise ConfigError(sentence)
+
+    variable._value, variable._initializer = None, initializer

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import keras
 import tensorflow as tf
 
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.optimizer import ema_variables, swapped_in
 from tfdist.training.parallel.compression import Compression
-from tfdist.training.parallel.shards import buckets, build_optimizer
+from tfdist.training.parallel.shards import buckets, build_optimizer, empty_like
 from tfdist.training.update import DataParallel
 
 
@@ -19,6 +22,7 @@ class MeshUpdate(DataParallel):
     """See training/update.py. Builds the optimizer, which must not be built yet.
 
     Args:
+      stages: id of a variable of the model -> the stages of the pipeline that hold it; without a pipeline, all are on stage 0.
       parts: ids of the model's trainable variables that are parts along `model`; the others are the same on all of its ranks.
       pack_bytes: gradients travel in packs of about this size. 0: each on its own.
       compression: how they travel (compression.py).
@@ -27,13 +31,16 @@ class MeshUpdate(DataParallel):
     holders: tuple[str, ...] = ("pipe", "model")  # the axes along which pieces of the gradient are spread
 
     def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: frozenset[int] = frozenset(), pack_bytes: int = 2**20,
-                 compression: str = "none"):
+                 compression: str = "none", stages: Mapping[int, tuple[int, ...]] | None = None):
         super().__init__(runtime, model, optimizer)
-        self.trainable = list(model.trainable_variables)
+        self.all = list(model.trainable_variables)
+        self.stages = stages or {id(variable): (0,) for variable in self.all}
+        stage = runtime.coordinates["pipe"]
+        self.trainable = [variable for variable in self.all if stage in self.stages[id(variable)]]
         self.replicas = runtime.group(*REPLICA_AXES)
         self.packs = buckets([math.prod(variable.shape) for variable in self.trainable], pack_bytes // 4)
         same = runtime.mesh.degree("model")
-        self._copies = [1 if id(variable) in parts else same for variable in self.trainable]
+        self._copies = [(1 if id(variable) in parts else same) * len(self.stages[id(variable)]) for variable in self.trainable]
         self.compression = None if compression == "none" else Compression(compression, self.trainable, self.replicas)
         self.build()
 
@@ -44,7 +51,29 @@ class MeshUpdate(DataParallel):
     def build(self) -> None:
         """Makes the shards, if any, and the optimizer's slots."""
         self.shards = self.trainable  # what the optimizer updates
-        self.owners = build_optimizer(self.optimizer, self.trainable)  # id of a slot -> number of its variable
+        self.owners = self.build_optimizer()  # id of a slot -> number of its variable in `all`
+
+    def build_optimizer(self) -> dict[int, int]:
+        """Builds the optimizer on the shards, and on an empty variable for each that is on other stages: so the slots
+        have the same places everywhere."""
+        held = dict(zip(map(id, self.trainable), self.shards, strict=True))
+        return build_optimizer(self.optimizer, [held[id(variable)] if id(variable) in held else empty_like(variable) for variable in self.all])
+
+    def sources(self) -> list[tf.Variable]:
+        return [variable.value for variable in self.trainable]
+
+    def averages(self) -> list[keras.Variable]:
+        """The moving averages of `shards`; empty without --ema."""
+        numbers = {id(variable): number for number, variable in enumerate(self.all)}
+        every = ema_variables(self.optimizer)
+        return [every[numbers[id(variable)]] for variable in self.trainable] if every else []
+
+    def averaged(self) -> AbstractContextManager:
+        averages = self.averages()
+        return swapped_in(self.trainable, averages) if averages else contextlib.nullcontext()
+
+    def apply(self, pieces: list[tf.Tensor]) -> None:
+        self.optimizer.apply(pieces, self.shards)
 
     def holders_of_weights(self) -> dict[int, keras.Variable]:
         """id of a trainable variable of the model -> the variable that it computes with, where that is another one."""

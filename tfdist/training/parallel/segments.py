@@ -8,7 +8,7 @@ whose layers have these names can be cut as well. The segments share the model's
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import keras
@@ -81,20 +81,22 @@ def recompute(model: keras.Model, kind: str, holders: Mapping[int, keras.Variabl
     wanted = ("joined",) if kind == "attention" else tuple(blocks(model, flag))
     segments = [segment._replace(again=segment.gives[0] in wanted) for segment in segments]
 
-    def call(inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
-        tensors = {"inputs": inputs}
-        for segment in segments:
-            given = [tensors[name] for name in segment.takes]
-            run = _runner(segment.part, training)
-            if segment.again and training:
-                parameters = [holders.get(id(variable), variable) for variable in segment.part.trainable_variables]
-                given = recomputed(run, given, parameters, segment.part.non_trainable_variables, model)
-            else:
-                given = run(given)
-            tensors.update(zip(segment.gives, given, strict=True))
-        return tensors["outputs"]
+    model.call = lambda inputs, training=None, mask=None: run(segments, inputs, training, holders, model)
 
-    model.call = call
+
+def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, holders: Mapping[int, keras.Variable], owner: keras.Model) -> tf.Tensor:
+    """From what the first segment takes to what the last one gives. See `recompute` for the others."""
+    tensors = {segments[0].takes[0]: inputs}
+    for segment in segments:
+        given = [tensors[name] for name in segment.takes]
+        one = _runner(segment.part, training)
+        if segment.again and training:
+            parameters = [holders.get(id(variable), variable) for variable in segment.part.trainable_variables]
+            given = recomputed(one, given, parameters, segment.part.non_trainable_variables, owner)
+        else:
+            given = one(given)
+        tensors.update(zip(segment.gives, given, strict=True))
+    return tensors[segments[-1].gives[0]]
 
 
 def _runner(part: keras.Model, training: bool | None) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:

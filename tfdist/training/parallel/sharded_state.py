@@ -2,7 +2,7 @@
 
 `SpreadState` gives the variables of a run the keys, shapes and types that they have in a data-parallel run
 (artifacts/state.py), whatever they look like here: whole, a part along `model` (tensor.py), a shard along `data`
-(zero.py), or both, which is a shard of a part. What every replica has of its own goes in as the sum over replicas and comes
+(zero.py), a shard of a part, or on another stage of a pipeline. What every replica has of its own goes in as the sum over replicas and comes
 back as equal parts of it. So a snapshot of any mesh resumes on any other, or on none.
 """
 
@@ -33,6 +33,7 @@ class Piece:
     shape: tuple[int, ...]  # of the whole
     part: Part | None  # along `model`
     is_shard: bool  # along the replica axes
+    stages: tuple[int, ...] | None = None  # of the pipeline that hold it; None: all
     is_term: bool = False  # every replica has its own, and only the sum over them matters (errors of compression.py)
 
     @property
@@ -50,21 +51,23 @@ class SpreadState:
     def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any],
                  update: MeshUpdate, parts: Mapping[int, Part]):
         self.runtime, self.update = runtime, update
-        number = {id(variable): index for index, variable in enumerate(update.trainable)}
+        number = {id(variable): index for index, variable in enumerate(update.all)}
+        held = {id(variable): index for index, variable in enumerate(update.trainable)}
         sharded = update.shards is not update.trainable
         self.pieces: dict[str, Piece] = {}
         for key, variable in state.collect(model, optimizer, train).items():
             owner = update.owners.get(id(variable), number.get(id(variable)))
             if owner is None:
-                self.pieces[key] = Piece(variable, tuple(variable.shape), None, False, "compression_error" in key)
+                self.pieces[key] = Piece(variable, tuple(variable.shape), None, False, update.stages.get(id(variable)), "compression_error" in key)
                 continue
-            parameter = update.trainable[owner]
-            part = parts.get(id(parameter))
+            parameter = update.all[owner]
+            part, place = parts.get(id(parameter)), held.get(id(parameter))
             is_parameter = id(variable) in number
-            is_shard = sharded and (not is_parameter or update.sources()[owner] is update.shards[owner].value)
-            holder = update.shards[owner] if is_parameter and is_shard else variable
-            self.pieces[key] = Piece(holder, part.shape if part else tuple(parameter.shape), part, is_shard)
-        self._replicas, self._parts = runtime.group(*REPLICA_AXES), runtime.group("model")
+            is_shard = sharded and (not is_parameter or id(parameter) in update.holders_of_weights())
+            holder = update.shards[place] if is_parameter and is_shard and place is not None else variable
+            self.pieces[key] = Piece(holder, part.shape if part else tuple(parameter.shape), part, is_shard, update.stages[id(parameter)])
+        self._replicas, self._parts, self._stages = runtime.group(*REPLICA_AXES), runtime.group("model"), runtime.group("pipe")
+        self._from_stage = tf.function(lambda x, stage: self._stages.broadcast(x, self._stages.ranks[stage]))
         self._gather = tf.function(lambda x, group: (self._replicas if group == "replicas" else self._parts).all_gather(x))
 
     def table(self) -> dict[str, tuple[str, list[int], str]]:
@@ -75,7 +78,9 @@ class SpreadState:
         """key -> whole array on the chief; {} on the others. One variable at a time is whole on every worker."""
         whole = {}
         for key, piece in self.pieces.items():
-            array = self._whole(piece)
+            array = self._whole(piece) if self._is_here(piece) else np.zeros(piece.shape, tf.as_dtype(piece.holder.dtype).as_numpy_dtype)
+            if piece.stages is not None and 0 not in piece.stages:
+                array = self._from_stage(tf.constant(array), piece.stages[0]).numpy()
             if self.runtime.rank == 0:
                 whole[key] = array
         return whole
@@ -87,8 +92,12 @@ class SpreadState:
                 found = f"{arrays[key].dtype} {arrays[key].shape}" if key in arrays else "absent"
                 raise CheckpointError(f"The checkpoint does not fit: {name} is {dtype} {tuple(shape)} here, {found} there: use the model flags of the run that wrote it.")
         for key, piece in self.pieces.items():
-            _value(piece.holder).assign(self._own(piece, arrays[key]))
+            if self._is_here(piece):
+                _value(piece.holder).assign(self._own(piece, arrays[key]))
         self.update.collect()
+
+    def _is_here(self, piece: Piece) -> bool:
+        return piece.stages is None or self._stages.index in piece.stages
 
     def _whole(self, piece: Piece) -> np.ndarray:
         value = tf.convert_to_tensor(_value(piece.holder))

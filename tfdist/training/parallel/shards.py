@@ -61,6 +61,13 @@ def shard_variables(variables: Sequence[keras.Variable], group: Group) -> list[k
     return shards
 
 
+def empty_like(variable: keras.Variable) -> keras.Variable:
+    """A variable [0] with the same name."""
+    empty = keras.Variable(np.zeros([0], variable.dtype), dtype=variable.dtype, name=variable.name)
+    empty._path = variable.path
+    return empty
+
+
 def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> dict[int, int]:
     """Builds the optimizer on `variables`. Returns id of a slot -> the number of the variable that it belongs to."""
     owners: dict[int, int] = {}

@@ -26,10 +26,10 @@ import tensorflow as tf
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training.optimizer import ema_variables, swapped_in
+from tfdist.training.optimizer import swapped_in
 from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.mesh_update import MeshUpdate
-from tfdist.training.parallel.shards import Layout, build_optimizer, shard_variables
+from tfdist.training.parallel.shards import Layout, shard_variables
 
 # Rules that treat every element on its own, so that a shard is updated as the same elements of the whole would be.
 ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion, keras.optimizers.RMSprop, keras.optimizers.Adagrad,
@@ -37,24 +37,27 @@ ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lio
 
 
 class ShardedUpdate(MeshUpdate):
-    """What all stages share: an optimizer over shards.
+    """What all stages share: an optimizer over shards. `on_host`: these, and the update, are in host memory and on the CPU.
 
     Raises: ConfigError if the optimizer is not element-wise, or a variable has a constraint.
     """
 
     holders = AXES
 
-    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, parts: frozenset[int] = frozenset(), pack_bytes: int = 2**20):
+    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, on_host: bool = False, **options):
         _check(optimizer, model, stage)
         self.stage = stage
-        super().__init__(runtime, model, optimizer, parts, pack_bytes)
+        self._device = "/CPU:0" if on_host else None
+        super().__init__(runtime, model, optimizer, **options)
 
     def build(self) -> None:
-        self.shards = shard_variables(self.trainable, self.replicas)
-        self.owners = build_optimizer(self.optimizer, self.shards)
+        with tf.device(self._device):
+            self.shards = shard_variables(self.trainable, self.replicas)
+            self.owners = self.build_optimizer()
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
-        self.optimizer.apply(pieces, self.shards)
+        with tf.device(self._device):
+            self.optimizer.apply(pieces, self.shards)
         self.spread()
 
     def weight_norm(self) -> tf.Tensor:
@@ -65,7 +68,7 @@ class ShardedUpdate(MeshUpdate):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        averages = ema_variables(self.optimizer)
+        averages = self.averages()
         if not averages:
             yield
             return

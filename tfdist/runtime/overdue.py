@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 
 
-class Watchdog:
+class Overdue:
     """Calls `bark`, once, when something that was begun has not ended, nor anything else begun or ended, for `timeout` seconds."""
 
     def __init__(self, timeout: float, bark: Callable[[], None]):
         self._timeout, self._bark = timeout, bark
         self._open, self._moved = 0, 0.0
         self._changed = threading.Condition()
-        threading.Thread(target=self._watch, name="tfdist-watchdog", daemon=True).start()
+        threading.Thread(target=self._watch, name="tfdist-overdue", daemon=True).start()
 
     def begin(self) -> None:
         self._move(1)

@@ -1,0 +1,89 @@
+"""What a mesh refuses, as sentences; a mesh of one worker is the model as it is."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist import build
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.mesh import Mesh
+from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.parallel.compose import _check
+from tfdist.training.parallel.pipeline import divide
+from tfdist.training.parallel.segments import cut_into_blocks
+from tfdist.training.parallel.zero import sharded_update
+
+BASE = Config().replace(strategy="mesh", steps=2, source="synthetic", source_args="task=text,vocab=17,samples=16,eval_samples=4", sequence_length=4,
+                        model="transformer", model_args="layers=2,width=8,heads=2", global_batch=4, eval_samples=4, ema=0.9)
+
+
+class Alone(MeshRuntime):
+    """One worker that counts itself as the first of a larger mesh; for checks, which come before anything travels."""
+
+    def __init__(self, mesh):
+        self.mesh, self.rank, self.size, self.replicas = mesh, 0, mesh.size, mesh.replicas
+
+
+@pytest.mark.parametrize("mesh, changes, words", [
+    ("expert=2", {}, ["expert=2", "not available"]),
+    ("pipe=2", {"global_batch": 6, "accumulation": 4}, ["pipe=2", "--global_batch=6", "--accumulation=4"]),
+    ("pipe=2", {"recompute": "attention"}, ["--recompute=attention", "pipe=2"]),
+    ("model=2", {"jit_compile": True}, ["--jit_compile"]),
+    ("data=2", {"jit_compile": True, "zero": 3}, ["--jit_compile", "--zero=3"]),
+    ("data=2", {"compression": "int8", "zero": 1}, ["--compression=int8", "--zero=1"]),
+    ("data=2", {"compression": "topk", "precision": "float16"}, ["--compression=topk", "float16"]),
+    ("model=2", {"compression": "fp16"}, ["--compression=fp16", "model=2"]),
+    ("data=2", {"offload": "optimizer"}, ["--offload=optimizer", "--zero=1"]),
+])
+def test_refused(mesh, changes, words):
+    runtime = Alone(Mesh.parse(mesh, 2))
+    config = BASE.replace(**changes)
+    with pytest.raises(ConfigError) as error:
+        _check(config, runtime, build.plan_batch(config.batch, runtime.replicas))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_mesh_of_one_worker_with_everything_that_needs_no_other():
+    losses = []
+    for changes in ({"strategy": "one_device"}, {"zero": 3, "recompute": "block"}, {"zero": 1, "offload": "optimizer"}, {"compression": "powersgd"}):
+        keras.backend.clear_session()
+        config = BASE.replace(**changes)
+        job = build.compose(config, build.start_runtime(config, Cluster()))
+        output = job.step(job.iterators(0), 2)
+        losses.append((output.means["loss"], job.evaluator()()["loss"]))
+    np.testing.assert_allclose(losses, [losses[0]] * 4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "muon", "adafactor"])
+def test_optimizers_that_need_whole_variables(optimizer):
+    with pytest.raises(ConfigError, match=f"--optimizer={optimizer}"):
+        config = BASE.replace(zero=1, optimizer=optimizer, ema=0.0)
+        build.compose(config, build.start_runtime(config, Cluster()))
+
+
+def test_variables_that_must_stay_whole():
+    runtime = build.start_runtime(BASE, Cluster())
+    for options, stage, word in (({"kernel_constraint": "max_norm"}, 1, "constraint"), ({"kernel_regularizer": "l2"}, 3, "regularizer")):
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, **options)])
+        with pytest.raises(ConfigError, match=word):
+            sharded_update(runtime, model, keras.optimizers.SGD(), stage)
+
+
+def test_stages_are_balanced_or_as_given():
+    model = build.build_model(BASE.replace(model_args="layers=6,width=8,heads=2").model, tf.TensorSpec([4], tf.int32), 17)
+    segments = cut_into_blocks(model, "--mesh")
+
+    def names(parts):
+        return [[segment.gives[0] for segment in part] for part in parts]
+
+    balanced = names(divide(segments, 2))
+    assert sum(balanced, []) == names([segments])[0] and {len(part) for part in balanced} == {4}
+    assert names(divide(segments, 3, "block_00,block_05")) == [["start"], [f"block_0{index}" for index in range(5)], ["block_05", "outputs"]]
+    for cut in ("block_00", "block_05,block_00", "block_00,block_77"):
+        with pytest.raises(ConfigError, match="--pipe_cut"):
+            divide(segments, 3, cut)
+    with pytest.raises(ConfigError, match="9 parts"):
+        divide(segments, 9)

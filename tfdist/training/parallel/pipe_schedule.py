@@ -1,0 +1,122 @@
+"""The order in which the stages of a pipeline work, as data: a list of actions per stage. No TensorFlow.
+
+Legend. S stages, M micro-batches, C chunks per stage: stage s holds parts s, S + s, 2 S + s, ... of the S * C parts of the
+model. An action takes one micro-batch forward or backward through one part.
+
+    gpipe   all forward, then all backward; M micro-batches live        Huang et al. 2019, arXiv:1811.06965
+    1f1b    as few forward as fill the pipeline, then in turn; S live   Narayanan et al. 2019, arXiv:1806.03377
+    1f1b with C > 1: interleaved; a smaller bubble, more traffic        Narayanan et al. 2021, arXiv:2104.04473
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tfdist.control.exit_codes import ConfigError
+
+SCHEDULES = ("gpipe", "1f1b")
+
+
+class Action(NamedTuple):
+    """One micro-batch through one part."""
+
+    forward: bool
+    micro: int
+    chunk: int = 0
+
+
+Schedule = list[list[Action]]  # for each stage, in order
+
+
+def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Schedule:
+    """The schedule of all stages. Raises ConfigError if interleaving does not work out."""
+    if chunks > 1 and micros % stages:
+        raise ConfigError(f"--pipe_chunks={chunks} takes micro-batches in rounds of pipe={stages}, but --accumulation={micros} is not a multiple of it: change one of them, or use --pipe_chunks=1.")
+    return [_stage(name, stage, stages, micros, chunks) for stage in range(stages)]
+
+
+def _stage(name: str, stage: int, stages: int, micros: int, chunks: int) -> list[Action]:
+    total = micros * chunks
+    forwards = [Action(True, *_nth(k, stages, chunks)) for k in range(total)]
+    backwards = [Action(False, micro, chunks - 1 - chunk) for micro, chunk in (_nth(k, stages, chunks) for k in range(total))]
+    if name == "gpipe":
+        return forwards + backwards
+    first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    first = min(first, total)
+    turns = [action for pair in zip(forwards[first:], backwards, strict=False) for action in pair]
+    return forwards[:first] + turns + backwards[total - first:]
+
+
+def _nth(k: int, stages: int, chunks: int) -> tuple[int, int]:
+    """(micro, chunk) of the k-th action of a kind: rounds of S micro-batches, through one chunk after the other."""
+    if chunks == 1:
+        return k, 0
+    return k // (stages * chunks) * stages + k % stages, k // stages % chunks
+
+
+def timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> list[list[tuple[int, Action]]]:
+    """When each action starts, if a forward pass through a part takes `forward` and a backward pass `backward` units.
+
+    Raises ValueError if stages wait for each other for ever.
+    """
+    stages = len(schedule)
+    parts = stages * (1 + max(action.chunk for action in schedule[0]))
+    ended: dict[tuple[bool, int, int], int] = {}  # (forward, micro, part) -> time
+    free, position = [0] * stages, [0] * stages
+    result: list[list[tuple[int, Action]]] = [[] for _ in schedule]
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(schedule):
+            while position[stage] < len(actions):
+                action = actions[position[stage]]
+                part = action.chunk * stages + stage
+                needs = [] if not action.forward or part == 0 else [(True, action.micro, part - 1)]
+                if not action.forward:
+                    needs = [(True, action.micro, part)] + ([(False, action.micro, part + 1)] if part < parts - 1 else [])
+                if not all(need in ended for need in needs):
+                    break
+                start = max([free[stage], *(ended[need] for need in needs)])
+                free[stage] = ended[action.forward, action.micro, part] = start + (forward if action.forward else backward)
+                result[stage].append((start, action))
+                position[stage] += 1
+                moved = True
+    if any(position[stage] < len(actions) for stage, actions in enumerate(schedule)):
+        raise ValueError("the stages wait for each other for ever")
+    return result
+
+
+def bubble(schedule: Schedule) -> float:
+    """The part of all stages' time in which they wait, with a backward pass twice as long as a forward pass."""
+    lines = timeline(schedule)
+    end = max(start + (1 if action.forward else 2) for line in lines for start, action in line)
+    busy = sum(1 if action.forward else 2 for line in lines for _, action in line)
+    return 1 - busy / (end * len(schedule))
+
+
+def live(schedule: Schedule) -> list[int]:
+    """The most micro-batches, times chunks, whose activations each stage holds at once."""
+    most = []
+    for actions in schedule:
+        held = peak = 0
+        for action in actions:
+            held += 1 if action.forward else -1
+            peak = max(peak, held)
+        most.append(peak)
+    return most
+
+
+def picture(schedule: Schedule) -> str:
+    """The timeline as text, a line per stage: a digit for a micro-batch forward, twice a letter for it backward, a dot for waiting."""
+    lines = timeline(schedule)
+    end = max(start + (1 if action.forward else 2) for line in lines for start, action in line)
+    rows = []
+    for stage, line in enumerate(lines):
+        row = ["."] * end
+        for start, action in line:
+            if action.forward:
+                row[start] = chr(ord("0") + action.micro % 10)
+            else:
+                row[start] = row[start + 1] = chr(ord("a") + action.micro % 10)
+        rows.append(f"stage {stage}  {''.join(row)}")
+    return "\n".join([*rows, f"bubble {bubble(schedule):.1%}, micro-batches held {', '.join(map(str, live(schedule)))}"])

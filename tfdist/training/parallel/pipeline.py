@@ -1,0 +1,176 @@
+"""Pipeline parallelism: the parts of a model on the stages of the `pipe` axis, and a step's micro-batches through them.
+
+The micro-batches are those of --accumulation. All of a step is one graph on each stage: its actions (pipe_schedule.py) one
+after the other, held in order by control dependencies, with activations received from the stage before and gradients from
+the stage behind. What a stage does not hold it sets free. A variable that two stages use (a tied embedding) is on both,
+and they sum its gradient, so that it stays the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.parallel import segments as cutting
+from tfdist.training.parallel.gathered import let_go
+from tfdist.training.parallel.pipe_schedule import Schedule
+from tfdist.training.parallel.segments import Segment
+
+
+def divide(segments: Sequence[Segment], parts: int, cut: str = "") -> list[list[Segment]]:
+    """Consecutive segments as `parts` parts, the largest of which has as few parameters as possible.
+
+    cut: instead, the names of the segments with which parts 1, 2, ... begin, for example "block_02,block_05".
+    Raises ConfigError if there are too few segments, or the names do not fit.
+    """
+    names = [segment.gives[0] for segment in segments]
+    if len(segments) < parts:
+        raise ConfigError(f"The pipeline has {parts} parts (pipe x --pipe_chunks), but the model can only be cut into {', '.join(names)}: lower one of them, or add layers.")
+    if cut:
+        starts = [names.index(name) if name in names else -1 for name in cut.split(",")]
+        if len(starts) != parts - 1 or starts != sorted(set(starts)) or starts[0] < 1:
+            raise ConfigError(f"--pipe_cut={cut} must name {parts - 1} of {', '.join(names[1:])}, in order: with which the parts after the first begin.")
+    else:
+        starts = _balanced([sum(math.prod(variable.shape) for variable in segment.part.trainable_variables) for segment in segments], parts)
+    return [list(segments[start:stop]) for start, stop in zip([0, *starts], [*starts, len(segments)], strict=True)]
+
+
+def _balanced(sizes: list[int], parts: int) -> list[int]:
+    """Where parts 1, 2, ... begin. Dynamic programming over (first segments, parts): the smallest largest sum."""
+    best: dict[tuple[int, int], tuple[int, list[int]]] = {(stop, 1): (sum(sizes[:stop]), []) for stop in range(1, len(sizes) + 1)}
+    for count in range(2, parts + 1):
+        for stop in range(count, len(sizes) + 1):
+            best[stop, count] = min(
+                ((max(best[start, count - 1][0], sum(sizes[start:stop])), [*best[start, count - 1][1], start]) for start in range(count - 1, stop)),
+                key=lambda found: found[0])
+    return best[len(sizes), parts][1]
+
+
+def stages_of(model: keras.Model, parts: Sequence[Sequence[Segment]], stages: int) -> dict[int, tuple[int, ...]]:
+    """id of a variable -> the stages that use it, in order; all, if none does."""
+    users: dict[int, set[int]] = {id(variable): set() for variable in model.variables}
+    for number, part in enumerate(parts):
+        for segment in part:
+            for variable in segment.part.variables:
+                users[id(variable)].add(number % stages)
+    return {key: tuple(sorted(found)) or tuple(range(stages)) for key, found in users.items()}
+
+
+class Pipeline:
+    """A model over the stages of the runtime's mesh; from now on the model's call goes over all stages.
+
+    `holders`: see segments.recompute. `variables`: the trainable ones of this stage, in the order of the gradients.
+    `width`: the last dim of the model's outputs on this rank, which has but a part of them if tensor.py spreads the logits.
+    """
+
+    def __init__(self, runtime: MeshRuntime, model: keras.Model, parts: Sequence[Sequence[Segment]], schedule: Schedule,
+                 variables: Sequence[keras.Variable], stages: Mapping[int, tuple[int, ...]], sources: Callable[[], list[tf.Variable]],
+                 holders: Mapping[int, keras.Variable], width: int):
+        self._width = width
+        self.group = runtime.group("pipe")
+        self.parts, self.schedule, self.holders, self.model, self.sources = parts, schedule[self.group.index], holders, model, sources
+        self._ties = [runtime.group_of([self.group.ranks[stage] for stage in stages[id(variable)]]) for variable in variables]
+        for variable in model.trainable_variables:
+            if self.group.index not in stages[id(variable)]:
+                let_go(variable, f"{variable.path} is on another stage of the pipeline.")
+        model.call = self._call
+
+    # -- forward only: evaluation -----------------------------------------------------------------------------------
+
+    def _call(self, inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
+        last = len(self.parts) - 1
+        x = inputs
+        sent: list[tf.Tensor] = []
+        for number, part in enumerate(self.parts):
+            if self._is_mine(number):
+                x = self._receive(number, "evaluate", inputs) if number else inputs
+                x = cutting.run(part, x, training, self.holders, self.model)
+                if number < last:
+                    sent.append(self._send(number, "evaluate", x))
+        if not self._is_mine(last):
+            x = tf.zeros([inputs.shape[0], *self.model.output_shape[1:-1], self._width], self.model.output.dtype)
+        with tf.control_dependencies(sent):
+            x = tf.identity(x)
+        x.set_shape([inputs.shape[0], *x.shape[1:]])
+        return self.group.broadcast(x, self.group.ranks[last % self.group.size])
+
+    # -- forward and backward: training -----------------------------------------------------------------------------
+
+    def __call__(self, batches: Sequence[tuple], begin: Callable[[int], None],
+                 total: Callable[..., tuple[tf.Tensor, tf.Tensor]], sums: int) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """(gradients of this stage's variables, the sums of all micro-batches), as a model on one device has them.
+
+        Args:
+          batches: (x, y, w) of each micro-batch; x and y are used on the first and the last stage only.
+          begin: called before each forward pass with the number of its micro-batch: seeds the dropout masks.
+          total: (outputs, y, w) -> (what is differentiated, float32 [sums]).
+        """
+        state = _State([tf.zeros_like(source) for source in self.sources()], tf.zeros([sums]))
+        for action in self.schedule:
+            number = action.chunk * self.group.size + self.group.index
+            with tf.control_dependencies(state.after):
+                if action.forward:
+                    begin(action.micro)
+                    self._forward(state, number, action.micro, batches[action.micro], total)
+                else:
+                    self._backward(state, number, action.micro)
+        gradients = [tie.all_reduce(gradient) for tie, gradient in zip(self._ties, state.gradients, strict=True)]
+        with tf.control_dependencies(state.sent):
+            return gradients, self.group.all_reduce(state.sums)  # zeros but on the last stage
+
+    def _forward(self, state: _State, number: int, micro: int, batch: tuple, total: Callable) -> None:
+        x = self._receive(number, "forward", batch[0]) if number else tf.nest.map_structure(tf.identity, batch[0])
+        with tf.GradientTape() as tape:
+            if number:
+                tape.watch(x)
+            y = cutting.run(self.parts[number], x, True, self.holders, self.model)
+            if number == len(self.parts) - 1:
+                y, sums = total(y, *batch[1:])
+                state.sums += sums
+        state.held[number, micro] = (tape, x, y)
+        state.after = [y]
+        if number < len(self.parts) - 1:
+            state.sent.append(self._send(number, "forward", y))
+
+    def _backward(self, state: _State, number: int, micro: int) -> None:
+        tape, x, y = state.held.pop((number, micro))
+        upstream = None if number == len(self.parts) - 1 else self._receive(number, "backward", y)
+        wanted = [*self.sources(), *([x] if number else [])]
+        found = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(y, wanted, upstream, unconnected_gradients=tf.UnconnectedGradients.ZERO)]
+        state.gradients = [a + b for a, b in zip(state.gradients, found, strict=False)]
+        if number:
+            state.sent.append(self._send(number, "backward", found[-1]))
+        state.after = [*state.gradients, *found[-1:]]
+
+    # -- between stages ---------------------------------------------------------------------------------------------
+
+    def _is_mine(self, number: int) -> bool:
+        return number % self.group.size == self.group.index
+
+    def _send(self, number: int, kind: str, x: tf.Tensor) -> tf.Tensor:
+        """To the part behind this one, or, backward, before it. The result is for control dependencies."""
+        own, other = (self.group.ranks[part % self.group.size] for part in (number, number - 1 if kind == "backward" else number + 1))
+        return self.group.pair(own, other, f"{kind} {number}").put_or_take(x, own, x.shape, x.dtype)
+
+    def _receive(self, number: int, kind: str, like: tf.Tensor) -> tf.Tensor:
+        """From the part before this one (`like` has the batch size), or, backward, behind it (`like` has the shape)."""
+        before = number + 1 if kind == "backward" else number - 1
+        own, other = (self.group.ranks[part % self.group.size] for part in (number, before))
+        spec = self.parts[number][0].part.input
+        shape, dtype = (like.shape, like.dtype) if kind == "backward" else ([like.shape[0], *spec.shape[1:]], tf.as_dtype(spec.dtype))
+        return self.group.pair(other, own, f"{kind} {before}").put_or_take(None, other, shape, dtype)
+
+
+class _State:
+    """What a stage carries from action to action."""
+
+    def __init__(self, gradients: list[tf.Tensor], sums: tf.Tensor):
+        self.gradients, self.sums = gradients, sums
+        self.held: dict[tuple[int, int], tuple] = {}  # (part, micro) -> (tape, input, output)
+        self.after: list[tf.Tensor] = []  # what the next action waits for
+        self.sent: list[tf.Tensor] = []  # sends, which nobody but the end of the step waits for
