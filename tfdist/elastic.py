@@ -28,6 +28,7 @@ from tfdist import session
 from tfdist.config import Config
 from tfdist.control.exit_codes import ExitCode, PeerLostError, StartupError
 from tfdist.control.membership import Member
+from tfdist.guard import take_signals
 from tfdist.recovery import Memory
 
 _MOST_IN_A_ROW = 5  # groups that broke although none of their workers had died, without a newer copy
@@ -35,13 +36,13 @@ _MOST_IN_A_ROW = 5  # groups that broke although none of their workers had died,
 
 def run(config: Config, command: str) -> ExitCode:
     """Trains in one group of workers after another. Returns how the last one ended; raises what session.run raises."""
-    memory = Memory(Member(os.environ))
+    memory = Memory(Member(os.environ), take_signals(config.cluster))
     lost, in_a_row, before = False, 0, -1
     while True:
         step = memory.copy.step if memory.copy else -1
         cluster = memory.member.join(step, lost)
         if cluster is None:
-            return ExitCode.PREEMPTED if memory.signals and memory.signals.stop else ExitCode.OK
+            return ExitCode.PREEMPTED if memory.signals.stop else ExitCode.OK
         try:
             return session.run(config, cluster, command, memory)
         except session.Regroup:

@@ -19,7 +19,6 @@ and go on.
 from __future__ import annotations
 
 import argparse
-import functools
 import io
 import os
 import signal
@@ -71,19 +70,17 @@ def main(argv: list[str]) -> int:
         config.validate()
     run_dir = Path(config.run.run_dir)
     standbys = Standbys()
-
     if options.elastic and config.strategy.strategy not in IN_PROCESS:
         raise ConfigError(f"--elastic needs workers that can leave one group and join another in the same process, which --strategy={config.strategy.strategy} cannot: use --strategy={IN_PROCESS[0]}, or drop --elastic.")
 
     def make_job(workers: int) -> LocalJob:
         batch = [] if (workers == options.workers and not options.elastic) or config.run.dry_run else same_batch(config, options)
-        kind, most = LocalJob, workers
-        if options.elastic and not config.run.dry_run:
-            most, kind = options.workers, functools.partial(ElasticJob, wanted=workers, least=options.min_workers or options.workers, losses=max(options.max_restarts, options.workers))
-        return kind(
-            [sys.executable, "-m", "tfdist.train", *train, *batch], most, run_dir / "logs",
-            evaluator=[sys.executable, "-m", "tfdist.evaluate", "--follow", *train] if options.evaluator else None,
-            show=options.show_ranks, pin=options.pin, gpus_per_worker=options.gpus_per_worker, grace=options.grace, standbys=standbys, servers=options.ps)
+        command, logs = [sys.executable, "-m", "tfdist.train", *train, *batch], run_dir / "logs"
+        both = {"evaluator": [sys.executable, "-m", "tfdist.evaluate", "--follow", *train] if options.evaluator else None,
+                "show": options.show_ranks, "pin": options.pin, "gpus_per_worker": options.gpus_per_worker, "grace": options.grace, "standbys": standbys}
+        if options.elastic:
+            return ElasticJob(command, options.workers, logs, wanted=workers, least=options.min_workers or 1, losses=max(options.max_restarts, options.workers), **both)
+        return LocalJob(command, workers, logs, servers=options.ps, **both)
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # workers may print what this terminal cannot
@@ -97,8 +94,8 @@ def main(argv: list[str]) -> int:
 def launch_script(command: list[str], options: LaunchOptions) -> int:
     """A Keras script that calls tfdist.fit, on every worker; logs are in runs/NAME/logs. What it saves is its own affair, so
     there is no progress to be seen from here: --max_restarts counts all failures."""
-    if options.ps or options.min_workers or options.evaluator:
-        raise ConfigError(f"--ps, --min_workers and --evaluator are for flags of tfdist.train, not for a script: drop them, or {command[0]}.")
+    if options.ps or options.min_workers or options.evaluator or options.elastic:
+        raise ConfigError(f"--ps, --min_workers, --evaluator and --elastic are for flags of tfdist.train, not for a script: drop them, or {command[0]}.")
     logs = Path("runs") / Path(command[0]).stem / "logs"
 
     def make_job(workers: int) -> LocalJob:
@@ -172,7 +169,7 @@ def _parse(argv: list[str]) -> LaunchOptions:
     parser.add_argument("--discover", default="", help="shell command that prints how many workers there is room for; asked every 5 s (default: a worker that fails twice in a row counts as gone)")
     parser.add_argument("--grow_after", type=float, default=300.0, help="seconds after which a worker that was left out is tried again (default 300)")
     parser.add_argument("--standby", action="store_true", help="keep a spare process per worker that has done its imports, for a faster restart; needs the memory of an idle process each")
-    parser.add_argument("--elastic", action="store_true", help="with --strategy=horovod: when a worker is lost the others go on in their processes, from copies of the state in memory, while at least --min_workers are left; a new process takes its place when it is ready")
+    parser.add_argument("--elastic", action="store_true", help="with --strategy=horovod: when a worker is lost the others go on in their processes, from copies of the state in memory, while at least --min_workers (default 1) are left; a new process takes its place when it is ready")
     options = parser.parse_args(argv)
     for name, least in (("workers", 1), ("ps", 0), ("gpus_per_worker", 0), ("grace", 0), ("max_restarts", 0), ("min_workers", 0), ("grow_after", 0)):
         if not getattr(options, name) >= least:

@@ -48,9 +48,9 @@ class Memory:
     """What the process of a worker keeps while it leaves one group of workers and joins another (elastic.py)."""
 
     member: Member
+    signals: SignalRequests
     copy: Copy | None = None
-    time_policy: TimePolicy | None = None
-    signals: SignalRequests | None = None
+    time_policy: TimePolicy | None = None  # so that a new group does not begin to count anew
 
 
 class Recovery:
@@ -67,7 +67,7 @@ class Recovery:
         if checkpoint.backup_dir:
             self.backup = BackupAndRestore(checkpoint.backup_dir, checkpoint.backup_every or "epoch", checkpoint.double_backup, checkpoint.delete_backup, writes=self.chief)
         self.memory = memory
-        self.time_policy = memory and memory.time_policy or TimePolicy(checkpoint.save_minutes)
+        self.time_policy = memory.time_policy if memory and memory.time_policy else TimePolicy(checkpoint.save_minutes)
         if memory:
             memory.time_policy = self.time_policy
         self.losses = restore.LossContinuity()
@@ -160,7 +160,7 @@ class Recovery:
         messages, restored = self.restore(self.config.replace(resume="auto"))
         passed = position - self.position(restored)
         self._skipped += passed
-        self._saved_step = -1  # the snapshot of this step leads back to the bad batches
+        self._saved_step = self._copied_step = -1  # the snapshot, and the copy, of this step lead back to the bad batches
         messages.append(f"NaN or infinite values before step {step}: went back to step {restored} and past {passed:,} samples, which are not trained on (rollback {self._rollbacks} of {limit})")
         return messages, restored
 

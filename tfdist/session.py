@@ -9,11 +9,9 @@ import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
-
-import tensorflow as tf
+from typing import Any, NoReturn
 
 from tfdist import build, flags, results
 from tfdist.agreement import broadcast_json, must_agree
@@ -30,12 +28,11 @@ from tfdist.telemetry.jsonl import next_attempt
 from tfdist.telemetry.timer import Clock, process_seconds
 from tfdist.telemetry.trackers import Run
 from tfdist.training.loop import Ending, Parts, train
-from tfdist.training.step import StepOutput
 from tfdist.training.traced import TracedRhythm
 
 
 class Regroup(Exception):
-    """All workers have agreed to end this group at a step, so that another can be formed (elastic.py)."""
+    """All workers have left their group in order, so that another can be formed (elastic.py)."""
 
 
 def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = None) -> ExitCode:
@@ -43,19 +40,19 @@ def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = 
 
     memory: of a process that may be in several groups of workers, one after the other; then also raises Regroup.
     """
-    guard = Guard(config, cluster, memory and memory.signals)
+    guard = Guard(config, cluster, memory.signals if memory else None)
     session = None
     try:
         session = Session(config, cluster, command, guard, memory)
         return session.run()
     except Regroup:
-        session.leave()
         raise
     except Exception as error:
         found = guard.failed(error)
         if session:
             session.give_up(found)
-        guard.close()
+        if memory:  # the process goes on; else it is watched to its end
+            guard.close()
         if found is error:
             raise
         raise found from error
@@ -67,13 +64,10 @@ class Session:
     def __init__(self, config: Config, cluster: Cluster, command: str, guard: Guard, memory: Memory | None = None):
         started, imported_s = time.monotonic(), process_seconds()
         self.guard, self.memory = guard, memory
-        self._leaving = False  # all have agreed to
         self.folder = build.run_folder(config)
         runtime = build.start_runtime(config, cluster)
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
         self.signals = guard.signals()
-        if memory:
-            memory.signals = self.signals
         guard.connect(runtime)
         self.job = build.compose(config, runtime)
         self.config, self.runtime = self.job.config, self.job.runtime
@@ -83,7 +77,7 @@ class Session:
         self.recovery = Recovery(self.job, self.folder, self.clock, guard.faults, memory)
         restoring = time.monotonic()
         with guard.watchdog.section("restore"):
-            messages, self.first_step = self.recovery.restore(copy=memory and memory.copy)
+            messages, self.first_step = self.recovery.restore(copy=memory.copy if memory else None)
         restored = time.monotonic()
         if self.job.state is None:
             check_weights(self.runtime, self.job.model, "at the start")
@@ -131,7 +125,7 @@ class Session:
         if loop.on_nan == "rollback" and self.first_step == 0:
             recovery.save(0)  # so that there is something to go back to
         parts = Parts(
-            step=self._step,
+            step=self.job.step,
             iterators=self.job.iterators(recovery.position(self.first_step)) if self.first_step < self.config.run.steps else [],
             rhythm=TracedRhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
                                 traced=parse_profile_steps(self.config.telemetry.profile_steps)),
@@ -141,6 +135,8 @@ class Session:
             rollback=self._rollback if loop.on_nan == "rollback" else None, straggler_factor=self.config.cluster.straggler_factor)
         self.guard.watchdog.enter(BETWEEN_STEPS)
         ending = train(parts, self.first_step)
+        if ending.left:
+            self._leave(ending.step)
         return self._finish(ending)
 
     @contextlib.contextmanager
@@ -165,21 +161,15 @@ class Session:
             self.observer(Event("warning", restored, {"message": message}))
         return restored, self.job.iterators(self.recovery.position(restored))
 
-    def _step(self, iterators: Sequence, n: int, requests: Sequence[bool]) -> StepOutput:
-        out = self.job.step(iterators, n, requests)
-        self._leaving = out.signals["leave"]
-        return out
-
     def _requests(self, step: int) -> tuple[bool, bool, bool]:
-        """(save, stop, leave) that this worker asks for; also tells what the writers have to say."""
+        """(save, stop, leave) that this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""
         self.guard.faults.at("step", step)
         self._tell_of_saves(step)
         save, self.signals.save = self.signals.save or (self.chief and self.recovery.time_policy.due()), False
-        if self.memory:
-            self.recovery.copy(step, now=self._leaving)
-            if self._leaving:
-                raise Regroup(f"step {step}")
-        return save, self.signals.stop, bool(self.memory and self.memory.member.leave)
+        if self.memory is None:
+            return save, self.signals.stop, False
+        self.recovery.copy(step)
+        return save, self.signals.stop, self.memory.member.leave
 
     def _tell_of_saves(self, step: int) -> None:
         for kind, values in self.recovery.messages():
@@ -208,18 +198,18 @@ class Session:
             raise CheckpointError(f"The last snapshot could not be written ({unwritten}): free or repair {self.recovery.store.directory}, then start again to go on from the one before.")
         return ExitCode.PREEMPTED if ending.stopped else ExitCode.OK
 
-    def leave(self) -> None:
-        """Out of the group, in order and together with all others; the process goes on."""
-        step = self.memory.copy.step
+    def _leave(self, step: int) -> NoReturn:
+        """Out of the group, in order and together with all others; the process goes on. Raises Regroup."""
         with self._section("save"):
+            self.recovery.copy(step, now=True)
             self.recovery.finish()
             self._tell_of_saves(step)
             self.observer(Event("regroup", step, {"message": f"another group of workers is formed at step {step}"}))
-            with contextlib.suppress(tf.errors.OpError):  # whoever is lost now will not be in the next group
-                self.runtime.barrier()
+            self.runtime.barrier()
         self.observer.close()
         self.guard.close()
         self.runtime.close()
+        raise Regroup(f"step {step}")
 
     def _summary(self, ending: Ending) -> dict[str, Any]:
         samples, losses = ending.step * self.job.plan.global_batch, self.recovery.losses.losses

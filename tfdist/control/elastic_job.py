@@ -3,6 +3,7 @@ state in their memory, and a new process joins them when it is ready. membership
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import time
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ class ElasticJob(LocalJob):
     """See LocalJob. A worker's number (its slot: name, log, cores, port) stays; its rank may be another in every group.
 
     Args:
-      workers: the most there can be; `wanted`: how many are started, and kept up; `least`: below this, those that are left
-        wait (with what they have in memory) until there are as many again.
+      workers: the most there can be; `wanted`: how many are started, and kept up; `least`: when fewer are left, they save
+        what they have in memory, and the job ends with PEER_LOST.
       losses: workers that may be lost in a row without any progress; one more, and the job fails.
     """
 
@@ -36,7 +37,8 @@ class ElasticJob(LocalJob):
         self._step = -1  # of the newest copy that a group went on from
         self._next_start = 0.0
         self._joined: set[int] = set()  # processes that have been in a group
-        self._finished = False  # the run has reached its end: nobody is needed any more
+        self._over = False  # the run has ended or failed: those who wait are not needed any more
+        self._too_few = ""  # set: the sentence with which the job ends
 
     def _surroundings(self, rank: int | None, gpus: dict[str, str], cores: list[set[int]]) -> tuple[dict[str, str], set[int] | None]:
         environment, affinity = super()._surroundings(rank, gpus, cores)
@@ -56,7 +58,7 @@ class ElasticJob(LocalJob):
             self._notice_end(worker)
         self.groups.look()
         self._bury()
-        if self._finished:
+        if self._over or (self._kill_at is not None and not self.groups.number):
             self.groups.dismiss()
         elif self._kill_at is None and self.groups.number:
             self._let_go()
@@ -81,19 +83,24 @@ class ElasticJob(LocalJob):
         for worker in self._trainers():
             seat = self.groups.seats.get(worker.rank)
             if worker.code is not None and seat:
-                self._finished |= worker.code == 0 and seat.group > 0 and "dismissed" not in seat.told
+                self._over |= worker.code == 0 and seat.group > 0 and "dismissed" not in seat.told
                 self.groups.remove(worker.rank)
 
     def _let_go(self) -> None:
-        """Of dead workers those without which the job can go on."""
+        """Of dead workers those without which the job can go on. One that is kept fails the job (LocalJob)."""
+        survivors, left = any(map(self._was_in_group, self._alive())), len(self.groups.seats)
         for worker in [worker for worker in self._trainers() if worker.code is not None]:
-            newcomer, survivors = not self._was_in_group(worker), any(self._was_in_group(other) for other in self._alive())
             if worker.code == 0:  # dismissed
                 self._remove(worker)
-            elif newcomer and survivors:
+            elif survivors and not self._was_in_group(worker):
                 self._failed_starts += 1
                 self._remove(worker, f"{describe(worker)}, before it could join")
                 self._wait(self._failed_starts)
+            elif survivors and self._may_be_lost(worker.code) and left < self.least:
+                self._too_few = f"{describe(worker)}; {left} of {self.wanted} workers {'is' if left == 1 else 'are'} left, fewer than --min_workers={self.least}"
+                self._say(f"tfdist: {self._too_few}: what they have in memory is saved.")
+                self.request_stop()
+                return
             elif survivors and self._may_be_lost(worker.code):
                 self._losses += 1
                 self._remove(worker, f"{describe(worker)}; the others go on")
@@ -126,8 +133,9 @@ class ElasticJob(LocalJob):
             self.workers[-1].relay.start()
 
     def _form(self) -> None:
+        """A group, if it is time for one; a last one, of whoever is there, that saves and ends when the job is to stop."""
         stopping = self._kill_at is not None
-        formed = self.groups.form(self._ports.addresses, self.wanted, 1 if stopping else self.least, len(self._trainers()))
+        formed = None if self._over else self.groups.form(self._ports.addresses, self.wanted, 1 if stopping else self.least, len(self._trainers()))
         if formed is None:
             return
         if formed.step > self._step:
@@ -153,8 +161,8 @@ class ElasticJob(LocalJob):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def _stop_after_failure(self) -> None:
+        self._over = True
         super()._stop_after_failure()
-        self.groups.dismiss()
 
     def _all_started(self) -> bool:
         return self.groups.number > 0 or len(self._trainers()) >= self.started_at_once
@@ -164,4 +172,5 @@ class ElasticJob(LocalJob):
         if members:  # how those ended that never joined says nothing
             self.workers = members + [worker for worker in self.workers if worker.rank is None]
         self.groups.close()
-        return super()._result()
+        result = super()._result()
+        return dataclasses.replace(result, code=ExitCode.PEER_LOST, cause=self._too_few) if self._too_few else result

@@ -41,6 +41,8 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster | None:
 
     The Cluster has no addresses: only Horovod's own collectives can connect its processes. Raises ClusterError.
     """
+    if environ.get("HOROVOD_ELASTIC"):
+        raise ClusterError("horovodrun started this process in its elastic mode (HOROVOD_ELASTIC=1; by --host-discovery-script or --min-np), in which it would give out ranks anew that tfdist does not know of: use `python -m tfdist.launch --elastic --workers=N --min_workers=M -- --strategy=horovod ...`, or drop these flags of horovodrun.")
     for prefix, launcher in ((_HOROVOD, "horovodrun"), (_OPEN_MPI, "mpirun")):
         if f"{prefix}RANK" in environ and f"{prefix}SIZE" in environ:
             rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")

@@ -107,10 +107,12 @@ class Groups:
                 seat.unread += data
         *lines, seat.unread = seat.unread.split(b"\n")
         for line in lines:
-            message = json.loads(line)
-            if "slot" in message and message.get("token") == self._token:
-                seat.slot = message["slot"]
-            elif "ready" in message and seat.slot >= 0:
+            if seat.slot < 0:
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # somebody else has knocked at this port
+                    message = json.loads(line)
+                    seat.slot = message["slot"] if message["token"] == self._token else -1
+            else:
+                message = json.loads(line)
                 seat.copy, seat.lost, seat.told = message["ready"], message["lost"], set()
 
     def remove(self, slot: int) -> None:
@@ -130,7 +132,7 @@ class Groups:
         that the first group waits for.
         """
         seats = list(self.seats.values())
-        busy, waiting = [seat for seat in seats if seat.busy], [seat for seat in seats if seat.copy is not None]
+        busy, waiting = [seat for seat in seats if seat.busy], [seat for seat in seats if seat.copy is not None and "dismissed" not in seat.told]
         if busy:
             if len(busy) > wanted or (waiting and len(busy) < wanted):
                 for seat in busy:

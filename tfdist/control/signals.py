@@ -20,10 +20,10 @@ _SAME_REQUEST_SECONDS = 1.0  # some engines signal the process and its group, an
 class SignalRequests:
     """The requests of this process; `save` and `stop` are read by the loop."""
 
-    def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(self) -> None:
         self.save = False
         self.stop = False
-        self.on_stop = on_stop  # called once, in the handler
+        self.on_stop: Callable[[], None] = lambda: None  # called once, in the handler
         self._stopped_at = 0.0
 
     def install(self) -> SignalRequests:

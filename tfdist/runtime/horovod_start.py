@@ -47,14 +47,15 @@ def start(cluster: Cluster, config: Config) -> tuple[ModuleType, Placement]:
     hvd = load()
     if hvd.is_initialized():  # a process that was in another group of workers before
         hvd.shutdown()
-    for name in WRITTEN if not cluster.started_by else ():
-        os.environ.pop(name, None)
+    if not cluster.started_by:
+        for name in WRITTEN:
+            os.environ.pop(name, None)
     place = placement(cluster, os.environ)
     os.environ.update({**settings(config, cluster.size), **place.variables})
     if place.server and "HOROVOD_GLOO_IFACE" not in os.environ:
         os.environ["HOROVOD_GLOO_IFACE"] = _interface(*place.server)
     with _open_port(cluster, place):
-        if place.server and "HOROVOD_ELASTIC" not in os.environ:
+        if place.server:
             wait_for_all(place.server, cluster, config.cluster.startup_timeout)
         try:
             hvd.init()
