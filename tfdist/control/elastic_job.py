@@ -58,11 +58,13 @@ class ElasticJob(LocalJob):
             self._notice_end(worker)
         self.groups.look()
         self._bury()
-        if self._over or (self._kill_at is not None and not self.groups.number):
-            self.groups.dismiss()
-        elif self._kill_at is None and self.groups.number:
+        stopping = self._kill_at is not None
+        if self._over or stopping:
+            self.groups.dismiss(only_newcomers=not self._over)
+        if not self._over and self.groups.number:
             self._let_go()
-            self._fill()
+            if not stopping:
+                self._fill()
         self._form()
         self._end_those_that_hold_up()
         return super().poll()
@@ -96,15 +98,14 @@ class ElasticJob(LocalJob):
                 self._failed_starts += 1
                 self._remove(worker, f"{describe(worker)}, before it could join")
                 self._wait(self._failed_starts)
-            elif survivors and self._may_be_lost(worker.code) and left < self.least:
-                self._too_few = f"{describe(worker)}; {left} of {self.wanted} workers {'is' if left == 1 else 'are'} left, fewer than --min_workers={self.least}"
-                self._say(f"tfdist: {self._too_few}: what they have in memory is saved.")
-                self.request_stop()
-                return
             elif survivors and self._may_be_lost(worker.code):
+                loss = f"{describe(worker)}; {left} of {self.wanted} workers {'is' if left == 1 else 'are'} left"
                 self._losses += 1
-                self._remove(worker, f"{describe(worker)}; the others go on")
+                self._remove(worker, loss)
                 self._wait(self._losses - 1)
+                if left < self.least and self._kill_at is None:
+                    self._too_few = f"{loss}, fewer than --min_workers={self.least}"
+                    self.request_stop()
 
     def _may_be_lost(self, code: int) -> bool:
         """Whether going on without this worker can help."""

@@ -153,10 +153,10 @@ class Groups:
             seat.tell(group=self.number, workers=workers, rank=rank)
         return formed
 
-    def dismiss(self) -> None:
+    def dismiss(self, only_newcomers: bool = False) -> None:
         """Tells all who wait that there is nothing to wait for."""
         for seat in self._all:
-            if seat.copy is not None:
+            if seat.copy is not None and not (only_newcomers and seat.group):
                 seat.tell(dismissed=True)
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ def test_a_lost_worker_is_replaced_and_the_others_keep_their_processes(made, tmp
     made.until_groups_are(3, 2, 3)
     after = made.pids()
     assert {name for name in after if after[name] != before[name]} == {"worker 0"}
-    assert "tfdist: worker 0 was killed by signal 9 (SIGKILL); the others go on." in made.output.getvalue()
+    assert "tfdist: worker 0 was killed by signal 9 (SIGKILL); 2 of 3 workers are left." in made.output.getvalue()
     *_, second, third = (line for line in made.output.getvalue().splitlines() if line.startswith("tfdist: group"))
     assert re.search(r"worker \d is rank 0, worker \d is rank 1; from step \d+, which is in memory", second)
     assert "worker 0 is rank 2" in third, "the newcomer has nothing to go on from"
