@@ -72,6 +72,8 @@ def main(argv: list[str]) -> int:
     standbys = Standbys()
     if options.elastic and config.strategy.strategy not in IN_PROCESS:
         raise ConfigError(f"--elastic needs workers that can leave one group and join another in the same process, which --strategy={config.strategy.strategy} cannot: use --strategy={IN_PROCESS[0]}, or drop --elastic.")
+    if options.elastic and config.run.deterministic:
+        raise ConfigError("--elastic with --deterministic promises too much, since the sums depend on how many workers there are at a step: drop one of them.")
 
     def make_job(workers: int) -> LocalJob:
         batch = [] if (workers == options.workers and not options.elastic) or config.run.dry_run else same_batch(config, options)

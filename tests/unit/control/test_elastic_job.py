@@ -23,6 +23,7 @@ folder, stop = pathlib.Path(sys.argv[1]), []
 if (folder / "fail").exists():
     sys.exit(5)
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+print("ready", flush=True)
 while (folder / f"hesitate-{os.environ['TFDIST_ELASTIC'].split('/')[1]}").exists() and not stop:
     time.sleep(0.01)
 member, step, lost = Member(os.environ), -1, False
@@ -150,7 +151,7 @@ def test_a_stop_while_a_group_changes(made, tmp_path):
 def test_a_stop_before_all_have_met(tmp_path):
     (tmp_path / "hesitate-2").touch()
     made = Run(tmp_path)
-    made.until(lambda: len(made.job.groups.seats) == 2)
+    made.until(lambda: len(made.job.groups.seats) == 2 and made.output.getvalue().count("ready") == 3)
     made.job.request_stop()
     assert made.until_it_ends().code == ExitCode.PREEMPTED and made.job.groups.number == 0
 

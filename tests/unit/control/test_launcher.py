@@ -552,6 +552,7 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
 
 @pytest.mark.parametrize("command, words", [
     (["--elastic", "--", "--strategy=multi_worker", "--steps=1", "--global_batch=8"], "--strategy=multi_worker cannot: use --strategy=horovod"),
+    (["--elastic", "--", "--strategy=horovod", "--deterministic", "--steps=1", "--global_batch=8"], "--elastic with --deterministic"),
     (["--elastic", "--ps=1", "--", "--steps=1"], "--elastic is not available with --ps=1"),
     (["--elastic", "--", "script.py"], "--elastic are for flags of tfdist.train"),
 ])
