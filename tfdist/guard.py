@@ -36,7 +36,6 @@ class Guard:
         self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
         self.faults = faults.Faults.parse(os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), Path(config.run.run_dir))
         self.beacons: Beacons | None = None
-        self.runtime: Runtime | None = None
         self._requests = requests  # of a process that may have been in another group before
 
     def signals(self) -> SignalRequests:
@@ -54,7 +53,6 @@ class Guard:
             rows = runtime.all_gather(np.frombuffer(endpoint.encode().ljust(ENDPOINT_BYTES), np.uint8))
             return [row.tobytes().decode().strip() for row in rows]
 
-        self.runtime = runtime
         if self.cluster.peers:
             self.beacons = Beacons(self.cluster, self.watchdog, exchange, runtime.waiting_for)
 
@@ -75,11 +73,6 @@ class Guard:
                 more += f" Silent: {'; '.join(map(self.beacons.describe, silent))}."
             found = PeerLostError(f"{found}{more}")
         return found
-
-    def let_go(self) -> None:
-        """After an error in a process that goes on: the others need not find out by a time-out that it is in no collective any more."""
-        if self.runtime:
-            self.runtime.close()
 
     def close(self) -> None:
         """Ends the watch; the run has ended well, or the process goes on."""

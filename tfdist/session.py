@@ -48,8 +48,6 @@ def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = 
     except Regroup:
         raise
     except Exception as error:
-        if memory:
-            guard.let_go()
         found = guard.failed(error)
         if session:
             session.give_up(found)
