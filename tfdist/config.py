@@ -196,6 +196,7 @@ class CheckpointConfig:
     backup_every: int = option(0, "Steps between two backups. 0: at the end of each epoch.", least=0)
     double_backup: bool = option(False, "Keep the backup before the last one as well.")
     delete_backup: bool = option(True, "Delete the backup when training has finished.")
+    elastic_commit_every: int = option(0, "With --elastic of tfdist.launch: least steps between two copies of the state in every worker's memory. 0: a copy after every call of the training function (at most 100 steps, about 5 s).", least=0)
     resume: str = option("auto", "auto: from the newest valid snapshot if there is one; never: refuse a run folder that has one; must: fail without one.", choices=("auto", "never", "must"))
     allow_config_change: bool = option(False, "Resume although the configuration's digest differs.")
 
