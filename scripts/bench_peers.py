@@ -4,7 +4,7 @@
                                   [--out=runs/peers] [--venvs=~/.cache/tfdist-bench] [--prepare] [--report]
 
 Peers: Keras 3 fit, tf-keras fit under MultiWorkerMirroredStrategy, Horovod, Orbit, PyTorch DistributedDataParallel
-(scripts/peers/). Each has a virtual environment of its own, made at the first call (about 10 GB in all) with pip as it is
+(scripts/peers/). They run in virtual environments that are made at the first call (about 4 GB in all) with pip as it is
 configured. One core and one thread a worker, float32, the same batches and initial weights; a row is printed only if its
 parameters, its FLOPs and the loss of its first window are those of the others. Needs two cores that are otherwise idle.
 

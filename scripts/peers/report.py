@@ -38,8 +38,7 @@ def write(out: Path) -> str:
         if rows:
             summaries[name] = rows
             text += [*_table(name, rows), ""]
-    versions = {ENGINES[cell["settings"]["engine"]].environment: cell["versions"] for cell in good}
-    text += [f"- {environment}: {words}" for environment, words in versions.items()]
+    text += ["- versions: " + "; ".join(sorted({cell["versions"] for cell in good}))]
     text += [f"- left out: {name}, {reason}" for name, reason in missing.items()]
     text += [f"- no row: {reason}" for reason in refused]
     document = "\n".join(text) + "\n"
