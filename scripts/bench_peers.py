@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of names of workloads and engines, separated by commas")
     parser.add_argument("--rounds", type=int, default=1, help="fresh starts of each measurement")
     parser.add_argument("--resume", action="store_true", help="keep measurements that are there")
-    parser.add_argument("--quick", action="store_true", help="two windows of one or two steps: whether everything runs; the figures mean nothing")
+    parser.add_argument("--quick", action="store_true", help="one window of one step: whether everything runs; the figures mean nothing")
     parser.add_argument("--prepare", action="store_true", help="only make the environments")
     parser.add_argument("--report", action="store_true", help="only write the report of what has been measured")
     arguments = parser.parse_args()
@@ -84,13 +84,14 @@ def selection(arguments: argparse.Namespace) -> list:
         raise SystemExit(f"bench_peers: --only={arguments.only}: {unknown[0]!r} is in no name: use parts of {', '.join((*WORKLOADS, *ENGINES))}.")
     plans = []
     for workload in (WORKLOADS[name] for name in workloads):
-        steps, windows = (min(workload.steps, 2), 2) if arguments.quick else (workload.steps, workload.windows)
+        steps, windows = (1, 1) if arguments.quick else (workload.steps, workload.windows)
         plans += [Plan(workload, ENGINES[name], mode, number, steps, windows) for number in range(arguments.rounds) for mode in MODES
                   for name in engines if mode in ENGINES[name].modes and workload.kind in ENGINES[name].kinds]
     return plans
 
 
 def measure_all(plans: list, venvs: Path, out: Path, resume: bool) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is ended too
     begun = time.monotonic()
     for number, plan in enumerate(plans, 1):
         path = out / "cells" / f"{plan.name}.json"

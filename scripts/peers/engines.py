@@ -87,7 +87,7 @@ def commands(plan: Plan, venvs: Path, folder: Path, cores: list[int]) -> list[tu
     told = {"workload": plan.workload.name, "batch": plan.batch, "steps": plan.steps, "windows": plan.windows + WARM_UP, "world": plan.world,
             "cores": cores, "variant": plan.engine.variant, "folder": str(folder)}
     own = set(cores[:plan.world])
-    environment = {**_environment(), **plan.engine.variables, "BENCH_CELL": json.dumps(told), "PATH": f"{python.parent}:{os.environ.get('PATH', '')}"}
+    environment = {**_environment(), **plan.engine.variables, "BENCH_CELL": json.dumps(told), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "PATH": f"{python.parent}:{os.environ.get('PATH', '')}"}
     if not plan.engine.script:
         environment["PYTHONPATH"] = f"{REPOSITORY}:{PEERS}"
         return [([str(python), "-m", "tfdist.launch", f"--workers={plan.world}", "--", *_tfdist_flags(plan, folder)], environment, own)]

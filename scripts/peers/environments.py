@@ -36,8 +36,8 @@ def recipes(torch: str) -> dict[str, Recipe]:
         "tfdist": Recipe(("-r", "requirements.txt"), horovod=True),
         "torch": Recipe((torch, "numpy")),
         "tf-keras": Recipe(("tf-keras~=2.21.0",), base="tfdist"),
-        # Orbit is a package within the Model Garden, which requires much that Orbit does not.
-        "orbit": Recipe(alone=("tf-models-official~=2.20.0",), base="tfdist"),
+        # Orbit is a package within the Model Garden, which requires much that Orbit does not; it imports tf-keras.
+        "orbit": Recipe(("tf-keras~=2.21.0",), alone=("tf-models-official~=2.20.0",), base="tfdist"),
     }
 
 

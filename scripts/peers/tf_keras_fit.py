@@ -8,6 +8,7 @@ from cell import Cell
 cell = Cell()
 
 import tensorflow as tf  # noqa: E402
+import tf_keras  # noqa: E402
 from fit_windows import windows  # noqa: E402
 from keras_models import build, count, forward_flops, make_optimizer  # noqa: E402
 
@@ -25,4 +26,4 @@ with strategy.scope():
     model.compile(make_optimizer(cell.workload, keras), keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=cell.steps)
 dataset = strategy.distribute_datasets_from_function(batches) if cell.world > 1 else batches()
 model.fit(dataset, steps_per_epoch=cell.windows * cell.steps, verbose=0, callbacks=[windows(cell, keras)])
-cell.finish(parameters=count(model), flops=forward_flops(model, cell.batch), versions=f"tf-keras {keras.__version__}, TensorFlow {tf.__version__}")
+cell.finish(parameters=count(model), flops=forward_flops(model, cell.batch), versions=f"tf-keras {tf_keras.__version__}, TensorFlow {tf.__version__}")
