@@ -72,10 +72,10 @@ def _embedding(name: str, batch: int, steps: int, *, rows: int, width: int, feat
 
 
 WORKLOADS = {workload.name: workload for workload in (
-    _transformer("transformer10m", 8, 3, layers=6, width=384, heads=6),
+    _transformer("transformer10m", 8, 2, layers=6, width=384, heads=6),
     _cnn("cnn", 64, 25),
     _resnet("resnet", 32, 6),
-    _embedding("embedding", 1024, 20, rows=2_000_000, width=16),
+    _embedding("embedding", 1024, 10, rows=2_000_000, width=16),
     _transformer("transformer50m", 4, 1, layers=10, width=640, heads=10),
 )}
 
