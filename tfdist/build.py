@@ -32,6 +32,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.dropped import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
@@ -113,6 +114,7 @@ def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job
             optimizer.build(model.trainable_variables)
         if config.parallel.recompute != "none":
             segments.recompute(model, config.parallel.recompute, {})
+    objective = with_dropped(objective, model)
     batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
     step = TrainStep(runtime, model, optimizer, objective, loss_scale, StepOptions(
         plan=plan,
@@ -121,6 +123,7 @@ def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job
         jit_compile=config.model.jit_compile,
         skip_non_finite=config.loop.on_nan == "skip",
         timed=not config.run.deterministic,
+        phase_every=config.telemetry.phase_every,
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
     ), batch_spec, *((spread.update, spread.pipeline) if spread else ()))
     state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None

@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from tfdist.build import Job
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError, DivergedError
 from tfdist.control.faults import Faults
+from tfdist.control.membership import Member
+from tfdist.control.signals import SignalRequests
 from tfdist.runtime.agreement import check_weights
 from tfdist.telemetry.timer import Clock
 
@@ -35,10 +38,29 @@ _LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written i
 _LAST_PART_SECONDS = 2.0  # and for the part of a worker that may be gone, this
 
 
+@dataclass(frozen=True)
+class Copy:
+    """The state of a run at a step, in host memory; what a snapshot is on disk."""
+
+    step: int
+    arrays: Mapping[str, np.ndarray]
+    manifest: Mapping[str, Any]
+
+
+@dataclass
+class Memory:
+    """What the process of a worker keeps while it leaves one group of workers and joins another (elastic.py)."""
+
+    member: Member
+    signals: SignalRequests
+    copy: Copy | None = None
+    time_policy: TimePolicy | None = None  # so that a new group does not begin to count anew
+
+
 class Recovery:
     """The state of a run that outlives its processes."""
 
-    def __init__(self, job: Job, folder: Path, clock: Clock, faults: Faults):
+    def __init__(self, job: Job, folder: Path, clock: Clock, faults: Faults, memory: Memory | None = None):
         checkpoint = job.config.checkpoint
         self.job, self.config, self.runtime, self.clock, self.faults = job, job.config, job.runtime, clock, faults
         self.chief = self.runtime.rank == 0
@@ -54,11 +76,14 @@ class Recovery:
         self.backup = None
         if checkpoint.backup_dir:
             self.backup = BackupAndRestore(checkpoint.backup_dir, checkpoint.backup_every or "epoch", checkpoint.double_backup, checkpoint.delete_backup, writes=self.chief)
-        self.time_policy = TimePolicy(checkpoint.save_minutes)
+        self.memory = memory
+        self.time_policy = memory.time_policy if memory and memory.time_policy else TimePolicy(checkpoint.save_minutes)
+        if memory:
+            memory.time_policy = self.time_policy
         self.losses = restore.LossContinuity()
         self.evaluation: dict[str, float] = {}
         self.run_id = ""
-        self._saved_step = -1
+        self._saved_step = self._copied_step = -1
         self._skipped = 0  # samples that rollbacks have passed over
         self._rollbacks = 0
 
@@ -86,8 +111,8 @@ class Recovery:
 
     # -- going on --------------------------------------------------------------------------------------------------
 
-    def restore(self, config: Config | None = None) -> tuple[list[str], int]:
-        """Restores from the chief's choice, or leaves everything as it is. A collective.
+    def restore(self, config: Config | None = None, copy: Copy | None = None) -> tuple[list[str], int]:
+        """Restores from the chief's choice (the chief's `copy`, if it has one), or leaves everything as it is. A collective.
 
         Returns messages and the step to go on from. Raises CheckpointError on all workers.
         """
@@ -96,7 +121,7 @@ class Recovery:
         self.faults.at("restore", 0)
         if self.chief:
             try:
-                message, arrays = self._choose(config or self.config)
+                message, arrays = self._recall(copy) if copy else self._choose(config or self.config)
             except CheckpointError as error:
                 message = {"error": str(error)}  # all must end, and say why
         message = broadcast_json(self.runtime, message)
@@ -113,6 +138,12 @@ class Recovery:
         keys = sorted(arrays)
         self.state.assign(dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
         return messages + self._adopt(manifest), manifest["step"]
+
+    def _recall(self, copy: Copy) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
+        """The chief's part, from memory."""
+        before, size = copy.manifest["workers"], self.runtime.size
+        return {"messages": [f"went on from memory: step {copy.step}, {copy.manifest['consumed']:,} samples consumed, by {before} workers before, now {size}"],
+                "manifest": {**copy.manifest, "in_memory": True}}, copy.arrays
 
     def _choose(self, config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
         """The chief's part: (messages and manifest for all, arrays)."""
@@ -140,7 +171,7 @@ class Recovery:
         state.restore_generator_states(manifest["generators"])
         # With another global batch (allowed by --allow_config_change) the position stays where it was.
         self._skipped = manifest["consumed"] - step * plan.global_batch
-        self.evaluation, self._saved_step = manifest.get("metrics", {}), step
+        self.evaluation, self._saved_step = manifest.get("metrics", {}), -1 if "in_memory" in manifest else step
         return [warning] if warning else []
 
     def rollback(self, step: int) -> tuple[list[str], int]:
@@ -158,7 +189,7 @@ class Recovery:
         messages, restored = self.restore(self.config.replace(resume="auto"))
         passed = position - self.position(restored)
         self._skipped += passed
-        self._saved_step = -1  # the snapshot of this step leads back to the bad batches
+        self._saved_step = self._copied_step = -1  # the snapshot, and the copy, of this step lead back to the bad batches
         messages.append(f"NaN or infinite values before step {step}: went back to step {restored} and past {passed:,} samples, which are not trained on (rollback {self._rollbacks} of {limit})")
         return messages, restored
 
@@ -176,6 +207,14 @@ class Recovery:
         arrays = self.state.to_slabs() if self.in_parts else self.state.to_host(wanted=self.chief, into=self.writer.recycled() if self.writer else None)
         if self.writer:
             self.writer.save(step, arrays, self._manifest_fields(step))
+
+    def copy(self, step: int, now: bool = False) -> None:
+        """A copy in this worker's memory, if it is time for one, or `now`. On all workers."""
+        if self._copied_step >= 0 and step - self._copied_step < (1 if now else max(1, self.config.checkpoint.elastic_commit_every)):
+            return
+        self._copied_step = step
+        self.settle_statistics()
+        self.memory.copy = Copy(step, self.state.to_host(), {**self._manifest_fields(step), "step": step})
 
     def back_up(self, step: int) -> None:
         """A backup. On all workers."""

@@ -26,6 +26,7 @@ ADAMW = {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "cli
 EMA = {**ADAMW, "ema": 0.9}
 DEEP = {**TEXT, "model_args": "layers=3,width=32,heads=4,dropout=0.1", "global_batch": 8, "accumulation": 4}  # dropout: the masks are those of one device
 SPLIT = {"accumulation": 2}
+EXPERTS = {**TEXT, **EMA, **SPLIT, "model_args": "layers=2,width=32,heads=4,experts=4,capacity=0.9,balance=0.1", "global_batch": 16}  # sequences are routed one by one, so drops are the same everywhere
 
 PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
 LONG = {**TEXT, "source_args": "task=text,vocab=61,samples=64,eval_samples=8", "sequence_length": 64, "model_args": "layers=2,width=32,heads=4", "global_batch": 16, "accumulation": 8}
@@ -52,6 +53,7 @@ ROWS: dict[str, Row] = {
     "model2": Row(2, "model=2", TEXT | ADAMW, {}),
     "model2_smoothing": Row(2, "model=2", TEXT | SGD | {"label_smoothing": 0.1}, {}),
     "zero3_2_recompute": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": 3, "recompute": "block"}),
+    "model2_sequence": Row(2, "model=2", TEXT | EMA | SPLIT, {"sequence_parallel": True, "zero": 1, "recompute": "block"}),
     "model2_recompute": Row(2, "model=2", TEXT | ADAMW, {"recompute": "attention"}),
     **{f"pipe2_{name}": Row(2, "pipe=2", DEEP | ADAMW, options) for name, options in PIPES.items()},
     **{f"pipe4_{name}": Row(4, "pipe=4", DEEP | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
@@ -59,6 +61,12 @@ ROWS: dict[str, Row] = {
     "pipe2_model2": Row(4, "pipe=2,model=2", PLAIN | ADAMW, {"recompute": "block"}),
     "data2_pipe2_zero1": Row(4, "pipe=2,data=2", PLAIN | EMA, {"zero": 1}),
     "pipe2_data2_model2_zero3": Row(8, "pipe=2,data=2,model=2", PLAIN | ADAMW, {"zero": 3, "recompute": "block"}),
+    "expert2": Row(2, "expert=2", EXPERTS, {}),
+    "expert2_zero3_recompute": Row(2, "expert=2", EXPERTS, {"zero": 3, "recompute": "block"}),
+    "data2_expert2_zero1": Row(4, "data=2,expert=2", EXPERTS, {"zero": 1}, (("data=4", {"zero": 3}), ("expert=4", {}), ("data=2,expert=2", {"zero": 2}))),
+    "expert2_model2": Row(4, "expert=2,model=2", EXPERTS, {"recompute": "block"}),
+    "data2_model2_sequence": Row(4, "data=2,model=2", TEXT | EMA | SPLIT, {"sequence_parallel": True, "zero": 2}, (("model=4", {"sequence_parallel": True}), ("data=4", {}))),
+    "hierarchical4": Row(4, "", DENSE | EMA | SPLIT, {"all_reduce": "hierarchical", "workers_per_host": 2}),
     "model4": Row(4, "model=4", TEXT | ADAMW, {}),
     "data2_model2": Row(4, "data=2,model=2", TEXT | ADAMW, {}),
     "data2_model2_zero3": Row(4, "data=2,model=2", TEXT | EMA | SPLIT, {"zero": 3}),

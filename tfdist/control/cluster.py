@@ -35,6 +35,7 @@ class Cluster:
     spec: Mapping[str, list[str]] = field(default_factory=dict)  # role -> addresses
     started_by: str = ""  # a launcher that tells ranks but no addresses (control/horovod_env.py)
     told_local_rank: int = 0  # by that launcher
+    is_broken: Callable[[], bool] | None = field(default=None, compare=False, repr=False)  # of a group after which this process may join others (membership.py): whether one of it has died
 
     @property
     def is_chief(self) -> bool:

@@ -20,6 +20,7 @@ from tensorflow.python.eager import context
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime.collectives import Group
+from tfdist.runtime.hierarchical import HierarchicalGroup
 from tfdist.runtime.mesh import AXES, REPLICA_AXES, Mesh
 from tfdist.runtime.mirrored import MultiWorker
 from tfdist.runtime.overdue import Overdue
@@ -62,6 +63,17 @@ class MeshRuntime:
             self._groups[ranks] = Group(ranks, self.rank, tasks=tasks, nccl=self._nccl)
             self._groups[ranks].meet(self._timeout)
         return self._groups[ranks]
+
+    def hierarchical(self, group: Group, workers_per_host: int = 0) -> HierarchicalGroup:
+        """The all-reduce of `group` in two levels. workers_per_host: see the flag. A collective.
+
+        Raises: ConfigError if hosts have different numbers of members.
+        """
+        if workers_per_host:
+            hosts = [f"host {rank // workers_per_host}" for rank in range(self.size)]
+        else:
+            hosts = [address.rpartition(":")[0] for address in self._cluster.peers] or [""]
+        return HierarchicalGroup(group.ranks, self.rank, hosts, self.group_of)
 
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
@@ -131,6 +143,9 @@ class MeshRuntime:
 
     def waiting_for(self) -> int | None:
         return None  # TensorFlow's collectives do not tell
+
+    def reduction_s(self) -> tuple[float, float] | None:
+        return None
 
     def close(self) -> None:
         self._world.close()
