@@ -28,7 +28,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     run(1, [*FLAGS, f"--run_dir={found['whole']}"])
     process = start(2, [*FLAGS, "--seed=3", f"--run_dir={found['killed']}"], ("--max_restarts=3",), {"TFDIST_FAULTS": "1:27:kill,0:48:kill"})
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=400)
     finally:
         process.kill()
     assert process.returncode == 0 and output.count("restart number") == 2, output
