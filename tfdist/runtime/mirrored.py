@@ -111,6 +111,9 @@ class StrategyRuntime:
     def waiting_for(self) -> int | None:
         return self._reducer.ring.waiting_for if self._reducer else None
 
+    def reduction_s(self) -> tuple[float, float] | None:
+        return (self._reducer.travel_s, self._reducer.wait_s) if self._reducer else None
+
     def close(self) -> None:
         pass
 
