@@ -9,7 +9,8 @@ name and written to RUN_DIR/logs/worker-K.log. The first worker to fail stops al
 code becomes the launcher's (a worker killed by a signal counts as PEER_LOST). With --max_restarts=N all are started
 again instead, and go on from the newest snapshot, until N failures come without progress; mistakes in flags or data are
 never retried. With --min_workers=M a worker that cannot be brought back is left out, at the same global batch, and tried
-again later; --discover names a command that tells how many workers there is room for.
+again later; --discover names a command that tells how many workers there is room for. With --elastic (--strategy=horovod)
+workers keep their processes when one is lost: they go on from copies in memory, and a new process joins them.
 With --ps=M a chief and M parameter servers are started beside the workers, ranks in the order chief, workers, servers; a
 worker that dies is then started again alone.
 With --on=ray the workers run where Ray places them, each with --cpus_per_worker and --gpus_per_worker of its own. When a
@@ -33,6 +34,7 @@ from tfdist.config import Config, plan_batch
 from tfdist.control import exit_codes
 from tfdist.control.cluster import visible_gpus
 from tfdist.control.elastic import WorkerCount
+from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.job import Job
 from tfdist.control.launcher import LocalJob
@@ -41,6 +43,7 @@ from tfdist.control.ray_cluster import RayRoom, connect
 from tfdist.control.ray_job import RayJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
 
+IN_PROCESS = ("horovod",)  # strategies whose runtime can be started again in the same process
 STANDBY_AFTER_SECONDS = 15.0  # the job itself should have started by then
 
 
@@ -63,6 +66,7 @@ class LaunchOptions:
     discover: str
     grow_after: float  # seconds
     standby: bool
+    elastic: bool
 
 
 def main(argv: list[str]) -> int:
@@ -79,13 +83,19 @@ def main(argv: list[str]) -> int:
     if options.on == "ray":
         return launch_on_ray(["-m", "tfdist.train", *train], run_dir / "logs", options, config)
     standbys = Standbys()
+    if options.elastic and config.strategy.strategy not in IN_PROCESS:
+        raise ConfigError(f"--elastic needs workers that can leave one group and join another in the same process, which --strategy={config.strategy.strategy} cannot: use --strategy={IN_PROCESS[0]}, or drop --elastic.")
+    if options.elastic and config.run.deterministic:
+        raise ConfigError("--elastic with --deterministic promises too much, since the sums depend on how many workers there are at a step: drop one of them.")
 
     def make_job(workers: int) -> LocalJob:
-        batch = [] if workers == options.workers or config.run.dry_run else same_batch(config, options)
-        return LocalJob(
-            [sys.executable, "-m", "tfdist.train", *train, *batch], workers, run_dir / "logs",
-            evaluator=[sys.executable, "-m", "tfdist.evaluate", "--follow", *train] if options.evaluator else None,
-            show=options.show_ranks, pin=options.pin, gpus_per_worker=options.gpus_per_worker, grace=options.grace, standbys=standbys, servers=options.ps)
+        batch = [] if (workers == options.workers and not options.elastic) or config.run.dry_run else same_batch(config, options)
+        command, logs = [sys.executable, "-m", "tfdist.train", *train, *batch], run_dir / "logs"
+        both = {"evaluator": [sys.executable, "-m", "tfdist.evaluate", "--follow", *train] if options.evaluator else None,
+                "show": options.show_ranks, "pin": options.pin, "gpus_per_worker": options.gpus_per_worker, "grace": options.grace, "standbys": standbys}
+        if options.elastic:
+            return ElasticJob(command, options.workers, logs, wanted=workers, least=options.min_workers or 1, losses=max(options.max_restarts, options.workers), **both)
+        return LocalJob(command, workers, logs, servers=options.ps, **both)
 
     workers = WorkerCount(options.workers, options.min_workers, options.discover, options.grow_after)
     try:
@@ -97,8 +107,8 @@ def main(argv: list[str]) -> int:
 def launch_script(command: list[str], options: LaunchOptions) -> int:
     """A Keras script that calls tfdist.fit, on every worker; logs are in runs/NAME/logs. What it saves is its own affair, so
     there is no progress to be seen from here: --max_restarts counts all failures."""
-    if options.ps or options.min_workers or options.evaluator:
-        raise ConfigError(f"--ps, --min_workers and --evaluator are for flags of tfdist.train, not for a script: drop them, or {command[0]}.")
+    if options.ps or options.min_workers or options.evaluator or options.elastic:
+        raise ConfigError(f"--ps, --min_workers, --evaluator and --elastic are for flags of tfdist.train, not for a script: drop them, or {command[0]}.")
     logs = Path("runs") / Path(command[0]).stem / "logs"
     if options.on == "ray":
         return launch_on_ray(["-m", "tfdist.script", *command], logs, options)
@@ -197,6 +207,7 @@ def _parse(argv: list[str]) -> LaunchOptions:
     parser.add_argument("--discover", default="", help="shell command that prints how many workers there is room for; asked every 5 s (default: a worker that fails twice in a row counts as gone)")
     parser.add_argument("--grow_after", type=float, default=300.0, help="seconds after which a worker that was left out is tried again (default 300)")
     parser.add_argument("--standby", action="store_true", help="keep a spare process per worker that has done its imports, for a faster restart; needs the memory of an idle process each")
+    parser.add_argument("--elastic", action="store_true", help="with --strategy=horovod: when a worker is lost the others go on in their processes, from copies of the state in memory, while at least --min_workers (default 1) are left; a new process takes its place when it is ready")
     options = parser.parse_args(argv)
     if options.max_restarts is None:
         options.max_restarts = 3 if options.on == "ray" else 0
@@ -207,7 +218,7 @@ def _parse(argv: list[str]) -> LaunchOptions:
         raise ConfigError(f"--min_workers={options.min_workers} is more than --workers={options.workers}: lower it.")
     if options.discover and not options.min_workers:
         raise ConfigError(f"--discover={options.discover!r} may ask for fewer workers, but --min_workers is not given: say how few may go on, for example --min_workers=1.")
-    for name in ("min_workers", "standby") if options.ps else ():
+    for name in ("min_workers", "standby", "elastic") if options.ps else ():
         if getattr(options, name):
             raise ConfigError(f"--{name} is not available with --ps={options.ps}: a worker that dies is started again alone, and needs no restart of the job.")
     for name, instead in _NOT_ON_RAY.items() if options.on == "ray" else ():

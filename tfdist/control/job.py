@@ -70,6 +70,13 @@ class Job:
         """Whether the job goes on without this worker, which has failed."""
         return False
 
+    def resize(self, workers: int) -> bool:
+        """Whether the job goes on with another number of workers, without a restart: most cannot (ElasticJob can)."""
+        return False
+
+    def _all_started(self) -> bool:
+        return len(self.workers) >= self.count
+
     def _is_finished(self) -> bool:
         """Whether the job has ended well, whatever became of some workers."""
         return False
@@ -159,8 +166,7 @@ class Job:
         # An evaluator that was stopped with the workers is no failure.
         failed = [] if self._is_finished() else [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
         if not failed:
-            all_started = len(self.workers) >= self.count
-            return JobResult(ExitCode.OK, "", codes) if all_started else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
+            return JobResult(ExitCode.OK, "", codes) if self._all_started() else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
         cause = min(failed, key=lambda worker: (guilt(worker), worker.ended_at))
         return JobResult(cause.code if cause.code > 0 else ExitCode.PEER_LOST, describe(cause), codes, () if cause.shown else tuple(cause.last_lines), cause.rank)
 

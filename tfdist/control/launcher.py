@@ -47,7 +47,8 @@ class LocalJob(Job):
                  environment: Mapping[str, str] | None = None, output: TextIO | None = None):
         self.tasks = local_tasks(workers + 1 + servers if servers else workers, servers)
         super().__init__(len(self.tasks), log_dir, show, grace, environment, output)
-        self.command, self.evaluator, self.servers, self._trainers = list(command), evaluator, servers, workers
+        self.command, self.evaluator, self.servers, self._trainer_count = list(command), evaluator, servers, workers
+        self.started_at_once = self.count
         self._comebacks = Comebacks() if servers else None
         self.pin, self.gpus_per_worker, self.standbys = pin, gpus_per_worker, standbys
         self._ports: PortReservation | None = None
@@ -60,7 +61,7 @@ class LocalJob(Job):
         cores = divide_cores(self.count) if self.pin else []
         self._ports = PortReservation(self.count)
         try:
-            for rank in range(self.count):
+            for rank in range(self.started_at_once):
                 self._spawn(self._name(rank), rank, self.command, gpus[rank], cores)
             if self.evaluator:
                 self._spawn("evaluator", None, self.evaluator, gpus[self.count], cores)
@@ -77,7 +78,7 @@ class LocalJob(Job):
 
     def _divide_gpus(self) -> tuple[list[dict[str, str]], str]:
         """Of each rank, then of the evaluator. A chief and parameter servers have none."""
-        gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainers, self.gpus_per_worker)
+        gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainer_count, self.gpus_per_worker)
         if self.servers:
             gpus = [{"CUDA_VISIBLE_DEVICES": "-1"}, *gpus[:-1], *[{"CUDA_VISIBLE_DEVICES": "-1"}] * self.servers, gpus[-1]]
         return gpus, warning

@@ -113,7 +113,10 @@ class Supervisor:
             if self.standby_after is not None and time.monotonic() - started > self.standby_after:
                 self.job.start_standbys()
                 started = float("inf")
-            if not resized and not self._stopped and self.workers.wanted() != count:
+            if not resized and not self._stopped and (wanted := self.workers.wanted()) != count:
+                if self.job.resize(wanted):
+                    count = wanted
+                    continue
                 resized = True
                 _say(f"from {count} to {self.workers.count} workers: the job saves and is started again.")
                 self.job.request_stop()

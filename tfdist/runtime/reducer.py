@@ -7,6 +7,7 @@ import math
 import queue
 import sys
 import threading
+import time
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +28,7 @@ class RingReducer:
 
     def __init__(self, ring: Ring, bucket_bytes: int):
         self.ring, self.bucket_bytes = ring, max(bucket_bytes, 1)
+        self.travel_s = self.wait_s = 0.0  # in which a bucket was under way; in which all own gradients were handed over and a result was waited for
         self._sites = 0
         self._work: queue.SimpleQueue[_Site] = queue.SimpleQueue()
         self._pool: dict[int, list[np.ndarray]] = {}
@@ -57,12 +59,14 @@ class RingReducer:
 
     def _finish(self, site: _Site) -> list[np.ndarray]:
         reduced: list = [None] * len(site.shapes)
+        begun = time.monotonic()
         for members in site.buckets:
             buffer = site.done.get()
             if buffer is None:
                 raise self._failure
             for index in members:
                 reduced[index] = site.view(buffer, index)
+        self.wait_s += time.monotonic() - begun
         return reduced
 
     def _serve(self) -> None:
@@ -70,11 +74,13 @@ class RingReducer:
             site = self._work.get()
             for number in range(len(site.buckets)):
                 buffer = site.started[number].get()
+                begun = time.monotonic()
                 try:
                     if self._failure is None:
                         self.ring.all_reduce(buffer, site.number, number)
                 except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
                     self._failure = error
+                self.travel_s += time.monotonic() - begun
                 site.done.put(buffer if self._failure is None else None)
 
     def _free_buffer(self, length: int) -> np.ndarray:

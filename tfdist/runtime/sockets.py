@@ -164,6 +164,9 @@ class Sockets(OneDevice):
     def waiting_for(self) -> int | None:
         return next((ring.waiting_for for ring in (self._gradients, self._front) if ring and ring.waiting_for is not None), None)
 
+    def reduction_s(self) -> tuple[float, float] | None:
+        return self._reducer.travel_s, self._reducer.wait_s
+
     def close(self) -> None:
         self.barrier()  # nobody closes a connection on which another still waits
         self._pulse.close()

@@ -551,3 +551,14 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
     for flag in ("--min_workers=1", "--standby"):
         with pytest.raises(ConfigError, match=flag.partition("=")[0] + " is not available with --ps=1"):
             launch.main(["--workers=2", "--ps=1", flag, "--", "--steps=1", "--global_batch=8", f"--run_dir={tmp_path}"])
+
+
+@pytest.mark.parametrize("command, words", [
+    (["--elastic", "--", "--strategy=multi_worker", "--steps=1", "--global_batch=8"], "--strategy=multi_worker cannot: use --strategy=horovod"),
+    (["--elastic", "--", "--strategy=horovod", "--deterministic", "--steps=1", "--global_batch=8"], "--elastic with --deterministic"),
+    (["--elastic", "--ps=1", "--", "--steps=1"], "--elastic is not available with --ps=1"),
+    (["--elastic", "--", "script.py"], "--elastic are for flags of tfdist.train"),
+])
+def test_elastic_where_it_cannot_be(command, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        launch.main(["--workers=2", *command, *([] if "script.py" in command else [f"--run_dir={tmp_path}"])])
