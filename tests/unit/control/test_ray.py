@@ -70,7 +70,7 @@ def test_without_ray_the_command_to_install_it_is_named(monkeypatch):
         ray_cluster.connect()
 
 
-@pytest.mark.parametrize("flags", [["--on=ray", "--ps=1"], ["--on=ray", "--evaluator"], ["--on=ray", "--standby"], ["--on=ray", "--min_workers=1", "--discover=x"], ["--cpus_per_worker=2"]])
+@pytest.mark.parametrize("flags", [["--on=ray", "--ps=1"], ["--on=ray", "--evaluator"], ["--on=ray", "--standby"], ["--on=ray", "--elastic"], ["--on=ray", "--min_workers=1", "--discover=x"], ["--cpus_per_worker=2"]])
 def test_flags_that_do_not_go_together(flags):
     with pytest.raises(ConfigError, match=flags[-1].partition("=")[0]):
         launch._parse(flags)
