@@ -90,6 +90,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
     import tensorflow as tf
 
     from tfdist import build
+    from tfdist.artifacts.parts import PartedStore
     from tfdist.config import Config
     from tfdist.control.cluster import resolve_cluster
     from tfdist.runtime.mesh import Mesh
@@ -105,6 +106,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
         legs = ((row.mesh, row.spread), *row.then) if kind == "mesh" else ((row.mesh, {}),)
         results: dict[str, list] = {"losses": [], "norms": []}
         arrays: dict[str, np.ndarray] = {}
+        store = PartedStore(str(out / kind / name), lambda step: None, runtime.rank, runtime.size, "leg", 60.0)
         for leg, (mesh, spread) in enumerate(legs):
             keras.backend.clear_session()
             config = base.replace(**row.job, **spread)
@@ -113,7 +115,9 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
                 runtime = MeshRuntime(Mesh.parse(mesh, cluster.size), cluster, runtime._world, 120.0)
             job = build.compose(config, runtime)
             first, last = leg * STEPS // len(legs), (leg + 1) * STEPS // len(legs)
-            if leg:
+            if leg % 2:
+                job.state.read(f"{store.path(leg - 1)}/state-{leg - 1}")
+            elif leg:
                 assign(job, arrays)
             iterators = job.iterators(first * job.plan.global_batch)
             for step in range(first, last):
@@ -126,6 +130,9 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
             if last == STEPS:
                 peak = allocated("peak") - before  # of the last step
             arrays = collect(job)
+            if kind == "mesh" and row.then:  # one leg in two goes on from a snapshot that all have written
+                store.write(leg, job.state.to_slabs(), {"variables": job.state.table()})
+                runtime.barrier()
         evaluation = job.evaluator()()
         held = bytes_held(job) if name.endswith("memory") else []
         if runtime.rank == 0:
