@@ -20,10 +20,13 @@ def slow_batches(size, seconds):
     return [iter(tf.data.Dataset.from_tensor_slices((X, Y, W)).repeat().batch(size).map(slowly))]
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": 48, "accumulation": 3, "dropout": 0.2}, {"timed": False}, {"jit_compile": True}, {"skip_non_finite": True, "clip_norm": 0.1}])
+@pytest.mark.parametrize("options", [{}, {"batch": 48, "accumulation": 3, "dropout": 0.2}, {"timed": False}, {"jit_compile": True}, {"skip_non_finite": True, "clip_norm": 0.1}, {"as_on_gpu": True}])
 def test_a_step_with_marks_is_the_same_step(options):
+    options, as_on_gpu = dict(options), options.get("as_on_gpu", False)
+    options.pop("as_on_gpu", None)
     size = options.get("batch", 16) // options.get("accumulation", 1)
     plain, marked = make_step(optimizer="adamw", **options), make_step(optimizer="adamw", phase_every=2, **options)
+    marked._copies |= as_on_gpu  # batches are copied, and marks wait for a value
     without, with_marks = batches(size), batches(size)
     for n in (1, 3, 2, 4, 1, 2):
         expected, found = plain(without, n), marked(with_marks, n)
