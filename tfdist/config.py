@@ -82,9 +82,12 @@ class ParallelConfig:
     pipe_schedule: str = option("1f1b", "Order of a pipeline's work. gpipe: all micro-batches forward, then all backward; 1f1b: in turn, which holds fewer.", choices=("gpipe", "1f1b"))
     pipe_chunks: int = option(1, "Parts of the model on each stage of the pipeline. More than 1: interleaved, a smaller bubble for more traffic.", least=1)
     pipe_cut: str = option("", "Blocks with which the parts of the pipeline after the first begin, for example block_02,block_05. Empty: balanced by parameters.")
+    sequence_parallel: bool = option(False, "Between the layers that are spread over the model axis, each worker holds only its share of the positions.")
     offload: str = option("none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer"))
     recompute: str = option("none", "Activations that are computed again in the backward pass instead of kept.", choices=("none", "block", "attention"))
     compression: str = option("none", "How gradients travel between workers of a mesh. int8, topk and powersgd carry their error to the next step.", choices=("none", "fp16", "bf16", "int8", "topk", "powersgd"), identity=True)
+    all_reduce: str = option("flat", "How the sum over workers of a mesh is made. hierarchical: within each host first, then across hosts.", choices=("flat", "hierarchical"))
+    workers_per_host: int = option(0, "With --all_reduce=hierarchical: so many consecutive workers count as one host. 0: hosts are told by the workers' addresses.", least=0)
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ class CheckpointConfig:
     backup_every: int = option(0, "Steps between two backups. 0: at the end of each epoch.", least=0)
     double_backup: bool = option(False, "Keep the backup before the last one as well.")
     delete_backup: bool = option(True, "Delete the backup when training has finished.")
+    elastic_commit_every: int = option(0, "With --elastic of tfdist.launch: least steps between two copies of the state in every worker's memory. 0: a copy after every call of the training function (at most 100 steps, about 5 s).", least=0)
     resume: str = option("auto", "auto: from the newest valid snapshot if there is one; never: refuse a run folder that has one; must: fail without one.", choices=("auto", "never", "must"))
     allow_config_change: bool = option(False, "Resume although the configuration's digest differs.")
 
@@ -299,7 +303,7 @@ class Config:
         """Returns self, or raises ConfigError with a sentence that names the flag, its value and the fix."""
         values = self.flat()
         for _, field in iter_options():
-            _check_option(field, values[field.name])
+            check_option(field, values[field.name])
         if self.run.steps and self.run.epochs:
             raise ConfigError(f"--steps={self.run.steps} and --epochs={self.run.epochs:g} both say when to end: give one of them.")
         if not self.run.steps and not self.run.epochs:
@@ -339,9 +343,14 @@ class Config:
         parallel = self.parallel
         if parallel.zero > 3:
             raise ConfigError(f"--zero={parallel.zero} is not a stage: use 0, 1, 2 or 3.")
-        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("pipe_chunks", parallel.pipe_chunks, 1), ("pipe_cut", parallel.pipe_cut, ""), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none")):
+        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("pipe_chunks", parallel.pipe_chunks, 1), ("pipe_cut", parallel.pipe_cut, ""), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none"), ("all_reduce", parallel.all_reduce, "flat"), ("sequence_parallel", parallel.sequence_parallel, False)):
             if value != off and self.strategy.strategy != "mesh":
                 raise ConfigError(f"--{name}={value} is for --strategy=mesh, not {self.strategy.strategy}: add --strategy=mesh, or drop it.")
+        if parallel.workers_per_host and parallel.all_reduce != "hierarchical":
+            raise ConfigError(f"--workers_per_host={parallel.workers_per_host} is for --all_reduce=hierarchical, not {parallel.all_reduce}: drop one of them.")
+        if parallel.all_reduce != "flat" and (parallel.zero or parallel.compression != "none"):
+            other = f"--zero={parallel.zero}" if parallel.zero else f"--compression={parallel.compression}"
+            raise ConfigError(f"--all_reduce={parallel.all_reduce} is for gradients that are whole on all workers and travel as they are, which {other} changes: drop one of them.")
 
     def _check_servers(self) -> None:
         """What a parameter-server run cannot do, and what only such a run can."""
@@ -373,7 +382,8 @@ def iter_options() -> Iterator[tuple[str, dataclasses.Field]]:
             yield component, field
 
 
-def _check_option(field: dataclasses.Field, value: Any) -> None:
+def check_option(field: dataclasses.Field, value: Any) -> None:
+    """Raises ConfigError if a flag's value is not among its choices, or too small."""
     choices, least = field.metadata["choices"], field.metadata["least"]
     if choices and value not in choices:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")

@@ -43,9 +43,9 @@ class WholeState:
     def table(self) -> dict[str, tuple[str, list[int], str]]:
         return table(self.variables)
 
-    def to_host(self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """key -> a copy in host memory; {} unless `wanted` here. into: an earlier result that nobody needs any more."""
-        return to_host(self.variables, into) if wanted else {}
+    def to_host(self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str = "") -> dict[str, np.ndarray]:
+        """key -> a copy in host memory, of keys that begin with `only`; {} unless `wanted` here. into: an earlier result that nobody needs any more."""
+        return to_host({key: variable for key, variable in self.variables.items() if key.startswith(only)}, into) if wanted else {}
 
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         assign(self.variables, arrays)

@@ -81,6 +81,11 @@ class StrategyRuntime:
         ring = Ring(self.rank, self.size, host, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
         self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
 
+    @property
+    def uses_ring(self) -> bool:
+        """Whether gradients travel through runtime/ring.py."""
+        return self._reducer is not None
+
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         if self._reducer and all(tensor.dtype == tf.float32 and tensor.shape.is_fully_defined() for tensor in tensors):
             return self._reducer(tensors)

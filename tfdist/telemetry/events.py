@@ -12,6 +12,7 @@
 | backup  | when a backup has been written     | save/bytes, save/write_s, save/step                                               |
 | trace   | when a trace has been written     | message, trace/first_step, trace/folder                                           |
 | warning | when something needs attention    | message                                                                           |
+| regroup | instead of end, when workers come or go without a restart (--elastic) | message                                              |
 | end     | once, unless killed               | stopped, train_s, eval/*                                                          |
 | error   | instead of end, if there was time | message                                                                           |
 """

@@ -30,7 +30,7 @@ from tfdist.training.precision import SMALLEST_SCALE, LossScale
 from tfdist.training.seeds import reseed, seed_states
 from tfdist.training.update import DataParallel, Update
 
-SIGNALS = ("save", "stop")  # what a worker may ask for; summed over workers in the reduction that is there anyway
+SIGNALS = ("save", "stop", "leave")  # leave: end this group of workers, to form another. What a worker may ask for; summed over workers in the reduction that is there anyway
 _FIRST_SUMS = ("loss", "weight", "regularization")
 
 
@@ -105,10 +105,10 @@ class TrainStep:
         Args:
           iterators: one tf.data iterator of (x, y, w) micro-batches per local replica.
           n: how many; a new value does not trace again.
-          signals: what this worker asks for, in the order of SIGNALS.
+          signals: what this worker asks for, in the order of SIGNALS; what is left out is not asked for.
         """
         told = np.zeros(len(SIGNALS) + 1 + self.runtime.size, np.float32)
-        told[:len(SIGNALS)] = signals
+        told[:len(signals)] = signals
         told[len(SIGNALS)] = self._wall_s if self.runtime.rank == 0 else 0.0
         told[len(SIGNALS) + 1 + self.runtime.rank] = self._compute_s
         sampled = self._mark.always or marks.is_sampled(self._calls, self.options.phase_every)

@@ -1,0 +1,200 @@
+"""tfdist beside what one would use instead of it: the same models on the same data, measured in one run on this machine.
+
+    python scripts/bench_peers.py [--resume] [--quick] [--only=transformer10m,PyTorch] [--rounds=1]
+                                  [--out=runs/peers] [--venvs=~/.cache/tfdist-bench] [--prepare] [--report]
+
+Peers: Keras 3 fit, tf-keras fit under MultiWorkerMirroredStrategy, Horovod, Orbit, PyTorch DistributedDataParallel
+(scripts/peers/). They run in virtual environments that are made at the first call (about 4 GB in all) with pip as it is
+configured. One core and one thread a worker, float32, the same batches and initial weights; a row is printed only if its
+parameters, its FLOPs and the loss of its first window are those of the others. Needs two cores that are otherwise idle.
+
+Every measurement is a fresh start: two windows to warm up, then at least five that count. Engines take turns within a
+workload, so that slow drifts of the machine hit all. Each result is written as it comes (OUT/cells/*.json); then OUT/
+peers.md and OUT/peers.png. --resume keeps what is there and was measured with the same settings. --only: parts of the
+names of workloads and engines; a measurement must match one of each sort that is named. --rounds=N: N fresh starts each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+import environments  # noqa: E402
+
+LONGEST = 420.0  # seconds that one measurement may take
+LOOK_EVERY = 0.5  # seconds between two looks at the processes' memory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="", help="folder of the results (default runs/peers, with --quick runs/peers-quick)")
+    parser.add_argument("--venvs", default="~/.cache/tfdist-bench", help="folder of the environments")
+    parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for; on a machine without GPUs choose a CPU build (default %(default)s)")
+    parser.add_argument("--only", default="", help="parts of names of workloads and engines, separated by commas")
+    parser.add_argument("--rounds", type=int, default=1, help="fresh starts of each measurement")
+    parser.add_argument("--resume", action="store_true", help="keep measurements that are there")
+    parser.add_argument("--quick", action="store_true", help="one window of one step: whether everything runs; the figures mean nothing")
+    parser.add_argument("--prepare", action="store_true", help="only make the environments")
+    parser.add_argument("--report", action="store_true", help="only write the report of what has been measured")
+    arguments = parser.parse_args()
+    venvs = Path(arguments.venvs).expanduser().resolve()
+    out = Path(arguments.out or ("runs/peers-quick" if arguments.quick else "runs/peers")).resolve()
+    recipes = environments.recipes(arguments.torch)
+    if reason := environments.make("tfdist", recipes["tfdist"], venvs):
+        raise SystemExit(f"bench_peers: tfdist cannot be measured: {reason}.")
+    if Path(sys.prefix).resolve() != venvs / "tfdist":  # NumPy and Matplotlib are there
+        own = str(venvs / "tfdist" / "bin" / "python")
+        os.execv(own, [own, *sys.argv])
+
+    plans = selection(arguments)
+    wanted = {plan.engine.environment for plan in plans}
+    missing = {name: reason for name, recipe in recipes.items() if name in wanted and (reason := environments.make(name, recipe, venvs))}
+    for name, reason in missing.items():
+        print(f"bench_peers: {name} is left out: {reason}.", file=sys.stderr)
+    if arguments.prepare:
+        raise SystemExit(bool(missing))
+    (out / "cells").mkdir(parents=True, exist_ok=True)
+    (out / "missing.json").write_text(json.dumps(missing))
+    if not arguments.report:
+        measure_all([plan for plan in plans if plan.engine.environment not in missing], venvs, out, arguments.resume)
+    import report
+
+    print(report.write(out))
+
+
+def selection(arguments: argparse.Namespace) -> list:
+    """The measurements, in order: engines next to each other within a workload, a round and a number of workers."""
+    from engines import ENGINES, MODES, Plan
+    from workloads import WORKLOADS
+
+    parts = [part.strip().lower() for part in arguments.only.split(",") if part.strip()]
+    workloads = [name for name in WORKLOADS if any(part in name for part in parts)] or list(WORKLOADS)
+    engines = [name for name in ENGINES if any(part in name.lower() for part in parts)] or list(ENGINES)
+    unknown = [part for part in parts if not any(part in name.lower() for name in (*WORKLOADS, *ENGINES))]
+    if unknown:
+        raise SystemExit(f"bench_peers: --only={arguments.only}: {unknown[0]!r} is in no name: use parts of {', '.join((*WORKLOADS, *ENGINES))}.")
+    plans = []
+    for workload in (WORKLOADS[name] for name in workloads):
+        steps, windows = (1, 1) if arguments.quick else (workload.steps, workload.windows)
+        plans += [Plan(workload, ENGINES[name], mode, number, steps, windows) for number in range(arguments.rounds) for mode in MODES
+                  for name in engines if mode in ENGINES[name].modes and workload.kind in ENGINES[name].kinds]
+    return plans
+
+
+def measure_all(plans: list, venvs: Path, out: Path, resume: bool) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is ended too
+    begun = time.monotonic()
+    for number, plan in enumerate(plans, 1):
+        path = out / "cells" / f"{plan.name}.json"
+        if resume and path.exists():
+            found = json.loads(path.read_text())
+            if "error" not in found and found["settings"] == plan.settings():
+                continue
+        result = measure(plan, venvs, out / "cells" / plan.name)
+        path.with_suffix(".part").write_text(json.dumps(result, indent=1))
+        path.with_suffix(".part").rename(path)
+        shown = result.get("error") or f"{result['median']:8.3f} steps/s, first step after {result['startup_s']:.1f} s, {result['peak_mb']:.0f} MB"
+        print(f"[{number}/{len(plans)}, {(time.monotonic() - begun) / 60:.1f} min] {plan.workload.name}, {plan.mode:>2}, {plan.engine.name}: {shown}", file=sys.stderr, flush=True)
+
+
+def measure(plan, venvs: Path, folder: Path) -> dict:
+    """One fresh start, watched to its end."""
+    from engines import commands
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    result = {"settings": plan.settings(), "load": os.getloadavg()[0], "time": time.time()}
+    cores = sorted(os.sched_getaffinity(0))
+    processes, started = [], time.time()
+    with open(folder / "output.log", "w", encoding="utf-8") as output:
+        for command, environment, own in commands(plan, venvs, folder, cores):
+            processes.append(subprocess.Popen(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                                              start_new_session=True, preexec_fn=lambda own=own: os.sched_setaffinity(0, own)))
+        error, peak = watch(processes)
+    if error:
+        return {**result, "error": f"{error}; see {folder / 'output.log'}: {last_line(folder / 'output.log')}"}
+    try:
+        return {**result, "peak_mb": peak / 1024, **figures(plan, folder, started)}
+    except (OSError, ValueError, KeyError) as problem:
+        return {**result, "error": f"its figures cannot be read ({problem}); see {folder / 'output.log'}"}
+
+
+def watch(processes: list[subprocess.Popen]) -> tuple[str, int]:
+    """Waits for all. Returns (what went wrong or "", the largest resident memory that one process had, kB)."""
+    peak, deadline, error = 0, time.monotonic() + LONGEST, ""
+    own: set[int] = set()
+    try:
+        while any(process.poll() is None for process in processes):
+            own = descendants({process.pid for process in processes})
+            peak = max([peak, *map(high_water, own)])
+            failed = [process.returncode for process in processes if process.poll()]
+            if failed or time.monotonic() > deadline:
+                error = f"a process ended with code {failed[0]}" if failed else f"it did not end within {LONGEST:.0f} s"
+                break
+            time.sleep(LOOK_EVERY)
+        failed = [process.returncode for process in processes if process.poll()]
+        return error or (f"a process ended with code {failed[0]}" if failed else ""), peak
+    finally:
+        for pid in own | descendants({process.pid for process in processes if process.poll() is None}):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+
+
+def descendants(roots: set[int]) -> set[int]:
+    """The processes, and all that they started and that still runs."""
+    parents = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                parents[int(entry.name)] = int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[1])
+    found, new = set(), {pid for pid in roots if pid in parents}
+    while new:
+        found |= new
+        new = {pid for pid, parent in parents.items() if parent in new} - found
+    return found
+
+
+def high_water(pid: int) -> int:
+    """The most resident memory that a process had so far, kB."""
+    with contextlib.suppress(OSError, StopIteration):
+        return int(next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")).split()[1])
+    return 0
+
+
+def figures(plan, folder: Path, started: float) -> dict:
+    """From the notes of the workers. tfdist's chief writes for all, the peers' workers each for itself."""
+    import statistics
+
+    from engines import WARM_UP
+
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    if len(ranks) != (plan.world if plan.engine.script else 1):
+        raise ValueError(f"{len(ranks)} of {plan.world} workers left a result")
+    ends = ranks[0]["ends"]
+    if len(ends) != plan.windows + WARM_UP:
+        raise ValueError(f"{len(ends)} windows instead of {plan.windows + WARM_UP}")
+    rates = [plan.steps / (end - begin) for begin, end in zip(ends[WARM_UP - 1:], ends[WARM_UP:], strict=False)]
+    median = statistics.median(rates)
+    return {"steps_per_s": rates, "median": median, "startup_s": ends[0] - started - (plan.steps - 1) / median,
+            "losses": [statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)],
+            "parameters": ranks[0]["parameters"], "flops": ranks[0]["flops"], "versions": ranks[0]["versions"]}
+
+
+def last_line(path: Path) -> str:
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
+
+
+if __name__ == "__main__":
+    main()

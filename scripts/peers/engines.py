@@ -1,0 +1,129 @@
+"""The engines that scripts/bench_peers.py compares, and how a measurement of each is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workloads import Workload
+
+PEERS = Path(__file__).resolve().parent
+REPOSITORY = PEERS.parents[1]
+WARM_UP = 2  # windows that are not counted: the first traces, compiles or rebuilds its buckets, the second settles
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One row of the table. `script`: in this folder; empty for tfdist. `alone`: the row that its efficiency refers to."""
+
+    name: str
+    environment: str
+    script: str = ""
+    variant: str = ""
+    modes: tuple[str, ...] = ("1", "2")
+    flags: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    alone: str = ""
+    kinds: tuple[str, ...] = ("transformer", "cnn", "resnet", "embedding")
+
+
+BOTH = ("1", "2", "2s")
+ENGINES = {engine.name: engine for engine in (
+    Engine("tfdist one_device", "tfdist", flags=("--strategy=one_device",), modes=("1",)),
+    Engine("tfdist multi_worker", "tfdist", flags=("--strategy=multi_worker",), modes=("2", "2s"), alone="tfdist one_device"),
+    Engine("PyTorch DDP", "torch", "torch_ddp.py", modes=BOTH),
+    Engine("Horovod", "tfdist", "horovod_loop.py", modes=BOTH),
+    Engine("Keras fit", "tfdist", "keras_fit.py", modes=("1",)),
+    Engine("tf-keras fit, MWMS", "tf-keras", "tf_keras_fit.py", modes=BOTH, variables={"TF_USE_LEGACY_KERAS": "1"}),
+    Engine("Orbit, MWMS", "orbit", "orbit_trainer.py"),
+    Engine("tfdist sockets", "tfdist", flags=("--strategy=sockets",), modes=("2",), alone="tfdist one_device"),
+    Engine("tfdist horovod", "tfdist", flags=("--strategy=horovod",), modes=("2",), alone="tfdist one_device"),
+    Engine("PyTorch DDP, compiled", "torch", "torch_ddp.py", "compile"),
+    Engine("Keras fit, XLA", "tfdist", "keras_fit.py", "xla", modes=("1",)),
+    Engine("tfdist one_device, XLA", "tfdist", flags=("--strategy=one_device", "--jit_compile"), modes=("1",), kinds=("transformer",)),
+    Engine("tfdist multi_worker, XLA", "tfdist", flags=("--strategy=multi_worker", "--jit_compile"), modes=("2",), alone="tfdist one_device, XLA", kinds=("transformer",)),
+)}
+
+# mode -> (workers, what a worker's batch is divided by, words)
+MODES = {"1": (1, 1, "1 worker"), "2": (2, 1, "2 workers"), "2s": (2, 2, "2 workers, half the batch each")}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One measurement: a fresh start of an engine."""
+
+    workload: Workload
+    engine: Engine
+    mode: str
+    round: int
+    steps: int
+    windows: int  # counted ones
+
+    @property
+    def name(self) -> str:
+        words = f"{self.workload.name}.{self.mode}.{self.engine.name}.{self.round}"
+        return words.replace(", ", "-").replace(" ", "_")
+
+    @property
+    def world(self) -> int:
+        return MODES[self.mode][0]
+
+    @property
+    def batch(self) -> int:
+        return self.workload.batch // MODES[self.mode][1]
+
+    def settings(self) -> dict:
+        """What must be the same for a measurement to be kept by --resume."""
+        return {"workload": self.workload.name, "engine": self.engine.name, "mode": self.mode, "round": self.round, "world": self.world,
+                "batch": self.batch, "steps": self.steps, "windows": self.windows}
+
+
+def commands(plan: Plan, venvs: Path, folder: Path, cores: list[int]) -> list[tuple[list[str], dict[str, str], set[int]]]:
+    """What to start: (command, environment, cores of the process) each. One core and one thread a worker."""
+    python = venvs / plan.engine.environment / "bin" / "python"
+    told = {"workload": plan.workload.name, "batch": plan.batch, "steps": plan.steps, "windows": plan.windows + WARM_UP, "world": plan.world,
+            "cores": cores, "variant": plan.engine.variant, "folder": str(folder)}
+    own = set(cores[:plan.world])
+    environment = {**_environment(), **plan.engine.variables, "BENCH_CELL": json.dumps(told), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "PATH": f"{python.parent}:{os.environ.get('PATH', '')}"}
+    if not plan.engine.script:
+        environment["PYTHONPATH"] = f"{REPOSITORY}:{PEERS}"
+        return [([str(python), "-m", "tfdist.launch", f"--workers={plan.world}", "--", *_tfdist_flags(plan, folder)], environment, own)]
+    script = [str(python), str(PEERS / plan.engine.script)]
+    if plan.engine.script == "horovod_loop.py":
+        return [([str(python.parent / "horovodrun"), "-np", str(plan.world), "--gloo", *script], environment, own)]
+    ports = _free_ports(plan.world)
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    started = []
+    for rank in range(plan.world):
+        mine = {"BENCH_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "GLOO_SOCKET_IFNAME": "lo"}
+        if plan.world > 1:
+            mine["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
+        started.append((script, {**environment, **mine}, {cores[rank % len(cores)]}))
+    return started
+
+
+def _tfdist_flags(plan: Plan, folder: Path) -> list[str]:
+    workload = plan.workload
+    return ["--model=tfdist_job:model", f"--model_args=workload={workload.name}", "--source=tfdist_job:source", f"--source_args=workload={workload.name}",
+            "--objective=classification", "--noshuffle", "--nosync_batchnorm", f"--micro_batch={plan.batch}", "--accumulation=1",
+            f"--optimizer={workload.optimizer}", f"--learning_rate={workload.learning_rate}", f"--steps={(plan.windows + WARM_UP) * plan.steps}", f"--log_every={plan.steps}",
+            "--eval_every=-1", "--save_minutes=0", "--nosave_final", "--export=none", "--noplot", "--progress=none", "--trackers=tfdist_job:tracker",
+            f"--run_dir={folder / 'run'}", *plan.engine.flags]
+
+
+def _environment() -> dict[str, str]:
+    left_out = ("TF_CONFIG", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
+    return {**{name: value for name, value in os.environ.items() if name not in left_out and not name.startswith("HOROVOD_")}, **threads,
+            "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

@@ -1,0 +1,21 @@
+"""Peer: `model.fit` of Keras 3 on TensorFlow, one process. Variants: "" without XLA, "xla" with (Keras' own choice).
+
+A window is one call of the compiled function: steps_per_execution = steps.
+"""
+
+from cell import Cell
+
+cell = Cell()
+
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from fit_windows import windows  # noqa: E402
+from keras_models import build, count, forward_flops, make_optimizer  # noqa: E402
+
+x, y = cell.batches()
+model = build(cell.workload, keras)
+model.compile(make_optimizer(cell.workload, keras), keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+              steps_per_execution=cell.steps, jit_compile=cell.variant == "xla")
+dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(tf.data.AUTOTUNE)
+model.fit(dataset, steps_per_epoch=cell.windows * cell.steps, verbose=0, callbacks=[windows(cell, keras)])
+cell.finish(parameters=count(model), flops=forward_flops(model, cell.batch), versions=f"Keras {keras.__version__}, TensorFlow {tf.__version__}")
