@@ -5,7 +5,9 @@
 1. Loop overhead: tfdist against a minimal hand-written TensorFlow loop with the same model, data and optimizer, block
    by block in turn in one process pinned to one core. A ratio of 1 means that tfdist costs nothing.
 2. Weak scaling: steps per second of one worker against two (each with its own core and the same micro-batch), for
-   every way gradients can travel. 1 means perfect. The repeats take turns, so that slow drifts of the machine hit all.
+   every way gradients can travel: auto (memory read in place, as both are on one host), socket (our TCP ring), ring
+   (TensorFlow's, over gRPC). 1 means perfect; what two workers that do not talk at all reach is what this machine's
+   shared caches and memory allow. The repeats take turns, so that slow drifts of the machine hit all.
 
 Prints medians with their spread over the repeats. Needs two cores that are otherwise idle.
 """
@@ -47,7 +49,9 @@ def main() -> None:
         print(f"repeat {repeat + 1} of {arguments.repeats} ...", file=sys.stderr, flush=True)
         measured = start(arguments, "overhead", 1)[0]
         measured["one worker"] = start(arguments, "scaling", 1)[0]["steps_per_s"]
-        for communication in ("socket", "ring"):
+        measured["two that do not talk"] = min(worker["steps_per_s"] for worker in start(arguments, "scaling", 2, together=False))
+        measured["efficiency, no talk"] = measured["two that do not talk"] / measured["one worker"]
+        for communication in ("auto", "socket", "ring"):
             measured[f"two workers, {communication}"] = min(worker["steps_per_s"] for worker in start(arguments, "scaling", 2, communication))
             measured[f"efficiency, {communication}"] = measured[f"two workers, {communication}"] / measured["one worker"]
         measured["tfdist / hand-written"] = measured["tfdist"] / measured["hand-written"]
@@ -62,8 +66,11 @@ def main() -> None:
             json.dump({"workload": arguments.workload, "jit": arguments.jit, "results": results}, file, indent=1)
 
 
-def start(arguments: argparse.Namespace, child: str, workers: int, communication: str = "auto") -> list[dict]:
-    """Runs `workers` children side by side, one core each; returns what each prints in its last line."""
+def start(arguments: argparse.Namespace, child: str, workers: int, communication: str = "auto", together: bool = True) -> list[dict]:
+    """Runs `workers` children side by side, one core each; returns what each prints in its last line.
+
+    together: they are one cluster, not each its own.
+    """
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
@@ -75,7 +82,7 @@ def start(arguments: argparse.Namespace, child: str, workers: int, communication
                        "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
         environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ.get("PYTHONPATH", "")])
         environment.pop("TF_CONFIG", None)
-        if workers > 1:
+        if workers > 1 and together:
             environment["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
         command = [sys.executable, os.path.abspath(__file__), f"--child={child}", f"--steps={arguments.steps}", f"--workload={arguments.workload}",
                    f"--communication={communication}", *(["--jit"] if arguments.jit else [])]

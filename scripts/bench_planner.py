@@ -2,7 +2,7 @@
 
     python scripts/bench_planner.py [FOLDER]        about 3 minutes on two idle cores; prints one line a run
 
-Runs of 1 worker (two batch sizes) and 2 workers calibrate; 3 and 4 workers, which share the processors, are predicted.
+Runs of 1 and 2 workers (two batch sizes each) calibrate; other sizes, and 3 and 4 workers, which share the processors, are predicted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tfdist.planner.calibrate import read_run
 
 TRAIN = ["--source=synthetic", "--source_args=task=text,vocab=256,samples=4096,eval_samples=32,fixed=True", "--sequence_length=64", "--model=transformer", "--model_args=layers=4,width=192,heads=6",
          "--steps=60", "--log_every=10", "--eval_every=-1", "--export=none", "--noplot", "--save_minutes=0", "--nosave_final", "--trackers=none", "--progress=none", "--resume=never"]
-CALIBRATE = ((1, 8), (1, 24), (2, 24))
-PREDICT = ((2, 40), (3, 24), (4, 24))  # workers, global batch
+CALIBRATE = ((1, 8), (1, 24), (2, 16), (2, 48))
+PREDICT = ((2, 32), (3, 24), (4, 24))  # workers, global batch
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 

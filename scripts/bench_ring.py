@@ -1,4 +1,5 @@
-"""All-reduce between two workers on this machine: our TCP ring against TensorFlow's collectives over gRPC.
+"""All-reduce between two workers on this machine: our ring, with memory read in place (auto) and over TCP (socket), against
+TensorFlow's collectives over gRPC (ring).
 
     python scripts/bench_ring.py [--sizes_mb=1,4,16,64] [--repeats=7]
 
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROWS = [("socket", 1.0), ("socket", 4.0), ("ring", 1.0), ("ring", 4.0)]
+ROWS = [("auto", 1.0), ("auto", 4.0), ("socket", 1.0), ("socket", 4.0), ("ring", 1.0), ("ring", 4.0)]
 
 
 def main() -> None:

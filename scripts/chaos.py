@@ -1,6 +1,6 @@
 """Kills, stops and breaks a real job again and again, then compares its end with that of an undisturbed one, bit for bit.
 
-    python scripts/chaos.py --kills=20 --seed=1 [--workers=3] [--steps=1300] [--standby] [--keep=FOLDER]
+    python scripts/chaos.py --kills=20 --seed=1 [--workers=3] [--steps=1300] [--standby] [--keep=FOLDER] [--train="--strategy=mesh --zero=3"]
 
 Both runs train the same model with `--deterministic`. While the second one runs, `--kills` faults befall it, drawn from the seed:
 
@@ -107,8 +107,8 @@ class Chaos:
         (self.marks / f"arm-{rank}-{kind}").touch()
 
     def kill_save(self) -> None:
-        """When the next snapshot's files are written, but not yet committed."""
-        self.arm(0, "kill_save")
+        """When the next snapshot's files are written, but not yet committed. On a mesh every worker writes a part."""
+        self.arm(self.random.randrange(self.arguments.workers) if "--strategy=mesh" in self.arguments.train else 0, "kill_save")
 
     def kill_restore(self) -> None:
         """A kill, and another one when the restarted job restores."""
@@ -190,7 +190,7 @@ class Chaos:
 def flags(arguments: argparse.Namespace) -> list[str]:
     return [*CLUSTERS, "--source=tests.e2e.sources:identified", "--objective=tests.e2e.sources:identifying", "--model_args=widths=(16,),dropout=0.1,num_outputs=2", f"--steps={arguments.steps}", "--deterministic",
             "--optimizer=adamw", "--ema=0.9", "--schedule=cosine", "--accumulation=2", "--log_every=1", f"--save_every={SAVE_EVERY}", "--progress=none", "--trackers=none",
-            "--heartbeat_timeout=3", "--eval_every=500"]
+            "--heartbeat_timeout=3", "--eval_every=500", *arguments.train.split()]
 
 
 def batches(run_dir: Path) -> dict[int, tuple]:
@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="default: enough for all kills")
     parser.add_argument("--standby", action="store_true")
+    parser.add_argument("--train", default="", help="more flags of the job")
     parser.add_argument("--keep", default="", help="folder for both runs (default: a temporary one, removed at the end)")
     arguments = parser.parse_args()
     folder = Path(arguments.keep or tempfile.mkdtemp(prefix="tfdist-chaos-"))

@@ -24,9 +24,15 @@ from tfdist.data import augment, pipeline
 from tfdist.data.sources.base import Split
 from tfdist.data.sources.registry import load_split
 from tfdist.models.registry import build_model
+from tfdist.planner import startup
+from tfdist.planner.layout import Layout
+from tfdist.planner.shapes import Weight
+from tfdist.planner.startup import Rooms
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
+from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.dropped import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
@@ -79,8 +85,11 @@ class Job:
         return make_evaluator(self.config, self.runtime, self.model, self.objective, self.eval_split, self.plan.micro_batch, self.step.update.averaged)
 
 
-def compose(config: Config, runtime: Runtime) -> Job:
-    """Builds every part of a run on a runtime. Raises TfdistError subclasses on what a user can mend."""
+def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job:
+    """Builds every part of a run on a runtime. Raises TfdistError subclasses on what a user can mend.
+
+    rooms: the memory that the state must fit; None: is not checked.
+    """
     train_split, eval_split = load_split(config.data, "train"), load_split(config.data, "eval")
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
@@ -91,6 +100,8 @@ def compose(config: Config, runtime: Runtime) -> Job:
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         _check_compiled(config, runtime, model)
+        if rooms:
+            _check_memory(config, runtime, model, rooms)
         optimizer = make_optimizer(config.optimizer, schedule)
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
@@ -103,6 +114,7 @@ def compose(config: Config, runtime: Runtime) -> Job:
             optimizer.build(model.trainable_variables)
         if config.parallel.recompute != "none":
             segments.recompute(model, config.parallel.recompute, {})
+    objective = with_dropped(objective, model)
     batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
     step = TrainStep(runtime, model, optimizer, objective, loss_scale, StepOptions(
         plan=plan,
@@ -111,6 +123,7 @@ def compose(config: Config, runtime: Runtime) -> Job:
         jit_compile=config.model.jit_compile,
         skip_non_finite=config.loop.on_nan == "skip",
         timed=not config.run.deterministic,
+        phase_every=config.telemetry.phase_every,
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
     ), batch_spec, *((spread.update, spread.pipeline) if spread else ()))
     state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
@@ -155,6 +168,18 @@ def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> Non
     synchronized = any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
     if config.model.jit_compile and synchronized and runtime.replicas > 1:
         raise ConfigError("--jit_compile cannot compile synchronised BatchNormalization over several replicas: add --nosync_batchnorm, or drop --jit_compile.")
+
+
+def memory_rooms(cluster: Cluster) -> Rooms:
+    """What memory this worker has, once its runtime has started."""
+    return startup.find_rooms(cluster, bool(tf.config.list_physical_devices("GPU")))
+
+
+def _check_memory(config: Config, runtime: Runtime, model: keras.Model, rooms: Rooms) -> None:
+    """See planner/startup.py. Which variables pipe, model and expert divide is decided later: at best all of them."""
+    mesh = runtime.mesh if isinstance(runtime, MeshRuntime) else Mesh.create(data=runtime.replicas)
+    layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
+    startup.check(config, layout, [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables], rooms)
 
 
 def start_runtime(config: Config, cluster: Cluster) -> Runtime:

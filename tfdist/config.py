@@ -65,7 +65,7 @@ class StrategyConfig:
 
     strategy: str = option("auto", "auto: parameter_server if TF_CONFIG lists ps, multi_worker if it lists several workers, horovod under horovodrun or mpirun, mirrored if there are several local GPUs, else one_device. sockets: plain processes over TCP, without tf.distribute; one device each. mesh: see --mesh.")
     virtual_devices: int = option(0, "With --strategy=mirrored: this many CPU devices instead of the local GPUs.", least=0)
-    communication: str = option("auto", "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC; nccl: NVIDIA's. auto: nccl on GPUs, else socket.", choices=("auto", "socket", "ring", "nccl"))
+    communication: str = option("auto", "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC; nccl: NVIDIA's. auto: nccl on GPUs; on the CPU socket, with shared memory between neighbours on one host.", choices=("auto", "socket", "ring", "nccl"))
     pack_mb: float = option(1.0, "Gradients are reduced in packs of about this many MB, so that the first packs travel while the backward pass goes on. 0: one pack per tensor.", least=0)
     collective_timeout: float = option(1800.0, "Seconds after which a collective that does not end is an error. Must exceed the longest save or evaluation. 0: never.", least=0)
     horovod_fusion_mb: float = option(64.0, "With --strategy=horovod: gradients are reduced in groups of about this many MB. 0: one by one, as --deterministic does over three and more workers.", least=0)
@@ -82,9 +82,12 @@ class ParallelConfig:
     pipe_schedule: str = option("1f1b", "Order of a pipeline's work. gpipe: all micro-batches forward, then all backward; 1f1b: in turn, which holds fewer.", choices=("gpipe", "1f1b"))
     pipe_chunks: int = option(1, "Parts of the model on each stage of the pipeline. More than 1: interleaved, a smaller bubble for more traffic.", least=1)
     pipe_cut: str = option("", "Blocks with which the parts of the pipeline after the first begin, for example block_02,block_05. Empty: balanced by parameters.")
+    sequence_parallel: bool = option(False, "Between the layers that are spread over the model axis, each worker holds only its share of the positions.")
     offload: str = option("none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer"))
     recompute: str = option("none", "Activations that are computed again in the backward pass instead of kept.", choices=("none", "block", "attention"))
     compression: str = option("none", "How gradients travel between workers of a mesh. int8, topk and powersgd carry their error to the next step.", choices=("none", "fp16", "bf16", "int8", "topk", "powersgd"), identity=True)
+    all_reduce: str = option("flat", "How the sum over workers of a mesh is made. hierarchical: within each host first, then across hosts.", choices=("flat", "hierarchical"))
+    workers_per_host: int = option(0, "With --all_reduce=hierarchical: so many consecutive workers count as one host. 0: hosts are told by the workers' addresses.", least=0)
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ class CheckpointConfig:
     backup_every: int = option(0, "Steps between two backups. 0: at the end of each epoch.", least=0)
     double_backup: bool = option(False, "Keep the backup before the last one as well.")
     delete_backup: bool = option(True, "Delete the backup when training has finished.")
+    elastic_commit_every: int = option(0, "With --elastic of tfdist.launch: least steps between two copies of the state in every worker's memory. 0: a copy after every call of the training function (at most 100 steps, about 5 s).", least=0)
     resume: str = option("auto", "auto: from the newest valid snapshot if there is one; never: refuse a run folder that has one; must: fail without one.", choices=("auto", "never", "must"))
     allow_config_change: bool = option(False, "Resume although the configuration's digest differs.")
 
@@ -210,6 +214,9 @@ class TelemetryConfig:
 
     progress: str = option("auto", "Progress on the console: a bar on a terminal, plain lines elsewhere.", choices=("auto", "bar", "plain", "none"))
     trackers: str = option("tensorboard", "Where the chief tracks the run: some of tensorboard, csv, mlflow, wandb, or package.module:function; none.")
+    phase_every: int = option(10, "Of as many calls of the training function one measures the phases of its steps. 0: none.", least=0)
+    peak_tflops: float = option(0.0, "Peak of one device in the compute type, TFLOP/s, for the MFU. 0: from the planner's table, by the name of the GPU.", least=0)
+    scaling_baseline: str = option("", "What scaling efficiency is against: samples per second of one worker, or the folder of a run of one worker. Empty: none is told.")
     histograms_every: int = option(0, "Steps between two histograms of the weights in TensorBoard, taken at log lines. 0: none.", least=0)
     prometheus_port: int = option(0, "Every worker serves its numbers to Prometheus at this port + its rank on its machine. 0: not.", least=0)
     opentelemetry: bool = option(False, "Every worker sends spans by OpenTelemetry; the OTEL_ environment variables say where to.")
@@ -296,7 +303,7 @@ class Config:
         """Returns self, or raises ConfigError with a sentence that names the flag, its value and the fix."""
         values = self.flat()
         for _, field in iter_options():
-            _check_option(field, values[field.name])
+            check_option(field, values[field.name])
         if self.run.steps and self.run.epochs:
             raise ConfigError(f"--steps={self.run.steps} and --epochs={self.run.epochs:g} both say when to end: give one of them.")
         if not self.run.steps and not self.run.epochs:
@@ -336,9 +343,14 @@ class Config:
         parallel = self.parallel
         if parallel.zero > 3:
             raise ConfigError(f"--zero={parallel.zero} is not a stage: use 0, 1, 2 or 3.")
-        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("pipe_chunks", parallel.pipe_chunks, 1), ("pipe_cut", parallel.pipe_cut, ""), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none")):
+        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("pipe_chunks", parallel.pipe_chunks, 1), ("pipe_cut", parallel.pipe_cut, ""), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none"), ("all_reduce", parallel.all_reduce, "flat"), ("sequence_parallel", parallel.sequence_parallel, False)):
             if value != off and self.strategy.strategy != "mesh":
                 raise ConfigError(f"--{name}={value} is for --strategy=mesh, not {self.strategy.strategy}: add --strategy=mesh, or drop it.")
+        if parallel.workers_per_host and parallel.all_reduce != "hierarchical":
+            raise ConfigError(f"--workers_per_host={parallel.workers_per_host} is for --all_reduce=hierarchical, not {parallel.all_reduce}: drop one of them.")
+        if parallel.all_reduce != "flat" and (parallel.zero or parallel.compression != "none"):
+            other = f"--zero={parallel.zero}" if parallel.zero else f"--compression={parallel.compression}"
+            raise ConfigError(f"--all_reduce={parallel.all_reduce} is for gradients that are whole on all workers and travel as they are, which {other} changes: drop one of them.")
 
     def _check_servers(self) -> None:
         """What a parameter-server run cannot do, and what only such a run can."""
@@ -370,7 +382,8 @@ def iter_options() -> Iterator[tuple[str, dataclasses.Field]]:
             yield component, field
 
 
-def _check_option(field: dataclasses.Field, value: Any) -> None:
+def check_option(field: dataclasses.Field, value: Any) -> None:
+    """Raises ConfigError if a flag's value is not among its choices, or too small."""
     choices, least = field.metadata["choices"], field.metadata["least"]
     if choices and value not in choices:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")

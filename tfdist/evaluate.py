@@ -113,7 +113,7 @@ def _compose(config: Config) -> Job:
     # One process evaluates, whatever the run was trained with; the batch only has to fit.
     batch = config.data.eval_batch or min(config.batch.global_batch or config.batch.micro_batch, 128)
     spread = config.strategy.strategy in ("multi_worker", "horovod", "sockets", "mesh", "parameter_server")
-    alone = config.replace(strategy="auto" if spread else config.strategy.strategy, mesh="", zero=0, pipe_chunks=1, pipe_cut="", offload="none", compression="none", accumulation=0, micro_batch=0,
+    alone = config.replace(strategy="auto" if spread else config.strategy.strategy, mesh="", zero=0, pipe_chunks=1, pipe_cut="", offload="none", compression="none", all_reduce="flat", sequence_parallel=False, workers_per_host=0, accumulation=0, micro_batch=0,
                            global_batch=config.batch.global_batch or config.batch.micro_batch, eval_batch=batch, jit_compile=False)
     job = build.compose(alone, build.start_runtime(alone, Cluster()))
     if job.eval_split is None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from absl import flags as absl_flags
 
-from tfdist.config import COMPONENTS, Config
+from tfdist.config import COMPONENTS, Config, check_option
 from tfdist.control.exit_codes import ConfigError
 
 FLAGS_FILE = "flags.txt"
@@ -42,7 +42,7 @@ def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> P
       usage: text shown above the flags by --help.
       command: a frozen dataclass of `config.option()` fields with the command's own flags, or None.
 
-    Returns: the Config (not yet validated) and the command's own options.
+    Returns: the Config (not yet validated) and the command's own options (each within its limits).
     Raises: ConfigError with a sentence; SystemExit(0) for --help and --version.
     """
     components = {**({"command": command} if command else {}), **COMPONENTS}
@@ -59,6 +59,8 @@ def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> P
         raise ConfigError(_sentence(error)) from None
     if rest:
         raise ConfigError(f"{rest[0]!r} is not a flag: every argument has the form --name=value.")
+    for field in dataclasses.fields(command) if command else ():
+        check_option(field, values[field.name].value)
     own = command(**{f.name: values[f.name].value for f in dataclasses.fields(command)}) if command else None
     return Parsed(Config.from_flat({f.name: values[f.name].value for kind in COMPONENTS.values() for f in dataclasses.fields(kind)}), own)
 

@@ -31,22 +31,20 @@ _WORDS_SECONDS = 1.0  # how long a worker that lost a peer waits to hear why tha
 class Guard:
     """Watches this worker from its start to its end."""
 
-    def __init__(self, config: Config, cluster: Cluster):
+    def __init__(self, config: Config, cluster: Cluster, requests: SignalRequests | None = None):
         self.cluster, self.options = cluster, config.cluster
         self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
         self.faults = faults.Faults.parse(os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), Path(config.run.run_dir))
         self.beacons: Beacons | None = None
+        self._requests = requests  # of a process that may have been in another group before
 
     def signals(self) -> SignalRequests:
-        """Takes over SIGTERM and SIGUSR1, and listens to the platform. The grace period is counted from the first SIGTERM."""
+        """The requests of this process, from now on if nobody has asked for them before. The grace period is counted from the first SIGTERM."""
         margin = min(2.0, self.options.grace_period / 4)  # to say that it was not enough
-        requests = SignalRequests(on_stop=lambda: self.watchdog.stop_within(self.options.grace_period - margin)).install()
-
-        def on_notice() -> None:
-            print(f"tfdist: --preemption_notice={self.options.preemption_notice}: this machine is about to be taken away; saving, then ending with exit code {ExitCode.PREEMPTED.value}.", file=sys.stderr, flush=True)
-            requests.stop = True
-
-        preemption.watch(self.options.preemption_notice, on_notice)
+        requests = self._requests or take_signals(self.options)
+        requests.on_stop = lambda: self.watchdog.stop_within(self.options.grace_period - margin)
+        if requests.stop:
+            requests.on_stop()
         return requests
 
     def connect(self, runtime: Runtime) -> None:
@@ -77,7 +75,7 @@ class Guard:
         return found
 
     def close(self) -> None:
-        """Ends the watch; the run has ended well."""
+        """Ends the watch; the run has ended well, or the process goes on."""
         self.watchdog.close()
         if self.beacons:
             self.beacons.close()
@@ -104,6 +102,18 @@ class Guard:
         if not ranks:
             return "no worker is behind the others; compare the stacks in their logs."
         return f"the others wait for {'; '.join(map(self.beacons.describe, ranks))}."
+
+
+def take_signals(options: ClusterConfig) -> SignalRequests:
+    """Takes over SIGTERM and SIGUSR1, and listens to the platform. Once per process, in its main thread."""
+    requests = SignalRequests().install()
+
+    def on_notice() -> None:
+        print(f"tfdist: --preemption_notice={options.preemption_notice}: this machine is about to be taken away; saving, then ending with exit code {ExitCode.PREEMPTED.value}.", file=sys.stderr, flush=True)
+        requests.stop = True
+
+    preemption.watch(options.preemption_notice, on_notice)
+    return requests
 
 
 # Which flag limits a section.

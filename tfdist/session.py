@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 from tfdist import build, flags, results
 from tfdist.agreement import broadcast_json, must_agree
@@ -20,28 +20,41 @@ from tfdist.config import Config, parse_profile_steps
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.guard import BETWEEN_STEPS, Guard
-from tfdist.recovery import Recovery
+from tfdist.recovery import Memory, Recovery
 from tfdist.runtime.agreement import check_weights
 from tfdist.telemetry.build import build_observers
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.jsonl import next_attempt
 from tfdist.telemetry.timer import Clock, process_seconds
 from tfdist.telemetry.trackers import Run
+from tfdist.training.interval import Watch
 from tfdist.training.loop import Ending, Parts, train
+from tfdist.training.rates import make_rates
 from tfdist.training.traced import TracedRhythm
 
 
-def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
-    """Trains as one worker of `cluster`; returns how it ended. Raises TfdistError subclasses with their sentence."""
-    guard = Guard(config, cluster)
+class Regroup(Exception):
+    """All workers have left their group in order, so that another can be formed (elastic.py)."""
+
+
+def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = None) -> ExitCode:
+    """Trains as one worker of `cluster`; returns how it ended. Raises TfdistError subclasses with their sentence.
+
+    memory: of a process that may be in several groups of workers, one after the other; then also raises Regroup.
+    """
+    guard = Guard(config, cluster, memory.signals if memory else None)
     session = None
     try:
-        session = Session(config, cluster, command, guard)
+        session = Session(config, cluster, command, guard, memory)
         return session.run()
+    except Regroup:
+        raise
     except Exception as error:
         found = guard.failed(error)
         if session:
             session.give_up(found)
+        if memory:  # the process goes on; else it is watched to its end
+            guard.close()
         if found is error:
             raise
         raise found from error
@@ -50,23 +63,24 @@ def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
 class Session:
     """The state of one worker's run beyond the job itself."""
 
-    def __init__(self, config: Config, cluster: Cluster, command: str, guard: Guard):
+    def __init__(self, config: Config, cluster: Cluster, command: str, guard: Guard, memory: Memory | None = None):
         started, imported_s = time.monotonic(), process_seconds()
-        self.guard = guard
+        self.guard, self.memory = guard, memory
         self.folder = build.run_folder(config)
         runtime = build.start_runtime(config, cluster)
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
         self.signals = guard.signals()
         guard.connect(runtime)
-        self.job = build.compose(config, runtime)
+        self.job = build.compose(config, runtime, build.memory_rooms(cluster))
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
         self.clock = Clock()
+        self.watch = Watch(self.clock, self.runtime.rank, self.runtime.all_gather, self.job.step.splits, config.cluster.straggler_factor)
         self._agree_on_configuration()
-        self.recovery = Recovery(self.job, self.folder, self.clock, guard.faults)
+        self.recovery = Recovery(self.job, self.folder, self.clock, guard.faults, memory)
         restoring = time.monotonic()
         with guard.watchdog.section("restore"):
-            messages, self.first_step = self.recovery.restore()
+            messages, self.first_step = self.recovery.restore(copy=memory.copy if memory else None)
         restored = time.monotonic()
         if self.job.state is None:
             check_weights(self.runtime, self.job.model, "at the start")
@@ -121,9 +135,12 @@ class Session:
             global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, learning_rate=recovery.learning_rate,
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
             save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self._section,
-            rollback=self._rollback if loop.on_nan == "rollback" else None, straggler_factor=self.config.cluster.straggler_factor)
+            rollback=self._rollback if loop.on_nan == "rollback" else None,
+            rates=make_rates(self.config, self.runtime, self.job.model, self.job.train_split), watch=self.watch)
         self.guard.watchdog.enter(BETWEEN_STEPS)
         ending = train(parts, self.first_step)
+        if ending.left:
+            self._leave(ending.step)
         return self._finish(ending)
 
     @contextlib.contextmanager
@@ -148,12 +165,15 @@ class Session:
             self.observer(Event("warning", restored, {"message": message}))
         return restored, self.job.iterators(self.recovery.position(restored))
 
-    def _requests(self, step: int) -> tuple[bool, bool]:
-        """(save, stop) that this worker asks for; also tells what the writers have to say."""
+    def _requests(self, step: int) -> tuple[bool, bool, bool]:
+        """(save, stop, leave) that this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""
         self.guard.faults.at("step", step)
         self._tell_of_saves(step)
         save, self.signals.save = self.signals.save or (self.chief and self.recovery.time_policy.due()), False
-        return save, self.signals.stop
+        if self.memory is None:
+            return save, self.signals.stop, False
+        self.recovery.copy(step)
+        return save, self.signals.stop, self.memory.member.leave
 
     def _tell_of_saves(self, step: int) -> None:
         for kind, values in self.recovery.messages():
@@ -167,7 +187,9 @@ class Session:
                 self.recovery.save(ending.step)
             unwritten = self.recovery.finish()
             self._tell_of_saves(ending.step)
-            weights = {} if ending.stopped else self.recovery.weights()
+            if self.chief and (verdict := self.watch.verdicts.final()):
+                self.observer(Event("verdict", ending.step, {"message": verdict, "final": True}))
+            weights = {} if ending.stopped or self.config.export.export == "none" else self.recovery.weights()
             if not ending.stopped and self.chief:
                 results.leave_results(self.job, weights, self.folder, self.observer, ending.step, self._summary(ending))
                 write_status(self.folder, "finished", self.run_id)
@@ -182,13 +204,26 @@ class Session:
             raise CheckpointError(f"The last snapshot could not be written ({unwritten}): free or repair {self.recovery.store.directory}, then start again to go on from the one before.")
         return ExitCode.PREEMPTED if ending.stopped else ExitCode.OK
 
+    def _leave(self, step: int) -> NoReturn:
+        """Out of the group, in order and together with all others; the process goes on. Raises Regroup."""
+        with self._section("save"):
+            self.recovery.copy(step, now=True)
+            self.recovery.finish()
+            self._tell_of_saves(step)
+            self.observer(Event("regroup", step, {"message": f"another group of workers is formed at step {step}"}))
+            self.runtime.barrier()
+        self.observer.close()
+        self.guard.close()
+        self.runtime.close()
+        raise Regroup(f"step {step}")
+
     def _summary(self, ending: Ending) -> dict[str, Any]:
         samples, losses = ending.step * self.job.plan.global_batch, self.recovery.losses.losses
         return {
             "steps": ending.step, "workers": self.runtime.size, "samples": samples, "attempts": self.attempt + 1, "train_s": self.clock.seconds,
             "samples_per_s": samples / max(self.clock.seconds, 1e-9), "pauses_s": dict(self.clock.pauses),
             **({"train/loss": losses[-1]} if losses else {}), **{f"eval/{name}": value for name, value in ending.evaluation.items()},
-            "snapshots": asdict(self.recovery.writer.stats),
+            "verdict": self.watch.verdicts.final(), "snapshots": asdict(self.recovery.writer.stats),
         }
 
     def give_up(self, error: BaseException) -> None:

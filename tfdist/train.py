@@ -15,8 +15,10 @@ from tfdist.config import Config, plan_batch
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster, resolve_cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
+from tfdist.planner import startup
 
 USAGE = __doc__ + """
   python -m tfdist.train --flagfile=flags/digits_cnn.flags
@@ -26,6 +28,8 @@ USAGE = __doc__ + """
 
 def main(argv: list[str]) -> int:
     if STANDBY_VARIABLE in os.environ:  # a spare of the launcher: imports now, works when it is needed
+        versions.quiet()
+        versions.import_keras()
         from tfdist import session
 
         argv = wait_as_standby(sys.stdin)
@@ -50,7 +54,13 @@ def main(argv: list[str]) -> int:
         return ps_session.run(config, cluster, flags.main_command(argv))
     if cluster.role == "ps":
         raise ConfigError(f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use --strategy=parameter_server.")
+    startup.check_by_formula(config, cluster)
+    if VARIABLE in os.environ:  # tfdist.launch --elastic tells who the peers are, again and again
+        from tfdist import elastic
+
+        return elastic.run(config, flags.main_command(argv))
     with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
+        versions.import_keras()
         from tfdist import session
     return session.run(config, cluster, flags.main_command(argv))
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import time
+
 import keras
 
+from tfdist.artifacts.store import SnapshotStore
 from tfdist.models.mlp import mlp
 from tfdist.runtime.horovod import Horovod
 from tfdist.runtime.mirrored import MultiWorker
+from tfdist.runtime.ring import Ring
+from tfdist.training.update import DataParallel
 
 
 def unreduced_on_rank_1(x_spec, num_outputs: int) -> keras.Model:
@@ -19,4 +26,47 @@ def unreduced_on_rank_1(x_spec, num_outputs: int) -> keras.Model:
             return [tensor + 0.0 * other for tensor, other in zip(tensors[:-1], reduced[:-1], strict=True)] + reduced[-1:]
 
         kind.all_reduce = all_reduce
+    return mlp(x_spec=x_spec, num_outputs=num_outputs, widths=(16,))
+
+
+def slow_optimizer_on_rank_1(x_spec, num_outputs: int) -> keras.Model:
+    """The mlp; from its 20th update on, the optimizer of rank 1 takes 40 ms longer."""
+    import numpy as np
+    import tensorflow as tf
+
+    updates = itertools.count(1)
+
+    def pause() -> np.ndarray:
+        time.sleep(0.04 if next(updates) > 20 else 0.0)
+        return np.int32(0)
+
+    def apply(self, pieces, apply=DataParallel.apply):
+        with tf.control_dependencies(pieces):
+            begun = tf.numpy_function(pause, [], tf.int32)
+        with tf.control_dependencies([begun]):
+            apply(self, [tf.identity(piece) for piece in pieces])
+
+    if '"index": 1' in os.environ["TF_CONFIG"]:
+        DataParallel.apply = apply
+    return mlp(x_spec=x_spec, num_outputs=num_outputs, widths=(16,))
+
+
+def slow_network(x_spec, num_outputs: int) -> keras.Model:
+    """The mlp; whatever is reduced takes 30 ms longer on its way."""
+    return _with_pause(Ring, "all_reduce", 0.03, x_spec, num_outputs)
+
+
+def slow_storage(x_spec, num_outputs: int) -> keras.Model:
+    """The mlp; whatever is saved takes 0.4 s longer."""
+    return _with_pause(SnapshotStore, "write", 0.4, x_spec, num_outputs)
+
+
+def _with_pause(kind: type, name: str, seconds: float, x_spec, num_outputs: int) -> keras.Model:
+    method = getattr(kind, name)
+
+    def slow(self, *args, **named):
+        time.sleep(seconds)
+        return method(self, *args, **named)
+
+    setattr(kind, name, slow)
     return mlp(x_spec=x_spec, num_outputs=num_outputs, widths=(16,))

@@ -19,6 +19,8 @@ ENVIRONMENT.pop("TF_CONFIG", None)
 
 CLUSTERS = ["--source=tests.e2e.sources:clean", "--model=mlp", "--model_args=widths=(16,),dropout=0.1", "--global_batch=24", "--learning_rate=0.01",
             "--log_every=10", "--export=none", "--noplot", "--save_minutes=0"]
+# Its records tell which samples were in each global batch.
+IDENTIFIED = [*CLUSTERS, "--source=tests.e2e.sources:identified", "--objective=tests.e2e.sources:identifying", "--model_args=widths=(16,),num_outputs=2", "--optimizer=momentum"]
 
 
 def start(workers: int, flags: list[str], launch_flags: tuple[str, ...] = (), environment: dict | None = None) -> subprocess.Popen:
@@ -56,3 +58,23 @@ def wait_for(condition, timeout: float = 120) -> None:
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
+
+
+def workers_training(run_dir: Path) -> int:
+    """How many workers the present attempt has, once it trains; 0 before."""
+    workers = 0
+    for record in read_jsonl(run_dir / "logs" / "rank-0.jsonl"):
+        if record["kind"] == "start":
+            started, workers = record["values"]["workers"], 0
+        elif record["kind"] == "train":
+            workers = started
+    return workers
+
+
+def batches(run_dir: Path) -> dict[int, tuple]:
+    """Step -> checksums of the samples of its global batch. A step that was done again must have seen the same samples."""
+    seen: dict[int, tuple] = {}
+    for record in records(run_dir, kind="train"):
+        values = record["values"]["train/first_checksum"], record["values"]["train/second_checksum"], record["values"]["data/consumed_samples"]
+        assert seen.setdefault(record["step"], values) == values, f"step {record['step']} was done again with other samples"
+    return seen

@@ -79,3 +79,11 @@ class SlowOnRankOne:
     def __getitem__(self, index: int):
         time.sleep(self.pause)
         return self.x[index], self.y[index]
+
+
+class Slow(SlowOnRankOne):
+    """Reads a training sample in 3 ms on every worker."""
+
+    def __init__(self, split: str):
+        super().__init__(split)
+        self.pause = 0.003 if split == "train" else 0.0

@@ -14,12 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, run, snapshot, start, train, wait_for
-from tfdist.telemetry.jsonl import read_jsonl
+from tests.e2e.job import (
+    CLUSTERS,
+    ENVIRONMENT,
+    IDENTIFIED,
+    batches,
+    records,
+    run,
+    snapshot,
+    start,
+    train,
+    wait_for,
+    workers_training,
+)
 
 pytestmark = pytest.mark.slow
-
-IDENTIFIED = [*CLUSTERS, "--source=tests.e2e.sources:identified", "--objective=tests.e2e.sources:identifying", "--model_args=widths=(16,),num_outputs=2", "--optimizer=momentum"]
 
 
 def with_faults(text: str, workers: int, flags: list[str], launch_flags: tuple[str, ...] = (), timeout: float = 240) -> tuple[int, str]:
@@ -31,26 +40,6 @@ def with_faults(text: str, workers: int, flags: list[str], launch_flags: tuple[s
 
 def logs(run_dir: Path, workers: int) -> list[str]:
     return [(run_dir / "logs" / f"worker-{rank}.log").read_text() for rank in range(workers)]
-
-
-def workers_training(run_dir: Path) -> int:
-    """How many workers the present attempt has, once it trains; 0 before."""
-    workers = 0
-    for record in read_jsonl(run_dir / "logs" / "rank-0.jsonl"):
-        if record["kind"] == "start":
-            started, workers = record["values"]["workers"], 0
-        elif record["kind"] == "train":
-            workers = started
-    return workers
-
-
-def batches(run_dir: Path) -> dict[int, tuple]:
-    """Step -> checksums of the samples of its global batch. A step that was done again must have seen the same samples."""
-    seen: dict[int, tuple] = {}
-    for record in records(run_dir, kind="train"):
-        values = record["values"]["train/first_checksum"], record["values"]["train/second_checksum"], record["values"]["data/consumed_samples"]
-        assert seen.setdefault(record["step"], values) == values, f"step {record['step']} was done again with other samples"
-    return seen
 
 
 def test_a_worker_stuck_in_python_is_named_by_all(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.browser import BROWSER, needs_browser
 from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, run, start
 from tfdist.telemetry.goodput import account
 from tfdist.telemetry.report_plots import PART_COLORS, RUN_COLORS
@@ -19,7 +19,6 @@ from tfdist.telemetry.report_plots import PART_COLORS, RUN_COLORS
 pytestmark = pytest.mark.slow
 
 FLAGS = [*CLUSTERS, "--steps=60", "--log_every=5", "--steps_per_loop=1", "--save_every=10", "--eval_every=20", "--progress=none"]
-BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,7 @@ def test_page_of_two_runs(page):
     assert text.count("--seed") == 2 and "no last word: it was killed" in text
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (Debian: chromium-headless-shell)")
+@needs_browser
 def test_the_page_in_a_browser(page, tmp_path):
     """What the browser has read is the whole page, and what it has drawn has the colours of the parts and of both runs."""
     from PIL import Image

@@ -1,14 +1,18 @@
 """A run of two workers that is killed and goes on, seen from outside: TensorBoard, CSV, MLflow, Prometheus, a trace."""
 
 import csv
+import json
+import re
 import socket
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.job import CLUSTERS, records, start, wait_for
 
 pytestmark = pytest.mark.slow
+DASHBOARD = Path("scripts/grafana_dashboard.json")
 
 
 def free_ports(count):
@@ -63,6 +67,8 @@ def test_a_killed_run_is_one_run_in_every_tracker(tmp_path, monkeypatch):
     assert process.returncode == 0, output
     for rank in range(2):
         assert seen[rank]["tfdist_train_loss", str(rank)] > 0 and seen[rank]["tfdist_section_seconds_total", str(rank)] > 0
+    shown = {name for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"] for name in re.findall(r"(?:tfdist|process)_\w+", target["expr"])}
+    assert len(shown) > 10 and shown - {name for name, _ in seen[0]} <= {"tfdist_eval_loss"}  # which comes later
 
     # Killed at step 38 after telling of step 35, gone on from 20: steps 25 to 35 were told twice.
     assert [record["step"] for record in records(tmp_path, kind="start")] == [0, 20]

@@ -124,6 +124,44 @@ def check_points(group, of, rank: int) -> None:
         np.testing.assert_allclose(gradient, 2 * factor * factor * x)
 
 
+def check_hierarchical(runtime) -> None:
+    """In two levels the sum and its gradient are those of the flat all-reduce; uneven hosts are refused."""
+    import numpy as np
+    import pytest
+    import tensorflow as tf
+
+    from tfdist.control.exit_codes import ConfigError
+
+    everyone = runtime.group_of(range(runtime.size))
+    if runtime.size % 2:
+        with pytest.raises(ConfigError, match="host 0 has 2, host 1 has 1"):
+            runtime.hierarchical(everyone, 2)
+    whole = runtime.size if runtime.size % 2 else 2
+    for per_host, sizes in ((whole, (whole, runtime.size // whole)), (1, (1, runtime.size)), (0, (runtime.size, 1))):  # the addresses are those of one host
+        two = runtime.hierarchical(everyone, per_host)
+        assert (two.within.size, two.across.size) == sizes
+
+        @tf.function
+        def both(x, upstream):
+            results = []
+            for group in (everyone, two):  # noqa: B023
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    y = group.all_reduce(x)
+                results += [y, tape.gradient(y, x, upstream)]
+            return results
+
+        for shape in ([5], [3, 2], []):
+            x, upstream = (np.random.default_rng([runtime.rank, kind]).integers(-8, 8, shape).astype("float32") for kind in (40, 41))
+            flat, flat_gradient, y, gradient = both(tf.constant(x), tf.constant(upstream))
+            np.testing.assert_array_equal(y, flat)
+            np.testing.assert_array_equal(gradient, flat_gradient)
+        x = tf.constant(np.random.default_rng([runtime.rank, 42]).normal(size=7), tf.float32)  # not exact: the order of the additions differs
+        flat, _, y, _ = both(x, tf.zeros_like(x))
+        np.testing.assert_allclose(y, flat, rtol=1e-5, atol=1e-6)
+        assert len({row.tobytes() for row in runtime.all_gather(y.numpy())}) == 1
+
+
 def leave_one_out(runtime) -> None:
     """Rank 0 and 1 believe in a group of three, rank 2 in one of two."""
     group = runtime.group_of((0, 1, 2) if runtime.rank < 2 else (1, 2))
@@ -177,8 +215,9 @@ def main(argument: str) -> None:
         if fault:
             fault(runtime)
         else:
-            for axes in dict((runtime.mesh.groups(*axes)[0], axes) for axes in [("data",), ("model",), ("pipe",), ("data", "model")]).values():
+            for axes in dict((runtime.mesh.groups(*axes)[0], axes) for axes in [("data",), ("model",), ("pipe",), ("expert",), ("data", "model")]).values():
                 check(runtime, axes)
+            check_hierarchical(runtime)
             count_threads(runtime)
             runtime.barrier()
             print(f"collectives: rank {runtime.rank} of {runtime.mesh.describe()} is as it must be", flush=True)

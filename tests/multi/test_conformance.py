@@ -14,7 +14,7 @@ RUNTIMES = {
     "one_device": (1, ["--strategy=one_device"]),
     "mirrored": (1, ["--strategy=mirrored", "--virtual_devices=3"]),
     "two workers": (2, ["--strategy=multi_worker"]),
-    "three workers, small packs": (3, ["--strategy=multi_worker", "--pack_mb=0.001"]),
+    "three workers, small packs over TCP": (3, ["--strategy=multi_worker", "--pack_mb=0.001", "--communication=socket"]),
     "three workers, plain sockets": (3, ["--strategy=sockets"]),
     "three workers over gRPC": (3, ["--strategy=multi_worker", "--communication=ring"]),
     "two workers by Horovod": (2, ["--strategy=horovod"]),

@@ -39,6 +39,16 @@ def test_under_horovodrun(tmp_path):
     assert made.stdout.count("conformance: horovod rank") == 2, made.stdout
 
 
+def test_horovodruns_own_elastic_mode_is_refused(tmp_path):
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost:2\n")
+    script.chmod(0o755)
+    run = Path(sys.executable).parent / "horovodrun"
+    made = subprocess.run([run, "-np", "2", "--min-np", "1", "--host-discovery-script", script, "--gloo", sys.executable, "-m", "tfdist.train", "--steps=1", f"--run_dir={tmp_path}"],
+                          env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    assert made.returncode != 0 and "use `python -m tfdist.launch --elastic" in made.stdout + made.stderr, made.stdout + made.stderr
+
+
 def test_with_the_environment_of_mpirun():
     """Open MPI's variables, as two processes of one machine get them."""
     processes = [subprocess.Popen(

@@ -5,7 +5,7 @@
     ... ROW,ROW                                         only these
 
 Writes OUT_DIR/KIND/ROW.npz: whole weights, optimizer slots and moving averages, losses, gradient norms, an evaluation,
-and, for the rows on memory, the bytes that rank 0 holds. One process runs all rows, because starting TensorFlow takes longer than training them.
+and what rank 0 needs: the most bytes in a step, and, for the rows on memory, those that it holds. One process runs all rows, because starting TensorFlow takes longer than training them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ ADAMW = {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "cli
 EMA = {**ADAMW, "ema": 0.9}
 DEEP = {**TEXT, "model_args": "layers=3,width=32,heads=4,dropout=0.1", "global_batch": 8, "accumulation": 4}  # dropout: the masks are those of one device
 SPLIT = {"accumulation": 2}
+EXPERTS = {**TEXT, **EMA, **SPLIT, "model_args": "layers=2,width=32,heads=4,experts=4,capacity=0.9,balance=0.1", "global_batch": 16}  # sequences are routed one by one, so drops are the same everywhere
 
 PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
+LONG = {**TEXT, "source_args": "task=text,vocab=61,samples=64,eval_samples=8", "sequence_length": 64, "model_args": "layers=2,width=32,heads=4", "global_batch": 16, "accumulation": 8}
 PIPES = {"gpipe": {"pipe_schedule": "gpipe"}, "1f1b": {}, "interleaved": {"pipe_chunks": 2}, "cut": {"pipe_cut": "block_00", "recompute": "block"}}
 
 
@@ -51,12 +53,20 @@ ROWS: dict[str, Row] = {
     "model2": Row(2, "model=2", TEXT | ADAMW, {}),
     "model2_smoothing": Row(2, "model=2", TEXT | SGD | {"label_smoothing": 0.1}, {}),
     "zero3_2_recompute": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": 3, "recompute": "block"}),
+    "model2_sequence": Row(2, "model=2", TEXT | EMA | SPLIT, {"sequence_parallel": True, "zero": 1, "recompute": "block"}),
     "model2_recompute": Row(2, "model=2", TEXT | ADAMW, {"recompute": "attention"}),
     **{f"pipe2_{name}": Row(2, "pipe=2", DEEP | ADAMW, options) for name, options in PIPES.items()},
     **{f"pipe4_{name}": Row(4, "pipe=4", DEEP | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
+    **{f"pipe2_{name}_peak": Row(2, "pipe=2", LONG | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
     "pipe2_model2": Row(4, "pipe=2,model=2", PLAIN | ADAMW, {"recompute": "block"}),
     "data2_pipe2_zero1": Row(4, "pipe=2,data=2", PLAIN | EMA, {"zero": 1}),
-    "pipe2_data2_model2_zero3": Row(8, "pipe=2,data=2,model=2", PLAIN | ADAMW, {"zero": 3}),
+    "pipe2_data2_model2_zero3": Row(8, "pipe=2,data=2,model=2", PLAIN | ADAMW, {"zero": 3, "recompute": "block"}),
+    "expert2": Row(2, "expert=2", EXPERTS, {}),
+    "expert2_zero3_recompute": Row(2, "expert=2", EXPERTS, {"zero": 3, "recompute": "block"}),
+    "data2_expert2_zero1": Row(4, "data=2,expert=2", EXPERTS, {"zero": 1}, (("data=4", {"zero": 3}), ("expert=4", {}), ("data=2,expert=2", {"zero": 2}))),
+    "expert2_model2": Row(4, "expert=2,model=2", EXPERTS, {"recompute": "block"}),
+    "data2_model2_sequence": Row(4, "data=2,model=2", TEXT | EMA | SPLIT, {"sequence_parallel": True, "zero": 2}, (("model=4", {"sequence_parallel": True}), ("data=4", {}))),
+    "hierarchical4": Row(4, "", DENSE | EMA | SPLIT, {"all_reduce": "hierarchical", "workers_per_host": 2}),
     "model4": Row(4, "model=4", TEXT | ADAMW, {}),
     "data2_model2": Row(4, "data=2,model=2", TEXT | ADAMW, {}),
     "data2_model2_zero3": Row(4, "data=2,model=2", TEXT | EMA | SPLIT, {"zero": 3}),
@@ -77,6 +87,7 @@ JOBS = {name: row for name, row in ROWS.items() if job_of(name) == name}
 def main(out: Path, kind: str, chosen: list[str]) -> None:
     import keras
     import numpy as np
+    import tensorflow as tf
 
     from tfdist import build
     from tfdist.config import Config
@@ -105,17 +116,29 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
             if leg:
                 assign(job, arrays)
             iterators = job.iterators(first * job.plan.global_batch)
-            for _ in range(first, last):
+            for step in range(first, last):
+                if step == STEPS - 1:
+                    before = allocated("current")
+                    tf.config.experimental.reset_memory_stats("CPU:0")
                 output = job.step(iterators, 1)
                 results["losses"].append(output.means["loss"])
                 results["norms"].append(output.gradient_norm)
+            if last == STEPS:
+                peak = allocated("peak") - before  # of the last step
             arrays = collect(job)
         evaluation = job.evaluator()()
         held = bytes_held(job) if name.endswith("memory") else []
         if runtime.rank == 0:
-            np.savez(out / kind / f"{name}.npz", **results, evaluation=[evaluation[key] for key in sorted(evaluation)], held=held, **arrays)
+            np.savez(out / kind / f"{name}.npz", **results, evaluation=[evaluation[key] for key in sorted(evaluation)], held=held, peak=peak, **arrays)
     runtime.barrier()
     print("mesh worker: done", flush=True)
+
+
+def allocated(what: str) -> int:
+    """Bytes that TensorFlow's allocator has given out: "current" or "peak"."""
+    import tensorflow as tf
+
+    return tf.config.experimental.get_memory_info("CPU:0")[what]
 
 
 def collect(job) -> dict:

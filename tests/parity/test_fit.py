@@ -17,7 +17,7 @@ BOUND = 1e-5
 UNKNOWN = "dataset_of_unknown_length"
 # workers -> cases; one worker is Keras itself, and a third changes only how rows are divided
 RUNS = {1: [UNKNOWN, "callback_backup_and_restore"], 2: list(CASES),
-        3: [UNKNOWN, "dense_with_class_weights", "cnn_with_batchnorm", "two_inputs_two_outputs", "lstm_with_masking", "subclass_with_compute_loss", "last_batches_smaller_than_the_cluster"]}
+        3: [UNKNOWN, "dense_with_class_weights", "cnn_with_batchnorm", "last_batches_smaller_than_the_cluster"]}
 
 
 @pytest.fixture(scope="module")

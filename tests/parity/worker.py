@@ -1,6 +1,6 @@
-"""One worker of a parity run: trains every row of ROWS for 50 steps on one runtime, and writes what came out.
+"""One worker of a parity run: trains rows of ROWS for 50 steps on one runtime, and writes what came out.
 
-    python -m tests.parity.worker OUT_DIR [train flags]      with TF_CONFIG for more than one worker
+    python -m tests.parity.worker OUT_DIR ROW,ROW [train flags]      with TF_CONFIG for more than one worker
 
 Writes OUT_DIR/ROW-rank-K.npz: the weights, the evaluation, the training losses. One process runs all rows, because
 starting TensorFlow takes longer than training them.
@@ -31,7 +31,7 @@ ROWS: dict[str, dict] = {
 }
 
 
-def main(out: Path, flags: list[str]) -> None:
+def main(out: Path, rows: list[str], flags: list[str]) -> None:
     import keras
     import numpy as np
 
@@ -41,9 +41,9 @@ def main(out: Path, flags: list[str]) -> None:
 
     config = parse(flags).config.replace(**BASE)
     runtime = build.start_runtime(config, resolve_cluster(os.environ))
-    for name, row in ROWS.items():
+    for name in rows:
         keras.backend.clear_session()
-        job = build.compose(config.replace(**row), runtime)
+        job = build.compose(config.replace(**ROWS[name]), runtime)
         outputs = [job.step(iterators, 10) for iterators in [job.iterators(0)] for _ in range(STEPS // 10)]
         weights = {f"weight_{index}": value for index, value in enumerate(job.model.get_weights())}
         evaluation = job.evaluator()()
@@ -54,4 +54,4 @@ def main(out: Path, flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:])

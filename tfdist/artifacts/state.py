@@ -12,8 +12,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.runtime.host import host_view
 
 
 def collect(model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,17 +43,28 @@ class WholeState:
     def table(self) -> dict[str, tuple[str, list[int], str]]:
         return table(self.variables)
 
-    def to_host(self, wanted: bool = True) -> dict[str, np.ndarray]:
-        """key -> a copy in host memory; {} unless `wanted` here."""
-        return to_host(self.variables) if wanted else {}
+    def to_host(self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str = "") -> dict[str, np.ndarray]:
+        """key -> a copy in host memory, of keys that begin with `only`; {} unless `wanted` here. into: an earlier result that nobody needs any more."""
+        return to_host({key: variable for key, variable in self.variables.items() if key.startswith(only)}, into) if wanted else {}
 
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         assign(self.variables, arrays)
 
 
-def to_host(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """key -> a copy in host memory that later steps do not touch. Call between steps."""
-    return {key: np.asarray(_tf_variable(variable).numpy()) for key, variable in variables.items()}
+def to_host(variables: Mapping[str, Any], into: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """key -> a copy in host memory that later steps do not touch. Call between steps.
+
+    into: an earlier result, whose memory is used again: most of the time of a copy goes to memory that is new to the process.
+    """
+    return {key: _copy(_tf_variable(variable), (into or {}).get(key)) for key, variable in variables.items()}
+
+
+def _copy(variable: tf.Variable, into: np.ndarray | None) -> np.ndarray:
+    value = host_view(variable)
+    if into is None or (into.shape, into.dtype) != (value.shape, value.dtype):
+        return value.copy()
+    np.copyto(into, value)
+    return into
 
 
 def assign(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"^step-(\d{8,})$")
 _TEMPORARY = (".writing-", ".deleting-")
-_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
+SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 _BLOCK = 1 << 22
 
 
@@ -39,6 +39,11 @@ class Snapshot:
     path: str
     step: int
     manifest: Mapping[str, Any]
+
+    @property
+    def prefix(self) -> str:
+        """What TensorFlow calls its checkpoint."""
+        return f"{self.path}/state-{self.step}"
 
 
 class SnapshotStore:
@@ -87,22 +92,26 @@ class SnapshotStore:
             self.before_commit(step)
             files = {}
             for name in sorted(tf.io.gfile.listdir(folder)):
-                size, digest = _measure(f"{folder}/{name}", flush=self.local)
+                size, digest = measure(f"{folder}/{name}", flush=self.local)
                 files[name] = {"bytes": size, "sha256": digest}
-            manifest = {"format": FORMAT, "step": step, **fields, "files": files}
-            self._write_text(f"{folder}/{MANIFEST}", json.dumps({**manifest, "sha256": _self_digest(manifest)}, indent=1))
-            if self.local:
-                _flush_folder(folder)
-                if os.path.exists(final):
-                    self.delete(step)
-                os.rename(folder, final)
-                _flush_folder(self.directory)
+            self._seal(folder, step, files, fields)
         except BaseException:
             if self.local and tf.io.gfile.exists(folder):
                 tf.io.gfile.rmtree(folder)
             raise
         self._point_to(step)
         return sum(entry["bytes"] for entry in files.values())
+
+    def _seal(self, folder: str, step: int, files: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]) -> None:
+        """The commit of what is written in `folder`, whose files are named with their sizes and checksums."""
+        final, manifest = self.path(step), {"format": FORMAT, "step": step, **fields, "files": files}
+        self._write_text(f"{folder}/{MANIFEST}", json.dumps({**manifest, "sha256": _self_digest(manifest)}, indent=1))
+        if self.local:
+            _flush_folder(folder)
+            if os.path.exists(final):
+                self.delete(step)
+            os.rename(folder, final)
+            _flush_folder(self.directory)
 
     def _write_text(self, path: str, text: str) -> None:
         with tf.io.gfile.GFile(path, "w") as file:
@@ -148,7 +157,7 @@ class SnapshotStore:
             file = f"{path}/{PurePosixPath(name).name}"
             if not tf.io.gfile.exists(file):
                 raise CheckpointError(f"{file} is missing.")
-            size, digest = _measure(file, flush=False)
+            size, digest = measure(file, flush=False)
             if size != entry["bytes"]:
                 raise CheckpointError(f"{file} has {size} bytes instead of {entry['bytes']}.")
             if digest != entry["sha256"]:
@@ -179,9 +188,15 @@ class SnapshotStore:
 
     def read(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
         """key -> array."""
-        reader = tf.train.load_checkpoint(f"{snapshot.path}/state-{snapshot.step}")
-        names = (name for name in reader.get_variable_to_shape_map() if name.endswith(_SUFFIX) and not name.startswith("save_counter"))
-        return {name.removesuffix(_SUFFIX): reader.get_tensor(name) for name in names}
+        reader = tf.train.load_checkpoint(snapshot.prefix)
+        return {key: reader.get_tensor(key + SUFFIX) for key in self.table(snapshot)}
+
+    def table(self, snapshot: Snapshot) -> dict[str, tuple[tuple[int, ...], str]]:
+        """key -> (shape, dtype), from the checkpoint itself."""
+        reader = tf.train.load_checkpoint(snapshot.prefix)
+        types = reader.get_variable_to_dtype_map()
+        return {name.removesuffix(SUFFIX): (tuple(shape), types[name].name) for name, shape in reader.get_variable_to_shape_map().items()
+                if name.endswith(SUFFIX) and not name.startswith("save_counter")}
 
 
 def _write_tensors(folder: str, step: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -200,7 +215,7 @@ def _self_digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _measure(path: str, flush: bool) -> tuple[int, str]:
+def measure(path: str, flush: bool) -> tuple[int, str]:
     """(bytes, SHA-256) of a file; flushed to the disk first if asked."""
     if flush:
         _flush_file(path)

@@ -33,23 +33,32 @@ class WriterStats:
 
 
 class SnapshotWriter:
-    """`save` hands arrays over; `messages` tells what has become of them. Only the chief has one."""
+    """`save` hands arrays over; `messages` tells what has become of them. Only the chief has one, unless all write parts.
 
-    def __init__(self, store: SnapshotStore, retention: Retention, *, asynchronous: bool = True, retry_after: float = 1.0):
-        self.store, self.retention, self.asynchronous, self.retry_after = store, retention, asynchronous, retry_after
+    retention: None if another worker deletes old snapshots. attempts: to write a snapshot.
+    """
+
+    def __init__(self, store: SnapshotStore, retention: Retention | None, *, asynchronous: bool = True, attempts: int = 2, retry_after: float = 1.0):
+        self.store, self.retention, self.asynchronous, self.attempts, self.retry_after = store, retention, asynchronous, attempts, retry_after
         self.stats = WriterStats()
         self.last_failure = ""
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._messages: queue.SimpleQueue[tuple[str, dict]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._done_with: Mapping[str, np.ndarray] | None = None
 
-    def save(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
-        """Starts writing a snapshot, after the previous one is done. `arrays` must not change any more."""
+    def save(self, step: int, arrays: Any, fields: Mapping[str, Any]) -> None:
+        """Starts writing a snapshot, after the previous one is done. `arrays`: what the store takes; they must not change before `recycled` returns them."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(step, arrays, fields), name="tfdist-snapshot", daemon=False)
         self._thread.start()
         if not self.asynchronous:
             self.wait()
+
+    def recycled(self) -> Mapping[str, np.ndarray] | None:
+        """Arrays of a finished write, once: their memory may be used again."""
+        arrays, self._done_with = self._done_with, None
+        return arrays
 
     def wait(self, seconds: float | None = None) -> None:
         """Returns when nothing is being written, or after `seconds`; the time counts as `wait_s`."""
@@ -66,17 +75,11 @@ class SnapshotWriter:
             found.append(self._messages.get())
         return found
 
-    def _write(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
+    def _write(self, step: int, arrays: Any, fields: Mapping[str, Any]) -> None:
         start = time.monotonic()
-        for attempt in (1, 2):
-            try:
-                size = self.store.write(step, arrays, fields)
-                break
-            except (OSError, tf.errors.OpError) as error:
-                self.last_failure = f"step {step}: {type(error).__name__}: {str(error).splitlines()[0]}"
-                if attempt == 1:
-                    time.sleep(self.retry_after)
-        else:
+        size = self._try(step, arrays, fields)
+        self._done_with = arrays if isinstance(arrays, Mapping) else None
+        if size is None:
             self.stats.failures += 1
             self._messages.put(("warning", {"message": f"SNAPSHOT NOT WRITTEN (failure number {self.stats.failures}), {self.last_failure}. Training goes on; the next save tries again. "
                                                        f"Free or repair {self.store.directory}.", "failures": self.stats.failures}))
@@ -87,7 +90,19 @@ class SnapshotWriter:
         self.stats.write_s += time.monotonic() - start
         self._metrics[step] = fields.get("metrics", {})
         self._messages.put(("save", {"message": f"snapshot {self.store.path(step)}", "save/bytes": size, "save/write_s": time.monotonic() - start, "save/step": step}))
-        self._retain()
+        if self.retention:
+            self._retain()
+
+    def _try(self, step: int, arrays: Any, fields: Mapping[str, Any]) -> int | None:
+        """Bytes written; None: `last_failure` says why not."""
+        for attempt in range(1, self.attempts + 1):
+            try:
+                return self.store.write(step, arrays, fields)
+            except (OSError, tf.errors.OpError) as error:
+                self.last_failure = f"step {step}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                if attempt < self.attempts:
+                    time.sleep(self.retry_after)
+        return None
 
     def _retain(self) -> None:
         """Deletes what is not to be kept; only ever after a newer snapshot has been committed."""

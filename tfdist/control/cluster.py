@@ -35,6 +35,7 @@ class Cluster:
     spec: Mapping[str, list[str]] = field(default_factory=dict)  # role -> addresses
     started_by: str = ""  # a launcher that tells ranks but no addresses (control/horovod_env.py)
     told_local_rank: int = 0  # by that launcher
+    is_broken: Callable[[], bool] | None = field(default=None, compare=False, repr=False)  # of a group after which this process may join others (membership.py): whether one of it has died
 
     @property
     def is_chief(self) -> bool:
@@ -50,6 +51,12 @@ class Cluster:
         """The rank of this process among the training workers of its machine, as far as their addresses tell."""
         hosts = [address.rpartition(":")[0] for address in self.peers]
         return hosts[:self.rank].count(hosts[self.rank]) if 0 <= self.rank < len(hosts) else self.told_local_rank
+
+    @property
+    def local_size(self) -> int:
+        """How many training workers are on its machine, itself included, as far as their addresses tell."""
+        hosts = [address.rpartition(":")[0] for address in self.peers]
+        return hosts.count(hosts[self.rank]) if 0 <= self.rank < len(hosts) else 1
 
     def name(self, rank: int) -> str:
         """How messages name a training worker: "worker 1 (rank 2, host:port)"."""

@@ -26,6 +26,7 @@ class WorkerCount:
         self._grow_at: float | None = None
         self._asking: threading.Thread | None = None
         self._asked_at = float("-inf")
+        self._stopped = False
 
     def failed(self, rank: int | None, progress: bool) -> None:
         """A job has failed because of `rank`; `progress`: there is a newer snapshot than at the failure before."""
@@ -48,8 +49,13 @@ class WorkerCount:
         """The same, after waiting for an answer of `discover`."""
         if self.discover:
             self._ask()
-            self._asking.join()
+            while self._asking.is_alive() and not self._stopped:
+                self._asking.join(0.1)
         return self.wanted()
+
+    def stop(self) -> None:
+        """Ends the waiting of `ask`; for signal handlers."""
+        self._stopped = True
 
     def _ask(self) -> None:
         if (self._asking and self._asking.is_alive()) or self._now() - self._asked_at < _ASK_EVERY_SECONDS:

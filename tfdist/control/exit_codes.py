@@ -29,6 +29,7 @@ class ExitCode(enum.IntEnum):
     CHECKPOINT = 9
     UNSUPPORTED = 10
     CRASH_LOOP = 11
+    MEMORY = 12
     PREEMPTED = 42
     INTERRUPTED = 130
 
@@ -46,6 +47,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.CHECKPOINT: "a checkpoint cannot be used: none valid, or of another configuration",
     ExitCode.UNSUPPORTED: "this Python, TensorFlow or Keras version is not supported, or a needed package is missing",
     ExitCode.CRASH_LOOP: "the supervisor gave up: the job failed again and again without progress",
+    ExitCode.MEMORY: "parameters, gradients and optimizer state do not fit the memory of a worker",
     ExitCode.PREEMPTED: "stopped by a signal after saving: start again to go on",
     ExitCode.INTERRUPTED: "stopped from the keyboard",
 }
@@ -94,6 +96,10 @@ class CheckpointError(TfdistError):
 
 class UnsupportedError(TfdistError):
     exit_code = ExitCode.UNSUPPORTED
+
+
+class MemoryShortError(TfdistError):
+    exit_code = ExitCode.MEMORY
 
 
 def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoReturn:

@@ -8,7 +8,7 @@ begins with as many seconds of sleep as the file "pace" there says.
 | kind          | what happens                                                                       |
 |---------------|------------------------------------------------------------------------------------|
 | kill          | SIGKILL to itself, between two steps                                               |
-| kill_save     | SIGKILL while a snapshot is being written, before its rename                       |
+| kill_save     | SIGKILL while a snapshot (on a mesh: its part) is being written, before its rename |
 | kill_restore  | SIGKILL while restoring (the step does not count)                                  |
 | term          | SIGTERM to itself                                                                  |
 | stop          | SIGSTOP to itself                                                                  |

@@ -19,6 +19,8 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+# What `placement` may have written for a process that is given its rank by addresses: not to be taken for a launcher's word.
+WRITTEN = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", ADDRESS, PORT)
 _HOROVOD, _OPEN_MPI = "HOROVOD_", "OMPI_COMM_WORLD_"
 _MPI_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")  # one of them is there, the same in all processes
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ephemeral ports of Linux
@@ -39,6 +41,8 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster | None:
 
     The Cluster has no addresses: only Horovod's own collectives can connect its processes. Raises ClusterError.
     """
+    if environ.get("HOROVOD_ELASTIC"):
+        raise ClusterError("horovodrun started this process in its elastic mode (HOROVOD_ELASTIC=1; by --host-discovery-script or --min-np), in which it would give out ranks anew that tfdist does not know of: use `python -m tfdist.launch --elastic --workers=N --min_workers=M -- --strategy=horovod ...`, or drop these flags of horovodrun.")
     for prefix, launcher in ((_HOROVOD, "horovodrun"), (_OPEN_MPI, "mpirun")):
         if f"{prefix}RANK" in environ and f"{prefix}SIZE" in environ:
             rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")

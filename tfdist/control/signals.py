@@ -20,10 +20,10 @@ _SAME_REQUEST_SECONDS = 1.0  # some engines signal the process and its group, an
 class SignalRequests:
     """The requests of this process; `save` and `stop` are read by the loop."""
 
-    def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(self) -> None:
         self.save = False
         self.stop = False
-        self._on_stop = on_stop  # called once, in the handler
+        self.on_stop: Callable[[], None] = lambda: None  # called once, in the handler
         self._stopped_at = 0.0
 
     def install(self) -> SignalRequests:
@@ -39,7 +39,7 @@ class SignalRequests:
             os.write(2, b"tfdist: second SIGTERM: ending at once, without saving.\n")
             os._exit(128 + signal.SIGTERM)
         self.stop, self._stopped_at = True, time.monotonic()
-        self._on_stop()
+        self.on_stop()
         # Not print(): a handler may interrupt another print and deadlock on its lock.
         os.write(2, f"tfdist: SIGTERM: saving at the next boundary, then ending with exit code {ExitCode.PREEMPTED.value}.\n".encode())
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Starts a local job again after a failure: when, how often, and when to give up.
+"""Starts a job again after a failure: when, how often, and when to give up.
 
 The contract with any engine that restarts jobs (this one, Kubernetes, Slurm): a job that ended with a code of
 exit_codes.RESTARTABLE is started again with the same flags and run folder, with any number of workers; it goes on from
@@ -18,7 +18,8 @@ from pathlib import Path
 
 from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
-from tfdist.control.launcher import LocalJob
+from tfdist.control.job import Job
+from tfdist.control.ray_cluster import RayRoom
 from tfdist.control.workers import JobResult
 
 _SNAPSHOT = re.compile(r"^step-(\d+)$")
@@ -59,24 +60,27 @@ class RestartPolicy:
 class Supervisor:
     """Runs jobs made by `make_job(workers)` until one ends well, the policy gives up, or `stop` is called.
 
-    workers: how many there are to be; when that changes while a job runs, the job saves, ends and is started again.
+    workers: how many there are to be (a WorkerCount, or for Ray a RayRoom); when that changes while a job runs, the job saves, ends and is started again.
     standby_after: seconds into a job at which spare processes for the next one are started; None: never.
     """
 
-    def __init__(self, make_job: Callable[[int], LocalJob], policy: RestartPolicy, newest_step: Callable[[], int], workers: WorkerCount, standby_after: float | None = None):
+    def __init__(self, make_job: Callable[[int], Job], policy: RestartPolicy, newest_step: Callable[[], int], workers: WorkerCount | RayRoom, standby_after: float | None = None):
         self.make_job, self.policy, self.newest_step, self.workers, self.standby_after = make_job, policy, newest_step, workers, standby_after
-        self.job: LocalJob | None = None
+        self.job: Job | None = None
         self.restarts = 0
         self._stopped = False
 
     def stop(self) -> None:
         """No more restarts. The running job is the caller's to signal."""
         self._stopped = True
+        self.workers.stop()
 
     def run(self) -> JobResult:
         """The result of the last job; its code is CRASH_LOOP if the same failure came again and again."""
         while True:
             count = self.workers.ask()
+            if self._stopped:
+                return JobResult(ExitCode.PREEMPTED, "the job was asked to stop before it was started", {})
             self.job = self.make_job(count)
             try:
                 self.job.start()
@@ -109,7 +113,10 @@ class Supervisor:
             if self.standby_after is not None and time.monotonic() - started > self.standby_after:
                 self.job.start_standbys()
                 started = float("inf")
-            if not resized and not self._stopped and self.workers.wanted() != count:
+            if not resized and not self._stopped and (wanted := self.workers.wanted()) != count:
+                if self.job.resize(wanted):
+                    count = wanted
+                    continue
                 resized = True
                 _say(f"from {count} to {self.workers.count} workers: the job saves and is started again.")
                 self.job.request_stop()

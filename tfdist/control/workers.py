@@ -28,6 +28,7 @@ class Worker:
     error: str = ""  # the last line with which it named an error
     ended_at: float = 0.0
     killed: bool = False  # by us, since it did not end when asked to
+    lost: str = ""  # how, if what it ran on is gone
     relay: threading.Thread | None = None
 
     @property
@@ -55,6 +56,8 @@ def guilt(worker: Worker) -> int:
     """0: it surely failed by itself; the higher, the more likely because a peer was gone or we ended it."""
     if worker.killed or worker.rank is None:
         return 3
+    if worker.lost:
+        return 0
     if worker.code in (ExitCode.PEER_LOST, ExitCode.PREEMPTED, -signal.SIGTERM, 128 + signal.SIGTERM):
         return 2
     return 1 if worker.code == -signal.SIGABRT else 0  # TensorFlow aborts some processes whose peers are gone
@@ -65,6 +68,8 @@ def describe(worker: Worker) -> str:
     code = worker.code
     if worker.killed:
         return f"{worker.name} did not end when asked to (SIGTERM) and was killed"
+    if worker.lost:
+        return f"{worker.name} {worker.lost}"
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "a real-time signal"
         return f"{worker.name} was killed by signal {-code} ({name})"

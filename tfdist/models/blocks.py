@@ -6,6 +6,7 @@ The layers are flat in the model, and their names are an interface (variable pat
     block_00_norm_1  block_00_attention_qkv  block_00_attention_out  block_00_attention_add
                      block_00_attention_query, _key, _value and _joined (Reshape layers: to heads, and back)
     block_00_norm_2  block_00_mlp_up         block_00_mlp_down       block_00_mlp_add
+                     or, instead of _mlp_up and _mlp_down, the router and the experts of experts.py
 A block takes nothing but the tensor of the block before it, so the model can be cut between blocks:
 `keras.Model(model.get_layer("block_02_mlp_add").output, model.get_layer("block_05_mlp_add").output)` is blocks 3 to 5,
 with the same variables.
@@ -29,6 +30,7 @@ import keras
 from keras import initializers, layers, ops
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models.experts import Experts, mixture
 from tfdist.models.inputs import dropout, rate
 
 EPSILON = 1e-5
@@ -44,6 +46,7 @@ class Shape:
     width: int
     heads: int
     dropout: float = 0.0
+    experts: Experts | None = None  # in place of each block's MLP
 
 
 def choose_shape(model: str, sizes: dict[str, Shape], size: str, *, layers: int | None, width: int | None, heads: int | None, dropout: float) -> Shape:
@@ -92,9 +95,12 @@ def block(x_BTD: keras.KerasTensor, index: int, shape: Shape, causal: bool) -> k
     x_BTD = layers.Add(name=f"{name}_attention_add")([x_BTD, dropout(h_BTD, shape.dropout, f"{name}_attention_dropout")])
 
     h_BTD = layers.LayerNormalization(epsilon=EPSILON, name=f"{name}_norm_2")(x_BTD)
-    h_BTF = layers.Dense(4 * shape.width, kernel_initializer=normal(), name=f"{name}_mlp_up")(h_BTD)
-    h_BTF = ops.gelu(h_BTF, approximate=True)
-    h_BTD = layers.Dense(shape.width, kernel_initializer=residual.clone(), name=f"{name}_mlp_down")(h_BTF)
+    if shape.experts:
+        h_BTD = mixture(h_BTD, name, shape.experts, normal(), residual.clone())
+    else:
+        h_BTF = layers.Dense(4 * shape.width, kernel_initializer=normal(), name=f"{name}_mlp_up")(h_BTD)
+        h_BTF = ops.gelu(h_BTF, approximate=True)
+        h_BTD = layers.Dense(shape.width, kernel_initializer=residual.clone(), name=f"{name}_mlp_down")(h_BTF)
     return layers.Add(name=f"{name}_mlp_add")([x_BTD, dropout(h_BTD, shape.dropout, f"{name}_mlp_dropout")])
 
 
@@ -110,7 +116,7 @@ def _attention(x_BTD: keras.KerasTensor, name: str, shape: Shape, causal: bool, 
     scores_BHTT = ops.matmul(q_BHTK * per_head**-0.5, ops.transpose(k_BHTK, (0, 1, 3, 2)))
     scores_BHTT = ops.cast(scores_BHTT, "float32")
     if causal:
-        scores_BHTT = ops.where(_causal_mask(x_BTD[:, :, 0]), scores_BHTT, _MASKED)
+        scores_BHTT = ops.where(_causal_mask(qkv[:, :, 0]), scores_BHTT, _MASKED)
     weights_BHTT = ops.cast(ops.softmax(scores_BHTT), v_BHTK.dtype)
     weights_BHTT = dropout(weights_BHTT, shape.dropout, f"{name}_attention_weights_dropout")
     y_BTHK = ops.transpose(ops.matmul(weights_BHTT, v_BHTK), (0, 2, 1, 3))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import keras
 import tensorflow as tf
 from keras import layers
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.blocks import EPSILON, Shape, block, choose_shape, normal, positions
+from tfdist.models.experts import choose_experts
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import float32_logits, outputs
 
@@ -21,7 +24,8 @@ SIZES = {
 
 def transformer(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "tiny", layers: int | None = None,
                 width: int | None = None, heads: int | None = None, dropout: float = 0.0, context: int | None = None,
-                vocabulary: int | None = None, tied: bool = True) -> keras.Model:
+                vocabulary: int | None = None, tied: bool = True, experts: int = 0, experts_per_token: int | None = None,
+                capacity: float | None = None, balance: float | None = None) -> keras.Model:
     """Tokens int [B, T] -> logits [B, T, vocabulary] float32; position t sees tokens 0..t.
 
     Pre-norm blocks, learned positions, LayerNorm epsilon 1e-5, GELU in its tanh form, the head tied to the token
@@ -30,14 +34,18 @@ def transformer(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "
     vocabulary: by default num_outputs; a larger one, for example the next multiple of 64, adds tokens that never occur.
     dropout: of the embeddings, the attention weights and both branches.
     tied: the head is the transpose of the token embedding, else a matrix of its own.
+    experts: in place of each block's MLP so many, of which each token goes to experts_per_token (by default 2). capacity:
+    places of the experts over what tokens need (1.25); balance: weight of the loss that spreads tokens (0.01). See experts.py.
 
     Parameters: (vocabulary + context + 2) * D + layers * (12 * D^2 + 13 * D), and vocabulary * D more if not tied. With
     vocabulary 50257 and context 1024, gpt2 has 124,439,808 and gpt2-medium 354,823,168; small has 10,795,008 with 256
-    and 128. The layers besides the blocks' (blocks.py) are embed_tokens (the head too), embed_positions and final_norm.
+    and 128. With experts, the 8 * D^2 + 5 * D of each MLP become experts * (8 * D^2 + 6 * D). The layers besides the
+    blocks' (blocks.py) are embed_tokens (the head too), embed_positions and final_norm.
 
     Raises ConfigError for an option out of range, or x that is no sequence of tokens of known length.
     """
     shape = choose_shape("transformer", SIZES, size, layers=layers, width=width, heads=heads, dropout=dropout)
+    shape = dataclasses.replace(shape, experts=choose_experts("transformer", experts=experts, experts_per_token=experts_per_token, capacity=capacity, balance=balance))
     length = _length(x_spec)
     context = length if context is None else context
     if context < length:

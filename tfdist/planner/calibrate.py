@@ -3,9 +3,9 @@
 A run folder tells its flags (flags.txt), its workers and replicas, and how long its steps took (logs/rank-0.jsonl). Step
 times of runs are fitted to
 
-    seconds = fixed + work / rate + traffic / beta
+    seconds = crowding x (fixed + work / rate + traffic / beta)
 
-with work in operations on one device (times the crowding, if workers share processors) and traffic in bytes a step: least
+with work in operations on one device, traffic in bytes a step, and as crowding the workers that share a processor: least
 squares over relative errors, no term negative. One run gives the rate alone; runs of two sizes also the fixed cost; a run
 with several workers also the bandwidth. Terms that the runs cannot tell apart keep their assumed values.
 """
@@ -60,11 +60,11 @@ def read_run(folder: str) -> Measured:
 
 
 def terms(model: ModelShape, replicas: int, global_batch: int, hardware: Hardware) -> tuple[float, float, float]:
-    """(1, operations, bytes) of one step on the slowest device, data parallelism only."""
+    """(1, operations, bytes) of one step on the slowest device, data parallelism only; times the crowding, if processors are shared."""
     layout = Layout(data=replicas, micro_batch=-(-global_batch // replicas))
-    crowding = max(1.0, replicas / hardware.shared) if hardware.shared else 1.0
-    traffic = 2 * (replicas - 1) / replicas * KERAS.gradient * model.parameters * crowding
-    return 1.0, 3 * model.flops * layout.micro_batch * crowding, traffic
+    crowding = hardware.crowding(replicas)
+    traffic = 2 * (replicas - 1) / replicas * KERAS.gradient * model.parameters
+    return crowding, crowding * 3 * model.flops * layout.micro_batch, crowding * traffic
 
 
 def calibrate(hardware: Hardware, runs: Sequence[Measured], shape: Callable[[Config], ModelShape]) -> Hardware:

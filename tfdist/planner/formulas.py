@@ -35,6 +35,8 @@ def shape_of(config: Config, sample: Sample) -> ModelShape | None:
         return None
     size = 4 if config.precision.precision == "float32" else 2
     options = parse_args("model_args", config.model.model_args)
+    if options.get("experts"):
+        return None  # counted in the graph
     if "num_outputs" in options:
         sample = Sample(sample.shape, options.pop("num_outputs"))
     rank = 1 if formula is transformer else len(sample.shape) if formula is mlp else 3

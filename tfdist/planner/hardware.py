@@ -38,10 +38,15 @@ class Hardware:
     step_ms: float = 2.0  # fixed cost of an optimizer step (assumed)
     storage_gbs: float = 2.0  # what one job writes to the checkpoint storage (assumed)
     mtbf_hours: float = 50_000.0  # of one device with its share of everything else: Llama 3 405B saw 419 failures in 54 days on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)
-    shared: int = 0  # workers beyond this number share processors (CPU machines); 0: never
+    shared: int = 0  # processors for all workers together (a CPU machine): more workers than this share them; 0: each has its own
 
     def tflops(self, precision: str) -> float:
         return self.float32_tflops if precision == "float32" else self.half_tflops
+
+    def crowding(self, workers: int) -> int:
+        """Workers on the fullest processor. The launcher gives each worker whole cores (cluster.divide_cores), and all wait
+        for the slowest: 3 workers on 2 processors take as long as 4."""
+        return max(1, -(-workers // self.shared)) if self.shared else 1
 
     @property
     def node_gbs(self) -> float:

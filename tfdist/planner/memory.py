@@ -21,15 +21,16 @@ _UPDATE_TENSORS = 2  # of a variable's size, that the update rule holds on its w
 @dataclass(frozen=True)
 class Recipe:
     """Bytes per element of each kind. The default is Keras': variables, gradients and slots are float32 under every
-    policy, and the casts to the compute type count as buffers."""
+    policy, and the casts to the compute type count as buffers. `copy`: of the shard that stages 1 and 2 update."""
 
     parameter: float = 4.0
     gradient: float = 4.0
     slot: float = 4.0
     master: float = 0.0
+    copy: float = 0.0
 
 
-KERAS = Recipe()
+KERAS = Recipe(copy=4.0)
 ZERO_PAPER = Recipe(2, 2, 4, 4)  # 16-bit weights and gradients, float32 master weights and Adam: 16 bytes a parameter
 
 
@@ -52,7 +53,7 @@ def shard_states(parameters: float, slots: float, recipe: Recipe, zero: int, dev
     assert zero in (0, 1, 2, 3), zero
     return States(
         recipe.parameter * parameters / (devices if zero >= 3 else 1), recipe.gradient * parameters / (devices if zero >= 2 else 1),
-        recipe.slot * slots / (devices if zero >= 1 else 1), recipe.master * parameters / (devices if zero >= 1 else 1))
+        recipe.slot * slots / (devices if zero >= 1 else 1), (recipe.master + (recipe.copy if zero in (1, 2) else 0)) * parameters / (devices if zero >= 1 else 1))
 
 
 def slot_elements(optimizer: OptimizerConfig, weight: Weight) -> int:

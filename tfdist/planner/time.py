@@ -55,15 +55,16 @@ def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardw
     slowest = max(sum(part.repeat * part.flops for part in parts) for parts in stages)
     passes = 4 if layout.recompute and any(part.block for part in model.parts) else 3
     rate = hardware.tflops(config.precision.precision) * 1e12 * hardware.efficiency
-    crowding = max(1.0, layout.devices / hardware.shared) if hardware.shared else 1.0
+    crowding = hardware.crowding(layout.devices)  # of all there is to do: on shared processors launches and copies are work, too
     one = passes * slowest * layout.micro_batch / layout.model / rate * crowding
     compute, bubble = one * layout.micro_batches, one * (layout.pipe - 1)
     seconds, name = gradient_seconds(stages, layout, hardware, algorithm)
+    seconds *= crowding
     # Each micro-batch's backward pass can hide the traffic of stages 2 and 3, the last one's that of stages 0 and 1.
     windows = layout.micro_batches if layout.zero >= 2 else 1
     exposed = max(seconds - hardware.overlap * one * 2 / passes * windows, seconds * 0.02)
-    return StepTime(compute, bubble, _inner_seconds(stages, config, layout, hardware), seconds, exposed if seconds else 0.0,
-                    _update_seconds(stages, config, layout, hardware) * crowding, hardware.step_ms * 1e-3, name)
+    return StepTime(compute, bubble, _inner_seconds(stages, config, layout, hardware) * crowding, seconds, exposed if seconds else 0.0,
+                    _update_seconds(stages, config, layout, hardware) * crowding, hardware.step_ms * 1e-3 * crowding, name)
 
 
 def gradient_seconds(stages: list[list[Part]], layout: Layout, hardware: Hardware, algorithm: str = "auto") -> tuple[float, str]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tfdist.control.exit_codes import DivergedError
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.host import host_view
 
 
 def check_weights(runtime: Runtime, model: keras.Model, when: str) -> None:
@@ -23,7 +24,7 @@ def check_weights(runtime: Runtime, model: keras.Model, when: str) -> None:
     Raises: DivergedError on all workers, which names the ranks that differ from the chief, and the first variable.
     """
     variables = [variable for variable in model.variables if keras.backend.is_float_dtype(variable.dtype)]
-    digests = runtime.all_gather(np.array([zlib.crc32(np.ascontiguousarray(variable.numpy()).tobytes()) for variable in variables], np.uint32))
+    digests = runtime.all_gather(np.array([zlib.crc32(np.ascontiguousarray(host_view(variable.value)).reshape(-1).view(np.uint8)) for variable in variables], np.uint32))
     ranks, places = np.nonzero(digests != digests[0])
     if ranks.size:
         raise DivergedError(

@@ -60,5 +60,8 @@ class Runtime(Protocol):
     def waiting_for(self) -> int | None:
         """The rank whose data this worker waits for at the moment; None: nobody's, or not known. Asked by another thread."""
 
+    def reduction_s(self) -> tuple[float, float] | None:
+        """Seconds so far in which gradients travelled, and in which nothing else was left to do but to wait for them; None: not known."""
+
     def close(self) -> None:
         """Leaves the cluster in order."""

@@ -41,8 +41,8 @@ class Horovod:
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> Horovod:
         hvd, place = horovod_start.start(cluster, config)
-        gpus = tf.config.list_physical_devices("GPU")
-        if gpus:
+        gpus = tf.config.get_visible_devices("GPU")
+        if len(gpus) > 1:  # not chosen yet
             tf.config.set_visible_devices(gpus[place.local_rank % len(gpus)], "GPU")
         return cls(hvd, int(config.strategy.horovod_fusion_mb * 2**20), config.strategy.horovod_compression == "fp16")
 
@@ -107,6 +107,9 @@ class Horovod:
 
     def waiting_for(self) -> int | None:
         return None  # Horovod does not tell
+
+    def reduction_s(self) -> tuple[float, float] | None:
+        return None
 
     def close(self) -> None:
         self._hvd.shutdown()

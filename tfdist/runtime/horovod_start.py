@@ -18,11 +18,13 @@ from types import ModuleType
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import StartupError, UnsupportedError
-from tfdist.control.horovod_env import PORT, Placement, placement
+from tfdist.control.exit_codes import PeerLostError, StartupError, UnsupportedError
+from tfdist.control.horovod_env import PORT, WRITTEN, Placement, placement
 from tfdist.control.preflight import bind_everywhere
 
 _PAUSE_SECONDS = 0.1
+# Horovod 0.28.1 writes past the end of a vector when it is started again in a process in which these were set.
+_ONCE_IN_A_PROCESS = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME")
 _LONGEST_STALL_CHECK = 60.0  # seconds until Horovod warns of a stalled tensor, and between two looks
 
 
@@ -45,12 +47,19 @@ def start(cluster: Cluster, config: Config) -> tuple[ModuleType, Placement]:
     Raises: UnsupportedError without Horovod, ClusterError or StartupError if the peers cannot be found.
     """
     hvd = load()
+    if hvd.is_initialized():  # a process that was in another group of workers before
+        hvd.shutdown()
+    if not cluster.started_by:
+        for name in WRITTEN:
+            os.environ.pop(name, None)
     place = placement(cluster, os.environ)
     os.environ.update({**settings(config, cluster.size), **place.variables})
+    for name in _ONCE_IN_A_PROCESS if cluster.is_broken else ():
+        os.environ.pop(name, None)
     if place.server and "HOROVOD_GLOO_IFACE" not in os.environ:
         os.environ["HOROVOD_GLOO_IFACE"] = _interface(*place.server)
     with _open_port(cluster, place):
-        if place.server and "HOROVOD_ELASTIC" not in os.environ:
+        if place.server:
             wait_for_all(place.server, cluster, config.cluster.startup_timeout)
         try:
             hvd.init()
@@ -80,10 +89,12 @@ def settings(config: Config, size: int) -> dict[str, str]:
 
 
 def wait_for_all(server: tuple[str, int], cluster: Cluster, timeout: float) -> None:
-    """Returns when every rank is there. Raises StartupError that names who is missing after `timeout` seconds."""
+    """Returns when every rank is there. Raises StartupError that names who is missing after `timeout` seconds, PeerLostError when one
+    is known to have died."""
     deadline = time.monotonic() + timeout
     missing = list(range(cluster.size))
-    while not _request(server, "PUT", cluster.rank):
+    is_broken = cluster.is_broken or (lambda: False)
+    while not _request(server, "PUT", cluster.rank) and not is_broken():
         if time.monotonic() > deadline:
             raise StartupError(f"Horovod's rendezvous at {server[0]}:{server[1]} did not answer within {timeout:g} s: start rank 0, check that its address can be reached from here, or raise --startup_timeout.")
         time.sleep(_PAUSE_SECONDS)
@@ -91,6 +102,8 @@ def wait_for_all(server: tuple[str, int], cluster: Cluster, timeout: float) -> N
         missing = [rank for rank in missing if not _request(server, "GET", rank)]
         if missing and time.monotonic() > deadline:
             raise StartupError(f"{', '.join(map(cluster.name, missing))} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, or raise --startup_timeout.")
+        if is_broken():
+            raise PeerLostError("A worker died before all had met in Horovod's rendezvous: look at its log.")
         if missing:
             time.sleep(_PAUSE_SECONDS)
 

@@ -20,10 +20,13 @@ from tensorflow.python.eager import context
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime.collectives import Group
+from tfdist.runtime.hierarchical import HierarchicalGroup
 from tfdist.runtime.mesh import AXES, REPLICA_AXES, Mesh
 from tfdist.runtime.mirrored import MultiWorker
 from tfdist.runtime.overdue import Overdue
 from tfdist.runtime.ring import MARK
+
+_BYTES_AT_ONCE = 1 << 24
 
 
 class MeshRuntime:
@@ -61,6 +64,17 @@ class MeshRuntime:
             self._groups[ranks].meet(self._timeout)
         return self._groups[ranks]
 
+    def hierarchical(self, group: Group, workers_per_host: int = 0) -> HierarchicalGroup:
+        """The all-reduce of `group` in two levels. workers_per_host: see the flag. A collective.
+
+        Raises: ConfigError if hosts have different numbers of members.
+        """
+        if workers_per_host:
+            hosts = [f"host {rank // workers_per_host}" for rank in range(self.size)]
+        else:
+            hosts = [address.rpartition(":")[0] for address in self._cluster.peers] or [""]
+        return HierarchicalGroup(group.ranks, self.rank, hosts, self.group_of)
+
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -74,8 +88,12 @@ class MeshRuntime:
 
         with tf.variable_creator_scope(creator):
             yield
-        if self.size > 1:
-            for variable, value in zip(created, self.broadcast([variable.numpy() for variable in created]), strict=True):
+        while self.size > 1 and created:  # a few at a time: what travels is held several times over
+            some, size = [], 0
+            while created and size < _BYTES_AT_ONCE:
+                some.append(created.pop(0))
+                size += some[-1].shape.num_elements() * some[-1].dtype.size
+            for variable, value in zip(some, self.broadcast([variable.numpy() for variable in some]), strict=True):
                 variable.assign(value)
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
@@ -125,6 +143,9 @@ class MeshRuntime:
 
     def waiting_for(self) -> int | None:
         return None  # TensorFlow's collectives do not tell
+
+    def reduction_s(self) -> tuple[float, float] | None:
+        return None
 
     def close(self) -> None:
         self._world.close()

@@ -18,7 +18,8 @@ from tensorflow.python.eager import context
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.runtime.ring import Ring, RingReducer
+from tfdist.runtime.reducer import RingReducer
+from tfdist.runtime.ring import Ring
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 _CHUNK = 1 << 24  # int32 elements (64 MiB) per host collective, to bound its memory
@@ -77,8 +78,13 @@ class StrategyRuntime:
             return True
 
         host = cluster.address.rpartition(":")[0]
-        ring = Ring(self.rank, self.size, host, exchange, config.strategy.collective_timeout, is_alive, patience)
+        ring = Ring(self.rank, self.size, host, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
         self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
+
+    @property
+    def uses_ring(self) -> bool:
+        """Whether gradients travel through runtime/ring.py."""
+        return self._reducer is not None
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         if self._reducer and all(tensor.dtype == tf.float32 and tensor.shape.is_fully_defined() for tensor in tensors):
@@ -104,6 +110,9 @@ class StrategyRuntime:
 
     def waiting_for(self) -> int | None:
         return self._reducer.ring.waiting_for if self._reducer else None
+
+    def reduction_s(self) -> tuple[float, float] | None:
+        return (self._reducer.travel_s, self._reducer.wait_s) if self._reducer else None
 
     def close(self) -> None:
         pass

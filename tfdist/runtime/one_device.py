@@ -63,5 +63,8 @@ class OneDevice:
     def waiting_for(self) -> int | None:
         return None
 
+    def reduction_s(self) -> tuple[float, float] | None:
+        return 0.0, 0.0
+
     def close(self) -> None:
         pass

@@ -1,38 +1,39 @@
-"""A ring all-reduce over plain TCP for gradients on the CPU.
+"""A ring all-reduce over plain TCP, and shared memory between neighbours on one host, for gradients on the CPU.
 
 TensorFlow's own CPU collectives pass every tensor through gRPC, which costs three to four times what the same bytes cost
 on a bare socket (scripts/bench_ring.py). Here each worker holds one connection to its right and one to its left
-neighbour; gradients travel in buckets, in the order in which the backward pass makes them, while it goes on.
+neighbour. Where the left neighbour's array can be read in place (shared_memory.py), a byte over the connection says that
+a chunk is ready, and no copy is sent.
 
 The algorithm is the bandwidth-optimal ring (Patarasu & Yuan 2009): each of the n ranks owns one of n chunks;
 n - 1 steps pass partial sums around until every rank holds the complete sum of its own chunk, n - 1 more pass the
 complete chunks on. Each rank sends and receives 2 (n - 1) / n of the data. A chunk is summed once, by ranks in ring
-order, and then copied, so all ranks end with the same bits.
+order, and then copied, so all ranks end with the same bits, whether it was sent or read in place.
+
+Reading in place needs no locks: a chunk changes again only when the sum of which it was a part has come back around the
+ring, and so has been read; and an all-reduce ends only when the right neighbour has said that it has read everything.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
-import queue
+import mmap
 import select
 import socket
 import struct
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import tensorflow as tf
+
+from tfdist.runtime.shared_memory import NOT_SHARED, OFFER_BYTES, OthersArrays, SharedArrays
 
 MARK = "tfdist ring: "  # in the text of every error raised here, for runtime/errors.py
-_HEADER = struct.Struct("!IIQ")  # site, bucket, bytes: checked, so that ranks can never mix up their gradients
+_HEADER = struct.Struct("!IIQqq")  # site, bucket, bytes: checked, so that ranks can never mix up their gradients; where to read them
+_WHERE = 2  # of these, the last
 _BLOCK = struct.Struct("!12sIQ")  # what a gathered block is, its stamp, its bytes: the first two must agree on all ranks
 _SEND_BYTES = 1 << 20
-_ALIGN = 16  # float32 elements: 64 bytes, what TensorFlow needs to take an array without a copy
-_UNUSED_REFERENCES = 3  # the pool's list, the loop variable, and getrefcount's argument
+_TOKEN, _NOTHING = memoryview(b"."), memoryview(b"")
 
 
 class RingError(RuntimeError):
@@ -48,10 +49,11 @@ class Ring:
       timeout: seconds after which a neighbour that sends nothing is an error; 0: never.
       is_alive: asked about a neighbour's rank whenever that has been silent for `patience` seconds. A process that has
         ended closes its connections, but one that is stopped, or whose machine is gone, does not.
+      share: arrays made by `empty` may be read in place by a neighbour on this host. The same on all ranks.
     """
 
     def __init__(self, rank: int, size: int, host: str, exchange: Callable[[str], Sequence[str]], timeout: float = 0.0,
-                 is_alive: Callable[[int], bool] = lambda rank: True, patience: float = 10.0):
+                 is_alive: Callable[[int], bool] = lambda rank: True, patience: float = 10.0, share: bool = False):
         self.rank, self.size, self.timeout, self.is_alive, self.patience = rank, size, timeout, is_alive, patience
         with socket.create_server(("", 0), backlog=1) as listener:
             endpoints = exchange(f"{host}:{listener.getsockname()[1]}")
@@ -63,6 +65,22 @@ class Ring:
             connection.setblocking(False)
         self._scratch = np.empty(0, np.float32)
         self.waiting_for: int | None = None  # the rank whose bytes are waited for at the moment
+        self._shared = SharedArrays()
+        self._others: OthersArrays | None = None
+        self.shares = share and self._meet()
+
+    def _meet(self) -> bool:
+        """Finds out whether the left neighbour's arrays can be read here, and tells whether the right one can read ours."""
+        offer, readable = bytearray(OFFER_BYTES), bytearray(1)
+        self._pass_on(memoryview(self._shared.offer()), memoryview(offer))
+        self._others = OthersArrays(bytes(offer))
+        self._pass_on(memoryview(bytes([self._others.readable])), memoryview(readable), backwards=True)
+        self._shared.withdraw()
+        return bool(readable[0])
+
+    def empty(self, length: int) -> np.ndarray:
+        """A zeroed float32 [length], on a page boundary, that the right neighbour can read in place if that is possible."""
+        return self._shared.empty(length) if self.shares else np.frombuffer(mmap.mmap(-1, max(4 * length, 4)), np.float32, length)
 
     def all_reduce(self, array: np.ndarray, site: int = 0, bucket: int = 0) -> None:
         """Sums a contiguous float32 [k] over all ranks, in place. `site` and `bucket` must agree on all ranks."""
@@ -71,19 +89,36 @@ class Ring:
         longest = max(chunk.size for chunk in chunks)
         if self._scratch.size < longest:
             self._scratch = np.empty(longest, np.float32)
-        header = bytearray(_HEADER.pack(site, bucket, array.nbytes))
+        serial, descriptor = self._shared.where(array)
+        header = _HEADER.pack(site, bucket, array.nbytes, serial, descriptor)
         theirs = bytearray(_HEADER.size)
         self._pass_on(memoryview(header), memoryview(theirs))
-        if theirs != header:
-            raise RingError(f"{MARK}rank {self.rank} reduces {_HEADER.unpack(header)}, its neighbour {_HEADER.unpack(theirs)} (site, bucket, bytes): the workers do not run the same program.")
+        *what, their_serial, their_descriptor = _HEADER.unpack(theirs)
+        if tuple(what) != (site, bucket, array.nbytes):
+            raise RingError(f"{MARK}rank {self.rank} reduces {(site, bucket, array.nbytes)}, its neighbour {tuple(what)} (site, bucket, bytes): the workers do not run the same program.")
+        left = [None] * self.size if their_serial == NOT_SHARED else self._left_chunks(their_serial, their_descriptor, cuts)
         for step in range(self.size - 1):
-            mine, other = chunks[(self.rank - step) % self.size], chunks[(self.rank - step - 1) % self.size]
-            received = self._scratch[:other.size]
-            self._pass_on(_bytes(mine), _bytes(received))
-            np.add(other, received, out=other)
+            index = (self.rank - step - 1) % self.size
+            np.add(chunks[index], self._next(serial, chunks[(self.rank - step) % self.size], left[index], self._scratch[:chunks[index].size]), out=chunks[index])
         for step in range(self.size - 1):
-            mine, other = chunks[(self.rank + 1 - step) % self.size], chunks[(self.rank - step) % self.size]
-            self._pass_on(_bytes(mine), _bytes(other))
+            index = (self.rank - step) % self.size
+            received = self._next(serial, chunks[(self.rank + 1 - step) % self.size], left[index], chunks[index])
+            if received is not chunks[index]:
+                np.copyto(chunks[index], received)
+        self._pass_on(_TOKEN if their_serial else _NOTHING, memoryview(bytearray(1)) if serial else _NOTHING, backwards=True)
+        self._shared.has_been_read(serial)
+
+    def _left_chunks(self, serial: int, descriptor: int, cuts: Sequence[int]) -> list[np.ndarray]:
+        try:
+            theirs = self._others.get(serial, descriptor, cuts[-1])
+        except OSError as error:
+            raise RingError(f"{MARK}lost contact with rank {(self.rank - 1) % self.size} (its memory cannot be read: {error}).") from None
+        return [theirs[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+    def _next(self, serial: int, mine: np.ndarray, theirs: np.ndarray | None, into: np.ndarray) -> np.ndarray:
+        """Passes chunk `mine` on. Returns the left neighbour's next chunk: `theirs`, read in place, or received `into`."""
+        self._pass_on(_TOKEN if serial else _bytes(mine), _bytes(into) if theirs is None else memoryview(bytearray(1)))
+        return into if theirs is None else theirs
 
     def all_gather(self, data: bytes, name: str, stamp: int = 0) -> list[bytes]:
         """Every rank's bytes, in rank order; their lengths may differ.
@@ -108,40 +143,45 @@ class Ring:
             blocks[(self.rank - step - 1) % self.size] = received
         return blocks
 
-    def _pass_on(self, outgoing: memoryview, incoming: memoryview) -> None:
-        """Sends to the right and receives from the left at the same time: neither may wait for the other."""
+    def _pass_on(self, outgoing: memoryview, incoming: memoryview, backwards: bool = False) -> None:
+        """Sends to the right and receives from the left at the same time: neither may wait for the other.
+
+        backwards: to the left and from the right.
+        """
         sent = received = 0
+        to, source = (self.left, self.right) if backwards else (self.right, self.left)
+        to_rank, source_rank = (self.rank + (-1 if backwards else 1)) % self.size, (self.rank - (-1 if backwards else 1)) % self.size
         poll = select.poll()
         while sent < len(outgoing) or received < len(incoming):
             progress = False
             try:
                 if sent < len(outgoing):
-                    sent, progress = sent + self.right.send(outgoing[sent:sent + _SEND_BYTES]), True
+                    sent, progress = sent + to.send(outgoing[sent:sent + _SEND_BYTES]), True
             except BlockingIOError:
                 pass
             except OSError as error:
-                raise RingError(f"{MARK}lost contact with rank {(self.rank + 1) % self.size} ({error}).") from None
+                raise RingError(f"{MARK}lost contact with rank {to_rank} ({error}).") from None
             try:
                 if received < len(incoming):
-                    count = self.left.recv_into(incoming[received:received + _SEND_BYTES])
+                    count = source.recv_into(incoming[received:received + _SEND_BYTES])
                     if count == 0:
-                        raise RingError(f"{MARK}lost contact with rank {(self.rank - 1) % self.size} (it closed the connection).")
+                        raise RingError(f"{MARK}lost contact with rank {source_rank} (it closed the connection).")
                     received, progress = received + count, True
             except BlockingIOError:
                 pass
             except OSError as error:
-                raise RingError(f"{MARK}lost contact with rank {(self.rank - 1) % self.size} ({error}).") from None
+                raise RingError(f"{MARK}lost contact with rank {source_rank} ({error}).") from None
             if not progress:
-                self._wait(poll, sent < len(outgoing), received < len(incoming))
+                receiving = received < len(incoming)
+                for connection, events, wanted in ((to, select.POLLOUT, sent < len(outgoing)), (source, select.POLLIN, receiving)):
+                    if wanted:
+                        poll.register(connection, events)
+                    else:
+                        with contextlib.suppress(KeyError):
+                            poll.unregister(connection)
+                self._wait(poll, source_rank if receiving else to_rank)
 
-    def _wait(self, poll: select.poll, sending: bool, receiving: bool) -> None:
-        for connection, events, wanted in ((self.right, select.POLLOUT, sending), (self.left, select.POLLIN, receiving)):
-            if wanted:
-                poll.register(connection, events)
-            else:
-                with contextlib.suppress(KeyError):
-                    poll.unregister(connection)
-        silent = (self.rank - 1) % self.size if receiving else (self.rank + 1) % self.size
+    def _wait(self, poll: select.poll, silent: int) -> None:
         start = time.monotonic()
         self.waiting_for = silent
         while not poll.poll(1000 * min(self.patience, self.timeout or self.patience)):
@@ -154,104 +194,6 @@ class Ring:
     def close(self) -> None:
         self.right.close()
         self.left.close()
-
-
-class RingReducer:
-    """`Ring.all_reduce` for lists of tensors inside a tf.function: in buckets, by a thread of its own.
-
-    A start operation per bucket copies its gradients into a buffer and returns at once; one finish operation waits for
-    all. The thread takes the buckets in one fixed order, so it does not matter in which order TensorFlow on each
-    worker happens to run the start operations.
-    """
-
-    def __init__(self, ring: Ring, bucket_bytes: int):
-        self.ring, self.bucket_bytes = ring, max(bucket_bytes, 1)
-        self._sites = 0
-        self._work: queue.SimpleQueue[_Site] = queue.SimpleQueue()
-        self._pool: dict[int, list[np.ndarray]] = {}
-        self._failure: Exception | None = None
-        threading.Thread(target=self._serve, name="tfdist-ring", daemon=True).start()
-
-    def __call__(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The sum of each float32 tensor over all workers. Called while tracing; every worker traces the same."""
-        site = _Site(self._sites, [tuple(tensor.shape) for tensor in tensors], self.bucket_bytes)
-        self._sites += 1
-        started = [
-            tf.numpy_function(functools.partial(self._start, site, number), [tensors[index] for index in members], tf.int32)
-            for number, members in enumerate(site.buckets)]
-        with tf.control_dependencies(started):
-            reduced = tf.numpy_function(functools.partial(self._finish, site), [], [tf.float32] * len(tensors))
-        for value, tensor in zip(reduced, tensors, strict=True):
-            value.set_shape(tensor.shape)
-        return reduced
-
-    def _start(self, site: _Site, number: int, *arrays: np.ndarray) -> np.int32:
-        buffer = self._free_buffer(site.lengths[number])
-        for index, array in zip(site.buckets[number], arrays, strict=True):
-            site.view(buffer, index)[...] = array
-        site.started[number].put(buffer)
-        if number == 0:  # nothing can be sent before the first bucket is there
-            self._work.put(site)
-        return np.int32(0)
-
-    def _finish(self, site: _Site) -> list[np.ndarray]:
-        reduced: list = [None] * len(site.shapes)
-        for members in site.buckets:
-            buffer = site.done.get()
-            if buffer is None:
-                raise self._failure
-            for index in members:
-                reduced[index] = site.view(buffer, index)
-        return reduced
-
-    def _serve(self) -> None:
-        while True:
-            site = self._work.get()
-            for number in range(len(site.buckets)):
-                buffer = site.started[number].get()
-                try:
-                    if self._failure is None:
-                        self.ring.all_reduce(buffer, site.number, number)
-                except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
-                    self._failure = error
-                site.done.put(buffer if self._failure is None else None)
-
-    def _free_buffer(self, length: int) -> np.ndarray:
-        """A zeroed or used float32 [length], aligned. TensorFlow takes results without a copy and holds on to them, so
-        a buffer is free when nobody but the pool refers to it."""
-        pool = self._pool.setdefault(length, [])
-        for buffer in pool:
-            if sys.getrefcount(buffer) == _UNUSED_REFERENCES:
-                return buffer
-        whole = np.zeros(length + _ALIGN, np.float32)
-        start = (-whole.ctypes.data // 4) % _ALIGN
-        pool.append(whole[start:start + length])
-        return pool[-1]
-
-
-class _Site:
-    """One call of the reducer in the program: how its tensors are laid out in buckets, and the queues of a round."""
-
-    def __init__(self, number: int, shapes: list[tuple], bucket_bytes: int):
-        self.number, self.shapes = number, shapes
-        sizes = [math.prod(shape) for shape in shapes]
-        # The backward pass makes the last variables' gradients first.
-        self.buckets: list[list[int]] = [[]]
-        self._offsets, self.lengths = {}, [0]
-        for index in reversed(range(len(shapes))):
-            if self.buckets[-1] and (self.lengths[-1] + sizes[index]) * 4 > bucket_bytes:
-                self.buckets.append([])
-                self.lengths.append(0)
-            self.buckets[-1].append(index)
-            self._offsets[index] = self.lengths[-1]
-            self.lengths[-1] += -(-sizes[index] // _ALIGN) * _ALIGN
-        self.started = [queue.SimpleQueue() for _ in self.buckets]
-        self.done: queue.SimpleQueue = queue.SimpleQueue()
-
-    def view(self, buffer: np.ndarray, index: int) -> np.ndarray:
-        """The part of its bucket's buffer that holds tensor `index`."""
-        start, shape = self._offsets[index], self.shapes[index]
-        return buffer[start:start + math.prod(shape)].reshape(shape)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

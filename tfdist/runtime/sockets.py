@@ -28,7 +28,8 @@ from tfdist.control.exit_codes import ConfigError, PeerLostError
 from tfdist.runtime import batch_norm, rendezvous
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.pulse import Pulse
-from tfdist.runtime.ring import MARK, Ring, RingError, RingReducer
+from tfdist.runtime.reducer import RingReducer
+from tfdist.runtime.ring import MARK, Ring, RingError
 
 
 class Sockets(OneDevice):
@@ -65,7 +66,7 @@ class Sockets(OneDevice):
                 return [bytes(other).decode() for other in self._front.all_gather(endpoint.encode(), "endpoint")]
 
             self._pulse = Pulse(Ring(self.rank, self.size, host, exchange), patience)
-            self._gradients = Ring(self.rank, self.size, host, exchange, timeout, self._is_alive, patience)
+            self._gradients = Ring(self.rank, self.size, host, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto")
         except RingError as error:
             raise _lost(error) from error
         self._reducer = RingReducer(self._gradients, int(config.strategy.pack_mb * 2**20))
@@ -162,6 +163,9 @@ class Sockets(OneDevice):
 
     def waiting_for(self) -> int | None:
         return next((ring.waiting_for for ring in (self._gradients, self._front) if ring and ring.waiting_for is not None), None)
+
+    def reduction_s(self) -> tuple[float, float] | None:
+        return self._reducer.travel_s, self._reducer.wait_s
 
     def close(self) -> None:
         self.barrier()  # nobody closes a connection on which another still waits

@@ -23,7 +23,8 @@ RUN_COLORS = ("#1f5fa8", "#d9730d", "#2a8c6a", "#a03a8c", "#6b6b6b", "#b8302a", 
 PART_COLORS = {"train": "#2a8c6a", "lost": "#d9730d", "restart": "#b8302a", "startup": "#7d8fa9", "trace": "#b9c4d4", "evaluation": "#1f5fa8",
                "saving": "#a03a8c", "results": "#c9a8d6", "idle": "#ececec", "other": "#c4c4c4"}
 _MARKS = {"start": ("^", "#333333"), "warning": ("d", "#e0a100"), "error": ("X", "#b8302a"), "end": ("s", "#333333"), "save": ("|", "#a03a8c"), "backup": ("|", "#a03a8c")}
-_PHASE_COLORS = ("#d9730d", "#e0a100", "#2a8c6a", "#1f5fa8", "#b8302a", "#5a4fcf", "#a03a8c", "#9a9a9a", "#7d8fa9", "#c9a8d6")
+_PHASE_COLORS = {"data_wait": "#d9730d", "host_to_device": "#e0a100", "forward": "#2a8c6a", "forward_backward": "#2a8c6a", "backward": "#1f5fa8", "gradient_sync": "#b8302a",
+                 "optimizer": "#5a4fcf", "other": "#9a9a9a", "checkpoint": "#a03a8c", "evaluation": "#7d8fa9"}
 _MOST_POINTS = 600
 _STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": ["system-ui", "DejaVu Sans"], "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
           "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True, "legend.frameon": False, "axes.titlesize": 10, "figure.constrained_layout.use": True}
@@ -136,17 +137,22 @@ def step_times(runs: Sequence[RunLog]) -> str:
 
 @_styled
 def phases(run: RunLog) -> str:
-    """A bar per rank: mean seconds of each phase."""
+    """A bar per rank: mean seconds of each phase, end to end; and, hatched on it, reduction that the backward pass hides."""
     if not run.phases:
         return ""
-    figure, axis = _figure(5.4, 1.6 + 0.3 * len(run.phases))
+    figure, axis = _figure(5.4, 1.8 + 0.3 * len(run.phases))
     names = list(dict.fromkeys(name for values in run.phases.values() for name in values))
     left = [0.0] * len(run.phases)
-    for number, name in enumerate(names):
+    for name in names:
+        if name == "gradient_sync":
+            hidden = [1000 * run.overlaps.get(rank, {}).get(name, 0.0) for rank in run.phases]
+            if any(hidden):
+                axis.barh(range(len(left)), hidden, left=[edge - width for edge, width in zip(left, hidden, strict=True)], height=0.3, fill=False, hatch="////",
+                          edgecolor=_PHASE_COLORS[name], linewidth=0, label="gradient sync, hidden", zorder=3)
         widths = [1000 * values.get(name, 0.0) for values in run.phases.values()]
-        axis.barh(range(len(left)), widths, left=left, height=0.66, label=name.replace("_", " "), color=_PHASE_COLORS[number % len(_PHASE_COLORS)])
+        axis.barh(range(len(left)), widths, left=left, height=0.66, label=name.replace("_", " "), color=_PHASE_COLORS.get(name, "#c9a8d6"))
         left = [edge + width for edge, width in zip(left, widths, strict=True)]
-    axis.set(xlabel="mean over the sampled loops (ms)")
+    axis.set(xlabel="mean per step (ms)")
     _rows(axis, [f"rank {rank}" for rank in run.phases])
     figure.legend(loc="outside upper center", ncols=4, fontsize=9)
     return _svg(figure, f"phases by rank of {run.name}")

@@ -44,14 +44,29 @@ class RunLog:
 
     @cached_property
     def phases(self) -> dict[int, dict[str, float]]:
-        """rank -> phase -> mean seconds, from the events of kind "phases" of all ranks; ranks without any are left out."""
+        """rank -> phase -> mean seconds per step, from the events of kind "phases" of all ranks; ranks without any are left out."""
+        return self._phase_means("phase/")
+
+    @cached_property
+    def overlaps(self) -> dict[int, dict[str, float]]:
+        """The same of what other phases hide."""
+        return self._phase_means("overlap/")
+
+    def _phase_means(self, prefix: str) -> dict[int, dict[str, float]]:
         found = {}
         for rank, records in self._ranks():
             told = [record["values"] for record in records if record["kind"] == "phases"]
-            names = dict.fromkeys(name for values in told for name in values if name.startswith("phase/") and name.endswith("_s"))
+            steps = sum(values.get("phase_steps", 1) for values in told)
+            names = dict.fromkeys(name for values in told for name in values if name.startswith(prefix) and name.endswith("_s"))
             if names:
-                found[rank] = {name.removeprefix("phase/").removesuffix("_s"): statistics.fmean(float(values.get(name, 0.0)) for values in told) for name in names}
+                found[rank] = {name.removeprefix(prefix).removesuffix("_s"): sum(float(values.get(name, 0.0)) * values.get("phase_steps", 1) for values in told) / steps for name in names}
         return found
+
+    @property
+    def verdict(self) -> str:
+        """The last one that was told; "" without any."""
+        told = self.of_kind("verdict")
+        return str(told[-1]["values"]["message"]) if told else ""
 
     @cached_property
     def memory(self) -> dict[str, dict[int, float]]:
@@ -97,7 +112,9 @@ class RunLog:
         tokens = self._typical("perf/tokens_per_s") or (samples * int(self.flags["sequence_length"]) if self.flags.get("source") == "text" and "sequence_length" in self.flags else 0.0)
         flops, mfu = self._typical("perf/model_flops_per_s"), self._typical("perf/mfu")
         last = self.records[-1]["step"] if self.records else 0
+        efficiency = self._typical("perf/scaling_efficiency")
         return {
+            "verdict": self.verdict,
             "state": f"{goodput.state} at step {last:,}" + (f", {goodput.unsaved_steps:,} steps in no snapshot" if goodput.unsaved_steps and goodput.state != "finished" else ""),
             "wall time": duration(goodput.wall_s), "goodput": f"{100 * goodput.fraction:.1f} %",
             "attempts": f"{len({record['attempt'] for record in self.records})}, {counted(len(goodput.restarts), 'restart')}", "lost steps": f"{goodput.lost_steps:,}",
@@ -106,6 +123,7 @@ class RunLog:
             "samples/s": f"{samples:,.0f}" if samples else "", "tokens/s": f"{tokens:,.0f}" if tokens else "",
             "step time": f"{span(quantile(times, 0.5))} median, {span(quantile(times, 0.95))} at 95 %" if times else "",
             "model FLOP/s": f"{flops / 1e12:,.3g} T" if flops else "", "MFU": f"{100 * mfu:.1f} %" if mfu else "",
+            "scaling efficiency": f"{100 * efficiency:.0f} % against one worker" if efficiency else "",
             "configuration": str(values.get("config_digest", "")), "run id": str(self.records[-1].get("run_id", "")) if self.records else "",
         }
 

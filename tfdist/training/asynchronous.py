@@ -90,7 +90,7 @@ class Trainer:
         self.calls = Calls(servers, calls_at_a_time)
         self.staleness, self.recent = Staleness(), Staleness()  # of the run; since the last log line
         self.updates = 0  # in this process
-        self.interval = Interval(parts.clock, parts.global_batch, parts.position)
+        self.interval = Interval(parts.clock, parts.global_batch, parts.position, parts.rates)
 
     def train(self, step: int) -> Ending:
         """Trains from `step` to the rhythm's target. Raises DivergedError, PeerLostError."""

@@ -122,6 +122,15 @@ def _flops(operation: Any) -> float:
     return 2.0 * result * (math.prod(kernel[:2]) if operation.type.startswith("Depthwise") else math.prod(kernel[:-1]))
 
 
+def forward_flops(model: Any, x_spec: Any) -> float:
+    """Floating-point operations of the forward pass of one sample: products and convolutions. Traces it once, runs nothing."""
+    import tensorflow as tf
+
+    spec = tf.nest.map_structure(lambda each: tf.TensorSpec([1, *each.shape], each.dtype), x_spec)
+    traced = tf.function(lambda x: model(x, training=False)).get_concrete_function(spec)
+    return sum(_flops(operation) for operation in traced.graph.get_operations())
+
+
 def count(model: Any, objective: Any, specs: tuple, precision: str = "float32") -> dict[str, Any]:
     """See the file's first lines."""
     small, large = (trace(model, objective, specs, batch, precision) for batch in _SIZES)

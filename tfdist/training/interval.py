@@ -1,23 +1,31 @@
-"""What happened since the last log line, as the values of a "train" event."""
+"""What happened since the last log line, as events: "train", and where the time went: "phases", "verdict", stragglers."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from tfdist.telemetry import phases
 from tfdist.telemetry.events import Event
+from tfdist.telemetry.phases import PhaseMeter
+from tfdist.telemetry.rates import Rates
+from tfdist.telemetry.stragglers import Stragglers
 from tfdist.telemetry.timer import Clock
+from tfdist.telemetry.verdict import Verdicts
+from tfdist.training.rates import memory
 from tfdist.training.step import StepOutput
 
 
 class Interval:
     """Adds up step outputs; `event` ends the interval and starts the next."""
 
-    def __init__(self, clock: Clock, global_batch: int, position: Callable[[int], int]):
-        self.clock, self.global_batch, self.position = clock, global_batch, position
+    def __init__(self, clock: Clock, global_batch: int, position: Callable[[int], int], rates: Rates | None = None, watch: Watch | None = None):
+        self.clock, self.global_batch, self.position, self.rates, self.watch = clock, global_batch, position, rates or Rates(), watch
+        if watch:
+            watch.forget()
         self._reset()
 
     def _reset(self) -> None:
@@ -34,11 +42,18 @@ class Interval:
             self.sums[name] = self.sums.get(name, 0.0) + value
         if out.step_s:  # of the call before
             self.compute_s.append(out.compute_s)
+        if self.watch:
+            self.watch.add(out)
         self.last = out
 
     def compute_by_rank(self) -> list[float]:
         """Seconds per step that each worker computed, means over the calls; [] if not known yet."""
         return np.mean(self.compute_s, axis=0).tolist() if self.compute_s else []
+
+    def events(self, step: int, learning_rate: float) -> list[Event]:
+        """What there is to tell at a log line, the "train" event last. A collective if a call was sampled."""
+        watched = self.watch.events(step, self.compute_by_rank()) if self.watch else []
+        return [*watched, self.event(step, learning_rate)]
 
     def event(self, step: int, learning_rate: float) -> Event:
         seconds = max(self.clock.seconds - self.seconds, 1e-9)
@@ -51,6 +66,8 @@ class Interval:
             "perf/steps_per_s": self.steps / seconds,
             "perf/samples_per_s": self.steps * self.global_batch / seconds,
             "data/consumed_samples": self.position(step),
+            **self.rates.values(self.steps * self.global_batch / seconds, self.position(step)),
+            **memory(),
         }
         values |= {f"pause/{name}_s": seconds - self.pauses.get(name, 0.0) for name, seconds in self.clock.pauses.items() if seconds > self.pauses.get(name, 0.0)}
         seconds_by_rank = self.compute_by_rank()
@@ -58,3 +75,48 @@ class Interval:
             values |= {"perf/compute_s": statistics.median(seconds_by_rank), "perf/slowest_compute_s": max(seconds_by_rank), "perf/slowest_rank": int(np.argmax(seconds_by_rank))}
         self._reset()
         return Event("train", step, values)
+
+
+class Watch:
+    """Follows where the time of the workers goes, over the log intervals of a run.
+
+    Args:
+      rank: of this worker.
+      gather: this worker's float64 array -> those of all workers, stacked; a collective.
+      split: whether forward and backward pass can be told apart.
+      straggler_factor: see stragglers.py.
+    """
+
+    def __init__(self, clock: Clock, rank: int, gather: Callable[[np.ndarray], np.ndarray], split: bool = True, straggler_factor: float = 0.0):
+        self.rank, self.gather, self.split = rank, gather, split
+        self.meter, self.verdicts, self.stragglers = PhaseMeter(clock), Verdicts(), Stragglers(straggler_factor)
+        self._first: int | None = None  # the step from which the meter counts
+        self._skip = True
+
+    def forget(self) -> None:
+        """The next call does not count, nor what follows it: it traces, or comes after a rollback."""
+        self._first, self._skip = None, True
+
+    def add(self, out: StepOutput) -> None:
+        if self._skip or not out.call:
+            self._skip = False
+            return
+        if self._first is None:
+            self.meter.begin(out.call.wall_s)
+            self._first = out.step - out.call.steps
+        self.meter.add(out.call)
+
+    def events(self, step: int, compute_by_rank: Sequence[float]) -> Iterator[Event]:
+        """At a log line, on all workers: stragglers, and the phases if a call was sampled since they were told last."""
+        for sentence in self.stragglers.add(compute_by_rank):
+            yield Event("warning", step, {"message": sentence})
+        seconds = self.meter.seconds()
+        if seconds is None:
+            return
+        told, first, overlap_s = step - self._first, self._first, self.meter.overlap_s
+        self._first = step
+        self.meter.begin()  # what the telling takes is part of what comes
+        yield Event("phases", step, phases.values(seconds, overlap_s, self.split) | {"phase_steps": told})
+        sentence = self.verdicts.add(first, told, self.gather(seconds))
+        if sentence and self.rank == 0:
+            yield Event("verdict", step, {"message": sentence})

@@ -8,7 +8,7 @@
         if loss or gradients are not finite: go back (--on_nan=rollback), or the run stops
         observers(event)
         if all agree to save: save(step)
-        if all agree to stop: break
+        if all agree to stop, or to leave: break
 
 Agreement costs nothing: what a worker asks for travels in the step's own reduction, so every worker reads the same
 answer at the same step. The loop knows no strategy, model, source or tracker; they come in through `Parts`.
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.events import Event, Observer
-from tfdist.telemetry.stragglers import Stragglers
+from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
-from tfdist.training.interval import Interval
+from tfdist.training.interval import Interval, Watch
 from tfdist.training.step import TrainStep
 
 # Both bound how long a request to save or stop waits.
@@ -72,10 +72,11 @@ class Parts:
     evaluate: Callable[[], dict[str, float]] | None  # on all workers
     save: Callable[[int], None]  # on all workers; takes the step
     backup: Callable[[int], None]  # the same, for the short-lived backup
-    requests: Callable[[int], tuple[bool, bool]]  # (save, stop) that this worker asks for, in the order of SIGNALS
+    requests: Callable[[int], Sequence[bool]]  # what this worker asks for, in the order of SIGNALS
     section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
     rollback: Callable[[int], tuple[int, Sequence]] | None = None  # from a bad step to (a good one, its iterators); None: stop
-    straggler_factor: float = 0.0
+    rates: Rates | None = None
+    watch: Watch | None = None  # of where the time goes
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Ending:
     step: int
     stopped: bool  # by request, before the target
     evaluation: dict[str, float]  # the last one
+    left: bool = False  # by request, to go on in another group of workers
 
 
 def train(parts: Parts, step: int) -> Ending:
@@ -93,15 +95,14 @@ def train(parts: Parts, step: int) -> Ending:
     Raises: DivergedError when loss or gradients are not finite; RuntimeError when the step counter and the loop disagree.
     """
     rhythm, clock = parts.rhythm, parts.clock
-    interval, stragglers = Interval(clock, parts.global_batch, parts.position), Stragglers(parts.straggler_factor)
+    interval = Interval(clock, parts.global_batch, parts.position, parts.rates, parts.watch)
     iterators = parts.iterators
     evaluation: dict[str, float] = {}
     evaluated_at = -1
-    stopped = False
-    step_s = 0.0
-    first = True
+    stopped = left = False
+    step_s, first = 0.0, True
     clock.start()
-    while step < rhythm.target and not stopped:
+    while step < rhythm.target and not stopped and not left:
         n = rhythm.next_boundary(step, step_s) - step
         with parts.section("first step" if first else "step"):
             out = parts.step(iterators, n, parts.requests(step))
@@ -115,19 +116,18 @@ def train(parts: Parts, step: int) -> Ending:
                     "lower --learning_rate, set --clip_norm, or use --on_nan=skip or --on_nan=rollback.")
             with clock.pause("rollback"), parts.section("restore"):
                 step, iterators = parts.rollback(step)
-            interval, stopped = Interval(clock, parts.global_batch, parts.position), out.signals["stop"]
+            interval, stopped, left = Interval(clock, parts.global_batch, parts.position, parts.rates, parts.watch), out.signals["stop"], out.signals["leave"]
             continue
         interval.add(out, n)
         if rhythm.due(rhythm.log_every, before, step) or step == rhythm.target:
-            for sentence in stragglers.add(interval.compute_by_rank()):
-                parts.observer(Event("warning", step, {"message": sentence}))
-            parts.observer(interval.event(step, parts.learning_rate()))
+            for event in interval.events(step, parts.learning_rate()):
+                parts.observer(event)
         if first:
             # Tracing left a large heap that lives as long as the run: never scan it again.
             gc.collect()
             gc.freeze()
             first = False
-        stopped = out.signals["stop"]
+        stopped, left = out.signals["stop"], out.signals["leave"] and step < rhythm.target
         if parts.evaluate and rhythm.due(rhythm.eval_every, before, step):
             evaluation, evaluated_at = _evaluate(parts, step), step
         asked = out.signals["save"] or stopped or (rhythm.save_at_evaluation and evaluated_at == step)
@@ -137,10 +137,10 @@ def train(parts: Parts, step: int) -> Ending:
         elif rhythm.due(rhythm.backup_every, before, step):
             with clock.pause("saving"), parts.section("save"):
                 parts.backup(step)
-    if parts.evaluate and rhythm.eval_every >= 0 and evaluated_at != step and not stopped:
+    if parts.evaluate and rhythm.eval_every >= 0 and evaluated_at != step and not stopped and not left:
         evaluation = _evaluate(parts, step)
     clock.stop()
-    return Ending(step, stopped, evaluation)
+    return Ending(step, stopped, evaluation, left and not stopped)
 
 
 def _evaluate(parts: Parts, step: int) -> dict[str, float]:

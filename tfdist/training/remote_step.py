@@ -22,7 +22,8 @@ from tfdist.config import BatchPlan
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.objectives import Objective
 from tfdist.training.parameters import Parameters
-from tfdist.training.step import scores_spec, seed_values
+from tfdist.training.seeds import seed_values
+from tfdist.training.step import scores_spec
 
 _FIRST_SUMS = ("loss", "weight", "regularization")
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")

@@ -22,11 +22,15 @@ import tensorflow as tf
 
 from tfdist.config import BatchPlan
 from tfdist.runtime.base import Runtime
+from tfdist.telemetry.phases import Call
+from tfdist.training import marks
+from tfdist.training.marks import Marks
 from tfdist.training.objectives import Objective, Scores
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
+from tfdist.training.seeds import reseed, seed_states
 from tfdist.training.update import DataParallel, Update
 
-SIGNALS = ("save", "stop")  # what a worker may ask for; summed over workers in the reduction that is there anyway
+SIGNALS = ("save", "stop", "leave")  # leave: end this group of workers, to form another. What a worker may ask for; summed over workers in the reduction that is there anyway
 _FIRST_SUMS = ("loss", "weight", "regularization")
 
 
@@ -40,6 +44,7 @@ class StepOptions:
     jit_compile: bool = False
     skip_non_finite: bool = False
     timed: bool = True  # measure compute seconds; TensorFlow refuses to look at the clock where operations must be deterministic
+    phase_every: int = 0  # of as many calls one measures the phases of its steps; 0: none
     weighted: bool = True  # False: every weight is known to be 1, which saves a pass over the gradients
 
 
@@ -57,6 +62,7 @@ class StepOutput(NamedTuple):
     signals: dict[str, bool]  # whether any worker asked
     step_s: float  # seconds per step in the call before this one, by the chief's clock; 0: not known yet
     compute_s: np.ndarray  # float64 [workers]: of these, how long each worker computed without waiting for others
+    call: Call | None = None  # where the seconds of this call went on this worker
 
 
 class TrainStep:
@@ -79,6 +85,9 @@ class TrainStep:
         self.seeds = seed_states(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; told to all with the next
         self._calls = 0
+        self._mark = Marks(tf.constant(0.0, tf.float64), on=False)  # of what is being traced
+        self._copies = bool(tf.config.list_logical_devices("GPU"))  # batches, to a device
+        self.splits = not (options.jit_compile or pipeline)  # else one operation, or an interleaved schedule, holds forward and backward pass
         self._needs_norm = bool(options.clip_norm) or loss_scale.dynamic or options.skip_non_finite
         with runtime.scope():
             self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step", aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
@@ -96,18 +105,23 @@ class TrainStep:
         Args:
           iterators: one tf.data iterator of (x, y, w) micro-batches per local replica.
           n: how many; a new value does not trace again.
-          signals: what this worker asks for, in the order of SIGNALS.
+          signals: what this worker asks for, in the order of SIGNALS; what is left out is not asked for.
         """
         told = np.zeros(len(SIGNALS) + 1 + self.runtime.size, np.float32)
-        told[:len(SIGNALS)] = signals
+        told[:len(signals)] = signals
         told[len(SIGNALS)] = self._wall_s if self.runtime.rank == 0 else 0.0
         told[len(SIGNALS) + 1 + self.runtime.rank] = self._compute_s
+        sampled = marks.is_sampled(self._calls, self.options.phase_every)
+        before = self.runtime.reduction_s()
         begun = time.monotonic()
-        step, packed = self._function(list(iterators), tf.constant(n), tf.constant(told))
+        step, packed, times = self._function(list(iterators), tf.constant(n), tf.constant(told), tf.constant(time.time() if sampled else 0.0, tf.float64))
         packed = packed.numpy()
+        wall_s = time.monotonic() - begun
         self._calls += 1
         if self._calls > 1:  # the first call traces
-            self._wall_s, self._compute_s = (time.monotonic() - begun) / n, packed[4] / n
+            self._wall_s, self._compute_s = wall_s / n, packed[4] / n
+        travel_s, wait_s = (None, None) if before is None else np.subtract(self.runtime.reduction_s(), before).tolist()
+        call = Call(n, wall_s, wait_s, marks.in_step(times.numpy(), wait_s) if sampled else None, travel_s)
         norm, scale, skipped, bad = packed[:4]
         sums = dict(zip(self._sum_names(), packed[5:], strict=False))
         timings = packed[5 + len(sums):] / n
@@ -116,63 +130,87 @@ class TrainStep:
         if sums["regularization"]:
             means["regularization"] = float(sums["regularization"] / weight)
         return StepOutput(int(step), means, float(weight), float(norm), float(scale), int(skipped), not bad,
-                          {name: sums[name] for name in means}, {name: bool(sums[name]) for name in SIGNALS}, float(timings[0]), timings[1:])
+                          {name: sums[name] for name in means}, {name: bool(sums[name]) for name in SIGNALS}, float(timings[0]), timings[1:], call)
 
     def _sum_names(self) -> tuple[str, ...]:
         return (*_FIRST_SUMS, *self.metric_names, *SIGNALS)
 
     # -- inside the tf.function ------------------------------------------------------------------------------------
 
-    def _steps(self, iterators: list, n: tf.Tensor, signals: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """n steps. Returns the counter and float64 [norm, loss scale, skipped, non-finite, own compute seconds, *sums]."""
+    def _steps(self, iterators: list, n: tf.Tensor, signals: tf.Tensor, base: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """n steps. Returns the counter, float64 [norm, loss scale, skipped, non-finite, own compute seconds, *sums], and, if
+        `base` is above 0, the sums of the marks and the seconds of all steps."""
         size = len(self._sum_names()) + 1 + self.runtime.size
         totals, norm, compute_s = tf.zeros([size], tf.float64), tf.constant(0.0), tf.constant(0.0, tf.float64)
-        skipped, bad = tf.constant(0), tf.constant(False)
+        skipped, bad, times = tf.constant(0), tf.constant(False), tf.zeros([marks.COUNT, 2], tf.float64)
+        self._mark = mark = Marks(base, self.options.timed, self.options.phase_every > 0, self._copies)
+        begin = mark([n])
         for i in tf.range(n):
-            sums, norm, finite, seconds = self._one_step(iterators, signals, last=tf.equal(i, n - 1))
+            sums, norm, finite, seconds, more = self._one_step(iterators, signals, last=tf.equal(i, n - 1))
             totals += tf.cast(sums, tf.float64)
             compute_s += seconds
+            times += more
             overflow = tf.logical_not(finite)
             skipped += tf.cast(overflow, tf.int32) if self._may_skip else 0
             # A step that was skipped did no harm; but if no loss scale is small enough, the model itself produces NaN.
             bad = tf.logical_or(bad, tf.less(self.loss_scale.value(), SMALLEST_SCALE) if self._may_skip else overflow)
+        times = tf.concat([times, (mark([totals]) - begin)[None]], 0)[:, 0]
         # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Once a call.
         bad = tf.logical_or(bad, tf.logical_not(tf.math.is_finite(self.update.weight_norm())))
         head = [norm, self.loss_scale.value(), tf.cast(skipped, tf.float32), tf.cast(bad, tf.float32)]
-        return tf.identity(self.counter), tf.concat([tf.cast(tf.stack(head), tf.float64), compute_s[None], totals], 0)
+        return tf.identity(self.counter), tf.concat([tf.cast(tf.stack(head), tf.float64), compute_s[None], totals], 0), times
 
     @property
     def _may_skip(self) -> bool:
         return self.loss_scale.dynamic or self.options.skip_non_finite
 
-    def _one_step(self, iterators: list, signals: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns (sums, norm, finite, compute seconds: from asking for the batch to the last gradient)."""
-        step, scale = tf.identity(self.counter), self.loss_scale.value()
-        with tf.control_dependencies([step]):
+    def _one_step(self, iterators: list, signals: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Returns (sums, norm, finite, compute seconds: from asking for the batch to the last gradient, marks)."""
+        step, scale, mark = tf.identity(self.counter), self.loss_scale.value(), self._mark
+        start = mark([step])
+        with tf.control_dependencies([start]):
             begun = self._now()
-        run, next_batch = self.runtime.run, lambda: self.runtime.per_replica([next(iterator) for iterator in iterators])
         if self.pipeline:
-            carry = run(self._pipelined, ([next_batch() for _ in range(self.options.plan.accumulation)], step, scale))
+            carry, times = self._marked(iterators, start, self._pipelined, step, scale)
         else:
-            carry = run(self._micro, (next_batch(), step, tf.constant(0), scale))
+            carry, times = self._marked(iterators, start, self._micro, step, tf.constant(0), scale)
             if self.options.plan.accumulation > 1:
                 for micro in tf.range(1, self.options.plan.accumulation):
-                    carry = run(self._accumulate, (carry, next_batch(), step, micro, scale))
+                    carry, more = self._marked(iterators, step, self._accumulate, step, micro, scale, carry=carry)
+                    times += more
         # Of each replica the gradient that comes last; a stage without variables has none.
         with tf.control_dependencies([(local[0] or local[1:])[0] for local in self.runtime.local(carry)]):
             seconds = self._now() - begun
-        reduced = run(self._reduce, (carry, signals))
+        local = mark(marks.gradients_last(self.runtime.local(carry)))
+        reduced = self.runtime.run(self._reduce, (carry, signals))
         gradients, sums = self.runtime.local(reduced)[0]
+        at_reduced = mark([*gradients, sums])
         norm, finite, factor = self._judge(gradients, sums, scale, last)
-        if self._may_skip:
-            tf.cond(finite, lambda: self._apply(reduced, factor), lambda: None)
-        else:
-            self._apply(reduced, factor)
+        with tf.control_dependencies([at_reduced]):
+            if self._may_skip:
+                tf.cond(finite, lambda: self._apply(reduced, factor), lambda: None)
+            else:
+                self._apply(reduced, factor)
         self.loss_scale.update(finite)
         self.counter.assign_add(1)
         # One overflowing sample must not make the shown mean of the whole interval infinite.
         shown = tf.where(tf.logical_or(finite, not self._may_skip), sums, tf.where(tf.math.is_finite(sums), sums, 0.0))
-        return shown, norm, finite, seconds
+        return shown, norm, finite, seconds, tf.concat([start[None], times, [local, at_reduced]], 0)
+
+    def _marked(self, iterators: list, after: tf.Tensor, function: Callable, *args: tf.Tensor, carry: tuple | None = None) -> tuple[tuple, tf.Tensor]:
+        """`function` of the next micro-batch (a pipeline: of all of a step): (its result, the marks from DATA to BACKWARD)."""
+        with tf.control_dependencies([after]):
+            batches = [[next(iterator) for iterator in iterators] for _ in range(self.options.plan.accumulation if self.pipeline else 1)]
+        times = [self._mark(tf.nest.flatten(batches))]
+        with tf.control_dependencies(times):
+            batches = [self.runtime.per_replica(batch) for batch in tf.nest.map_structure(tf.identity, batches)]
+        if self._copies:
+            batches = [self.runtime.run(lambda batch: tf.nest.map_structure(tf.identity, batch), (batch,)) for batch in batches]
+            times.append(self._mark(tf.nest.flatten([self.runtime.local(batch)[::-1] for batch in batches])))
+        self._at_forward = None
+        carry = self.runtime.run(function, (*([carry] if carry is not None else []), batches if self.pipeline else batches[0], *args))
+        at_backward = self._mark(marks.gradients_last(self.runtime.local(carry)))
+        return carry, tf.stack([times[0], times[-1], at_backward if self._at_forward is None else self._at_forward, at_backward])
 
     def _now(self) -> tf.Tensor:
         return tf.timestamp() if self.options.timed else tf.constant(0.0, tf.float64)
@@ -225,7 +263,12 @@ class TrainStep:
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         with tf.GradientTape() as tape:
             total, sums = self._total(self.model(x, training=True), y, w, scale)
-        gradients = tape.gradient(total, self.update.sources(), unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        seed = tf.ones_like(total)
+        if self.splits:
+            self._at_forward = self._mark([total, sums])
+            with tf.control_dependencies([self._at_forward]):
+                seed = tf.ones_like(total)
+        gradients = tape.gradient(total, self.update.sources(), seed, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         # Keras optimizers treat IndexedSlices (embeddings) differently, and slices cannot be reduced in packs.
         return [tf.convert_to_tensor(gradient) for gradient in gradients], sums
 
@@ -248,25 +291,3 @@ def scores_spec(model: keras.Model, objective: Objective, batch_spec: tuple) -> 
         output = model.compute_output_spec(tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x))
     output = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), output)
     return tf.function(objective).get_concrete_function(output, y, w).structured_outputs
-
-
-def seed_states(model: keras.Model) -> list[tf.Variable]:
-    """The states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order."""
-    return [variable.value for variable in model.variables if variable.path.endswith("seed_generator_state")]
-
-
-def seed_values(count: int, seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> list[tf.Tensor]:
-    """The states of `count` seed generators, int64 [2] each, as a pure function of (seed, index, step, micro-batch, replica)."""
-    base = tf.constant([seed, 0x7F4A7C15], tf.int64)
-    for number in (step, micro, replica) if count else ():
-        base = tf.random.experimental.stateless_fold_in(base, tf.cast(number, tf.int64))
-    return [tf.random.experimental.stateless_fold_in(base, tf.constant(index, tf.int64)) for index in range(count)]
-
-
-def reseed(states: list[tf.Variable], seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> None:
-    """Sets every seed generator to its `seed_values`.
-
-    Keras would draw the same masks on all workers, and a restored run would have to save each worker's generators.
-    """
-    for state, value in zip(states, seed_values(len(states), seed, step, micro, replica), strict=True):
-        state.assign(value)

@@ -55,6 +55,20 @@ def test_copies_do_not_change_with_the_variables():
         np.testing.assert_array_equal(arrays[key], before[key])
 
 
+def test_copies_into_the_memory_of_earlier_ones():
+    model, optimizer, train = make()
+    train |= {"half": tf.Variable(tf.ones((2, 3), tf.bfloat16)), "truth": tf.Variable(True)}
+    variables = state.collect(model, optimizer, train)
+    earlier = state.to_host(variables)
+    optimizer.apply([tf.ones_like(variable.value) for variable in model.trainable_variables], model.trainable_variables)
+    train["half"].assign_add(train["half"])
+    later = state.to_host(variables, into=earlier)
+    for key, array in state.to_host(variables).items():
+        assert later[key] is earlier[key]
+        np.testing.assert_array_equal(later[key], array)
+    assert state.to_host(variables, into={"train/truth": np.zeros(3, bool)})["train/truth"].shape == ()  # of another run: not used
+
+
 def test_misfits_are_named_before_anything_changes():
     arrays = state.to_host(state.collect(*make(width=3)))
     other = state.collect(*make(width=5))

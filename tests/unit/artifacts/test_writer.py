@@ -39,6 +39,17 @@ def test_saves_wait_for_the_previous_one(tmp_path):
     assert [kind for kind, _ in made.messages()] == ["save", "save"] and made.messages() == []
 
 
+def test_arrays_are_given_back_when_they_have_been_written(tmp_path):
+    made, gate = writer(tmp_path), threading.Event()
+    original = made.store.write
+    made.store.write = lambda *given: gate.wait(10) and original(*given)
+    made.save(1, ARRAYS, {})
+    assert made.recycled() is None  # still being written
+    gate.set()
+    made.wait()
+    assert made.recycled() is ARRAYS and made.recycled() is None
+
+
 def test_failures_are_counted_told_and_survived(tmp_path):
     made = writer(tmp_path)
     made.save(1, ARRAYS, {})

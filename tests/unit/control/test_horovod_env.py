@@ -65,6 +65,7 @@ def test_mpirun_over_machines_is_told_where_rank_0_is():
 
 @pytest.mark.parametrize("environ, words", [
     ({"HOROVOD_RANK": "3", "HOROVOD_SIZE": "3"}, "HOROVOD_RANK=3"),
+    ({**HOROVODRUN, "HOROVOD_ELASTIC": "1"}, "use `python -m tfdist.launch --elastic"),
     ({"HOROVOD_RANK": "x", "HOROVOD_SIZE": "3"}, 'HOROVOD_RANK is "x"'),
     ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "3"}, "HOROVOD_GLOO_RENDEZVOUS_ADDR is not set"),
     ({**HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT": ""}, 'HOROVOD_GLOO_RENDEZVOUS_PORT is ""'),

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tfdist import launch
-from tfdist.control import cluster, launcher, terminal
+from tfdist.control import cluster, terminal
+from tfdist.control import job as job_module
 from tfdist.control.cluster import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
@@ -167,7 +168,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(tmp_path):
 
 def test_workers_that_saved_on_request_are_not_disturbed(tmp_path, monkeypatch):
     """One preempted worker: all save and end with 42, some later than others. A second SIGTERM would cut them short."""
-    monkeypatch.setattr(launcher, "_CAUSE_UNKNOWN_SECONDS", 0.2)
+    monkeypatch.setattr(job_module, "_CAUSE_UNKNOWN_SECONDS", 0.2)
     made, _ = job(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: os._exit(9))\nprint('ready', flush=True)\nif not rank: time.sleep(1.5)\nsys.exit(42)", grace=20.0)
     result = run(made)
     assert result.code == ExitCode.PREEMPTED and result.exit_codes == {"worker 0": 42, "worker 1": 42}
@@ -386,6 +387,7 @@ def test_reserved_ports_stay_ours():
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
+import signal
 import sys
 from pathlib import Path
 from tfdist import launch
@@ -393,6 +395,7 @@ from tfdist.control.elastic import WorkerCount
 from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 logs = Path(sys.argv[2])
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored if the tests themselves run under nohup
 sys.exit(launch.run(Supervisor(lambda workers: LocalJob([sys.executable, sys.argv[1]], workers, logs, grace=float(sys.argv[3])), RestartPolicy(3), lambda: -1, WorkerCount(2, 2)), logs))
 """
 
@@ -548,3 +551,14 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
     for flag in ("--min_workers=1", "--standby"):
         with pytest.raises(ConfigError, match=flag.partition("=")[0] + " is not available with --ps=1"):
             launch.main(["--workers=2", "--ps=1", flag, "--", "--steps=1", "--global_batch=8", f"--run_dir={tmp_path}"])
+
+
+@pytest.mark.parametrize("command, words", [
+    (["--elastic", "--", "--strategy=multi_worker", "--steps=1", "--global_batch=8"], "--strategy=multi_worker cannot: use --strategy=horovod"),
+    (["--elastic", "--", "--strategy=horovod", "--deterministic", "--steps=1", "--global_batch=8"], "--elastic with --deterministic"),
+    (["--elastic", "--ps=1", "--", "--steps=1"], "--elastic is not available with --ps=1"),
+    (["--elastic", "--", "script.py"], "--elastic are for flags of tfdist.train"),
+])
+def test_elastic_where_it_cannot_be(command, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        launch.main(["--workers=2", *command, *([] if "script.py" in command else [f"--run_dir={tmp_path}"])])

@@ -16,12 +16,13 @@ from tfdist.models.registry import build_model
 IMAGE = tf.TensorSpec((16, 16, 3), tf.float32)
 TOKENS = tf.TensorSpec((12,), tf.int32)
 OUTPUTS = 10
-pytestmark = pytest.mark.slow  # eight exports
+pytestmark = pytest.mark.slow  # nine exports
 CASES = {
     "mlp": ("mlp", "widths=(16,16),dropout=0.1", IMAGE),
     "cnn": ("cnn", "dropout=0.1", IMAGE),
     "cnn_group": ("cnn", "norm=group", IMAGE),
     "transformer": ("transformer", "dropout=0.1", TOKENS),
+    "transformer_experts": ("transformer", "layers=1,width=32,heads=2,experts=4", TOKENS),
     "transformer_untied": ("transformer", "tied=False,context=20", TOKENS),
     "vit": ("vit", "layers=2,width=32,heads=2,dropout=0.1", IMAGE),
     "vit_class": ("vit", "layers=2,width=32,heads=2,pool=class", IMAGE),

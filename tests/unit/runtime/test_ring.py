@@ -1,5 +1,6 @@
 """The TCP ring, over real sockets; the ranks are threads of this process."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.runtime.ring import Ring, RingError, RingReducer
+from tfdist.runtime.reducer import RingReducer, _Site
+from tfdist.runtime.ring import Ring, RingError
+from tfdist.runtime.shared_memory import OthersArrays, SharedArrays
 
 
 class Endpoints:
@@ -25,12 +28,12 @@ class Endpoints:
         return exchange
 
 
-def on_every_rank(size, function, timeout=20.0):
+def on_every_rank(size, function, timeout=20.0, share=False):
     """[function(ring) of every rank]"""
     endpoints = Endpoints(size)
 
     def run(rank):
-        ring = Ring(rank, size, "127.0.0.1", endpoints.exchange(rank), timeout)
+        ring = Ring(rank, size, "127.0.0.1", endpoints.exchange(rank), timeout, share=share)
         try:
             return function(ring)
         finally:
@@ -57,6 +60,64 @@ def test_all_reduce(size, count):
     np.testing.assert_allclose(results[0], size * sum(data(rank, count).astype("float64") for rank in range(size)), rtol=1e-5, atol=1e-5)
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("shared", [range(5), (0,), (1, 2)])
+def test_arrays_read_in_place_give_the_same_bits(size, shared):
+    """shared: the ranks whose arrays the next rank reads in place; the others send theirs."""
+
+    def reduce(ring, in_place):
+        histories = []
+        for _ in range(2):  # two arrays, the second while the first is known already
+            array = ring.empty(10_007) if in_place and ring.rank in shared else np.empty(10_007, np.float32)
+            for turn in range(3):
+                array[:] = data(ring.rank + 10 * turn, 10_007)
+                ring.all_reduce(array)
+                histories.append(array.copy())
+        return histories
+
+    sent = on_every_rank(size, lambda ring: reduce(ring, False))
+    read = on_every_rank(size, lambda ring: reduce(ring, ring.shares or pytest.fail("this system can share memory")), share=True)
+    np.testing.assert_array_equal(read, sent)
+
+
+def test_an_array_is_not_changed_before_it_has_been_read():
+    """Every rank spoils its array as soon as its all-reduce has ended."""
+
+    def reduce(ring):
+        array, sums = ring.empty(50_000), []
+        for turn in range(50):
+            array[:] = turn + ring.rank
+            ring.all_reduce(array)
+            sums.append((array.min(), array.max()))
+            array[:] = np.nan
+        return sums
+
+    for result in on_every_rank(3, reduce, share=True):
+        assert result == [(3 * turn + 3, 3 * turn + 3) for turn in range(50)]
+
+
+def test_shared_arrays_keep_no_descriptors():
+    def reduce(ring):
+        ring.all_reduce(ring.empty(10))
+        before.append(len(os.listdir("/proc/self/fd")))
+        for _ in range(20):
+            ring.all_reduce(ring.empty(10))
+        after.append(len(os.listdir("/proc/self/fd")))
+
+    before, after = [], []
+    on_every_rank(2, reduce, share=True)
+    assert min(after) <= max(before) + 4  # the other rank may be in the middle of one
+
+
+def test_memory_of_another_kind_of_process_is_not_read():
+    offer = bytearray(SharedArrays().offer())
+    assert OthersArrays(bytes(offer)).readable
+    offer[-1] ^= 1  # a process of that number here, that is not the one meant
+    assert not OthersArrays(bytes(offer)).readable
+    offer[:8] = (2**22 + 1).to_bytes(8, "big")  # no such process here: it is on another host
+    assert not OthersArrays(bytes(offer)).readable
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -134,8 +195,25 @@ def test_a_silent_neighbour_is_named_after_the_timeout():
     on_every_rank(2, reduce, timeout=0.2)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_buffer_in_use_is_not_given_out_again(share):
+    def reduce(ring):
+        reducer, site = RingReducer(ring, 1 << 20), _Site(0, [(5,), (7,)], 1 << 20)
+        buffer = reducer._free_buffer(site.lengths[0])
+        used = site.view(buffer, 1)  # as TensorFlow holds it
+        del buffer
+        other = reducer._free_buffer(site.lengths[0])
+        assert not np.shares_memory(used, other)
+        del used
+        again = reducer._free_buffer(site.lengths[0])
+        assert again is not other and len(reducer._pool[site.lengths[0]]) == 2
+
+    on_every_rank(2, reduce, share=share)
+
+
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [0, 4096, 1 << 30])
-def test_reducer_keeps_results_that_are_still_in_use(bucket_bytes):
+def test_reducer_keeps_results_that_are_still_in_use(bucket_bytes, share):
     """Several reductions, each fed by the one before, all results kept: buffers must not be used again too early.
 
     Eager, because both ranks live in this process, where one rank's waiting could take the other's only thread.
@@ -151,7 +229,7 @@ def test_reducer_keeps_results_that_are_still_in_use(bucket_bytes):
             history.append(reducer(current))
         return [[tensor.numpy() for tensor in step] for step in history]
 
-    results = on_every_rank(2, steps)
+    results = on_every_rank(2, steps, share=share)
     for index, shape in enumerate(shapes):
         mean = (data(10 * index, int(np.prod(shape))) + data(1 + 10 * index, int(np.prod(shape)))).reshape(shape) / 2
         for step in range(3):

@@ -9,11 +9,14 @@ from tfdist import build
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training.parallel.compose import _check
+from tfdist.training.parallel.compose import _check, _pieces, compose_mesh
+from tfdist.training.parallel.expert import spread_experts
 from tfdist.training.parallel.pipeline import divide
 from tfdist.training.parallel.segments import cut_into_blocks
+from tfdist.training.parallel.sequence import spread_sequence
 from tfdist.training.parallel.zero import sharded_update
 
 BASE = Config().replace(strategy="mesh", steps=2, source="synthetic", source_args="task=text,vocab=17,samples=16,eval_samples=4", sequence_length=4,
@@ -28,10 +31,14 @@ class Alone(MeshRuntime):
 
 
 @pytest.mark.parametrize("mesh, changes, words", [
-    ("expert=2", {}, ["expert=2", "not available"]),
+    ("expert=2", {"global_batch": 5}, ["expert=2", "--global_batch=5", "2 replicas"]),
+    ("expert=2", {"jit_compile": True}, ["--jit_compile"]),
+    ("expert=2", {"compression": "int8"}, ["--compression=int8", "expert=2"]),
     ("pipe=2", {"global_batch": 6, "accumulation": 4}, ["pipe=2", "--global_batch=6", "--accumulation=4"]),
     ("pipe=2", {"recompute": "attention"}, ["--recompute=attention", "pipe=2"]),
     ("model=2", {"jit_compile": True}, ["--jit_compile"]),
+    ("data=2", {"sequence_parallel": True}, ["--sequence_parallel", "data=2", "model=2"]),
+    ("model=2", {"sequence_parallel": True, "zero": 3}, ["--sequence_parallel", "--zero=3"]),
     ("data=2", {"jit_compile": True, "zero": 3}, ["--jit_compile", "--zero=3"]),
     ("data=2", {"compression": "int8", "zero": 1}, ["--compression=int8", "--zero=1"]),
     ("data=2", {"compression": "topk", "precision": "float16"}, ["--compression=topk", "float16"]),
@@ -70,6 +77,45 @@ def test_variables_that_must_stay_whole():
         model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, **options)])
         with pytest.raises(ConfigError, match=word):
             sharded_update(runtime, model, keras.optimizers.SGD(), stage)
+
+
+def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
+    pair = Group((0, 1), 0, tasks=("a", "b"))
+    spec = tf.TensorSpec([4], tf.int32)
+    plain, three = (build.build_model(BASE.replace(model_args=args).model, spec, 17) for args in ("layers=1,width=8,heads=2", "layers=1,width=8,heads=2,experts=3"))
+    with pytest.raises(ConfigError, match="expert=2, but no layer of transformer.*experts=8"):
+        spread_experts(plain, pair)
+    with pytest.raises(ConfigError, match="expert=2, which does not divide the 3 experts"):
+        spread_experts(three, pair)
+    runtime = Alone(Mesh.create(pipe=2))
+    with pytest.raises(ConfigError, match="pipe=2.*balance loss"):
+        _pieces(BASE, runtime, three)
+    lone = build.start_runtime(BASE, Cluster())
+    lone.mesh = Mesh.create(expert=2)
+    lone.group = lambda *axes: pair if axes == ("expert",) else Group((0,), 0, tasks=("a",))
+    even = build.build_model(BASE.replace(model_args="layers=1,width=8,heads=2,experts=4").model, spec, 17)
+    with pytest.raises(ConfigError, match="expert=2.*lamb.*element"):
+        compose_mesh(BASE, lone, even, keras.optimizers.Lamb(), None, build.plan_batch(BASE.batch, 2))
+
+
+def test_sequences_that_cannot_be_spread_are_refused():
+    pair = Group((0, 1), 0, tasks=("a", "b"))
+    for length, args, words in ((5, "layers=1,width=8,heads=2", "5 positions over model=2"), (4, "layers=1,width=8,heads=2,experts=2", "without experts")):
+        model = build.build_model(BASE.replace(model_args=args).model, tf.TensorSpec([length], tf.int32), 17)
+        with pytest.raises(ConfigError, match=words):
+            spread_sequence(model, pair)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"all_reduce": "hierarchical", "zero": 1}, ["--all_reduce=hierarchical", "--zero=1"]),
+    ({"all_reduce": "hierarchical", "compression": "int8"}, ["--all_reduce=hierarchical", "--compression=int8"]),
+    ({"workers_per_host": 2}, ["--workers_per_host=2", "--all_reduce=hierarchical"]),
+    ({"all_reduce": "hierarchical", "strategy": "one_device"}, ["--all_reduce=hierarchical", "one_device"]),
+])
+def test_hierarchical_is_refused_where_it_makes_no_sense(changes, words):
+    with pytest.raises(ConfigError) as error:
+        BASE.replace(**changes).validate()
+    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_stages_are_balanced_or_as_given():

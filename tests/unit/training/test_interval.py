@@ -20,7 +20,7 @@ def test_pauses_are_told_once_and_take_no_time_from_the_speed():
         for name, seconds in pauses.items():
             with clock.pause(name):
                 now[0] += seconds
-        fields = dict.fromkeys(StepOutput._fields, 0) | {"step": step, "sums": {"loss": 4.0}, "weight": 2.0, "compute_s": np.zeros(1)}
+        fields = dict.fromkeys(StepOutput._fields, 0) | {"step": step, "sums": {"loss": 4.0}, "weight": 2.0, "compute_s": np.zeros(1), "call": None}
         interval.add(StepOutput(**fields), 4)
         return interval.event(step, 0.1).values
 

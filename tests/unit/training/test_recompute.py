@@ -13,7 +13,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.models.transformer import transformer
 from tfdist.training.parallel.recompute import recomputed
 from tfdist.training.parallel.segments import cut_into_blocks, recompute
-from tfdist.training.step import reseed, seed_states
+from tfdist.training.seeds import reseed, seed_states
 
 TOKENS = tf.constant(np.random.default_rng(0).integers(0, 31, [3, 8]), tf.int32)
 

@@ -12,7 +12,8 @@ from tfdist.training.objectives import classification
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
-from tfdist.training.step import StepOptions, TrainStep, reseed, seed_states
+from tfdist.training.seeds import reseed, seed_states
+from tfdist.training.step import StepOptions, TrainStep
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(96, 6)).astype("float32")
@@ -133,8 +134,9 @@ def test_nan_is_reported_or_skipped():
 
 def test_signals_come_back():
     step = make_step()
-    assert step(batches(16), 2).signals == {"save": False, "stop": False}
-    assert step(batches(16), 2, (True, False)).signals == {"save": True, "stop": False}
+    assert step(batches(16), 2).signals == {"save": False, "stop": False, "leave": False}
+    assert step(batches(16), 2, (True, False)).signals == {"save": True, "stop": False, "leave": False}
+    assert step(batches(16), 2, (False, False, True)).signals == {"save": False, "stop": False, "leave": True}
 
 
 def test_dropout_masks_depend_on_seed_step_micro_batch_and_replica_only():

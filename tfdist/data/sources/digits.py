@@ -6,6 +6,9 @@ writers). No options.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 
 from tfdist.config import DataConfig
@@ -16,14 +19,18 @@ from tfdist.data.sources.base import Split, array_split, read_options
 def load(config: DataConfig, split: str) -> Split:
     """Every fifth image of each class, in the file's order, is for evaluation: 355 of 1797. Independent of the seed."""
     read_options(config, {})
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise UnsupportedError("--source=digits needs scikit-learn: run `pip install scikit-learn`.") from error
-    data = load_digits()
-    held_out = np.zeros(len(data.target), bool)
+    images, digits = _read()
+    held_out = np.zeros(len(digits), bool)
     for digit in range(10):
-        held_out[np.flatnonzero(data.target == digit)[4::5]] = True
+        held_out[np.flatnonzero(digits == digit)[4::5]] = True
     rows = held_out if split == "eval" else ~held_out
-    images = (data.images[rows] / 16.0).astype(np.float32)[..., None]
-    return array_split(f"digits/{split}", (images, data.target[rows].astype(np.int32)), num_classes=10)
+    return array_split(f"digits/{split}", (images[rows], digits[rows]), num_classes=10)
+
+
+def _read() -> tuple[np.ndarray, np.ndarray]:
+    """The file itself: importing scikit-learn takes a second."""
+    package = find_spec("sklearn")
+    if package is None:
+        raise UnsupportedError("--source=digits needs scikit-learn: run `pip install scikit-learn`.")
+    table = np.loadtxt(Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.float32)
+    return (table[:, :-1] / 16).reshape(-1, 8, 8, 1), table[:, -1].astype(np.int32)

@@ -1,6 +1,6 @@
 """What --strategy=mesh does to a model that the registry built, in this order:
 
-    mesh -> parts of layers (tensor.py) -> stages and recomputation (segments.py) -> shards of state (zero.py), compression
+    mesh -> parts of layers (tensor.py, expert.py) -> stages and recomputation (segments.py) -> shards of state (zero.py), compression
     -> pipeline -> step
 """
 
@@ -16,11 +16,13 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
 from tfdist.training.parallel import segments
+from tfdist.training.parallel.expert import has_experts, spread_experts
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.pipe_schedule import make_schedule
 from tfdist.training.parallel.pipeline import Pipeline, divide, stages_of
+from tfdist.training.parallel.sequence import spread_sequence
 from tfdist.training.parallel.tensor import Part, spread_layers, vocabulary_objective
-from tfdist.training.parallel.zero import sharded_update
+from tfdist.training.parallel.zero import ELEMENTWISE, sharded_update
 
 
 class Spread(NamedTuple):
@@ -34,15 +36,22 @@ class Spread(NamedTuple):
 
 def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective, plan: BatchPlan) -> Spread:
     """Spreads `model` over the mesh, in place, and builds `optimizer` on what is left. Raises ConfigError on what does not fit."""
-    parallel, parts = config.parallel, {}
+    parallel, parts, partial = config.parallel, {}, frozenset()
     _check(config, runtime, plan)
     group, width = runtime.group("model"), model.output_shape[-1]
+    if runtime.mesh.degree("expert") > 1:
+        parts |= spread_experts(model, runtime.group("expert"))
     if group.size > 1:
-        parts = spread_layers(model, group)
+        found, partial = spread_sequence(model, group) if parallel.sequence_parallel else (spread_layers(model, group), partial)
+        parts |= found
         if _spreads_logits(model):
             objective = vocabulary_objective(config.model, group, width)
             width = (group.index + 1) * width // group.size - group.index * width // group.size
-    options = {"parts": frozenset(parts), "pack_bytes": int(config.strategy.pack_mb * 2**20)}
+    if parts and not isinstance(optimizer, ELEMENTWISE):
+        raise ConfigError(f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat every element on its own, so it cannot work on parts of variables; use sgd, momentum, adam, adamw or lion, or data= only.")
+    options = {"summed_over_model": partial, "parts": {key: part.axis for key, part in parts.items()}, "pack_bytes": int(config.strategy.pack_mb * 2**20)}
+    if parallel.all_reduce == "hierarchical":
+        options["summed_over"] = lambda group: runtime.hierarchical(group, parallel.workers_per_host)
     pieces = _pieces(config, runtime, model)
     if pieces:
         options["stages"] = stages_of(model, pieces, runtime.mesh.degree("pipe"))
@@ -64,22 +73,34 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
     degree, chunks = runtime.mesh.degree("pipe"), config.parallel.pipe_chunks
     if degree == 1:
         return []
+    if has_experts(model):
+        raise ConfigError(f"--mesh has pipe={degree}, whose stages cannot bring the balance loss of experts to the end of the model yet: use data=, expert= or model= instead.")
     whole = segments.cut_into_blocks(model, f"--mesh has pipe={degree}")
     again = config.parallel.recompute == "block"
     return divide([segment._replace(again=again and segment.gives[0].startswith("block_")) for segment in whole], degree * chunks, config.parallel.pipe_cut)
 
 
 def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
-    spread = config.parallel.zero == 3 or runtime.mesh.degree("model") > 1
+    spread = config.parallel.zero == 3 or runtime.mesh.degree("expert", "model") > 1
     if config.model.jit_compile and spread and runtime.size > 1:
-        raise ConfigError("--jit_compile cannot compile the collectives of --zero=3 or a model axis: drop it.")
+        raise ConfigError("--jit_compile cannot compile the collectives of --zero=3 or an expert or model axis: drop it.")
     _check_compression(config, runtime)
     if config.parallel.offload != "none" and config.parallel.zero not in (1, 2):
         raise ConfigError(f"--offload={config.parallel.offload} moves the optimizer's copy of the weights, which there is with --zero=1 or 2 only, not {config.parallel.zero}: add --zero=1.")
-    if runtime.mesh.degree("expert") > 1:
-        raise ConfigError(f"--mesh has expert={runtime.mesh.degree('expert')}, which is not available yet: give these workers to data= or model=.")
+    if runtime.mesh.degree("expert") > 1 and not plan.even:
+        raise ConfigError(f"--mesh has expert={runtime.mesh.degree('expert')}, whose workers must have as many samples each, but --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x {plan.replicas} replicas: change one of them.")
+    if config.parallel.sequence_parallel:
+        _check_sequence(config, runtime)
     if runtime.mesh.degree("pipe") > 1:
         _check_pipe(config, runtime, plan)
+
+
+def _check_sequence(config: Config, runtime: MeshRuntime) -> None:
+    if runtime.mesh.degree("model") == 1:
+        raise ConfigError(f"--sequence_parallel spreads positions over model, of which --mesh={runtime.mesh.describe()} has none: add for example model=2, or drop it.")
+    if runtime.mesh.degree("pipe") > 1 or config.parallel.zero == 3:
+        other = "--zero=3" if config.parallel.zero == 3 else f"pipe={runtime.mesh.degree('pipe')}"
+        raise ConfigError(f"--sequence_parallel does not go with {other} yet: drop one of them.")
 
 
 def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
@@ -98,7 +119,7 @@ def _check_compression(config: Config, runtime: MeshRuntime) -> None:
         return
     if config.parallel.zero:
         raise ConfigError(f"--compression={kind} is for gradients that are whole on all workers, but --zero={config.parallel.zero} shares them out: use --zero=0, or drop --compression.")
-    if runtime.mesh.degree("pipe", "model") > 1:
+    if runtime.mesh.degree("pipe", "expert", "model") > 1:
         raise ConfigError(f"--compression={kind} is for --mesh with data only, not {runtime.mesh.describe()}: drop one of them.")
     if config.precision.precision == "float16" and kind in ("int8", "topk", "powersgd"):
         raise ConfigError(f"--compression={kind} carries errors from step to step, which the changing loss scale of --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16.")

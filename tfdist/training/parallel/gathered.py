@@ -21,14 +21,18 @@ from tfdist.training.parallel.recompute import recomputed
 from tfdist.training.parallel.shards import Layout
 
 
-def gather_layers(model: keras.Model, variables: Sequence[keras.Variable], shards: Sequence[keras.Variable], group: Group) -> None:
-    """Replaces `variables` of the model's layers by `shards`, in place; the memory of the former is set free."""
+def gather_layers(model: keras.Model, variables: Sequence[keras.Variable], shards: Sequence[keras.Variable], groups: Sequence[Group]) -> None:
+    """Replaces `variables` of the model's layers by `shards`, each over its group, in place; the memory of the former is set free.
+
+    Variables of one layer are over one group.
+    """
     shard_of = {id(variable): shard for variable, shard in zip(variables, shards, strict=True)}
+    group_of = {id(variable): group for variable, group in zip(variables, groups, strict=True)}
     turns = {False: _Turn(), True: _Turn()}
     for layer in model._flatten_layers(include_self=True):  # Keras has no public way into layers that are attributes of layers
         own = [variable for variable in layer._trainable_variables if id(variable) in shard_of]
         if own:
-            _gather_when_called(layer, own, [shard_of[id(variable)] for variable in own], group, turns)
+            _gather_when_called(layer, own, [shard_of[id(variable)] for variable in own], group_of[id(own[0])], turns)
     for variable in variables:
         let_go(variable, f"--zero=3 holds {variable.path} in shards, but it is used outside of its own layer's call: use --zero=2, or a model whose layers use their own variables only.")
 

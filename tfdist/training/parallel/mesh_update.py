@@ -1,15 +1,21 @@
-"""The update on a mesh without --zero: weights are whole along `data`, and parts of layers along `model` and `pipe`."""
+"""The update on a mesh without --zero: weights are whole along `data`, and parts of layers along `model`, `pipe` and `expert`.
+
+Gradients are summed over the replicas, `data` x `expert`; those of experts that are spread over `expert` over `data` alone,
+because their all-to-all has brought the samples of the other members already (expert.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.optimizer import ema_variables, swapped_in
@@ -23,26 +29,47 @@ class MeshUpdate(DataParallel):
 
     Args:
       stages: id of a variable of the model -> the stages of the pipeline that hold it; without a pipeline, all are on stage 0.
-      parts: ids of the model's trainable variables that are parts along `model`; the others are the same on all of its ranks.
+      parts: id of a trainable variable -> the axis along which this worker has a part of it, `model` or `expert`; the others
+        are the same on all ranks of these axes.
+      summed_over_model: ids of variables whose gradient is another on each rank of `model`, and their sum wanted (sequence.py).
       pack_bytes: gradients travel in packs of about this size. 0: each on its own.
       compression: how they travel (compression.py).
+      summed_over: makes of a group what sums large tensors over it; None: the group itself (runtime/hierarchical.py).
     """
 
-    holders: tuple[str, ...] = ("pipe", "model")  # the axes along which pieces of the gradient are spread
+    holders: tuple[str, ...] = ("pipe", "expert", "model")  # the axes along which pieces of the gradient are spread
 
-    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: frozenset[int] = frozenset(), pack_bytes: int = 2**20,
-                 compression: str = "none", stages: Mapping[int, tuple[int, ...]] | None = None):
+    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: Mapping[int, str] | None = None, pack_bytes: int = 2**20,
+                 summed_over_model: frozenset[int] = frozenset(),
+                 compression: str = "none", stages: Mapping[int, tuple[int, ...]] | None = None, summed_over: Callable[[Group], Any] | None = None):
         super().__init__(runtime, model, optimizer)
         self.all = list(model.trainable_variables)
         self.stages = stages or {id(variable): (0,) for variable in self.all}
         stage = runtime.coordinates["pipe"]
         self.trainable = [variable for variable in self.all if stage in self.stages[id(variable)]]
         self.replicas = runtime.group(*REPLICA_AXES)
-        self.packs = buckets([math.prod(variable.shape) for variable in self.trainable], pack_bytes // 4)
-        same = runtime.mesh.degree("model")
-        self._copies = [(1 if id(variable) in parts else same) * len(self.stages[id(variable)]) for variable in self.trainable]
+        parts = parts or {}
+        sums = [("data",) if parts.get(id(variable)) == "expert" else (*REPLICA_AXES, "model") if id(variable) in summed_over_model else REPLICA_AXES
+                for variable in self.trainable]
+        self.groups = [runtime.group(*axes) for axes in sums]  # over which each is summed
+        self._sums = {group: summed_over(group) if summed_over else group for group in dict.fromkeys(self.groups)}
+        self.packs = self._pack(pack_bytes // 4)
+        self._copies = [self._count_copies(variable, parts.get(id(variable)), axes) for variable, axes in zip(self.trainable, sums, strict=True)]
         self.compression = None if compression == "none" else Compression(compression, self.trainable, self.replicas)
         self.build()
+
+    def _pack(self, most: int) -> list[list[int]]:
+        """The places of variables that travel together, about `most` elements."""
+        packs = []
+        for group in dict.fromkeys(self.groups):
+            own = [place for place, other in enumerate(self.groups) if other is group]
+            packs += [[own[index] for index in pack] for pack in buckets([math.prod(self.trainable[place].shape) for place in own], most)]
+        return packs
+
+    def _count_copies(self, variable: keras.Variable, part: str | None, summed: Sequence[str]) -> int:
+        """How many workers of a group along `holders` hold the same piece: a part along one axis, a shard along those of its sum."""
+        spread = {"pipe", part, *(summed if self.holders == AXES else ())}
+        return self.runtime.mesh.degree(*(other for other in self.holders if other not in spread)) * len(self.stages[id(variable)])
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -96,7 +123,7 @@ class MeshUpdate(DataParallel):
             return self.compression(kept)
         pieces: list = [None] * len(kept)
         for pack in self.packs:
-            total = self.replicas.all_reduce(tf.concat([tf.reshape(kept[index], [-1]) for index in pack], 0))
+            total = self._sums[self.groups[pack[0]]].all_reduce(tf.concat([tf.reshape(kept[index], [-1]) for index in pack], 0))
             for index, part in zip(pack, tf.split(total, [math.prod(kept[index].shape) for index in pack]), strict=True):
                 pieces[index] = tf.reshape(part, kept[index].shape)
         return pieces

@@ -89,7 +89,7 @@ class Pipeline:
         for number, part in enumerate(self.parts):
             if self._is_mine(number):
                 x = self._receive(number, "evaluate", inputs) if number else inputs
-                x = cutting.run(part, x, training, self.holders, self.model)
+                x = cutting.run(part, x, training, self.holders)
                 if number < last:
                     sent.append(self._send(number, "evaluate", x))
         if not self._is_mine(last):
@@ -128,7 +128,7 @@ class Pipeline:
         with tf.GradientTape() as tape:
             if number:
                 tape.watch(x)
-            y = cutting.run(self.parts[number], x, True, self.holders, self.model)
+            y = cutting.run(self.parts[number], x, True, self.holders)
             if number == len(self.parts) - 1:
                 y, sums = total(y, *batch[1:])
                 state.sums += sums

@@ -55,14 +55,14 @@ def cut_out_attention(model: keras.Model, flag: str) -> list[Segment]:
     """Each block in three: up to queries, keys and values; attention itself, whose activations grow with T^2; the rest."""
     segments, here, place = [], model.inputs, "inputs"
     for name in blocks(model, flag):
-        norm, qkv, joined = (model.get_layer(f"{name}_{part}") for part in ("norm_1", "attention_qkv", "attention_joined"))
+        start, qkv, joined = (model.get_layer(f"{name}_{part}") for part in ("norm_1", "attention_qkv", "attention_joined"))
         if not segments:
-            segments.append(_segment(here, [norm.input], (place,), ("start",)))
-            here, place = [norm.input], "start"
+            segments.append(_segment(here, [start.input], (place,), ("start",)))
+            here, place = [start.input], "start"
         end = [model.get_layer(f"{name}_mlp_add").output]
         segments += [
-            _segment(here, [norm.output, qkv.output], (place,), ("norm", "qkv")),
-            _segment([norm.output, qkv.output], [joined.output], ("norm", "qkv"), ("joined",)),
+            _segment(here, [qkv.output], (place,), ("qkv",)),
+            _segment([qkv.output], [joined.output], ("qkv",), ("joined",)),
             _segment([joined.output, *here], end, ("joined", place), (name,)),
         ]
         here, place = end, name
@@ -81,10 +81,10 @@ def recompute(model: keras.Model, kind: str, holders: Mapping[int, keras.Variabl
     wanted = ("joined",) if kind == "attention" else tuple(blocks(model, flag))
     segments = [segment._replace(again=segment.gives[0] in wanted) for segment in segments]
 
-    model.call = lambda inputs, training=None, mask=None: run(segments, inputs, training, holders, model)
+    model.call = lambda inputs, training=None, mask=None: run(segments, inputs, training, holders)
 
 
-def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, holders: Mapping[int, keras.Variable], owner: keras.Model) -> tf.Tensor:
+def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, holders: Mapping[int, keras.Variable]) -> tf.Tensor:
     """From what the first segment takes to what the last one gives. See `recompute` for the others."""
     tensors = {segments[0].takes[0]: inputs}
     for segment in segments:
@@ -92,7 +92,8 @@ def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, h
         one = _runner(segment.part, training)
         if segment.again and training:
             parameters = [holders.get(id(variable), variable) for variable in segment.part.trainable_variables]
-            given = recomputed(one, given, parameters, segment.part.non_trainable_variables, owner)
+            # Losses go to a layer, which shares them with the whole model: a functional model takes none.
+            given = recomputed(one, given, parameters, segment.part.non_trainable_variables, segment.part.layers[-1])
         else:
             given = one(given)
         tensors.update(zip(segment.gives, given, strict=True))
@@ -104,4 +105,6 @@ def _runner(part: keras.Model, training: bool | None) -> Callable[[list[tf.Tenso
 
 
 def _segment(inputs: list, outputs: list, takes: tuple[str, ...], gives: tuple[str, ...]) -> Segment:
-    return Segment(keras.Model(inputs if len(inputs) > 1 else inputs[0], outputs if len(outputs) > 1 else outputs[0]), takes, gives)
+    part = keras.Model(inputs if len(inputs) > 1 else inputs[0], outputs if len(outputs) > 1 else outputs[0])
+    part.input_spec = None  # where layers are spread, what it is called with is smaller than its symbols say
+    return Segment(part, takes, gives)

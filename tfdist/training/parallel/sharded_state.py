@@ -1,9 +1,12 @@
 """State that is spread over a mesh, as whole arrays, and back: a snapshot knows nothing of the mesh that wrote it.
 
 `SpreadState` gives the variables of a run the keys, shapes and types that they have in a data-parallel run
-(artifacts/state.py), whatever they look like here: whole, a part along `model` (tensor.py), a shard along `data`
+(artifacts/state.py), whatever they look like here: whole, a part along `model` (tensor.py) or `expert` (expert.py), a shard along `data`
 (zero.py), a shard of a part, or on another stage of a pipeline. What every replica has of its own goes in as the sum over replicas and comes
 back as equal parts of it. So a snapshot of any mesh resumes on any other, or on none.
+
+It does so in two ways: the chief holds all, or (artifacts/parts.py) every worker writes and reads its own part, which is
+some boxes of each whole array: a shard is a range of a flattened part, and a part is some places along one dim.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import state
+from tfdist.artifacts.parts import Box, Slab, boxes_of_range, read_slabs, runs
 from tfdist.control.exit_codes import CheckpointError
-from tfdist.runtime.mesh import REPLICA_AXES
+from tfdist.runtime.collectives import Group
+from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.parallel.mesh_update import MeshUpdate
+from tfdist.training.parallel.shards import Layout
 from tfdist.training.parallel.tensor import Part
 
 
@@ -31,8 +37,9 @@ class Piece:
 
     holder: Any  # keras.Variable or tf.Variable
     shape: tuple[int, ...]  # of the whole
-    part: Part | None  # along `model`
-    is_shard: bool  # along the replica axes
+    part: Part | None  # along `model` or `expert`
+    is_shard: bool  # over `group`
+    group: Group  # the replicas, or, of experts, those among them that hold the same
     stages: tuple[int, ...] | None = None  # of the pipeline that hold it; None: all
     is_term: bool = False  # every replica has its own, and only the sum over them matters (errors of compression.py)
 
@@ -46,11 +53,12 @@ class Piece:
 
 
 class SpreadState:
-    """The state of a run on a mesh. All methods but `table` are collectives: every worker must call them."""
+    """The state of a run on a mesh. All methods but `table` and `read` are collectives: every worker must call them."""
 
     def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any],
                  update: MeshUpdate, parts: Mapping[int, Part]):
         self.runtime, self.update = runtime, update
+        replicas = runtime.group(*REPLICA_AXES)
         number = {id(variable): index for index, variable in enumerate(update.all)}
         held = {id(variable): index for index, variable in enumerate(update.trainable)}
         sharded = update.shards is not update.trainable
@@ -58,26 +66,29 @@ class SpreadState:
         for key, variable in state.collect(model, optimizer, train).items():
             owner = update.owners.get(id(variable), number.get(id(variable)))
             if owner is None:
-                self.pieces[key] = Piece(variable, tuple(variable.shape), None, False, update.stages.get(id(variable)), "compression_error" in key)
+                self.pieces[key] = Piece(variable, tuple(variable.shape), None, False, replicas, update.stages.get(id(variable)), "compression_error" in key)
                 continue
             parameter = update.all[owner]
             part, place = parts.get(id(parameter)), held.get(id(parameter))
             is_parameter = id(variable) in number
             is_shard = sharded and (not is_parameter or id(parameter) in update.holders_of_weights())
             holder = update.shards[place] if is_parameter and is_shard and place is not None else variable
-            self.pieces[key] = Piece(holder, part.shape if part else tuple(parameter.shape), part, is_shard, update.stages[id(parameter)])
-        self._replicas, self._parts, self._stages = runtime.group(*REPLICA_AXES), runtime.group("model"), runtime.group("pipe")
+            group = replicas if place is None else update.groups[place]
+            self.pieces[key] = Piece(holder, part.shape if part else tuple(parameter.shape), part, is_shard, group, update.stages[id(parameter)])
+        self._stages = runtime.group("pipe")
         self._from_stage = tf.function(lambda x, stage: self._stages.broadcast(x, self._stages.ranks[stage]))
-        self._gather = tf.function(lambda x, group: (self._replicas if group == "replicas" else self._parts).all_gather(x))
+        self._gather = tf.function(lambda x, ranks: runtime.group_of(ranks).all_gather(x))
 
     def table(self) -> dict[str, tuple[str, list[int], str]]:
         """key -> (name, whole shape, dtype), as artifacts.state.table gives for a data-parallel run."""
         return {key: (piece.name, list(piece.shape), tf.as_dtype(piece.holder.dtype).name) for key, piece in self.pieces.items()}
 
-    def to_host(self, wanted: bool = True) -> dict[str, np.ndarray]:
-        """key -> whole array on the chief; {} on the others. One variable at a time is whole on every worker."""
+    def to_host(self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str = "") -> dict[str, np.ndarray]:
+        """key -> whole array on the chief, of keys that begin with `only`; {} on the others. One variable at a time is whole on every worker."""
         whole = {}
         for key, piece in self.pieces.items():
+            if not key.startswith(only):
+                continue
             array = self._whole(piece) if self._is_here(piece) else np.zeros(piece.shape, tf.as_dtype(piece.holder.dtype).as_numpy_dtype)
             if piece.stages is not None and 0 not in piece.stages:
                 array = self._from_stage(tf.constant(array), piece.stages[0]).numpy()
@@ -96,30 +107,93 @@ class SpreadState:
                 _value(piece.holder).assign(self._own(piece, arrays[key]))
         self.update.collect()
 
+    # -- in parts --------------------------------------------------------------------------------------------------
+
+    def to_slabs(self) -> list[Slab]:
+        """What this worker writes: every element of the state is written by exactly one."""
+        slabs = []
+        for key, piece in self.pieces.items():
+            if piece.is_term or (self._is_here(piece) and self._writes(piece)):
+                array = self._whole(piece) if piece.is_term else _value(piece.holder).numpy()
+                slabs += self._slabs(key, piece, np.asarray(array)) if self._writes(piece) else []
+        return slabs
+
+    def read(self, prefix: str) -> None:
+        """Gives every variable its piece of the arrays in TensorFlow's checkpoint `prefix`, of which this worker reads no more."""
+        for key, piece in self.pieces.items():
+            if self._is_here(piece):
+                _value(piece.holder).assign(self._read_piece(prefix, key, piece))
+        self.update.collect()
+
+    def _read_piece(self, prefix: str, key: str, piece: Piece) -> np.ndarray:
+        regions = self._regions(piece)
+        contents = iter(read_slabs(prefix, [Slab(key, piece.shape, box) for _, boxes in regions for box in boxes], tf.as_dtype(piece.holder.dtype)))
+        joined = [next(contents) if len(boxes) == 1 else np.concatenate([next(contents) for _ in boxes], piece.part.dim) for _, boxes in regions]
+        if piece.is_shard:
+            flat = np.concatenate([array.reshape(-1) for array in joined]) if joined else np.zeros(0, tf.as_dtype(piece.holder.dtype).as_numpy_dtype)
+            return np.pad(flat, (0, piece.holder.shape[0] - flat.size))
+        return joined[0] / piece.group.size if piece.is_term else joined[0]
+
+    def _slabs(self, key: str, piece: Piece, array: np.ndarray) -> list[Slab]:
+        slabs, offset = [], 0
+        for lengths, boxes in self._regions(piece):
+            size = math.prod(lengths)
+            content = array.reshape(-1)[offset:offset + size].reshape(lengths) if piece.is_shard else array
+            offset += size
+            contents = [content] if len(boxes) == 1 else np.split(content, np.cumsum([box[piece.part.dim][1] for box in boxes])[:-1], piece.part.dim)
+            slabs += [Slab(key, piece.shape, box, np.ascontiguousarray(part).reshape(part.shape)) for box, part in zip(boxes, contents, strict=True)]
+        return slabs
+
+    def _regions(self, piece: Piece) -> list[tuple[tuple[int, ...], list[Box]]]:
+        """What this worker holds of a piece, as (lengths of a box of its part, the boxes of the whole that make it up along the part's dim)."""
+        local = piece.part_shape
+        boxes: list[Box] = [tuple((0, length) for length in local)]
+        if piece.is_shard:
+            length = -(-math.prod(local) // piece.group.size)
+            boxes = boxes_of_range(local, piece.group.index * length, min((piece.group.index + 1) * length, math.prod(local)))
+        regions = []
+        for box in boxes:
+            lengths = tuple(length for _, length in box)
+            if piece.part:
+                dim, places = piece.part.dim, piece.part.places[piece.part.index]
+                wholes = [(*box[:dim], run, *box[dim + 1:]) for run in runs(places[box[dim][0]:sum(box[dim])])]
+            else:
+                wholes = [box]
+            regions.append((lengths, wholes))
+        return regions
+
+    def _writes(self, piece: Piece) -> bool:
+        """Of all workers that hold the same, the first writes it."""
+        members = [self.runtime.mesh.coordinates(rank) for rank in (piece.group.ranks if piece.is_shard else ())]
+        different = {*(axis for axis in AXES if len({at[axis] for at in members}) > 1), *([piece.part.axis] if piece.part else [])}
+        return (self._stages.index == (piece.stages[0] if piece.stages else 0)
+                and not any(self.runtime.coordinates[axis] for axis in AXES if axis not in {"pipe", *different}))
+
+    # -- one variable ----------------------------------------------------------------------------------------------
+
     def _is_here(self, piece: Piece) -> bool:
         return piece.stages is None or self._stages.index in piece.stages
 
     def _whole(self, piece: Piece) -> np.ndarray:
         value = tf.convert_to_tensor(_value(piece.holder))
         if piece.is_shard:
-            value = self._gather(value, "replicas")[:math.prod(piece.part_shape)]
+            value = self._gather(value, piece.group.ranks)[:math.prod(piece.part_shape)]
             value = tf.reshape(value, piece.part_shape)
         if piece.is_term:
-            value = tf.reduce_sum(tf.reshape(self._gather(value[tf.newaxis], "replicas"), [-1, *piece.shape]), 0)
-        if piece.part is None or self._parts.size == 1:
+            value = tf.reduce_sum(tf.reshape(self._gather(value[tf.newaxis], piece.group.ranks), [-1, *piece.shape]), 0)
+        if piece.part is None:
             return value.numpy()
-        padded = self._gather(tf.constant(piece.part.padded(value.numpy())), "parts").numpy()
-        return piece.part.join(np.split(padded, self._parts.size))
+        parts = self.runtime.group(piece.part.axis)
+        padded = self._gather(tf.constant(piece.part.padded(value.numpy())), parts.ranks).numpy()
+        return piece.part.join(np.split(padded, parts.size))
 
     def _own(self, piece: Piece, whole: np.ndarray) -> np.ndarray:
         own = piece.part.cut(whole) if piece.part else whole
         if piece.is_term:
-            return own / self._replicas.size
+            return own / piece.group.size
         if not piece.is_shard:
             return own
-        n = self._replicas.size
-        length = -(-own.size // n)
-        return np.pad(own.reshape(-1), (0, length * n - own.size))[self._replicas.index * length:(self._replicas.index + 1) * length]
+        return Layout([own.shape], piece.group).cut(own, 0)
 
 
 def _value(holder: Any) -> tf.Variable:

@@ -50,12 +50,11 @@ class Layout:
         return flat[self.group.index * length:(self.group.index + 1) * length]
 
 
-def shard_variables(variables: Sequence[keras.Variable], group: Group) -> list[keras.Variable]:
-    """One variable [length] for each, with this member's part of its value. It keeps the name."""
-    layout = Layout([variable.shape for variable in variables], group)
+def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]) -> list[keras.Variable]:
+    """One variable [length] for each, with this member's part of its value, shared out over its group. It keeps the name."""
     shards = []
-    for number, variable in enumerate(variables):
-        shard = keras.Variable(layout.cut(variable.numpy(), number), dtype=variable.dtype, name=variable.name, autocast=variable._autocast)
+    for variable, group in zip(variables, groups, strict=True):
+        shard = keras.Variable(Layout([variable.shape], group).cut(variable.numpy(), 0), dtype=variable.dtype, name=variable.name, autocast=variable._autocast)
         shard._path = variable.path  # slots are named after it
         shards.append(shard)
     return shards

@@ -36,6 +36,7 @@ class Part:
     dim: int
     places: tuple[np.ndarray, ...]  # of every member, in order
     index: int
+    axis: str = "model"  # of the mesh
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -59,6 +60,7 @@ class Part:
 
 
 Rule = Callable[[keras.Layer, Group], dict[int, Part]]  # returns id of a variable that was cut -> what is left of it
+Crossing = Callable[[tf.Tensor, Group], tf.Tensor]  # how a tensor enters or leaves what is spread
 
 
 def copied(x: tf.Tensor, group: Group) -> tf.Tensor:
@@ -74,30 +76,34 @@ def summed(x: tf.Tensor, group: Group) -> tf.Tensor:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def column(blocks: int = 1) -> Rule:
+def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
     """A Dense layer [in, out] -> [in, out / m]. `blocks`: out is that many matrices side by side, each of which is cut."""
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
         inner = layer.call
-        parts = _cut(layer, layer._kernel, 1, group, blocks)
+        parts = cut(layer, layer._kernel, 1, group, blocks)
         if layer.bias is not None:
-            parts |= _cut(layer, layer.bias, 0, group, blocks)
-        layer.call = lambda x, *rest, **options: inner(copied(x, group), *rest, **options)
+            parts |= cut(layer, layer.bias, 0, group, blocks)
+        layer.call = lambda x, *rest, **options: inner(enter(x, group), *rest, **options)
         return parts
 
     return rule
 
 
-def row(layer: keras.Layer, group: Group) -> dict[int, Part]:
+def row(leave: Crossing = summed) -> Rule:
     """A Dense layer [in, out] -> [in / m, out], whose input is a part."""
-    parts = _cut(layer, layer._kernel, 0, group)
 
-    def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        y = summed(ops.matmul(x, layer.kernel), group)
-        return layer.activation(y if layer.bias is None else ops.add(y, layer.bias))
+    def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
+        parts = cut(layer, layer._kernel, 0, group)
 
-    layer.call, layer.input_spec = call, None
-    return parts
+        def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+            y = leave(ops.matmul(x, layer.kernel), group)
+            return layer.activation(y if layer.bias is None else ops.add(y, layer.bias))
+
+        layer.call, layer.input_spec = call, None
+        return parts
+
+    return rule
 
 
 def reshape(dim: int) -> Rule:
@@ -127,43 +133,47 @@ def own_noise(layer: keras.Layer, group: Group) -> dict[int, Part]:
     return {}
 
 
-def vocabulary(layer: keras.Layer, group: Group) -> dict[int, Part]:
+def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
     """A ReversibleEmbedding [V, D] -> [V / m, D]. In reverse it returns this rank's logits [B, T, V / m]."""
-    inner = layer.call
-    parts = _cut(layer, layer._embeddings, 0, group)
-    if not layer.tie_weights:
-        parts |= _cut(layer, layer.reverse_embeddings, 1, group)
-    places = parts[id(layer._embeddings)].places[group.index]
 
-    def call(x: tf.Tensor, reverse: bool = False) -> tf.Tensor:
-        if reverse:
-            return inner(copied(x, group), reverse=True)
-        local = tf.cast(x, tf.int32) - int(places[0])
-        inside = tf.logical_and(local >= 0, local < len(places))
-        found = inner(tf.where(inside, local, 0))
-        return summed(tf.where(inside[..., tf.newaxis], found, tf.zeros_like(found)), group)
+    def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
+        inner = layer.call
+        parts = cut(layer, layer._embeddings, 0, group)
+        if not layer.tie_weights:
+            parts |= cut(layer, layer.reverse_embeddings, 1, group)
+        places = parts[id(layer._embeddings)].places[group.index]
 
-    layer.call = call
-    return parts
+        def call(x: tf.Tensor, reverse: bool = False) -> tf.Tensor:
+            if reverse:
+                return inner(enter(x, group), reverse=True)
+            local = tf.cast(x, tf.int32) - int(places[0])
+            inside = tf.logical_and(local >= 0, local < len(places))
+            found = inner(tf.where(inside, local, 0))
+            return leave(tf.where(inside[..., tf.newaxis], found, tf.zeros_like(found)), group)
+
+        layer.call = call
+        return parts
+
+    return rule
 
 
 # For the blocks of models/blocks.py, and so for the transformer and the vit.
 RULES: tuple[tuple[str, Rule], ...] = (
-    (r"^embed_tokens$", vocabulary),
+    (r"^embed_tokens$", vocabulary()),
     (r"^block_\d+_attention_qkv$", column(blocks=3)),
     (r"^block_\d+_attention_(query|key|value)$", reshape(dim=1)),
     (r"^block_\d+_attention_weights_dropout$", own_noise),
     (r"^block_\d+_attention_joined$", reshape(dim=1)),
-    (r"^block_\d+_attention_out$", row),
+    (r"^block_\d+_attention_out$", row()),
     (r"^block_\d+_mlp_up$", column()),
-    (r"^block_\d+_mlp_down$", row),
+    (r"^block_\d+_mlp_down$", row()),
 )
 
 
-def spread_layers(model: keras.Model, group: Group, rules: Sequence[tuple[str, Rule]] = RULES) -> dict[int, Part]:
+def spread_layers(model: keras.Model, group: Group, axis: str = "model", rules: Sequence[tuple[str, Rule]] = RULES, fix: str = "use --model=transformer or vit") -> dict[int, Part]:
     """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its Part.
 
-    Raises: ConfigError if no layer matches any rule, or a layer cannot be cut into so many parts.
+    Raises: ConfigError if no layer matches any rule, or a layer cannot be cut into so many parts; `fix` says what to do.
     """
     parts: dict[int, Part] = {}
     matched = False
@@ -174,7 +184,7 @@ def spread_layers(model: keras.Model, group: Group, rules: Sequence[tuple[str, R
                 matched = True
                 break
     if not matched:
-        raise ConfigError(f"--mesh has model={group.size}, but no layer of {model.name} can be spread: use --model=transformer or vit, or give the workers to data=.")
+        raise ConfigError(f"--mesh has {axis}={group.size}, but no layer of {model.name} can be spread over it: {fix}, or give the workers to data=.")
     return parts
 
 
@@ -204,7 +214,8 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
     return objective
 
 
-def _cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
+def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
+    """Cuts a variable of the layer along `dim` down to this member's part, in place. Returns its id -> its Part."""
     size = variable.shape[dim]
     if size // blocks < group.size:
         raise ConfigError(f"--mesh has model={group.size}, but {variable.path} has only {size // blocks} to share out: lower the degree.")

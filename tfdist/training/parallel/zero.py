@@ -52,7 +52,7 @@ class ShardedUpdate(MeshUpdate):
 
     def build(self) -> None:
         with tf.device(self._device):
-            self.shards = shard_variables(self.trainable, self.replicas)
+            self.shards = shard_variables(self.trainable, self.groups)
             self.owners = self.build_optimizer()
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
@@ -86,7 +86,7 @@ class ZeroUpdate(ShardedUpdate):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self._layouts = [(pack, Layout([self.trainable[index].shape for index in pack], self.replicas)) for pack in self.packs]
+        self._layouts = [(pack, Layout([self.trainable[index].shape for index in pack], self.groups[pack[0]])) for pack in self.packs]
 
     def keep(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         return self._scattered(gradients) if self.stage == 2 else gradients
@@ -117,7 +117,7 @@ class Zero3Update(ShardedUpdate):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        gather_layers(self.model, self.trainable, self.shards, self.replicas)
+        gather_layers(self.model, self.trainable, self.shards, self.groups)
 
     def sources(self) -> list[tf.Variable]:
         return [shard.value for shard in self.shards]

@@ -1,0 +1,169 @@
+"""Who is in a group while workers come and go, with small scripts in place of workers."""
+
+import io
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tfdist.control.elastic_job import ElasticJob
+from tfdist.control.exit_codes import ExitCode
+from tfdist.control.membership import VARIABLE
+
+# "Trains" by counting. Files in its folder tell it to finish, to fail at its start, or to hesitate before it joins.
+WORKER = """
+import os, pathlib, signal, sys, time
+from tfdist.control.membership import Member
+folder, stop = pathlib.Path(sys.argv[1]), []
+if (folder / "fail").exists():
+    sys.exit(5)
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+print("ready", flush=True)
+while (folder / f"hesitate-{os.environ['TFDIST_ELASTIC'].split('/')[1]}").exists() and not stop:
+    time.sleep(0.01)
+member, step, lost = Member(os.environ), -1, False
+while (cluster := member.join(step, lost)) is not None:
+    print(f"in a group of {cluster.size} as rank {cluster.rank}", flush=True)
+    while not (member.leave or member.broken or stop):
+        step += 1
+        if (folder / "finish").exists():
+            sys.exit(0)
+        time.sleep(0.01)
+    if stop:
+        print(f"saved step {step}", flush=True)
+        sys.exit(42)
+    lost = member.broken
+sys.exit(42 if stop else 0)
+"""
+
+
+class Run:
+    """A job of three, of which at least two are to be left."""
+
+    def __init__(self, folder: Path, least: int = 2):
+        (folder / "worker.py").write_text(WORKER)
+        self.output, self.result = io.StringIO(), None
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        self.job = ElasticJob([sys.executable, str(folder / "worker.py"), str(folder)], 3, folder / "logs", wanted=3, least=least, losses=3,
+                              pin=False, grace=5.0, environment=environment, output=self.output)
+        self.job.start()
+
+    def until(self, condition):
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, self.output.getvalue()
+            self.result = self.result or self.job.poll()
+            time.sleep(0.01)
+
+    def until_groups_are(self, *sizes: int):
+        """Every member of the last one has begun to count."""
+        def sizes_so_far():
+            lines = [line for line in self.output.getvalue().splitlines() if line.startswith("tfdist: group")]
+            return tuple(len(re.findall("is rank", line)) for line in lines)
+
+        self.until(lambda: sizes_so_far() == sizes and all(self.output.getvalue().count(f"in a group of {size} as") >= size * sizes.count(size) for size in sizes))
+
+    def until_it_ends(self):
+        self.until(lambda: self.result)
+        return self.result
+
+    def pids(self) -> dict[str, int]:
+        return {worker.name: worker.process.pid for worker in self.job.workers}
+
+    def kill(self, *slots: int) -> None:
+        for slot in slots:
+            os.kill(self.pids()[f"worker {slot}"], signal.SIGKILL)
+
+
+@pytest.fixture
+def made(tmp_path):
+    made = Run(tmp_path)
+    yield made
+    made.job.kill()
+
+
+def test_a_lost_worker_is_replaced_and_the_others_keep_their_processes(made, tmp_path):
+    made.until_groups_are(3)
+    before = made.pids()
+    made.kill(0)
+    made.until_groups_are(3, 2, 3)
+    after = made.pids()
+    assert {name for name in after if after[name] != before[name]} == {"worker 0"}
+    assert "tfdist: worker 0 was killed by signal 9 (SIGKILL); 2 of 3 workers are left." in made.output.getvalue()
+    *_, second, third = (line for line in made.output.getvalue().splitlines() if line.startswith("tfdist: group"))
+    assert re.search(r"worker \d is rank 0, worker \d is rank 1; from step \d+, which is in memory", second)
+    assert "worker 0 is rank 2" in third, "the newcomer has nothing to go on from"
+    (tmp_path / "finish").touch()
+    assert made.until_it_ends().code == ExitCode.OK
+
+
+def test_a_worker_that_cannot_be_brought_back_is_done_without(made, tmp_path):
+    made.until_groups_are(3)
+    (tmp_path / "fail").touch()
+    made.kill(1)
+    made.until(lambda: made.output.getvalue().count("before it could join") == 2)
+    made.until_groups_are(3, 2)
+    (tmp_path / "fail").unlink()
+    made.until_groups_are(3, 2, 3)
+
+
+def test_too_few_save_and_end(made):
+    made.until_groups_are(3)
+    made.kill(1, 2)
+    result = made.until_it_ends()
+    assert result.code == ExitCode.PEER_LOST and "1 of 3 workers is left, fewer than --min_workers=2" in result.cause, result
+    assert re.search(r"\[worker 0\] saved step \d+", made.output.getvalue())
+
+
+def test_nobody_is_left(made):
+    made.until_groups_are(3)
+    made.kill(0, 1, 2)
+    assert made.until_it_ends().code == ExitCode.PEER_LOST
+
+
+def test_fewer_and_more_are_wanted(made):
+    made.until_groups_are(3)
+    before = made.pids()
+    assert made.job.resize(2)
+    made.until_groups_are(3, 2)
+    made.until(lambda: len(made.pids()) == 2)
+    made.job.resize(3)
+    made.until_groups_are(3, 2, 3)
+    assert sum(pid in before.values() for pid in made.pids().values()) == 2
+
+
+def test_a_stop_while_a_group_changes(made, tmp_path):
+    """The one that hesitates is not waited for."""
+    made.until_groups_are(3)
+    (tmp_path / "hesitate-1").touch()
+    made.kill(1)
+    made.until(lambda: made.job.groups.number == 2)
+    made.job.request_stop()
+    result = made.until_it_ends()
+    assert result.code == ExitCode.PREEMPTED and made.output.getvalue().count("saved step") == 2, (result, made.output.getvalue())
+
+
+def test_a_stop_before_all_have_met(tmp_path):
+    (tmp_path / "hesitate-2").touch()
+    made = Run(tmp_path)
+    made.until(lambda: len(made.job.groups.seats) == 2 and made.output.getvalue().count("ready") == 3)
+    made.job.request_stop()
+    assert made.until_it_ends().code == ExitCode.PREEMPTED and made.job.groups.number == 0
+
+
+def test_strangers_are_not_taken_for_workers(tmp_path):
+    (tmp_path / "hesitate-2").touch()
+    made = Run(tmp_path)
+    host, port = made.job.groups.invitation(0)[VARIABLE].split("/")[0].split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b'GET / HTTP/1.1\n{"slot": 2, "token": "guessed"}\n{"slot": 2}\n[]\n')
+        made.until(lambda: len(made.job.groups.seats) == 2)
+        (tmp_path / "hesitate-2").unlink()
+        made.until_groups_are(3)
+    (tmp_path / "finish").touch()
+    assert made.until_it_ends().code == ExitCode.OK

@@ -1,0 +1,80 @@
+"""Ray jobs, as far as they go without a Ray cluster: the part that runs on a node, and what the launcher refuses."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from tfdist import launch
+from tfdist.control import ray_cluster
+from tfdist.control.exit_codes import ConfigError, UnsupportedError
+from tfdist.control.ray_worker import RayWorker
+
+
+def started(code, **environment):
+    worker = RayWorker("127.0.0.1")
+    assert worker.start(["-c", "import os, signal, sys, time\n" + code], environment, os.getcwd()) == ""
+    return worker
+
+
+def collect(worker, signals=(), until=lambda output: False):
+    """(output, exit code), fetched piece by piece."""
+    output, code, deadline = b"", None, time.monotonic() + 20
+    while code is None and not until(output):
+        assert time.monotonic() < deadline, output
+        data, code = worker.exchange(len(output), signals)
+        output, signals = output + data, ()
+    return output, code
+
+
+def test_output_arrives_whole_and_then_the_exit_code():
+    worker = started("sys.stdout.write('x' * 3_000_000); sys.exit(7)")
+    assert collect(worker) == (b"x" * 3_000_000, 7)
+
+
+def test_an_answer_that_was_lost_is_given_again():
+    worker = started("print('hello'); sys.exit(3)")
+    collect(worker, until=lambda output: output == b"hello\n")
+    assert worker.exchange(0, ()) in ((b"hello\n", None), (b"hello\n", 3)) or pytest.fail("forgotten too early")
+    assert collect(worker)[1] == 3
+
+
+def test_signals_are_passed_on_and_descendants_do_not_survive():
+    worker = started("signal.signal(signal.SIGTERM, lambda *_: os._exit(42))\nif not os.fork(): time.sleep(60)\nprint('ready', os.getpid(), flush=True); time.sleep(60)")
+    output, _ = collect(worker, until=lambda output: output.count(b"ready") == 1)
+    assert collect(worker, [signal.SIGTERM])[1] == 42
+    group = worker._process.pid
+    with pytest.raises(ProcessLookupError):
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.02)
+
+
+def test_the_environment_comes_on_top_and_both_python_paths_count(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/node")
+    worker = started("print(os.environ['TF_X'], os.environ['PYTHONPATH'])", TF_X="1", PYTHONPATH="/launcher")
+    assert collect(worker)[0] == b"1 /launcher:/node\n"
+
+
+def test_the_port_is_reserved():
+    host, _, port = RayWorker("::1").address().rpartition(":")
+    assert host == "[::1]" and int(port) > 0
+
+
+def test_without_ray_the_command_to_install_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UnsupportedError, match="pip install"):
+        ray_cluster.connect()
+
+
+@pytest.mark.parametrize("flags", [["--on=ray", "--ps=1"], ["--on=ray", "--evaluator"], ["--on=ray", "--standby"], ["--on=ray", "--min_workers=1", "--discover=x"], ["--cpus_per_worker=2"]])
+def test_flags_that_do_not_go_together(flags):
+    with pytest.raises(ConfigError, match=flags[-1].partition("=")[0]):
+        launch._parse(flags)
+
+
+def test_on_ray_a_lost_node_is_survived_without_further_flags():
+    assert launch._parse(["--on=ray"]).max_restarts == 3 and launch._parse([]).max_restarts == 0

@@ -1,0 +1,180 @@
+"""Snapshots of which every worker writes a part, and reads a part: no worker ever holds all of it.
+
+The files are those of any other snapshot (store.py): whole arrays by key, with one manifest. TensorFlow's checkpoints know
+*slices*: a worker saves boxes of an array, the chief merges the tables of contents when all parts are there, and whoever
+reads asks for other boxes, or for whole arrays.
+
+    every worker     part-00002.data-..., part-00002.index, and then part-00002.json with their sizes and SHA-256
+    the chief        waits for all part-*.json, merges, writes the manifest, renames the folder: the commit
+
+All workers must see the same folder. A box is ((start, length) for each dim).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf import trackable_object_graph_pb2
+
+from tfdist.artifacts.store import SUFFIX, SnapshotStore, measure
+
+Box = tuple[tuple[int, int], ...]
+_POLL_SECONDS = 0.02
+_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # where tf.train.Checkpoint looks for what is in a checkpoint
+
+
+class Slab(NamedTuple):
+    """A box of a whole array of `shape`. `array`: its content."""
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    array: np.ndarray | None = None
+
+    @property
+    def spec(self) -> str:
+        """As SaveV2 and RestoreV2 take it; "" for the whole."""
+        if all(start == 0 and length == size for (start, length), size in zip(self.box, self.shape, strict=True)):
+            return ""
+        return f"{' '.join(map(str, self.shape))} {':'.join(f'{start},{length}' for start, length in self.box)}"
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of a flattened array of `shape`, as boxes in the same order. At most 2 x dims - 1."""
+    if start >= stop:
+        return []
+    if len(shape) < 2:
+        return [((start, stop - start),) if shape else ()]
+    row = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        return [((first, 1), *box) for box in boxes_of_range(shape[1:], head, tail)]
+    boxes = [((first, 1), *box) for box in boxes_of_range(shape[1:], head, row)] if head else []
+    first += bool(head)
+    if last > first:
+        boxes.append(((first, last - first), *((0, size) for size in shape[1:])))
+    return boxes + [((last, 1), *box) for box in boxes_of_range(shape[1:], 0, tail)]
+
+
+def runs(places: np.ndarray) -> list[tuple[int, int]]:
+    """Increasing places as (start, length) of consecutive ones."""
+    cuts = np.flatnonzero(np.diff(places) != 1) + 1
+    return [(int(run[0]), len(run)) for run in np.split(places, cuts) if len(run)]
+
+
+def read_slabs(prefix: str, slabs: Sequence[Slab], dtype: Any) -> list[np.ndarray]:
+    """The content of boxes of one array of the checkpoint `prefix`. Raises tf.errors.OpError."""
+    if not slabs:
+        return []
+    with tf.device("CPU:0"):
+        found = tf.raw_ops.RestoreV2(prefix=prefix, tensor_names=[slab.key + SUFFIX for slab in slabs], shape_and_slices=[slab.spec for slab in slabs], dtypes=[dtype] * len(slabs))
+    return [tensor.numpy() for tensor in found]
+
+
+class PartedStore(SnapshotStore):
+    """A folder of snapshots that `size` workers write together; each has one. `write` must be called on all of them.
+
+    Args:
+      token: the same on all workers, and another one for each attempt of a run.
+      patience: seconds that the chief waits for the parts of the others.
+    """
+
+    def __init__(self, directory: str, before_commit: Callable[[int], None], rank: int, size: int, token: str, patience: float):
+        super().__init__(directory, before_commit)
+        self.rank, self.size, self.token, self.patience = rank, size, token, patience
+        self.give_up_at = math.inf  # time.monotonic(), after an error elsewhere
+
+    def write(self, step: int, arrays: Sequence[Slab], fields: Mapping[str, Any]) -> int:
+        """This worker's part; on the chief also the commit. Returns the bytes of the part, on the chief of all.
+
+        Raises OSError or tf.errors.OpError. Then there is no snapshot of this step, and the next save tries anew.
+        """
+        folder = f"{self.directory}/.writing-step-{step:08d}-{self.token}"
+        os.makedirs(folder, exist_ok=True)
+        try:
+            size = self._write_part(folder, step, arrays, sorted(fields["variables"]))
+            return self._commit(folder, step, fields) if self.rank == 0 else size
+        except (OSError, tf.errors.OpError) as error:
+            if self.rank == 0:
+                tf.io.gfile.rmtree(folder)
+            else:
+                with contextlib.suppress(OSError):  # the chief may have given up before
+                    self._tell(folder, {"error": f"rank {self.rank}: {str(error).splitlines()[0]}"})
+            raise
+
+    def _write_part(self, folder: str, step: int, slabs: Sequence[Slab], keys: Sequence[str]) -> int:
+        name, files = f"part-{self.rank:05d}", {}
+        names, specs, tensors = [slab.key + SUFFIX for slab in slabs], [slab.spec for slab in slabs], [slab.array for slab in slabs]
+        if self.rank == 0:
+            names, specs, tensors = [*names, _GRAPH], [*specs, ""], [*tensors, _object_graph(keys)]
+        if names:
+            with tf.device("CPU:0"):
+                tf.raw_ops.SaveV2(prefix=f"{folder}/{name}", tensor_names=names, shape_and_slices=specs, tensors=tensors)
+        self.before_commit(step)
+        for file in sorted(entry for entry in os.listdir(folder) if entry.startswith(f"{name}.data")):
+            size, digest = measure(f"{folder}/{file}", flush=True)
+            files[file] = {"bytes": size, "sha256": digest}
+        self._tell(folder, {"files": files, "values": sum(slab.array.size for slab in slabs)})
+        return sum(entry["bytes"] for entry in files.values())
+
+    def _tell(self, folder: str, message: Mapping[str, Any]) -> None:
+        path = f"{folder}/part-{self.rank:05d}.json"
+        self._write_text(f"{path}.new", json.dumps(message))
+        os.rename(f"{path}.new", path)
+
+    def _commit(self, folder: str, step: int, fields: Mapping[str, Any]) -> int:
+        told = self._wait_for_parts(folder)
+        expected = sum(math.prod(shape) for _, shape, _ in fields["variables"].values())
+        if (written := sum(message["values"] for message in told)) != expected:
+            raise OSError(f"the parts hold {written} values instead of {expected}")
+        parts = [f"{folder}/part-{rank:05d}" for rank in range(self.size) if told[rank]["files"]]
+        prefix = f"{folder}/state-{step}"
+        tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=prefix, delete_old_dirs=False)
+        for rank in range(self.size):
+            os.remove(f"{folder}/part-{rank:05d}.json")
+        # The data files have new names and the old content; only the table of contents is new.
+        entries = [entry for message in told for entry in message["files"].values()]
+        files = {f"state-{step}.data-{number:05d}-of-{len(entries):05d}": entry for number, entry in enumerate(entries)}
+        size, digest = measure(f"{prefix}.index", flush=True)
+        files[f"state-{step}.index"] = {"bytes": size, "sha256": digest}
+        if sorted(os.listdir(folder)) != sorted(files):
+            raise OSError(f"{folder} holds {', '.join(sorted(os.listdir(folder)))} instead of {', '.join(sorted(files))}.")
+        self._seal(folder, step, files, fields)
+        self._point_to(step)
+        return sum(entry["bytes"] for entry in files.values())
+
+    def _wait_for_parts(self, folder: str) -> list[dict[str, Any]]:
+        """What every worker has told. Raises OSError if one failed, or does not come."""
+        begun, told = time.monotonic(), {}
+        while len(told) < self.size:
+            for rank in set(range(self.size)) - set(told):
+                with contextlib.suppress(FileNotFoundError), open(f"{folder}/part-{rank:05d}.json", encoding="utf-8") as file:
+                    told[rank] = json.load(file)
+                    if "error" in told[rank]:
+                        raise OSError(told[rank]["error"])
+            if time.monotonic() > min(begun + self.patience, self.give_up_at):
+                raise OSError(f"the parts of ranks {', '.join(map(str, sorted(set(range(self.size)) - set(told))))} did not come in {time.monotonic() - begun:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        return [told[rank] for rank in range(self.size)]
+
+def _object_graph(keys: Sequence[str]) -> np.ndarray:
+    """What tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable is under which key."""
+    graph = trackable_object_graph_pb2.TrackableObjectGraph()
+    root, groups = graph.nodes.add(), {}
+    for key in keys:
+        group, _, name = key.partition("/")
+        if group not in groups:
+            groups[group] = len(graph.nodes)
+            root.children.add(node_id=groups[group], local_name=group)
+            graph.nodes.add()
+        graph.nodes[groups[group]].children.add(node_id=len(graph.nodes), local_name=name)
+        graph.nodes.add().attributes.add(name="VARIABLE_VALUE", full_name=key, checkpoint_key=key + SUFFIX)
+    return np.array(graph.SerializeToString(), object)

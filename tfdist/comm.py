@@ -1,0 +1,195 @@
+"""python -m tfdist.comm: measures how fast the workers exchange data, and fits latency and bandwidth to it.
+
+On a cluster it is started like a training: once per worker, with TF_CONFIG (or what else tells the cluster) and the flags
+of the training. With --workers it starts that many workers on this machine, a job for every number and every runtime:
+
+  python -m tfdist.comm --workers=2,4 --runtimes=multi_worker:socket,multi_worker:ring,horovod,mesh
+
+It prints times, algorithm and bus bandwidth as NVIDIA's nccl-tests define them, a fitted line for each collective with its
+error at sizes that were not used in the fit, and what ring, tree and halving-doubling would need of the link. Of several
+numbers of workers it says which of them explains all best. --out gets RUNTIME-N.csv and .png, and RUNTIME-models.png.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfdist import flags
+from tfdist.config import Config, option
+from tfdist.control import exit_codes, versions
+from tfdist.control.cluster import Cluster, resolve_cluster
+from tfdist.control.exit_codes import ClusterError, ConfigError
+from tfdist.control.launcher import LocalJob
+from tfdist.control.preflight import Preflight
+
+if TYPE_CHECKING:
+    from tfdist.runtime.base import Runtime
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+RUNTIMES = ("multi_worker", "sockets", "horovod", "mesh")
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """What is measured."""
+
+    workers: str = option("", "Start this many workers on this machine; several numbers, such as 2,4, one after the other. Empty: be one worker of the cluster.")
+    runtimes: str = option("", f"With --workers: some of {', '.join(RUNTIMES)}, one after the other; multi_worker:ring is --strategy=multi_worker --communication=ring. Empty: --strategy and --communication.")
+    collectives: str = option("all", f"all, or some of {', '.join(COLLECTIVES)}.")
+    smallest: int = option(1024, "Smallest size, bytes.", least=4)
+    largest: int = option(16 * 2**20, "Largest size, bytes.", least=4)
+    factor: float = option(2.0, "From one size to the next.", least=1.1)
+    repeats: int = option(9, "Measurements of each size, of which the median counts.", least=1)
+    out: str = option("comm", "Folder for CSV files and pictures.")
+
+
+def main(argv: list[str]) -> int:
+    config, options = flags.parse(argv, usage=__doc__, command=CommOptions)
+    config.replace(steps=1, epochs=0.0).validate()  # nothing is trained
+    names, sizes, runtimes = collectives_of(options), sizes_of(options), runtimes_of(config, options)
+    out = Path(options.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out={out} cannot be made ({error.strerror}): choose a folder that can be written.") from None
+    if options.workers:
+        return start_jobs(argv, options, runtimes, out)
+    if options.runtimes:
+        raise ConfigError(f"--runtimes={options.runtimes} is for workers on this machine: add --workers=2, or choose one with --strategy.")
+    versions.check()
+    versions.quiet()
+    measure_as_worker(config, options, names, sizes, out)
+    return 0
+
+
+def collectives_of(options: CommOptions) -> list[str]:
+    """The names in --collectives. Raises ConfigError."""
+    names = list(COLLECTIVES) if options.collectives == "all" else list(dict.fromkeys(options.collectives.split(",")))
+    for name in names:
+        if name not in COLLECTIVES:
+            raise ConfigError(f"--collectives={options.collectives}: {name!r} is not one of {', '.join(COLLECTIVES)}.")
+    return names
+
+
+def sizes_of(options: CommOptions) -> list[int]:
+    """Bytes, from the smallest to the largest, each `factor` times the one before. Raises ConfigError."""
+    if options.smallest > options.largest:
+        raise ConfigError(f"--smallest={options.smallest} is above --largest={options.largest}: swap them.")
+    found, size = [], float(options.smallest)
+    while size <= options.largest * (1 + 1e-9):
+        found.append(round(size))
+        size *= options.factor
+    return found
+
+
+def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[str]]]:
+    """(label, its flags) of each of --runtimes. Raises ConfigError."""
+    strategy, communication = config.strategy.strategy, config.strategy.communication
+    default = ("multi_worker" if strategy == "auto" else strategy) + (f":{communication}" if communication != "auto" else "")
+    found = []
+    for label in (options.runtimes or default).split(","):
+        name, _, communication = label.partition(":")
+        if name not in RUNTIMES:
+            raise ConfigError(f"--{'runtimes' if options.runtimes else 'strategy'}={label}: {name!r} is not one of {', '.join(RUNTIMES)}, whose workers exchange data among each other.")
+        config.replace(strategy=name, communication=communication or "auto", steps=1, epochs=0.0).validate()
+        found.append((label, [f"--strategy={name}", f"--communication={communication or 'auto'}"]))
+    return found
+
+
+def stem(out: Path, label: str, count: int | str) -> Path:
+    """The path of results, without its ending."""
+    return out / f"{label.replace(':', '-')}-{count}"
+
+
+def measure_as_worker(config: Config, options: CommOptions, names: list[str], sizes: list[int], out: Path) -> None:
+    """Measures as one worker of the cluster. Raises TfdistError subclasses; a lost peer is one."""
+    cluster = resolve_cluster(os.environ)
+    if cluster.role not in ("chief", "worker"):
+        raise ClusterError(f"tfdist.comm runs on the workers, but TF_CONFIG's task type of this process is {cluster.role!r}: start it on the workers only.")
+    if cluster.size < 2:
+        raise ClusterError("tfdist.comm needs several workers, but this process is alone (TF_CONFIG lists no others): set TF_CONFIG, or add --workers=2 to start them on this machine.")
+    with Preflight(cluster, config.cluster.startup_timeout):
+        import tensorflow as tf
+
+        from tfdist import build
+        from tfdist.runtime.errors import explain
+    try:
+        runtime = build.start_runtime(config, cluster)
+        measure_on(runtime, cluster, config, options, names, sizes, out)
+        runtime.barrier()
+        runtime.close()
+    except (MemoryError, tf.errors.ResourceExhaustedError) as error:
+        raise ConfigError(f"--largest={options.largest} needs more memory than there is: lower it.") from error
+    except Exception as error:
+        sentence = explain(error, cluster)
+        if sentence is None:
+            raise
+        raise sentence from error
+
+
+def measure_on(runtime: Runtime, cluster: Cluster, config: Config, options: CommOptions, names: list[str], sizes: list[int], out: Path) -> None:
+    """Measures what of `names` the runtime has, prints each as soon as it is known, writes the files."""
+    from tfdist.communication import present
+    from tfdist.communication.measure import measure
+    from tfdist.runtime import operations
+
+    def tell(line: str) -> None:
+        if runtime.rank == 0:
+            print(line, flush=True)
+
+    communication = config.strategy.communication
+    label = runtime.name + (f":{communication}" if communication != "auto" else "")
+    available = operations.collectives(runtime, cluster)
+    if left_out := [name for name in names if name not in available]:
+        tell(f"{label} has no {' and no '.join(left_out)}")
+    found = {name: available[name] for name in names if name in available}
+    results = []
+    for group in measure(runtime, found, sizes, options.repeats, tell):
+        results.append(present.Series(label, found[group[0].collective].through, group))
+        tell(present.table(results[-1]))
+    if runtime.rank == 0 and results:
+        path = stem(out, label, results[0].members)
+        present.write_csv(path.with_suffix(".csv"), results)
+        present.draw(path.with_suffix(".png"), results)
+        tell(f"{path}.csv, {path}.png")
+
+
+def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, list[str]]], out: Path) -> int:
+    """One local job after the other; returns the first exit code that is not 0."""
+    counts = options.workers.split(",")
+    if not all(count.isdecimal() and int(count) > 1 for count in counts):
+        raise ConfigError(f"--workers={options.workers} must be a number from 2, or several such as 2,4.")
+    for label, runtime in runtimes:
+        for count in map(int, counts):
+            print(f"tfdist: {count} workers by {label}", flush=True)
+            # A flag that is given twice counts as it was given last.
+            job = LocalJob([sys.executable, "-m", "tfdist.comm", *argv, "--workers=", "--runtimes=", *runtime], count, out / "logs", show={0})
+            job.start()
+            result = job.wait()
+            if result.code:
+                print(*result.last_lines, f"tfdist: {result.cause}", f"tfdist: logs are in {out / 'logs'}", sep="\n", file=sys.stderr)
+                return result.code
+        if len(set(counts)) > 1:
+            compare_models(label, out, sorted(set(map(int, counts))))
+    return 0
+
+
+def compare_models(label: str, out: Path, counts: list[int]) -> None:
+    """Over several numbers of workers the algorithms can be told apart."""
+    from tfdist.communication import present
+
+    together = [series for count in counts for series in present.read_csv(stem(out, label, count).with_suffix(".csv"))]
+    for name in COLLECTIVES:
+        if group := [one for series in together for one in series.measurements if series.collective == name]:
+            print(f"\n{name}, {label}, {' and '.join(map(str, counts))} workers together", *present.explanations(name, group), sep="\n", flush=True)
+    path = stem(out, label, "models").with_suffix(".png")
+    present.draw_models(path, together)
+    print(f"\n{path}", flush=True)
+
+
+if __name__ == "__main__":
+    exit_codes.run_command(main, sys.argv[1:])

@@ -1,0 +1,101 @@
+"""The alpha-beta model behind measured times: a + S / b by least squares, checked on sizes that it has not seen.
+
+A collective of n members costs L messages one after the other and sends F * S bytes through each link: L alpha + F S / beta.
+The algorithms differ in L and F (planner/communication.py has their times). At one n they all fit a line a + S / b equally
+well and differ in what they say of the link; at several n the error of the joint fit tells which one is at work.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tfdist.communication.measurement import Measurement
+from tfdist.planner import communication as models
+from tfdist.planner.calibrate import fit as least_squares
+from tfdist.planner.communication import Link
+
+_SEEN = 1e15  # bytes a second
+Seconds = Callable[[int, float, Link], float]  # of n members, S bytes, link
+
+
+def _half(all_reduce: Seconds) -> Seconds:
+    """Reducing and spreading take the same time, so each is half an all-reduce."""
+    return lambda n, size, link: all_reduce(n, size, link) / 2
+
+
+# Collective -> algorithm. Sources in planner/communication.py.
+ALGORITHMS: dict[str, dict[str, Seconds]] = {
+    "all_reduce": models.FLAT,
+    "all_gather": {"ring": models.ring_pass, "halving_doubling": _half(models.halving_doubling_all_reduce)},
+    "reduce_scatter": {"ring": models.ring_pass, "halving_doubling": _half(models.halving_doubling_all_reduce)},
+    "all_to_all": {"pairwise": models.all_to_all},
+    "broadcast": {"tree": _half(models.tree_all_reduce), "ring": lambda n, size, link: (n - 1) * link.alpha + size / link.beta},
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """seconds = alpha + size / beta of one collective at one number of members."""
+
+    alpha: float  # seconds
+    beta: float  # bytes a second
+
+    def seconds(self, size: float) -> float:
+        return self.alpha + size / self.beta
+
+    def describe(self) -> str:
+        return f"{self.alpha * 1e6:.1f} us + bytes / {show_rate(self.beta)}"
+
+
+def show_rate(beta: float) -> str:
+    """A bandwidth, which cannot be told from infinity if no size was large enough."""
+    return f"{beta / 1e9:.3f} GB/s" if beta < _SEEN else "inf GB/s"
+
+
+def split(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
+    """(to fit, held out) by size: every second one is held out, but never the first or the last."""
+    ordered = sorted(measurements, key=lambda one: one.size)
+    held = [one for index, one in enumerate(ordered) if index % 2 and one is not ordered[-1]]
+    return [one for one in ordered if one not in held], held
+
+
+def fit_line(measurements: Iterable[Measurement]) -> Line:
+    """Least squares over relative errors, so that small sizes count as much as large ones; neither term negative."""
+    found = list(measurements)
+    alpha, per_byte = least_squares([(1.0, one.size) for one in found], [one.seconds for one in found], [0.0, 0.0], [0, 1])
+    return Line(alpha, 1 / per_byte)
+
+
+def fit_link(algorithm: Seconds, measurements: Iterable[Measurement]) -> Link:
+    """The link that explains measurements, at one or several numbers of members, if `algorithm` is at work."""
+    found = list(measurements)
+    one_second, one_byte = Link(1.0, float("inf")), Link(0.0, 1.0)
+    rows = [(algorithm(one.members, one.size, one_second), algorithm(one.members, one.size, one_byte)) for one in found]
+    alpha, per_byte = least_squares(rows, [one.seconds for one in found], [0.0, 0.0], [0, 1])
+    return Link(alpha, 1 / per_byte)
+
+
+def errors(predict: Callable[[Measurement], float], measurements: Iterable[Measurement]) -> list[float]:
+    """Relative errors, predicted against measured."""
+    return [predict(one) / one.seconds - 1 for one in measurements]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What an algorithm says of the link, and how well it explains what was measured."""
+
+    algorithm: str
+    link: Link
+    error: float  # median of the absolute relative errors
+
+
+def explain(collective: str, measurements: Sequence[Measurement]) -> list[Explanation]:
+    """One for each algorithm that could be at work, the best first."""
+    found = []
+    for name, seconds in ALGORITHMS[collective].items():
+        link = fit_link(seconds, measurements)
+        off = errors(lambda one, seconds=seconds, link=link: seconds(one.members, one.size, link), measurements)
+        found.append(Explanation(name, link, statistics.median(map(abs, off))))
+    return sorted(found, key=lambda one: one.error)

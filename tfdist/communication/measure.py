@@ -1,0 +1,112 @@
+"""Times the collectives of a runtime over sizes, as NVIDIA's nccl-tests do (measurement.py says what sizes and bandwidths are)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.communication.measurement import Measurement
+from tfdist.runtime.base import Runtime
+from tfdist.runtime.operations import Collective, members
+
+_MEASUREMENT_SECONDS = 0.1  # as many rounds as fit
+_MOST_ROUNDS = 200
+_ITEM = 4  # bytes of a float32
+
+Run = Callable[[int], np.ndarray]  # so many rounds, one after the other; returns the last result
+
+
+def measure(runtime: Runtime, found: Mapping[str, Collective], sizes: Sequence[int], repeats: int, tell: Callable[[str], None]) -> Iterator[list[Measurement]]:
+    """The measurements of one collective after the other, in order of size. Called by every worker in the same way.
+
+    All sizes take turns, `repeats` times, so that a slow minute of the machine does not fall on one of them alone. The result
+    at every size is checked once before.
+
+    Args:
+      found: name -> collective.
+      sizes: bytes; they are rounded to what can be divided among the members.
+      tell: takes a line about what comes next.
+    """
+    n = members(runtime)
+    counts = sorted({max(1, size // _ITEM // n) * n for size in sizes})
+    for place, (name, collective) in enumerate(found.items(), 1):
+        tell(f"{name} ({place} of {len(found)}): {len(counts)} sizes are traced and checked")
+        runs = [_prepare(runtime, name, collective, n, count) for count in counts]
+        first = [_timed(runtime, run, 3) for run in runs]
+        rounds = runtime.broadcast([np.array([max(1, min(_MOST_ROUNDS, int(_MEASUREMENT_SECONDS / seconds))) for seconds in first])])[0].tolist()
+        expected = repeats * sum(count * seconds for count, seconds in zip(rounds, first, strict=True))
+        tell(f"{name}: {repeats} measurements of each size, about {expected:.0f} s")
+        seconds = [[_timed(runtime, run, count) for run, count in zip(runs, rounds, strict=True)] for _ in range(repeats)]
+        slowest = runtime.all_gather(np.array(seconds, np.float64)).max(axis=0)  # [repeats, sizes]
+        yield [Measurement(name, n, count * _ITEM, statistics.median(slowest[:, index])) for index, count in enumerate(counts)]
+
+
+def _timed(runtime: Runtime, run: Run, rounds: int) -> float:
+    """Seconds per round, after a barrier."""
+    runtime.barrier()
+    begin = time.perf_counter()
+    run(rounds)
+    return (time.perf_counter() - begin) / rounds
+
+
+def _prepare(runtime: Runtime, name: str, collective: Collective, n: int, count: int) -> Run:
+    """A collective at one size (`count` elements in all), traced, with its connections open, its result checked.
+
+    Raises: RuntimeError if the result is wrong, which would be a mistake of the runtime.
+    """
+    expected = _expected(name, n, count)
+    mine = count // n if name == "all_gather" else count
+    run = _on_host(runtime, collective, mine) if collective.on_host else _in_graph(runtime, collective, mine, expected.size)
+    result = run(2)
+    if not np.array_equal(result, expected):
+        raise RuntimeError(f"{name} of {count} elements over {n} members gave {result}, not {expected}")
+    return run
+
+
+def _expected(name: str, n: int, count: int) -> np.ndarray:
+    """The result where member i passes a vector of i + 1."""
+    total, numbers = n * (n + 1) / 2, np.arange(1, n + 1, dtype=np.float32)
+    return {
+        "all_reduce": lambda: np.full(count, total, np.float32),
+        "all_gather": lambda: np.repeat(numbers, count // n),
+        "reduce_scatter": lambda: np.full(count // n, total, np.float32),
+        "all_to_all": lambda: np.repeat(numbers, count // n),
+        "broadcast": lambda: np.ones(count, np.float32),
+    }[name]()
+
+
+def _on_host(runtime: Runtime, collective: Collective, mine: int) -> Run:
+    array = np.full(mine, runtime.rank + 1, np.float32)
+
+    def run(rounds: int) -> np.ndarray:
+        for _ in range(rounds):
+            result = collective.on_host(array)
+        return result
+
+    return run
+
+
+def _in_graph(runtime: Runtime, collective: Collective, mine: int, result_size: int) -> Run:
+    """The rounds are a loop within one graph, as training steps are."""
+    first = runtime.rank * runtime.local_replicas + 1
+    x = runtime.per_replica([tf.fill([mine], float(first + index)) for index in range(runtime.local_replicas)])
+
+    def once(x: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([last]):  # so that rounds do not overlap
+            return tf.ensure_shape(tf.reshape(collective.in_graph(tf.identity(x)), [-1]), [result_size])
+
+    @tf.function
+    def many(rounds: tf.Tensor) -> tf.Tensor:
+        last = tf.zeros([result_size])
+        for _ in tf.range(rounds):
+            last = runtime.local(runtime.run(once, (x, runtime.per_replica([last] * runtime.local_replicas))))[0]
+        return last
+
+    def run(rounds: int) -> np.ndarray:
+        return many(tf.constant(rounds)).numpy()
+
+    return run

@@ -1,0 +1,47 @@
+"""What one measurement says, and bandwidth as NVIDIA's nccl-tests define it.
+
+| collective     | S, the size in bytes, is that of     | bus bandwidth / algorithm bandwidth |
+|----------------|--------------------------------------|-------------------------------------|
+| all_reduce     | the vector                           | 2 (n-1)/n                           |
+| all_gather     | the result, all parts together       | (n-1)/n                             |
+| reduce_scatter | what each member puts in             | (n-1)/n                             |
+| all_to_all     | what each member puts in             | (n-1)/n                             |
+| broadcast      | the vector                           | 1                                   |
+
+Algorithm bandwidth is S / time; bus bandwidth is what the slowest link carries if the algorithm wastes nothing, so that it
+can be compared with the hardware's at any number n of members.
+Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+BUS_FACTOR: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One collective at one size."""
+
+    collective: str
+    members: int
+    size: int  # bytes, see above
+    seconds: float  # of a round: median over repeats, of each of which the slowest worker counts
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes a second."""
+        return self.size / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes a second."""
+        return self.algorithm_bandwidth * BUS_FACTOR[self.collective](self.members)

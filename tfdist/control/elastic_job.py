@@ -1,0 +1,177 @@
+"""A local job whose workers outlive each other: when one is lost, the others go on in their processes, from copies of the
+state in their memory, and a new process joins them when it is ready. membership.py has the rules of who is in a group."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.control.cluster import divide_cores
+from tfdist.control.exit_codes import RESTARTABLE, ExitCode
+from tfdist.control.launcher import LocalJob
+from tfdist.control.membership import Groups
+from tfdist.control.workers import JobResult, Worker, describe
+
+_LONGEST_WAIT_SECONDS = 60.0
+
+
+class ElasticJob(LocalJob):
+    """See LocalJob. A worker's number (its slot: name, log, cores, port) stays; its rank may be another in every group.
+
+    Args:
+      workers: the most there can be; `wanted`: how many are started, and kept up; `least`: when fewer are left, they save
+        what they have in memory, and the job ends with PEER_LOST.
+      losses: workers that may be lost in a row without any progress; one more, and the job fails.
+    """
+
+    def __init__(self, command: Sequence[str], workers: int, log_dir: Path, *, wanted: int, least: int, losses: int, **options: Any):
+        super().__init__(command, workers, log_dir, **options)
+        self.wanted, self.least, self.most_losses = wanted, least, losses
+        self.groups = Groups()
+        self.started_at_once = wanted
+        self._losses = self._failed_starts = 0  # in a row
+        self._step = -1  # of the newest copy that a group went on from
+        self._next_start = 0.0
+        self._joined: set[int] = set()  # processes that have been in a group
+        self._over = False  # the run has ended or failed: those who wait are not needed any more
+        self._too_few = ""  # set: the sentence with which the job ends
+
+    def _surroundings(self, rank: int | None, gpus: dict[str, str], cores: list[set[int]]) -> tuple[dict[str, str], set[int] | None]:
+        environment, affinity = super()._surroundings(rank, gpus, cores)
+        if rank is not None:
+            environment = {name: value for name, value in environment.items() if name != "TF_CONFIG"} | self.groups.invitation(rank)
+        return environment, affinity
+
+    def resize(self, workers: int) -> bool:
+        """More or fewer workers from now on, without a restart."""
+        self.say(f"tfdist: from {self.wanted} to {workers} workers")
+        self.wanted = workers
+        return True
+
+    def poll(self) -> JobResult | None:
+        """See LocalJob."""
+        for worker in self.workers:
+            self._notice_end(worker)
+        self.groups.look()
+        self._bury()
+        stopping = self._kill_at is not None
+        if self._over or stopping:
+            self.groups.dismiss(only_newcomers=not self._over)
+        if not self._over and self.groups.number:
+            self._let_go()
+            if not stopping:
+                self._fill()
+        self._form()
+        self._end_those_that_hold_up()
+        return super().poll()
+
+    # -- in one look -----------------------------------------------------------------------------------------------
+
+    def _trainers(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.rank is not None]
+
+    def _alive(self) -> list[Worker]:
+        return [worker for worker in self._trainers() if worker.code is None]
+
+    def _was_in_group(self, worker: Worker) -> bool:
+        return worker.process.pid in self._joined
+
+    def _bury(self) -> None:
+        """Those that have ended are in no group."""
+        for worker in self._trainers():
+            seat = self.groups.seats.get(worker.rank)
+            if worker.code is not None and seat:
+                self._over |= worker.code == 0 and seat.group > 0 and "dismissed" not in seat.told
+                self.groups.remove(worker.rank)
+
+    def _let_go(self) -> None:
+        """Of dead workers those without which the job can go on. One that is kept fails the job (LocalJob)."""
+        survivors, left = any(map(self._was_in_group, self._alive())), len(self.groups.seats)
+        for worker in [worker for worker in self._trainers() if worker.code is not None]:
+            if worker.code == 0:  # dismissed
+                self._remove(worker)
+            elif survivors and not self._was_in_group(worker):
+                self._failed_starts += 1
+                self._remove(worker, f"{describe(worker)}, before it could join")
+                self._wait(self._failed_starts)
+            elif survivors and self._may_be_lost(worker.code):
+                loss = f"{describe(worker)}; {left} of {self.wanted} workers {'is' if left == 1 else 'are'} left"
+                self._losses += 1
+                self._remove(worker, loss)
+                self._wait(self._losses - 1)
+                if left < self.least and self._kill_at is None:
+                    self._too_few = f"{loss}, fewer than --min_workers={self.least}"
+                    self.request_stop()
+
+    def _may_be_lost(self, code: int) -> bool:
+        """Whether going on without this worker can help."""
+        own_fault = code in set(ExitCode) and (code not in RESTARTABLE or code == ExitCode.PREEMPTED)
+        return not own_fault and self._losses < self.most_losses
+
+    def _remove(self, worker: Worker, why: str = "") -> None:
+        if why:
+            self.say(f"tfdist: {why}.")
+        self.workers.remove(worker)
+
+    def _wait(self, failures: int) -> None:
+        """The next worker is started at once after the first failure, later and later after more."""
+        self._next_start = time.monotonic() + (min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)) if failures else 0.0)
+
+    def _fill(self) -> None:
+        """Starts workers while fewer run than are wanted."""
+        taken = {worker.rank for worker in self._trainers()}
+        if len(taken) >= self.wanted or time.monotonic() < self._next_start:
+            return
+        slot = min(set(range(self.count)) - taken)
+        cores = divide_cores(self.count) if self.pin else []
+        before = len(self.workers)
+        self._spawn(self._name(slot), slot, self.command, self._divide_gpus()[0][slot], cores)
+        if len(self.workers) > before:
+            self.workers[-1].relay.start()
+
+    def _form(self) -> None:
+        """A group, if it is time for one; a last one, of whoever is there, that saves and ends when the job is to stop."""
+        stopping = self._kill_at is not None
+        formed = None if self._over else self.groups.form(self._ports.addresses, self.wanted, 1 if stopping else self.least, len(self._trainers()))
+        if formed is None:
+            return
+        if formed.step > self._step:
+            self._step, self._losses = formed.step, 0
+        self._joined |= {worker.process.pid for worker in self._alive() if worker.rank in formed.slots}
+        if formed.newcomers:
+            self._failed_starts = 0
+        ranks = ", ".join(f"{self._name(slot)} is rank {rank}" for rank, slot in enumerate(formed.slots))
+        self.say(f"tfdist: group {formed.number}: {ranks}" + (f"; from step {formed.step}, which is in memory" if formed.step >= 0 else ""))
+
+    def _end_those_that_hold_up(self) -> None:
+        """Workers that have not noticed, long after others of their group, that it is broken; and those that wait to join
+        a job that has ended."""
+        broken, seats = self.groups.broken_since, self.groups.seats
+        for worker in self._alive():
+            if broken is not None and time.monotonic() - broken > self.grace and worker.rank in seats and seats[worker.rank].busy:
+                worker.signal(signal.SIGKILL)
+        members = [worker for worker in self._trainers() if self._was_in_group(worker)]
+        if members and all(worker.code is not None for worker in members):
+            for worker in self._alive():
+                worker.signal(signal.SIGKILL)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _stop_after_failure(self) -> None:
+        self._over = True
+        super()._stop_after_failure()
+
+    def _all_started(self) -> bool:
+        return self.groups.number > 0 or len(self._trainers()) >= self.started_at_once
+
+    def _result(self) -> JobResult:
+        members = [worker for worker in self._trainers() if self._was_in_group(worker)]
+        if members:  # how those ended that never joined says nothing
+            self.workers = members + [worker for worker in self.workers if worker.rank is None]
+        self.groups.close()
+        result = super()._result()
+        return dataclasses.replace(result, code=ExitCode.PEER_LOST, cause=self._too_few) if self._too_few else result

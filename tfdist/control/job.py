@@ -1,0 +1,195 @@
+"""What every job of several processes has in common, wherever they run: output, logs, the first failure, the end.
+
+LocalJob (launcher.py) runs them on this machine, RayJob (ray_job.py) on the nodes of a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from tfdist.control.exit_codes import ConfigError, ExitCode
+from tfdist.control.terminal import LineReader
+from tfdist.control.workers import JobResult, Worker, describe, guilt
+
+_COLORS = (36, 33, 35, 32, 34, 31)
+# When one worker dies the others fail too. How long (in seconds) they may end by themselves, with a clearer message
+# than ours, before they are asked to: once the cause is known, and while all that ended merely lost a peer.
+_CAUSE_KNOWN_SECONDS = 1.0
+_CAUSE_UNKNOWN_SECONDS = 3.0
+_FAILURE_GRACE_SECONDS = 10.0  # after a failure nothing new can be saved: what is being written may be finished
+_ERROR = "tfdist: error: "  # how a command begins the sentence that names its error
+# What TensorFlow's C++ says at every import whatever its log level. Kept in the log files, not shown.
+_NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.")
+
+
+class Job:
+    """Base of the kinds of jobs. They fill `workers` in `start`, relay what each writes through a `Relay`, and say when one has ended.
+
+    Args:
+      count: processes, without an evaluator.
+      log_dir: where worker-K.log are written (appended to).
+      show: ranks whose output is shown; None for all.
+      grace: seconds between asking a worker to end (SIGTERM) and making it (SIGKILL).
+      environment, output: in place of this process's own, and of standard output.
+    """
+
+    def __init__(self, count: int, log_dir: Path, show: set[int] | None, grace: float, environment: Mapping[str, str] | None, output: TextIO | None):
+        self.count, self.log_dir, self.show, self.grace = count, log_dir, show, grace
+        self.environment = {name: value for name, value in (os.environ if environment is None else environment).items() if name != "TF_CONFIG"}
+        self.output = output or sys.stdout
+        self.workers: list[Worker] = []
+        self._lock = threading.Lock()
+        self._kill_at: float | None = None  # set: the workers have been asked to end; 0: they are being killed
+
+    # -- what a kind of job does its own way ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts all workers, or none."""
+        raise NotImplementedError
+
+    def start_standbys(self) -> None:
+        """Starts spare processes for the next job, where there can be any."""
+
+    def _notice_end(self, worker: Worker) -> None:
+        """Sets code and ended_at of a worker that has ended, once its output is complete."""
+        raise NotImplementedError
+
+    def _tend(self, now: float) -> None:
+        """At every look, after the ends have been noticed."""
+
+    def _is_borne(self, worker: Worker) -> bool:
+        """Whether the job goes on without this worker, which has failed."""
+        return False
+
+    def resize(self, workers: int) -> bool:
+        """Whether the job goes on with another number of workers, without a restart: most cannot (ElasticJob can)."""
+        return False
+
+    def _all_started(self) -> bool:
+        return len(self.workers) >= self.count
+
+    def _is_finished(self) -> bool:
+        """Whether the job has ended well, whatever became of some workers."""
+        return False
+
+    def _release(self) -> None:
+        """After the last worker's end."""
+
+    # -- what they share -----------------------------------------------------------------------------------------------
+
+    def open_log(self, name: str, command: Sequence[str]) -> BinaryIO:
+        """The log of a worker, with a header for this start. Raises ConfigError if it cannot be written."""
+        path = self.log_dir / f"{name.replace(' ', '-')}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by the relay
+            log.write(f"\n===== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
+            return log
+        except OSError as error:
+            raise ConfigError(f"The log {path} cannot be written ({error.strerror}): choose another --run_dir.") from None
+
+    def say(self, line: str) -> None:
+        """A line on the terminal, whole, from any thread."""
+        with self._lock, contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            self.output.write(line + "\n")
+            self.output.flush()
+
+    def poll(self) -> JobResult | None:
+        """One look, without waiting: stops all if one has failed. None while any process runs, then how it went."""
+        for worker in self.workers:
+            self._notice_end(worker)
+        now = time.monotonic()
+        self._tend(now)
+        trainers = [worker for worker in self.workers if worker.rank is not None]
+        failed = [worker for worker in trainers if worker.code and not self._is_borne(worker)]
+        if failed and self._kill_at is None:
+            known = any(guilt(worker) == 0 for worker in failed)
+            # Where one saved on request (42) the others are saving as well, and a second SIGTERM would cut that short.
+            saving = all(worker.code == ExitCode.PREEMPTED for worker in failed)
+            patience = self.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
+            if now - min(worker.ended_at for worker in failed) > patience or all(worker.code is not None for worker in trainers):
+                self._stop_after_failure()
+        if self._kill_at is not None and now > self._kill_at:
+            self.kill()
+        if any(worker.code is None for worker in self.workers):
+            return None
+        self._release()
+        return self._result()
+
+    def wait(self) -> JobResult:
+        """Waits until all have ended, stopping all when one fails. Returns how it went."""
+        try:
+            while (result := self.poll()) is None:
+                time.sleep(0.05)
+            return result
+        except BaseException:
+            self.kill()
+            raise
+
+    def request_stop(self) -> None:
+        """Asks every worker to save and end (SIGTERM); `poll` and `wait` kill those that have not within the grace period."""
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self.grace
+            self.forward(signal.SIGTERM)
+
+    def _stop_after_failure(self) -> None:
+        self.request_stop()
+        self._kill_at = min(self._kill_at, time.monotonic() + _FAILURE_GRACE_SECONDS)
+
+    def forward(self, number: int) -> None:
+        """Passes a signal on to every worker."""
+        for worker in self.workers:
+            if worker.code is None:
+                worker.signal(number)
+
+    def stop(self) -> JobResult:
+        """Ends every worker: SIGTERM, then after the grace period SIGKILL."""
+        self.request_stop()
+        return self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to what is left, with all that it started. `wait` then returns at once."""
+        self._kill_at = 0.0
+        self.forward(signal.SIGKILL)
+
+    def _result(self) -> JobResult:
+        codes = {worker.name: worker.code for worker in self.workers}
+        # An evaluator that was stopped with the workers is no failure.
+        failed = [] if self._is_finished() else [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
+        if not failed:
+            return JobResult(ExitCode.OK, "", codes) if self._all_started() else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
+        cause = min(failed, key=lambda worker: (guilt(worker), worker.ended_at))
+        return JobResult(cause.code if cause.code > 0 else ExitCode.PEER_LOST, describe(cause), codes, () if cause.shown else tuple(cause.last_lines), cause.rank)
+
+
+class Relay:
+    """Copies a worker's output to its log and, line by line under its name, to the terminal."""
+
+    def __init__(self, job: Job, worker: Worker, log: BinaryIO):
+        self._job, self._worker, self._log = job, worker, log
+        self._reader, self._prefix = LineReader(), f"[{worker.name}] "
+        self._color = job.output.isatty() and "NO_COLOR" not in job.environment
+        if self._color:
+            self._prefix = f"\x1b[{_COLORS[(job.count if worker.rank is None else worker.rank) % len(_COLORS)]}m{self._prefix}\x1b[0m"
+
+    def feed(self, data: bytes) -> None:
+        """What the worker has written; b"" at the end of it."""
+        with contextlib.suppress(OSError):  # a full disk must not stop the job
+            self._log.write(data)
+        for text in [line for line in self._reader.feed(data, final=not data) if not any(noise in line for noise in _NOISE)]:
+            self._worker.last_lines.append(text)
+            if text.startswith(_ERROR):
+                self._worker.error = text.removeprefix(_ERROR)
+            if self._worker.shown:
+                self._job.say(f"{self._prefix}{text}" + ("\x1b[0m" if self._color and "\x1b" in text else ""))
+        if not data:
+            self._log.close()

@@ -1,0 +1,222 @@
+"""Who is in the group that trains, while processes come and go: the launcher decides (Groups), each worker asks (Member).
+
+One TCP connection per worker, JSON lines:
+
+  worker -> launcher   {"slot": 1, "token": ...}      once: which process of the job this is
+                       {"ready": 40, "lost": true}    in no group now, with a copy of the state of step 40 (-1: none);
+                                                      lost: its group broke, it did not leave in order
+  launcher -> worker   {"group": 3, "workers": ["host:port", ...], "rank": 1}
+                       {"leave": true}                end the group at its next boundary, all together: another is wanted
+                       {"broken": true}               a worker of the group has died: do not wait for it
+                       {"dismissed": true}            there is no place for this worker any more
+
+A group is formed as soon as nobody is in one any more: those who wait are its members. The one with the newest copy is
+rank 0, the others follow in the order of their last ranks, newcomers come last. So the chief always holds the state to go
+on from, and whatever the chief chooses is taken over by all, as it is when a run goes on from a snapshot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tfdist.control.cluster import Cluster, parse_tf_config
+from tfdist.control.exit_codes import PeerLostError
+
+VARIABLE = "TFDIST_ELASTIC"  # host:port/slot/token of the launcher's Groups
+_CONNECT_SECONDS = 30.0
+
+
+@dataclass
+class Seat:
+    """One worker, as the launcher sees it."""
+
+    connection: socket.socket
+    slot: int = -1  # of the job; -1: it has not said
+    group: int = 0  # the last that it was in; 0: none yet
+    rank: int = -1  # there
+    copy: int | None = None  # set: it waits for a group, with a copy of this step
+    lost: bool = False  # it waits since its group broke
+    told: set[str] = field(default_factory=set)  # of "leave", "broken", "dismissed": what it has been told in this group
+    unread: bytes = b""
+
+    @property
+    def busy(self) -> bool:
+        return self.group > 0 and self.copy is None
+
+    def tell(self, **message: Any) -> None:
+        """Once per group; to one that is gone it does no harm."""
+        word = next(iter(message))
+        if word not in self.told:
+            self.told.add(word)
+            with contextlib.suppress(OSError):
+                self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A new group."""
+
+    number: int
+    slots: tuple[int, ...]  # by rank
+    step: int  # of the copy that it goes on from; -1: from a snapshot, or from the beginning
+    newcomers: int
+
+
+class Groups:
+    """The launcher's part. Never waits: `look` and `form` are called again and again."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_hex(8)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setblocking(False)
+        self._all: list[Seat] = []
+        self.number = 0  # groups formed
+        self.broken_since: float | None = None  # monotonic seconds since when some of a broken group wait for others of it
+
+    def invitation(self, slot: int) -> dict[str, str]:
+        """What a worker's environment must hold."""
+        return {VARIABLE: f"127.0.0.1:{self._listener.getsockname()[1]}/{slot}/{self._token}"}
+
+    @property
+    def seats(self) -> dict[int, Seat]:
+        return {seat.slot: seat for seat in self._all if seat.slot >= 0}
+
+    def look(self) -> None:
+        """Takes what the workers have said."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._all.append(Seat(connection))
+        for seat in list(self._all):
+            self._read(seat)
+        waits_for_others = any(seat.lost for seat in self._all) and any(seat.busy for seat in self._all)
+        self.broken_since = (self.broken_since or time.monotonic()) if waits_for_others else None
+
+    def _read(self, seat: Seat) -> None:
+        with contextlib.suppress(OSError):
+            while data := seat.connection.recv(65536):
+                seat.unread += data
+        *lines, seat.unread = seat.unread.split(b"\n")
+        for line in lines:
+            if seat.slot < 0:
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # somebody else has knocked at this port
+                    message = json.loads(line)
+                    seat.slot = message["slot"] if message["token"] == self._token else -1
+            else:
+                message = json.loads(line)
+                seat.copy, seat.lost, seat.told = message["ready"], message["lost"], set()
+
+    def remove(self, slot: int) -> None:
+        """Its process has ended. The others of its group need not wait for it."""
+        seat = self.seats.get(slot)
+        if seat:
+            self._all.remove(seat)
+            seat.connection.close()
+            for other in self._all:
+                if seat.group and other.busy and other.group == seat.group:
+                    other.tell(broken=True)
+
+    def form(self, addresses: Sequence[str], wanted: int, least: int, expected: int) -> Formed | None:
+        """Forms a group if it is time to, or asks the present one to end if another is wanted.
+
+        addresses: of the slots. wanted: how many workers the group should have; least: and must have. expected: workers
+        that the first group waits for.
+        """
+        seats = list(self.seats.values())
+        busy, waiting = [seat for seat in seats if seat.busy], [seat for seat in seats if seat.copy is not None and "dismissed" not in seat.told]
+        if busy:
+            if len(busy) > wanted or (waiting and len(busy) < wanted):
+                for seat in busy:
+                    seat.tell(leave=True)
+            return None
+        if len(waiting) < (least if self.number else max(least, expected)) or not waiting:
+            return None
+        waiting.sort(key=lambda seat: (-seat.copy, seat.rank if seat.rank >= 0 else len(addresses), seat.slot))
+        members = waiting[:wanted]
+        for seat in waiting[wanted:]:
+            seat.tell(dismissed=True)
+        self.number += 1
+        formed = Formed(self.number, tuple(seat.slot for seat in members), members[0].copy, sum(seat.group == 0 for seat in members))
+        workers = [addresses[seat.slot] for seat in members]
+        for rank, seat in enumerate(members):
+            seat.told = set()
+            seat.group, seat.rank, seat.copy, seat.lost = self.number, rank, None, False
+            seat.tell(group=self.number, workers=workers, rank=rank)
+        return formed
+
+    def dismiss(self, only_newcomers: bool = False) -> None:
+        """Tells all who wait that there is nothing to wait for."""
+        for seat in self._all:
+            if seat.copy is not None and not (only_newcomers and seat.group):
+                seat.tell(dismissed=True)
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._listener.close()
+        for seat in self._all:
+            seat.connection.close()
+
+
+class Member:
+    """A worker's part. `leave` and `broken` may be read at any time; `join` waits."""
+
+    def __init__(self, environment: Mapping[str, str]):
+        endpoint, slot, token = environment[VARIABLE].split("/")
+        host, _, port = endpoint.rpartition(":")
+        self.leave = self.broken = False
+        self._changed = threading.Condition()
+        self._told: dict[str, Any] | None = None
+        self._gone = False
+        self._connection = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
+        self._connection.settimeout(None)
+        self._say(slot=int(slot), token=token)
+        threading.Thread(target=self._listen, name="tfdist-member", daemon=True).start()
+
+    def join(self, copy: int, lost: bool) -> Cluster | None:
+        """Waits for a group, and returns this worker's place in it; None: it is not needed any more.
+
+        copy: the step of the copy of the state that this worker holds, -1 for none. lost: its last group broke.
+        Raises PeerLostError when the launcher is gone.
+        """
+        self._say(ready=copy, lost=lost)
+        with self._changed:
+            self._changed.wait_for(lambda: self._told is not None or self._gone)
+            told, self._told = self._told, None
+        if told is None:
+            raise PeerLostError("The launcher is gone: start the job again.")
+        if "group" not in told:
+            return None
+        cluster = {"cluster": {"worker": told["workers"]}, "task": {"type": "worker", "index": told["rank"]}}
+        return replace(parse_tf_config(json.dumps(cluster)), is_broken=lambda: self.broken)
+
+    def _say(self, **message: Any) -> None:
+        try:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self._gone = True
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError), self._connection.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                with self._changed:
+                    if "leave" in message:
+                        self.leave = True
+                    elif "broken" in message:
+                        self.broken = True
+                    else:
+                        self.leave = self.broken = False
+                        self._told = message
+                        self._changed.notify_all()
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()

@@ -1,0 +1,152 @@
+"""Room on a Ray cluster: how many workers it has room for now, held for them in placement groups.
+
+The least number of workers is one placement group: all of them or none. Every further worker is a placement group of
+its own, which Ray fills as soon as it can (and for which its autoscaler, if there is one, adds nodes). So a job starts
+with what there is, and learns that there is room for more from groups that have been filled meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+from tfdist.control.exit_codes import StartupError, UnsupportedError
+
+_ASK_EVERY_SECONDS = 1.0
+_REPORT_SECONDS = 10.0
+_SETTLE_SECONDS = 5.0  # without a change in what is placed, before the number of workers is taken as final
+
+
+def connect() -> None:
+    """Connects to the Ray cluster of this machine, or of RAY_ADDRESS. Raises UnsupportedError (no Ray) or StartupError (no cluster)."""
+    try:
+        import ray
+    except ImportError:
+        raise UnsupportedError('--on=ray needs Ray, which is not installed: pip install "ray>=2.40".') from None
+    try:
+        # The workers' output comes through the launcher, under their names.
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:  # RuntimeError: of another version
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise StartupError(f"--on=ray found no Ray cluster that can be joined from here ({said.rstrip('.')}): run the launcher on one of its machines (`ray start --head` makes one), or set RAY_ADDRESS.") from None
+
+
+class RayRoom:
+    """Says how many workers there should be, like WorkerCount, and where: `places` has a Ray scheduling strategy for each.
+
+    Args:
+      most, least: workers; `least` 0: always `most`.
+      cpus, gpus: of each worker.
+      timeout: seconds to wait for room for the least number.
+    """
+
+    def __init__(self, most: int, least: int, cpus: int, gpus: int, timeout: float, say: Callable[[str], None] | None = None):
+        self.most, self.least, self.timeout = most, least or most, timeout
+        self.bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+        self.count = most
+        self.places: list = []
+        self._groups: list = []  # the least number together, then one for each further worker
+        self._say = say or (lambda text: print(f"tfdist: {text}", file=sys.stderr, flush=True))
+        self._asked_at = self._changed_at = 0.0
+        self._room = 0
+        self._stopped = False
+
+    def ask(self) -> int:
+        """Gives up the places of the job before, asks for all anew, and waits. Raises StartupError if the time is over."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self.close()
+        self._request(self.least)
+        if not self._wait(lambda: self._placed(), self.timeout):
+            lacking = self._lacking()
+            self.close()
+            raise StartupError(lacking)
+        for _ in range(self.most - self.least):
+            self._request(1)
+        self._room, self._changed_at = self.least, time.monotonic()
+        self._wait(lambda: self._look() == self.most or time.monotonic() - self._changed_at > _SETTLE_SECONDS, float("inf"))
+        placed = [group for group in self._groups if _is_placed(group)]
+        self.places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for group in placed for index in range(group.bundle_count)]
+        self.count = self._room = len(self.places)
+        if self.count < self.most:
+            self._say(f"Ray has room for {self.count} of {self.most} workers: {describe_cluster()}.")
+        return self.count
+
+    def wanted(self) -> int:
+        """How many workers there should be now: more than before once room for them has been there for some seconds. A lost
+        place is no reason to stop: its worker fails, or has not been started."""
+        if self.count < self.most and time.monotonic() - self._asked_at > _ASK_EVERY_SECONDS:
+            room = self._look()
+            if room > self.count and time.monotonic() - self._changed_at > _SETTLE_SECONDS:
+                self.count = room
+        return self.count
+
+    def failed(self, rank: int | None, progress: bool) -> None:
+        """Where there is room is for Ray to know."""
+
+    def stop(self) -> None:
+        """Ends the waiting of `ask`; for signal handlers."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Gives up all places."""
+        from ray.util import remove_placement_group
+
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups, self.places = [], []
+
+    def _request(self, bundles: int) -> None:
+        from ray.util import placement_group
+
+        self._groups.append(placement_group([dict(self.bundle)] * bundles, strategy="PACK"))
+
+    def _placed(self) -> int:
+        """Workers for which there is a place."""
+        return sum(group.bundle_count for group in self._groups if _is_placed(group))
+
+    def _look(self) -> int:
+        room, self._asked_at = self._placed(), time.monotonic()
+        if room != self._room:
+            self._room, self._changed_at = room, self._asked_at
+        return room
+
+    def _wait(self, condition: Callable[[], bool], timeout: float) -> bool:
+        start = reported = time.monotonic()
+        while not condition() and not self._stopped:
+            now = time.monotonic()
+            if now - start > timeout:
+                return False
+            if now - reported > _REPORT_SECONDS:
+                reported = now
+                self._say(f"waiting for Ray to place {self.least} workers of {_amount(self.bundle)}, {now - start:.0f} s of {timeout:g} s: {describe_cluster()}.")
+            time.sleep(0.2)
+        return True
+
+    def _lacking(self) -> str:
+        fewer = "--min_workers" if self.least < self.most else "--workers"
+        more = ", --gpus_per_worker" if "GPU" in self.bundle else ""
+        return (f"Ray found no room for {self.least} workers of {_amount(self.bundle)} each within --placement_timeout={self.timeout:g} s, since {describe_cluster()}: "
+                f"add nodes, or lower {fewer}{more} or --cpus_per_worker.")
+
+
+def _is_placed(group) -> bool:
+    from ray.util import placement_group_table
+
+    return placement_group_table(group).get("state") == "CREATED"
+
+
+def describe_cluster() -> str:
+    """What the cluster has: "the cluster has 3 nodes (2 CPUs; 2 CPUs, 1 GPU; 1 CPU), of which 1 CPU is free"."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    free = ray.available_resources()
+    return f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} ({'; '.join(_amount(node) for node in nodes)}), with {_amount(free)} free"
+
+
+def _amount(resources: dict[str, float]) -> str:
+    kinds = [f"{resources[kind]:g} {kind}{'s' if resources[kind] != 1 else ''}" for kind in ("CPU", "GPU") if resources.get(kind)]
+    return ", ".join(kinds) or "nothing"

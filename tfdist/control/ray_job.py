@@ -1,0 +1,181 @@
+"""The workers of a job on the nodes of a Ray cluster: an actor for each, which runs it as a process (ray_worker.py).
+
+The launcher looks after the actors as it does after processes of its own: it fetches their output and exit codes, hands
+on signals, and takes an actor that is gone for a worker that is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from tfdist.control.cluster import worker_environment
+from tfdist.control.exit_codes import ExitCode
+from tfdist.control.job import Job, Relay
+from tfdist.control.workers import Worker
+
+# Of the launcher's environment the workers get what is about the run; the rest is their node's affair.
+PASSED_ON = ("TFDIST_", "TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "OTEL_", "MLFLOW_", "WANDB_")
+_UNREACHABLE_SECONDS = 30.0  # an actor that Ray says cannot be reached for the moment counts as lost after this
+_ANSWER_SECONDS = 5.0  # for an actor whose worker is to be killed, before it is ended itself
+
+
+@dataclass
+class ActorWorker(Worker):
+    """A worker that an actor speaks for."""
+
+    actor: Any = None
+    host: str = ""
+    returncode: int | None = None
+    outcome: tuple[int, float] | None = None  # (code, when it ended), from the thread that attends to it
+    signals: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # to be passed on
+
+    @property
+    def code(self) -> int | None:
+        return self.returncode
+
+    def signal(self, number: int) -> None:
+        """Only noted here, since Ray must not be called in a signal handler."""
+        self.signals.put(number)
+
+
+class RayJob(Job):
+    """Starts workers on a Ray cluster, relays their output, stops all when one fails.
+
+    Args:
+      arguments: what the Python of each worker's node is called with.
+      places: a Ray scheduling strategy for each worker.
+      cpus, gpus: of each worker; `pin`: as many threads as `cpus`.
+      timeout: seconds that Ray may take to start the actors.
+      The rest as for Job.
+    """
+
+    def __init__(self, arguments: Sequence[str], places: Sequence, log_dir: Path, *, cpus: int = 1, gpus: int = 0, pin: bool = True, timeout: float = 300.0,
+                 show: set[int] | None = None, grace: float = 10.0, environment: Mapping[str, str] | None = None, output: TextIO | None = None):
+        super().__init__(len(places), log_dir, show, grace, environment, output)
+        self.environment = {name: value for name, value in self.environment.items() if name.startswith(PASSED_ON) or name in ("PYTHONPATH", "NO_COLOR")}
+        self.arguments, self.places, self.cpus, self.gpus, self.pin, self.timeout = list(arguments), list(places), cpus, gpus, pin, timeout
+
+    def start(self) -> None:
+        """Starts all workers. One whose actor cannot be started counts as lost. Raises ConfigError (log folder)."""
+        actors = self._start_actors()
+        addresses, workers = self._meet(actors)
+        if self._kill_at is not None:  # asked to stop while starting
+            self._end(actors)
+            return
+        try:
+            logs = [self.open_log(worker.name, ["python", *self.arguments]) for worker in workers]
+        except BaseException:
+            self._end(actors)
+            raise
+        for worker, log in zip(workers, logs, strict=True):
+            worker.relay = threading.Thread(target=self._attend, args=(worker, log, addresses), name=f"tfdist-relay-{worker.name}", daemon=True)
+            worker.relay.start()
+            self.workers.append(worker)
+            if self._kill_at is not None:  # asked to stop in this very moment
+                worker.signal(signal.SIGTERM)
+
+    def _start_actors(self) -> list:
+        import ray
+
+        from tfdist.control.ray_worker import RayWorker
+
+        kind = ray.remote(RayWorker)
+        return [kind.options(num_cpus=self.cpus, num_gpus=self.gpus, scheduling_strategy=place, max_restarts=0).remote() for place in self.places]
+
+    def _meet(self, actors: list) -> tuple[list[str], list[ActorWorker]]:
+        """The address of each worker, "" if it is lost, and the workers, neighbours on a node beside each other."""
+        import ray
+
+        calls, addresses = [actor.address.remote() for actor in actors], []
+        deadline = time.monotonic() + self.timeout
+        for call in calls:
+            while not ray.wait([call], timeout=0.5)[0] and time.monotonic() < deadline and self._kill_at is None:
+                pass
+            try:
+                addresses.append(ray.get(call, timeout=0))
+            except ray.exceptions.RayError:  # also: not in time
+                addresses.append("")
+        order = sorted(range(len(actors)), key=lambda index: (addresses[index].rpartition(":")[0], index))
+        addresses = [addresses[index] for index in order]
+        workers = [ActorWorker(f"worker {rank}", rank, None, shown=self.show is None or rank in self.show, actor=actors[index], host=addresses[rank].rpartition(":")[0])
+                   for rank, index in enumerate(order)]
+        return addresses, workers
+
+    def _attend(self, worker: ActorWorker, log: BinaryIO, addresses: list[str]) -> None:
+        """Looks after a worker to its end, from its start if all have an address."""
+        import ray
+
+        relay = Relay(self, worker, log)
+        try:
+            if all(addresses):
+                code = self._run(worker, relay, addresses)
+            else:
+                code, worker.lost = -signal.SIGTERM, "" if worker.host else "could not be started by Ray"
+        except ray.exceptions.RayError:
+            worker.lost = f"was lost: Ray says that its node ({worker.host}) or its actor is gone"
+        if worker.lost:
+            code = ExitCode.PEER_LOST
+        worker.killed |= self._kill_at == 0 and (bool(worker.lost) or code == -signal.SIGKILL)
+        relay.feed(b"")
+        worker.outcome = (int(code), time.monotonic())
+
+    def _run(self, worker: ActorWorker, relay: Relay, addresses: list[str]) -> int:
+        """The exit code of a worker. Raises RayError if its actor is gone."""
+        environment = {**self.environment, **worker_environment(addresses, worker.rank, self.cpus if self.pin else 0, self.environment)}
+        if not self.gpus:  # otherwise Ray has said which
+            environment["CUDA_VISIBLE_DEVICES"] = "-1"
+        problem = self._answer(worker, lambda: worker.actor.start.remote(self.arguments, environment, os.getcwd()))
+        if problem:
+            worker.error = f"it cannot be started on {worker.host} ({problem})"
+            return ExitCode.STARTUP
+        received, code = 0, None
+        while code is None:
+            signals = [worker.signals.get() for _ in range(worker.signals.qsize())]
+            data, code = self._answer(worker, lambda received=received, signals=signals: worker.actor.exchange.remote(received, signals))
+            received += len(data)
+            if data:
+                relay.feed(data)
+        return code
+
+    def _answer(self, worker: ActorWorker, call: Any) -> Any:
+        """What an actor answers. Repeats the call while Ray cannot reach the actor, but may yet. Raises RayError if it is gone."""
+        import ray
+
+        given_up = time.monotonic() + _UNREACHABLE_SECONDS
+        killed_at = None
+        reference = call()
+        while True:
+            if ray.wait([reference], timeout=0.5)[0]:
+                try:
+                    return ray.get(reference)
+                except ray.exceptions.ActorUnavailableError:
+                    if time.monotonic() > given_up:
+                        raise
+                    time.sleep(0.5)
+                    reference = call()
+            if self._kill_at == 0:
+                killed_at = killed_at or time.monotonic()
+                if time.monotonic() - killed_at > _ANSWER_SECONDS:
+                    ray.kill(worker.actor)
+
+    def _notice_end(self, worker: ActorWorker) -> None:
+        if worker.code is None and not worker.relay.is_alive():
+            worker.returncode, worker.ended_at = worker.outcome or (ExitCode.INTERNAL, time.monotonic())
+
+    def _release(self) -> None:
+        self._end([worker.actor for worker in self.workers])
+
+    def _end(self, actors: list) -> None:
+        """Ends actors, and with them what they started."""
+        import ray
+
+        for actor in actors:
+            ray.kill(actor)

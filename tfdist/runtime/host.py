@@ -1,0 +1,14 @@
+"""Values of variables in host memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+
+def host_view(variable: tf.Variable) -> np.ndarray:
+    """The value of a variable, for reading at once: without a copy where it is in host memory already."""
+    try:
+        return np.asarray(memoryview(tf.convert_to_tensor(variable)))
+    except (TypeError, ValueError, BufferError, RuntimeError, NotImplementedError):  # other devices; dtypes that NumPy does not know
+        return np.asarray(variable.numpy())

@@ -1,0 +1,83 @@
+"""Arrays that a process on the same host can read where they are, instead of being sent a copy.
+
+An array lives in an anonymous file (memfd_create) that the other process opens through /proc/PID/fd: nothing has a name
+that could be left behind, however the two end. Processes that cannot do so (other hosts, other PID namespaces, other
+users, other systems than Linux) find out when they try to read each other's token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import struct
+
+import numpy as np
+
+_OFFER = struct.Struct("!QQ16s")  # PID, descriptor, token
+OFFER_BYTES = _OFFER.size
+NOT_SHARED, KNOWN = 0, -1  # in place of a serial number; of a descriptor
+
+
+class SharedArrays:
+    """Arrays of this process, for others to read. Each is known by a serial number."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_bytes(16)
+        self._descriptors: dict[int, int] = {}  # serial -> descriptor, until the reader has it open
+        self._serials: dict[int, int] = {}  # address -> serial
+
+    def offer(self) -> bytes:
+        """What a process needs to find out whether it can read these arrays; OFFER_BYTES long. Call `withdraw` when it has."""
+        descriptor = 0
+        with contextlib.suppress(AttributeError, OSError):  # not Linux; no memory
+            descriptor = os.memfd_create("tfdist-offer")
+            os.write(descriptor, self._token)
+        self._descriptors[NOT_SHARED] = descriptor
+        return _OFFER.pack(os.getpid(), descriptor, self._token)
+
+    def withdraw(self) -> None:
+        """The offer has been looked at."""
+        self._close(NOT_SHARED)
+
+    def empty(self, length: int) -> np.ndarray:
+        """A zeroed float32 [length], on a page boundary. To be kept as long as this object, which knows it by its address."""
+        descriptor = os.memfd_create("tfdist-array")
+        os.ftruncate(descriptor, max(4 * length, 1))
+        array = np.frombuffer(mmap.mmap(descriptor, max(4 * length, 4)), np.float32, length)
+        serial = len(self._serials) + 1
+        self._serials[array.ctypes.data], self._descriptors[serial] = serial, descriptor
+        return array
+
+    def where(self, array: np.ndarray) -> tuple[int, int]:
+        """(serial number or NOT_SHARED, descriptor or KNOWN) of an array as `empty` gave it."""
+        serial = self._serials.get(array.ctypes.data, NOT_SHARED)
+        return serial, self._descriptors.get(serial, KNOWN)
+
+    def has_been_read(self, serial: int) -> None:
+        """The reader keeps the array open from now on. So many descriptors need not be: a process may have 1024."""
+        self._close(serial)
+
+    def _close(self, serial: int) -> None:
+        descriptor = self._descriptors.pop(serial, 0)
+        if descriptor:
+            os.close(descriptor)
+
+
+class OthersArrays:
+    """The arrays of the process that made `offer`."""
+
+    def __init__(self, offer: bytes):
+        self._pid, descriptor, token = _OFFER.unpack(offer)
+        self._open: dict[int, np.ndarray] = {}
+        self.readable = False
+        with contextlib.suppress(OSError), open(f"/proc/{self._pid}/fd/{descriptor}", "rb") as file:
+            self.readable = file.read() == token
+
+    def get(self, serial: int, descriptor: int, length: int) -> np.ndarray:
+        """The array, read-only float32 [length]. Raises OSError if its process has ended."""
+        if serial not in self._open:
+            with open(f"/proc/{self._pid}/fd/{descriptor}", "rb") as file:
+                self._open[serial] = np.frombuffer(mmap.mmap(file.fileno(), max(4 * length, 4), access=mmap.ACCESS_READ), np.float32, length)
+        return self._open[serial]

@@ -1,0 +1,142 @@
+"""What holds a run up, in one sentence: input, communication, storage, a slow rank, or nothing but the computing.
+
+Judged from the phases of all workers (phases.py), as shares of the time without evaluations. All workers take part in
+each step, so the time is the same for all, and what one does longer the others spend waiting in gradient_sync:
+
+| verdict     | its share of the time                                                                              |
+|-------------|----------------------------------------------------------------------------------------------------|
+| storage     | the longest checkpoint of any worker                                                               |
+| slow rank   | what the slowest worker takes for forward, backward, optimizer and other beyond the median of the others |
+| input       | the longest data wait and host to device of any worker: with readers that are equally slow, the others read ahead while they wait for the last one |
+| communication | the shortest gradient_sync of any worker: there nobody is waited for any more                    |
+| compute     | forward, backward pass and optimizer, median of the workers                                        |
+| host        | other, median of the workers                                                                       |
+
+The largest of the first four is the verdict if it is LEAST or more, else the larger of the last two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tfdist.telemetry.phases import CHECKPOINT, EVALUATION, OTHER, PHASES, SYNC
+
+LEAST = 0.2
+_PATIENCE = 2  # accounts in a row that must agree before a change is told
+_INPUT, _COMPUTE = [0, 1], [2, 3, 5]
+_OWN = [*_COMPUTE, OTHER]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What holds a run up, and how much."""
+
+    kind: str  # "storage", "slow rank", "input", "communication", "compute" or "host"
+    share: float  # of the time
+    rank: int = -1  # of the worker that all wait for, if it is one
+    phase: str = ""  # in which that one is slow
+    phase_s: float = 0.0  # seconds per step in it
+    others_s: float = 0.0  # of the others, median
+
+    @property
+    def subject(self) -> tuple[str, int]:
+        return self.kind, self.rank
+
+    def sentence(self, since: int | None = None) -> str:
+        """The verdict with its figure, since when, and what to do."""
+        percent = f"{100 * self.share:.0f} % of the time"
+        when = f", since step {since}" if since is not None else ""
+        about, advice = _ADVICE[self.kind]
+        if self.rank >= 0:
+            when += f"; rank {self.rank} takes {_span(self.phase_s)} a step for {_WORDS[self.phase]}, the others {_span(self.others_s)}"
+        return about.format(percent=percent, rank=self.rank) + when + ". " + advice
+
+
+_WORDS = {name: name.replace("_", " ") for name in PHASES} | {"data_wait": "waiting for data", "forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer", "other": "what is between the steps"}
+_ADVICE = {
+    "slow rank": ("a slow rank: all wait {percent} for rank {rank}", "Look at its machine: clock, temperature, other processes."),
+    "storage": ("stalled on storage: {percent} waiting for snapshots", "Save less often (--save_every, --save_minutes), write to faster storage, keep --async_save; --backup_dir on a local disk saves the work in between."),
+    "input": ("input-bound: {percent} waiting for data", "Raise --reader_threads, give the workers more processor cores, bring the data nearer (--data_dir on a local disk), or make reading and --augment cheaper."),
+    "communication": ("communication-bound: {percent} in gradient synchronisation that nothing hides", "Raise --accumulation or --micro_batch, try --pack_mb, use a faster network or fewer, larger workers."),
+    "compute": ("compute-bound: {percent} in forward pass, backward pass and optimizer", "Nothing holds the devices up; --precision=bfloat16, --jit_compile or more workers make it faster."),
+    "host": ("held up between the steps: {percent} outside of the training function", "Raise --log_every and --steps_per_loop, or the batch: the steps are too short for what is done between them."),
+}
+
+
+def judge(by_rank: np.ndarray) -> Finding:
+    """by_rank: float64 [workers, len(PHASES)], seconds per step of each phase on each worker."""
+    time = max(float(np.median(np.delete(by_rank, EVALUATION, axis=1).sum(axis=1))), 1e-12)
+    own, fed = by_rank[:, _OWN].sum(axis=1), by_rank[:, _INPUT].sum(axis=1)
+    slow, starved = int(own.argmax()), int(fed.argmax())
+    losses = {
+        "storage": float(by_rank[:, CHECKPOINT].max()),
+        "input": float(fed[starved]),
+        "communication": float(by_rank[:, SYNC].min()),
+        "slow rank": float(own[slow] - np.median(np.delete(own, slow))) if len(own) > 1 else 0.0,
+    }
+    kind = max(losses, key=losses.__getitem__)
+    if losses[kind] < LEAST * time:
+        rest = {"compute": float(np.median(by_rank[:, _COMPUTE].sum(axis=1))), "host": float(np.median(by_rank[:, OTHER]))}
+        kind = max(rest, key=rest.__getitem__)
+        return Finding(kind, min(1.0, rest[kind] / time))
+    share = min(1.0, losses[kind] / time)
+    if kind == "slow rank":
+        return _of_rank(kind, share, by_rank, slow, _OWN)
+    if kind == "input" and len(fed) > 1 and fed[starved] > 2 * np.median(np.delete(fed, starved)):
+        return _of_rank(kind, share, by_rank, starved, _INPUT)
+    return Finding(kind, share)
+
+
+def _of_rank(kind: str, share: float, by_rank: np.ndarray, rank: int, phases: list[int]) -> Finding:
+    """With that of `phases` in which the rank is furthest behind the others."""
+    others = np.median(np.delete(by_rank, rank, axis=0), axis=0)
+    phase = max(phases, key=lambda phase: by_rank[rank, phase] - others[phase])
+    return Finding(kind, share, rank, PHASES[phase], float(by_rank[rank, phase]), float(others[phase]))
+
+
+class Verdicts:
+    """The accounts of a run, one after the other, and the verdict on them."""
+
+    def __init__(self):
+        self._accounts: list[tuple[int, int, np.ndarray]] = []  # (first step, steps, by rank)
+        self._told: tuple[str, int] | None = None
+
+    def add(self, first_step: int, steps: int, by_rank: np.ndarray) -> str:
+        """One account. Returns a sentence when the verdict is new, or has changed, and holds; else ""."""
+        self._accounts.append((first_step, steps, by_rank))
+        last = self._accounts[-_PATIENCE:]
+        subjects = {judge(each).subject for _, _, each in last}
+        if len(last) < _PATIENCE or len(subjects) > 1 or subjects == {self._told}:
+            return ""
+        (self._told,) = subjects
+        return judge(_mean(last)).sentence(self._since(self._told))
+
+    def final(self) -> str:
+        """The verdict on the whole of it (of a slow rank: on what it has been slow in); "" without any account."""
+        if not self._accounts:
+            return ""
+        finding = judge(_mean(self._accounts))
+        since = self._since(finding.subject)
+        if finding.rank >= 0 and since is not None:
+            finding = judge(_mean([account for account in self._accounts if account[0] >= since]))
+        return finding.sentence(since)
+
+    def _since(self, subject: tuple[str, int]) -> int | None:
+        """The step since which this has been the verdict without a break; None: it is not the last one, or it has always been and is about no rank."""
+        since = None
+        for first_step, _, by_rank in reversed(self._accounts):
+            if judge(by_rank).subject != subject:
+                return since
+            since = first_step
+        return since if subject[1] >= 0 else None
+
+
+def _mean(accounts: Sequence[tuple[int, int, np.ndarray]]) -> np.ndarray:
+    return np.average([by_rank for _, _, by_rank in accounts], axis=0, weights=[steps for _, steps, _ in accounts])
+
+
+def _span(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,90 @@
+"""Marks: at what time the phases of a step end, seen from inside the training function, in calls that are sampled.
+
+A mark looks at the clock when some tensors are there. What comes after waits for it (an executor with one thread would
+else look when all is done), but never where that would take away an overlap: gradients travel while the backward pass goes
+on, marks or not. There is one traced function, with marks that are asleep in the calls that are not sampled, so sampling
+costs no second trace and cannot change a result.
+
+On a GPU an operation counts as done when it has been handed to the device. So a mark copies one element of the last
+tensor to the host: that waits for all that the device was given before.
+
+The marks of a step, in order; with several micro-batches those from DATA to BACKWARD come once for each:
+
+    START  data wait  DATA  host to device  DEVICE  forward  FORWARD  backward  BACKWARD
+    LOCAL (= the last BACKWARD)  gradient synchronisation  REDUCED  optimizer  START of the next step
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+START, DATA, DEVICE, FORWARD, BACKWARD, LOCAL, REDUCED = range(7)
+COUNT = 7
+
+
+class Marks:
+    """The marks of one call.
+
+    Args:
+      base: float64 [], Unix seconds near to the call's begin (differences from it stay exact); 0: the call is not sampled.
+      timed: whether TensorFlow's own clock may be used. Where operations must be deterministic it may not; Python's is slower.
+      on: False: there are no marks in the graph at all.
+      on_device: whether the tensors are on a GPU.
+    """
+
+    def __init__(self, base: tf.Tensor, timed: bool = True, on: bool = True, on_device: bool = False):
+        self.base, self.timed, self.on, self.on_device = base, timed, on, on_device
+
+    def __call__(self, after: Sequence[tf.Tensor]) -> tf.Tensor:
+        """float64 [2]: seconds since the base when all of `after` are there (on a GPU: when the last one is), and a number
+        without meaning, which keeps the copy to the host in the graph; zeros in calls that are not sampled."""
+        if not self.on:
+            return tf.zeros([2], tf.float64)
+        with tf.control_dependencies(after):
+            sampled = tf.greater(self.base, 0.0)
+
+        def look() -> tf.Tensor:
+            there = tf.constant(0.0, tf.float64)
+            if self.on_device:
+                with tf.device("CPU:0"):
+                    there = tf.reduce_sum(tf.cast(tf.reshape(after[-1], [-1])[:1], tf.float64))
+            with tf.control_dependencies([there]):
+                now = tf.timestamp() if self.timed else tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
+            return tf.stack([now - self.base, there])
+
+        return tf.cond(sampled, look, lambda: tf.zeros([2], tf.float64))
+
+
+def is_sampled(number: int, every: int) -> bool:
+    """Whether call `number` is: one in each row of `every` calls, the same on all workers; not always the same one of a
+    row, since that might be just the one which follows a save. Of the first row it is the second: the first call traces."""
+    if every < 1:
+        return False
+    row, at = divmod(number, every)
+    return at == (min(1, every - 1) if row == 0 else random.Random(row).randrange(every))
+
+
+def gradients_last(local: Sequence[tuple[list, tf.Tensor]]) -> list[tf.Tensor]:
+    """All that the replicas hold after their backward pass; what is computed last, the first variable's gradient, is last."""
+    return [tensor for gradients, sums in local for tensor in (sums, *gradients[::-1])]
+
+
+def in_step(sums: np.ndarray, wait_s: float | None) -> np.ndarray:
+    """float64 [6]: the seconds of data wait, host to device, forward, backward, gradient synchronisation and optimizer.
+
+    Args:
+      sums: float64 [COUNT + 1], the marks of a call, each added up over its steps (and micro-batches), and the seconds from
+        the first START to the end of the last step.
+      wait_s: gradient synchronisation, where the runtime knows it better; None: it does not.
+    """
+    start, data, device, forward, backward, local, reduced, total = sums
+    # Every micro-batch but the first begins where the one before it ends.
+    begins = start + backward - local
+    if wait_s is not None:
+        backward, local = backward + reduced - wait_s - local, reduced - wait_s
+    return np.array([data - begins, device - data, forward - device, backward - forward, reduced - local, total - (reduced - start)])

@@ -1,0 +1,80 @@
+"""Expert parallelism (Lepikhin et al. 2020, arXiv:2006.16668): the experts of a mixture, spread over the `expert` axis.
+
+Along this axis workers read different samples, as along `data`, but each holds only E / n of the experts of each block
+(models/experts.py); all else is whole. In a block every member routes its own sequences; one all-to-all brings what is
+meant for an expert to the member that holds it, and one brings the results back:
+
+    [B, E, C, D] -> all-to-all -> [n B, E / n, C, D] -> up, GELU, down -> all-to-all -> [B, E, C, D]
+
+The backward pass takes the same way, and so brings each expert the gradient of all members' samples: a sum over `expert`
+that ordinary variables have to make by themselves. So experts are summed over `data` alone (mesh_update.py).
+
+Legend. B sequences of one member, E experts, C places, D width, n members.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import keras
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.collectives import Group
+from tfdist.training.parallel.tensor import Part, Rule, cut, spread_layers
+
+_EXPERTS = re.compile(r"^block_\d+_experts_")
+
+
+def to_experts(x_BECD: tf.Tensor, group: Group) -> tf.Tensor:
+    """[B, E, C, D], what this member has for all experts -> [n B, E / n, C, D], what all members have for its own."""
+    _, experts, places, width = x_BECD.shape
+    x = tf.reshape(x_BECD, [-1, group.size, experts // group.size, places, width])
+    rows = group.all_to_all(tf.transpose(x, [1, 0, 2, 3, 4]))
+    return tf.reshape(rows, [-1, experts // group.size, places, width])
+
+
+def from_experts(x: tf.Tensor, group: Group) -> tf.Tensor:
+    """The inverse of `to_experts`."""
+    _, own, places, width = x.shape
+    rows = group.all_to_all(tf.reshape(x, [group.size, -1, own, places, width]))
+    rows = tf.reshape(rows, [group.size, -1, own, places, width])
+    return tf.reshape(tf.transpose(rows, [1, 0, 2, 3, 4]), [-1, group.size * own, places, width])
+
+
+def _first(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    inner, parts = layer.call, _own_experts(layer, group)
+    layer.call = lambda x, *rest, **options: inner(to_experts(x, group), *rest, **options)
+    return parts
+
+
+def _last(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    inner, parts = layer.call, _own_experts(layer, group)
+    layer.call = lambda x, *rest, **options: from_experts(inner(x, *rest, **options), group)
+    return parts
+
+
+RULES: tuple[tuple[str, Rule], ...] = ((r"^block_\d+_experts_up$", _first), (r"^block_\d+_experts_down$", _last))
+
+
+def has_experts(model: keras.Model) -> bool:
+    """Whether some layer is a mixture of experts."""
+    return any(_EXPERTS.match(layer.name) for layer in model._flatten_layers(include_self=False))
+
+
+def spread_experts(model: keras.Model, group: Group) -> dict[int, Part]:
+    """Spreads the experts over `group`, in place, before the optimizer is built. Returns id of a variable -> its Part.
+
+    Raises: ConfigError if the model has no experts, or their number is no multiple of the group's size.
+    """
+    return spread_layers(model, group, "expert", RULES, "use --model=transformer --model_args=experts=8")
+
+
+def _own_experts(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    """Cuts the kernel [E, ...] and the bias [E, ...] down to this member's experts."""
+    experts = layer._kernel.shape[0]
+    if experts % group.size:
+        raise ConfigError(f"--mesh has expert={group.size}, which does not divide the {experts} experts of {layer.name}: choose another number of experts, or another degree.")
+    parts = cut(layer, layer._kernel, 0, group) | cut(layer, layer.bias, 0, group)
+    return {key: dataclasses.replace(part, axis="expert") for key, part in parts.items()}

@@ -1,0 +1,80 @@
+"""Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): between the layers that tensor.py spreads, each rank of
+`model` holds only T / m positions.
+
+Norms, dropout and residual sums treat every position on its own, but with tensor parallelism alone all m ranks hold and
+compute them for all T. Here the all-reduce behind a row layer is its first half, a reduce-scatter along the sequence, and
+the second half, the all-gather, stands before the next column layer: as many bytes travel, and the activations in
+between, those that recomputation keeps among them, are 1 / m.
+
+    [B, T/m, D] -> norm -> all-gather -> [B, T, D] -> column ... row -> reduce-scatter -> [B, T/m, D] -> dropout, add
+
+What is whole but works on some of the positions (norms, the row layers' biases, learned positions) gets of its gradient
+only their part on each rank: `PARTIAL` names these variables, and mesh_update.py sums them over `model` as well.
+
+Legend. B batch, T positions, D width, m ranks along `model`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.collectives import Group
+from tfdist.training.parallel import tensor
+from tfdist.training.parallel.expert import has_experts
+from tfdist.training.parallel.tensor import Part, Rule, own_noise
+
+PARTIAL = re.compile(r"^(embed_positions/|block_\d+_norm_\d+/|final_norm/|block_\d+_(attention_out|mlp_down)/bias$)")
+
+
+def gathered(x: tf.Tensor, group: Group) -> tf.Tensor:
+    """[B, T/m, D] -> [B, T, D]; its gradient is `scattered`."""
+    y = group.all_gather(x, 1)
+    return tf.ensure_shape(y, [x.shape[0], x.shape[1] * group.size, *x.shape[2:]])
+
+
+def scattered(x: tf.Tensor, group: Group) -> tf.Tensor:
+    """[B, T, D], which differs from rank to rank -> this rank's [B, T/m, D] of the sum; its gradient is `gathered`."""
+    y = group.reduce_scatter(x, 1)
+    return tf.ensure_shape(y, [x.shape[0], x.shape[1] // group.size, *x.shape[2:]])
+
+
+def _own_positions(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    """An Embedding that is called with all positions [1, T], and returns [1, T/m, D]."""
+    inner = layer.call
+
+    def call(x: tf.Tensor) -> tf.Tensor:
+        length = x.shape[1] // group.size
+        return inner(x[:, group.index * length:(group.index + 1) * length])
+
+    layer.call = call
+    return {}
+
+
+# The first pattern that matches a layer decides, so that what is not here is as in tensor.py.
+RULES: tuple[tuple[str, Rule], ...] = (
+    (r"^embed_tokens$", tensor.vocabulary(gathered, scattered)),
+    (r"^embed_positions$", _own_positions),
+    (r"^embed_dropout$|^block_\d+_(attention|mlp)_dropout$", own_noise),
+    (r"^block_\d+_attention_qkv$", tensor.column(blocks=3, enter=gathered)),
+    (r"^block_\d+_(attention_out|mlp_down)$", tensor.row(scattered)),
+    (r"^block_\d+_mlp_up$", tensor.column(enter=gathered)),
+    *tensor.RULES,
+)
+
+
+def spread_sequence(model: keras.Model, group: Group) -> tuple[dict[int, Part], frozenset[int]]:
+    """As tensor.spread_layers, with positions spread in between. Returns (parts, ids of the variables in `PARTIAL`).
+
+    Raises: ConfigError if the model is not the transformer, has experts, or m does not divide its positions.
+    """
+    if not any(layer.name == "embed_tokens" for layer in model.layers) or has_experts(model):
+        raise ConfigError(f"--sequence_parallel is for --model=transformer without experts, which {model.name} is not here: drop it.")
+    length = model.inputs[0].shape[1]
+    if length % group.size:
+        raise ConfigError(f"--sequence_parallel spreads the {length} positions over model={group.size}, which does not divide them: choose another --sequence_length, or drop it.")
+    parts = tensor.spread_layers(model, group, rules=RULES)
+    return parts, frozenset(id(variable) for variable in model.trainable_variables if PARTIAL.match(variable.path))

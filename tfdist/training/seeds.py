@@ -1,0 +1,28 @@
+"""The states of a model's seed generators (dropout, random preprocessing), as pure functions of where training is."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+
+def seed_states(model: keras.Model) -> list[tf.Variable]:
+    """The states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order."""
+    return [variable.value for variable in model.variables if variable.path.endswith("seed_generator_state")]
+
+
+def seed_values(count: int, seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> list[tf.Tensor]:
+    """The states of `count` seed generators, int64 [2] each, as a pure function of (seed, index, step, micro-batch, replica)."""
+    base = tf.constant([seed, 0x7F4A7C15], tf.int64)
+    for number in (step, micro, replica) if count else ():
+        base = tf.random.experimental.stateless_fold_in(base, tf.cast(number, tf.int64))
+    return [tf.random.experimental.stateless_fold_in(base, tf.constant(index, tf.int64)) for index in range(count)]
+
+
+def reseed(states: list[tf.Variable], seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> None:
+    """Sets every seed generator to its `seed_values`.
+
+    Keras would draw the same masks on all workers, and a restored run would have to save each worker's generators.
+    """
+    for state, value in zip(states, seed_values(len(states), seed, step, micro, replica), strict=True):
+        state.assign(value)
