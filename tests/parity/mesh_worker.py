@@ -61,7 +61,7 @@ ROWS: dict[str, Row] = {
     **{f"pipe2_{name}_peak": Row(2, "pipe=2", LONG | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
     "pipe2_model2": Row(4, "pipe=2,model=2", PLAIN | ADAMW, {"recompute": "block"}),
     "data2_pipe2_zero1": Row(4, "pipe=2,data=2", PLAIN | EMA, {"zero": 1}),
-    "pipe2_data2_model2_zero3": Row(8, "pipe=2,data=2,model=2", PLAIN | ADAMW, {"zero": 3, "recompute": "block"}),
+    "pipe2_data2_model2_zero3": Row(8, "pipe=2,data=2,model=2", PLAIN | ADAMW, {"zero": 3}),
     "expert2": Row(2, "expert=2", EXPERTS, {}),
     "expert2_zero3_recompute": Row(2, "expert=2", EXPERTS, {"zero": 3, "recompute": "block"}),
     "data2_expert2_zero1": Row(4, "data=2,expert=2", EXPERTS, {"zero": 1}, (("expert=4", {"zero": 0}),)),
