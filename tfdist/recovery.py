@@ -143,7 +143,7 @@ class Recovery:
         """The chief's part, from memory."""
         before, size = copy.manifest["workers"], self.runtime.size
         return {"messages": [f"went on from memory: step {copy.step}, {copy.manifest['consumed']:,} samples consumed, by {before} workers before, now {size}"],
-                "manifest": {**copy.manifest, "in_memory": True}}, copy.arrays
+                "manifest": {**copy.manifest, "in_memory": True}, "in_parts": False}, copy.arrays
 
     def _choose(self, config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
         """The chief's part: (messages and manifest for all, arrays)."""
