@@ -1,6 +1,6 @@
 """tfdist beside what one would use instead of it: the same models on the same data, measured in one run on this machine.
 
-    python scripts/bench_peers.py [--resume] [--quick] [--only=transformer10m,PyTorch] [--rounds=1]
+    python scripts/bench_peers.py [--resume] [--quick] [--only=transformer10m,PyTorch] [--modes=1,2,2s] [--rounds=1]
                                   [--out=runs/peers] [--venvs=~/.cache/tfdist-bench] [--prepare] [--report]
 
 Peers: Keras 3 fit, tf-keras fit under MultiWorkerMirroredStrategy, Horovod, Orbit, PyTorch DistributedDataParallel
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--venvs", default="~/.cache/tfdist-bench", help="folder of the environments")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for; on a machine without GPUs choose a CPU build (default %(default)s)")
     parser.add_argument("--only", default="", help="parts of names of workloads and engines, separated by commas")
+    parser.add_argument("--modes", default="1,2,2s", help="1 worker, 2 workers, 2 workers with half the batch each (default all)")
     parser.add_argument("--rounds", type=int, default=1, help="fresh starts of each measurement")
     parser.add_argument("--resume", action="store_true", help="keep measurements that are there")
     parser.add_argument("--quick", action="store_true", help="one window of one step: whether everything runs; the figures mean nothing")
@@ -82,16 +83,19 @@ def selection(arguments: argparse.Namespace) -> list:
     unknown = [part for part in parts if not any(part in name.lower() for name in (*WORKLOADS, *ENGINES))]
     if unknown:
         raise SystemExit(f"bench_peers: --only={arguments.only}: {unknown[0]!r} is in no name: use parts of {', '.join((*WORKLOADS, *ENGINES))}.")
+    modes = arguments.modes.split(",")
+    if not set(modes) <= set(MODES):
+        raise SystemExit(f"bench_peers: --modes={arguments.modes} must be some of {', '.join(MODES)}.")
     plans = []
     for workload in (WORKLOADS[name] for name in workloads):
         steps, windows = (1, 1) if arguments.quick else (workload.steps, workload.windows)
-        plans += [Plan(workload, ENGINES[name], mode, number, steps, windows) for number in range(arguments.rounds) for mode in MODES
+        plans += [Plan(workload, ENGINES[name], mode, number, steps, windows) for number in range(arguments.rounds) for mode in modes
                   for name in engines if mode in ENGINES[name].modes and workload.kind in ENGINES[name].kinds]
     return plans
 
 
 def measure_all(plans: list, venvs: Path, out: Path, resume: bool) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is ended too
+    signal.signal(signal.SIGTERM, _stop)
     begun = time.monotonic()
     for number, plan in enumerate(plans, 1):
         path = out / "cells" / f"{plan.name}.json"
@@ -104,6 +108,12 @@ def measure_all(plans: list, venvs: Path, out: Path, resume: bool) -> None:
         path.with_suffix(".part").rename(path)
         shown = result.get("error") or f"{result['median']:8.3f} steps/s, first step after {result['startup_s']:.1f} s, {result['peak_mb']:.0f} MB"
         print(f"[{number}/{len(plans)}, {(time.monotonic() - begun) / 60:.1f} min] {plan.workload.name}, {plan.mode:>2}, {plan.engine.name}: {shown}", file=sys.stderr, flush=True)
+
+
+def _stop(*_) -> None:
+    """Leaves by an exception, so that what is running is ended too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 def measure(plan, venvs: Path, folder: Path) -> dict:

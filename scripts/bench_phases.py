@@ -58,6 +58,8 @@ def main() -> None:
         for kind, name in enumerate(("time", "processor time")):
             ratios = sorted(mine[kind] / none[kind] for mine, none in zip(seconds[str(every)], seconds["0"], strict=True))
             print(f"  --phase_every={every:<3d} {statistics.median(ratios):.4f} of the {name} without, median of {len(ratios)} rounds ({ratios[len(ratios) // 4]:.4f} to {ratios[-1 - len(ratios) // 4]:.4f} for the middle half)")
+        more = [(mine[1] - none[1]) / CALLS / arguments.steps for mine, none in zip(seconds[str(every)], seconds["0"], strict=True)]
+        print(f"  --phase_every={every:<3d} {1e6 * statistics.median(more):.0f} microseconds of processor time more a step, median")
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -52,10 +52,6 @@ def main(argv: list[str]) -> int:
     config.replace(steps=1, epochs=0.0).validate()  # nothing is trained
     names, sizes, runtimes = collectives_of(options), sizes_of(options), runtimes_of(config, options)
     out = Path(options.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out={out} cannot be made ({error.strerror}): choose a folder that can be written.") from None
     if options.workers:
         return start_jobs(argv, options, runtimes, out)
     if options.runtimes:
@@ -100,6 +96,14 @@ def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[st
     return found
 
 
+def make_folder(out: Path) -> None:
+    """Raises ConfigError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out={out} cannot be made ({error.strerror}): choose a folder that can be written.") from None
+
+
 def stem(out: Path, label: str, count: int | str) -> Path:
     """The path of results, without its ending."""
     return out / f"{label.replace(':', '-')}-{count}"
@@ -112,6 +116,7 @@ def measure_as_worker(config: Config, options: CommOptions, names: list[str], si
         raise ClusterError(f"tfdist.comm runs on the workers, but TF_CONFIG's task type of this process is {cluster.role!r}: start it on the workers only.")
     if cluster.size < 2:
         raise ClusterError("tfdist.comm needs several workers, but this process is alone (TF_CONFIG lists no others): set TF_CONFIG, or add --workers=2 to start them on this machine.")
+    make_folder(out)
     with Preflight(cluster, config.cluster.startup_timeout):
         import tensorflow as tf
 
@@ -163,6 +168,7 @@ def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, 
     counts = options.workers.split(",")
     if not all(count.isdecimal() and int(count) > 1 for count in counts):
         raise ConfigError(f"--workers={options.workers} must be a number from 2, or several such as 2,4.")
+    make_folder(out)
     for label, runtime in runtimes:
         for count in map(int, counts):
             print(f"tfdist: {count} workers by {label}", flush=True)

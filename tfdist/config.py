@@ -214,7 +214,7 @@ class TelemetryConfig:
 
     progress: str = option("auto", "Progress on the console: a bar on a terminal, plain lines elsewhere.", choices=("auto", "bar", "plain", "none"))
     trackers: str = option("tensorboard", "Where the chief tracks the run: some of tensorboard, csv, mlflow, wandb, or package.module:function; none.")
-    phase_every: int = option(10, "Of as many calls of the training function one measures the phases of its steps. 0: none.", least=0)
+    phase_every: int = option(10, "Of as many calls of the training function one measures the phases of its steps; on a CPU, without --deterministic, each does, which costs less. 0: none.", least=0)
     peak_tflops: float = option(0.0, "Peak of one device in the compute type, TFLOP/s, for the MFU. 0: from the planner's table, by the name of the GPU.", least=0)
     scaling_baseline: str = option("", "What scaling efficiency is against: samples per second of one worker, or the folder of a run of one worker. Empty: none is told.")
     histograms_every: int = option(0, "Steps between two histograms of the weights in TensorBoard, taken at log lines. 0: none.", least=0)

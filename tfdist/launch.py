@@ -181,7 +181,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv, []
 
 
-_NOT_ON_RAY = {"ps": "drop it, or start the launcher without --on", "evaluator": "start `python -m tfdist.evaluate --follow` beside it", "standby": "drop it",
+_NOT_ON_RAY = {"ps": "drop it, or start the launcher without --on", "elastic": "drop it, a lost worker is placed anew and all go on from the newest snapshot", "evaluator": "start `python -m tfdist.evaluate --follow` beside it", "standby": "drop it",
                "discover": "Ray tells how many workers there is room for, drop it"}
 
 

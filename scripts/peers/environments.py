@@ -1,4 +1,4 @@
-"""The virtual environments of the engines: made once, kept, and made again when their recipe changes.
+"""The virtual environments of the engines: made once, kept, and brought up to date when their recipe changes.
 
 Keras 3, Horovod and tfdist run in one, since tfdist's own needs all three; tf-keras and Orbit have environments of their
 own that lie on top of it, so that every engine has the very same TensorFlow.
@@ -53,7 +53,7 @@ def make(name: str, recipe: Recipe, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"Making the environment {venv} (log: {log}) ...", file=sys.stderr, flush=True)
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    commands = [[sys.executable, "-m", "venv", "--clear", str(venv)]]
+    commands = [[sys.executable, "-m", "venv", str(venv)]]
     if recipe.base:
         commands.append([str(venv / "bin" / "python"), "-c", _PUT_ON_TOP, str(folder / recipe.base)])
     if recipe.packages:

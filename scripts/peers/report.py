@@ -16,7 +16,7 @@ from pathlib import Path
 from engines import ENGINES, MODES
 from workloads import WORKLOADS
 
-LOSS_TOLERANCE = 3e-3  # relative; sums in another order, SDPA and BatchNorm of other libraries
+LOSS_TOLERANCE = 1e-2  # relative; sums in another order grow apart over a window, and Adam divides small gradients by small roots
 
 
 def write(out: Path) -> str:

@@ -47,7 +47,7 @@ def _cnn(name: str, batch: int, steps: int) -> Workload:
     """Two 3x3 convolutions (32, 64) with 2x2 max-pooling, a layer of 128, 10 classes; images of 28 x 28."""
     weights = [9 * 32 + 32, 9 * 32 * 64 + 64, 7 * 7 * 64 * 128 + 128, 128 * CLASSES + CLASSES]
     flops = 2 * (28 * 28 * 9 * 32 + 14 * 14 * 9 * 32 * 64 + 7 * 7 * 64 * 128 + 128 * CLASSES)
-    return Workload(name, "cnn", batch, steps, sum(weights), flops, learning_rate=1e-3, sizes={"side": 28, "channels": 1})
+    return Workload(name, "cnn", batch, steps, sum(weights), flops, sizes={"side": 28, "channels": 1})
 
 
 def _resnet(name: str, batch: int, steps: int) -> Workload:

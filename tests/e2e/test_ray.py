@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,8 +39,19 @@ def cluster():
             made.shutdown()
 
 
-def launch(cluster, workers: int, flags: list[str], *own: str, **environment: str):
-    return start(workers, flags, ("--on=ray", *own), {"RAY_ADDRESS": cluster.address, **environment})
+@pytest.fixture
+def launch(cluster):
+    """Starts a job on the cluster; what a failed test leaves is ended, since the next one needs its room."""
+    started = []
+
+    def start_on_ray(workers: int, flags: list[str], *own: str, **environment: str) -> subprocess.Popen:
+        started.append(start(workers, flags, ("--on=ray", *own), {"RAY_ADDRESS": cluster.address, **environment}))
+        return started[-1]
+
+    yield start_on_ray
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @contextlib.contextmanager
@@ -52,13 +64,13 @@ def paced(run_dir: Path, seconds: float):
     pace.unlink()
 
 
-def test_a_node_is_lost_and_comes_back(cluster, tmp_path):
+def test_a_node_is_lost_and_comes_back(cluster, launch, tmp_path):
     """3 -> 2 -> 3 workers, and each step sees the samples that it sees in a run of one worker."""
     flags = [*IDENTIFIED, "--steps=240", "--log_every=1", "--save_every=10", "--deterministic"]
     run(1, [*flags, f"--run_dir={tmp_path / 'one'}"])
     many = tmp_path / "many"
     with paced(many, 0.1):
-        process = launch(cluster, 3, [*flags, f"--run_dir={many}"], "--min_workers=2", TFDIST_FAULTS="armed")
+        process = launch(3, [*flags, f"--run_dir={many}"], "--min_workers=2", TFDIST_FAULTS="armed")
         wait_for(lambda: workers_training(many) == 3, 200)
         cluster.remove_node(sorted(cluster.worker_nodes, key=lambda node: node.node_id)[0], allow_graceful=False)
         wait_for(lambda: workers_training(many) == 2, 200)
@@ -74,21 +86,21 @@ def test_a_node_is_lost_and_comes_back(cluster, tmp_path):
         np.testing.assert_allclose(array.astype("float64"), ends[1][key].astype("float64"), rtol=0, atol=2e-6, err_msg=key)
 
 
-def test_sigterm_saves_and_ends_with_42(cluster, tmp_path):
-    process = launch(cluster, 2, [*CLUSTERS, "--steps=1000000", f"--run_dir={tmp_path}"])
-    wait_for(lambda: workers_training(tmp_path) == 2)
+def test_sigterm_saves_and_ends_with_42(launch, tmp_path):
+    process = launch(2, [*CLUSTERS, "--steps=1000000", f"--run_dir={tmp_path}"])
+    wait_for(lambda: workers_training(tmp_path) == 2, 200)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 42 and list((tmp_path / "checkpoints").glob("step-*")), output
 
 
-def test_a_mistake_keeps_its_code_and_is_not_retried(cluster, tmp_path):
-    output, _ = (process := launch(cluster, 2, [*CLUSTERS, "--steps=10", "--model_args=width=3", f"--run_dir={tmp_path}"])).communicate(timeout=120)
+def test_a_mistake_keeps_its_code_and_is_not_retried(launch, tmp_path):
+    output, _ = (process := launch(2, [*CLUSTERS, "--steps=10", "--model_args=width=3", f"--run_dir={tmp_path}"])).communicate(timeout=120)
     assert process.returncode == 2 and "has no option 'width'" in output.splitlines()[-2] and "restart" not in output, output
     assert "has no option 'width'" in (tmp_path / "logs" / "worker-1.log").read_text()
 
 
-def test_too_little_room_is_said_after_a_time(cluster, tmp_path):
-    output, _ = (process := launch(cluster, 4, [*CLUSTERS, "--steps=10", f"--run_dir={tmp_path}"], "--placement_timeout=2")).communicate(timeout=60)
+def test_too_little_room_is_said_after_a_time(launch, tmp_path):
+    output, _ = (process := launch(4, [*CLUSTERS, "--steps=10", f"--run_dir={tmp_path}"], "--placement_timeout=2")).communicate(timeout=120)
     assert process.returncode == 5, output
     assert "no room for 4 workers of 1 CPU each within --placement_timeout=2 s, since the cluster has 3 nodes (1 CPU; 1 CPU; 1 CPU)" in output and "Traceback" not in output

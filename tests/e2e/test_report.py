@@ -27,7 +27,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     found = {name: tmp_path_factory.mktemp("report") / name for name in ("whole", "killed")}
     run(1, [*FLAGS, f"--run_dir={found['whole']}"])
     process = start(2, [*FLAGS, "--seed=3", f"--run_dir={found['killed']}"], ("--max_restarts=3",), {"TFDIST_FAULTS": "1:27:kill,0:48:kill"})
-    output, _ = process.communicate(timeout=240)
+    try:
+        output, _ = process.communicate(timeout=400)
+    finally:
+        process.kill()
     assert process.returncode == 0 and output.count("restart number") == 2, output
     return found
 

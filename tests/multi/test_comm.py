@@ -16,7 +16,7 @@ MISSING = {"sockets": {"reduce_scatter", "all_to_all"}}
 
 
 def measure(folder, *flags):
-    done = subprocess.run([sys.executable, "-m", "tfdist.comm", f"--out={folder}", "--smallest=16", "--largest=1024", "--factor=4", "--repeats=2", *flags], env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-m", "tfdist.comm", f"--out={folder}", "--smallest=16", "--largest=1024", "--factor=4", "--repeats=2", *flags], env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

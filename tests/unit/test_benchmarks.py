@@ -73,6 +73,6 @@ def test_bench_gpu_says_where_it_can_run(tmp_path):
 
 
 def test_bench_peers_names_a_wrong_choice(tmp_path):
-    done = subprocess.run([sys.executable, "-c", "import argparse, sys; sys.path.insert(0, 'scripts'); import bench_peers; bench_peers.selection(argparse.Namespace(only='cnn,tensorfow', quick=True, rounds=1))"],
+    done = subprocess.run([sys.executable, "-c", "import argparse, sys; sys.path.insert(0, 'scripts'); import bench_peers; bench_peers.selection(argparse.Namespace(only='cnn,tensorfow', quick=True, rounds=1, modes='1'))"],
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.startswith("bench_peers: --only=cnn,tensorfow: 'tensorfow' is in no name: use parts of transformer10m, ")

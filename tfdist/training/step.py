@@ -111,7 +111,7 @@ class TrainStep:
         told[:len(signals)] = signals
         told[len(SIGNALS)] = self._wall_s if self.runtime.rank == 0 else 0.0
         told[len(SIGNALS) + 1 + self.runtime.rank] = self._compute_s
-        sampled = marks.is_sampled(self._calls, self.options.phase_every)
+        sampled = self._mark.always or marks.is_sampled(self._calls, self.options.phase_every)
         before = self.runtime.reduction_s()
         begun = time.monotonic()
         step, packed, times = self._function(list(iterators), tf.constant(n), tf.constant(told), tf.constant(time.time() if sampled else 0.0, tf.float64))
@@ -142,7 +142,7 @@ class TrainStep:
         `base` is above 0, the sums of the marks and the seconds of all steps."""
         size = len(self._sum_names()) + 1 + self.runtime.size
         totals, norm, compute_s = tf.zeros([size], tf.float64), tf.constant(0.0), tf.constant(0.0, tf.float64)
-        skipped, bad, times = tf.constant(0), tf.constant(False), tf.zeros([marks.COUNT, 2], tf.float64)
+        skipped, bad, times = tf.constant(0), tf.constant(False), tf.zeros([marks.COUNT], tf.float64)
         self._mark = mark = Marks(base, self.options.timed, self.options.phase_every > 0, self._copies)
         begin = mark([n])
         for i in tf.range(n):
@@ -154,7 +154,7 @@ class TrainStep:
             skipped += tf.cast(overflow, tf.int32) if self._may_skip else 0
             # A step that was skipped did no harm; but if no loss scale is small enough, the model itself produces NaN.
             bad = tf.logical_or(bad, tf.less(self.loss_scale.value(), SMALLEST_SCALE) if self._may_skip else overflow)
-        times = tf.concat([times, (mark([totals]) - begin)[None]], 0)[:, 0]
+        times = tf.concat([times, (mark([totals]) - begin)[None]], 0)
         # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Once a call.
         bad = tf.logical_or(bad, tf.logical_not(tf.math.is_finite(self.update.weight_norm())))
         head = [norm, self.loss_scale.value(), tf.cast(skipped, tf.float32), tf.cast(bad, tf.float32)]
@@ -169,7 +169,7 @@ class TrainStep:
         step, scale, mark = tf.identity(self.counter), self.loss_scale.value(), self._mark
         start = mark([step])
         with tf.control_dependencies([start]):
-            begun = self._now()
+            begun = start if mark.always else self._now()
         if self.pipeline:
             carry, times = self._marked(iterators, start, self._pipelined, step, scale)
         else:
@@ -178,10 +178,10 @@ class TrainStep:
                 for micro in tf.range(1, self.options.plan.accumulation):
                     carry, more = self._marked(iterators, step, self._accumulate, step, micro, scale, carry=carry)
                     times += more
-        # Of each replica the gradient that comes last; a stage without variables has none.
-        with tf.control_dependencies([(local[0] or local[1:])[0] for local in self.runtime.local(carry)]):
-            seconds = self._now() - begun
         local = mark(marks.gradients_last(self.runtime.local(carry)))
+        # Of each replica the gradient that comes last; a stage without variables has none.
+        with tf.control_dependencies([(gradients or rest)[0] for gradients, *rest in self.runtime.local(carry)]):
+            seconds = (local if mark.always else self._now()) - begun
         reduced = self.runtime.run(self._reduce, (carry, signals))
         gradients, sums = self.runtime.local(reduced)[0]
         at_reduced = mark([*gradients, sums])
@@ -195,7 +195,7 @@ class TrainStep:
         self.counter.assign_add(1)
         # One overflowing sample must not make the shown mean of the whole interval infinite.
         shown = tf.where(tf.logical_or(finite, not self._may_skip), sums, tf.where(tf.math.is_finite(sums), sums, 0.0))
-        return shown, norm, finite, seconds, tf.concat([start[None], times, [local, at_reduced]], 0)
+        return shown, norm, finite, seconds, tf.concat([times, mark.relative([start, local, at_reduced])], 0)
 
     def _marked(self, iterators: list, after: tf.Tensor, function: Callable, *args: tf.Tensor, carry: tuple | None = None) -> tuple[tuple, tf.Tensor]:
         """`function` of the next micro-batch (a pipeline: of all of a step): (its result, the marks from DATA to BACKWARD)."""
@@ -210,7 +210,7 @@ class TrainStep:
         self._at_forward = None
         carry = self.runtime.run(function, (*([carry] if carry is not None else []), batches if self.pipeline else batches[0], *args))
         at_backward = self._mark(marks.gradients_last(self.runtime.local(carry)))
-        return carry, tf.stack([times[0], times[-1], at_backward if self._at_forward is None else self._at_forward, at_backward])
+        return carry, self._mark.relative([times[0], times[-1], at_backward if self._at_forward is None else self._at_forward, at_backward])
 
     def _now(self) -> tf.Tensor:
         return tf.timestamp() if self.options.timed else tf.constant(0.0, tf.float64)

@@ -75,7 +75,7 @@ def test_files_and_table(tmp_path):
     (["--smallest=4096", "--largest=1024"], ["--smallest=4096", "--largest=1024"]),
     (["--factor=1"], ["--factor=1", "1.1"]),
     (["--repeats=0"], ["--repeats=0", "at least 1"]),
-    (["--out=/dev/null/x"], ["--out=/dev/null/x", "choose a folder"]),
+    (["--workers=2", "--out=/dev/null/x"], ["--out=/dev/null/x", "choose a folder"]),
     ([], ["TF_CONFIG", "--workers=2"]),
 ])
 def test_bad_flags_get_one_sentence(argv, words, tmp_path, monkeypatch):

@@ -60,8 +60,14 @@ def full_history():
     for step in range(1, 1500):
         values = {"train/loss": 3 / step, "train/learning_rate": 1e-3, "train/gradient_norm": 1 / step, "train/loss_scale": 2.0 ** (step // 500), "perf/steps_per_s": 1 + step % 3, "perf/samples_per_s": 64.0,
                   "perf/model_flops_per_s": 5e12, "perf/mfu": 0.41, "perf/compute_s": 0.1, "perf/slowest_compute_s": 0.2, "perf/slowest_rank": step % 2, "memory/host_bytes": 2e9, "train/accuracy": 0.5}
-        history += [(10 + step, 0, "train", step, values), (10 + step, 0, "phases", step, {"phase/data_s": 0.25, "phase/forward_s": 0.5})]
-    return [*history, (1600, 0, "save", 1499, {"save/step": 1499, "save/bytes": 12345678, "save/write_s": 2.0}), (1610, 0, "end", 1499, {"stopped": False})]
+        history += [(10 + step, 0, "train", step, values), (10 + step, 0, "phases", step, {"phase/data_wait_s": 0.25, "phase/backward_s": 0.5, "phase/gradient_sync_s": 0.125 * (step % 2), "overlap/gradient_sync_s": 0.25, "phase_steps": 1 + step % 2})]
+    return [*history, (1590, 0, "verdict", 1499, {"message": "input-bound: 28 % of the time waiting for data.", "final": True}), (1600, 0, "save", 1499, {"save/step": 1499, "save/bytes": 12345678, "save/write_s": 2.0}), (1610, 0, "end", 1499, {"stopped": False})]
+
+
+def runs_phases(folder):
+    """Of rank 1: means over steps, not over events."""
+    run = RunLog(folder)
+    return run.phases[1] | {"overlap": run.overlaps[1]["gradient_sync"]}
 
 
 def test_a_page_of_three_runs(tmp_path):
@@ -75,6 +81,8 @@ def test_a_page_of_three_runs(tmp_path):
                              "Checkpoints: a&b", "Memory: a&b"]
     words = " ".join(page.text)
     assert "50.0 s (35.7 %)" in words and "PeerLostError: lost contact with rank 1" in words and "4 workers <b>& more</b>" in words
+    assert "input-bound: 28 % of the time waiting for data." in words and "gradient sync, hidden" in text
+    assert runs_phases(tmp_path / "a&b") == pytest.approx({"data_wait": 0.25, "backward": 0.5, "gradient_sync": 0.125 * 1500 / 2249, "overlap": 0.25})
     assert re.search(r"What differs.*?--seed\s+1\s+2\s+2\s+All 4 flags", words) and "8,192" in words  # 64 samples/s of 128 tokens
     assert all(link.startswith("#") for link in page.links) and not re.search(r"@import|url\((?!#)", text)
     assert len(set(page.ids)) == len(page.ids)

@@ -20,10 +20,13 @@ def slow_batches(size, seconds):
     return [iter(tf.data.Dataset.from_tensor_slices((X, Y, W)).repeat().batch(size).map(slowly))]
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": 48, "accumulation": 3, "dropout": 0.2}, {"timed": False}, {"jit_compile": True}, {"skip_non_finite": True, "clip_norm": 0.1}])
+@pytest.mark.parametrize("options", [{}, {"batch": 48, "accumulation": 3, "dropout": 0.2}, {"timed": False}, {"jit_compile": True}, {"skip_non_finite": True, "clip_norm": 0.1}, {"as_on_gpu": True}])
 def test_a_step_with_marks_is_the_same_step(options):
+    options, as_on_gpu = dict(options), options.get("as_on_gpu", False)
+    options.pop("as_on_gpu", None)
     size = options.get("batch", 16) // options.get("accumulation", 1)
     plain, marked = make_step(optimizer="adamw", **options), make_step(optimizer="adamw", phase_every=2, **options)
+    marked._copies |= as_on_gpu  # batches are copied, and marks wait for a value
     without, with_marks = batches(size), batches(size)
     for n in (1, 3, 2, 4, 1, 2):
         expected, found = plain(without, n), marked(with_marks, n)
@@ -34,7 +37,7 @@ def test_a_step_with_marks_is_the_same_step(options):
 
 
 def test_of_every_row_of_calls_one_is_sampled():
-    step, iterators = make_step(phase_every=4), batches(16)
+    step, iterators = make_step(phase_every=4, timed=False), batches(16)
     sampled = [step(iterators, 1).call.phases_s is not None for _ in range(16)]
     assert [sum(sampled[row:row + 4]) for row in range(0, 16, 4)] == [1, 1, 1, 1] and sampled[1]
     assert len({sampled[row:row + 4].index(True) for row in range(0, 16, 4)}) > 1
