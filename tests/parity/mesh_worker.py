@@ -30,7 +30,7 @@ SPLIT = {"accumulation": 2}
 EXPERTS = {**TEXT, **EMA, **SPLIT, "model_args": "layers=1,width=32,heads=4,experts=4,capacity=0.9,balance=0.1", "global_batch": 16}
 
 PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
-LONG = {**TEXT, "source_args": "task=text,vocab=61,samples=64,eval_samples=8", "sequence_length": 64, "model_args": "layers=2,width=32,heads=4", "global_batch": 16, "accumulation": 8}
+LONG = {**TEXT, "source_args": "task=text,vocab=61,samples=64,eval_samples=8", "sequence_length": 64, "model_args": "layers=2,width=128,heads=4", "global_batch": 32, "accumulation": 8}  # of 256 KB and more, which the allocator counts
 PIPES = {"gpipe": {"pipe_schedule": "gpipe"}, "1f1b": {}, "interleaved": {"pipe_chunks": 2}, "cut": {"pipe_cut": "block_00", "recompute": "block"}}
 
 

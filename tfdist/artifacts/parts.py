@@ -37,7 +37,7 @@ class Slab(NamedTuple):
     key: str
     shape: tuple[int, ...]
     box: Box
-    array: np.ndarray | None = None
+    array: np.ndarray | tf.Tensor | None = None
 
     @property
     def spec(self) -> str:
@@ -102,12 +102,12 @@ class PartedStore(SnapshotStore):
         try:
             size = self._write_part(folder, step, arrays, sorted(fields["variables"]))
             return self._commit(folder, step, fields) if self.rank == 0 else size
-        except (OSError, tf.errors.OpError) as error:
+        except (OSError, MemoryError, tf.errors.OpError) as error:
             if self.rank == 0:
                 tf.io.gfile.rmtree(folder)
             else:
                 with contextlib.suppress(OSError):  # the chief may have given up before
-                    self._tell(folder, {"error": f"rank {self.rank}: {str(error).splitlines()[0]}"})
+                    self._tell(folder, {"error": f"rank {self.rank}: {next(iter(str(error).splitlines()), type(error).__name__)}"})
             raise
 
     def _write_part(self, folder: str, step: int, slabs: Sequence[Slab], keys: Sequence[str]) -> int:
@@ -122,7 +122,7 @@ class PartedStore(SnapshotStore):
         for file in sorted(entry for entry in os.listdir(folder) if entry.startswith(f"{name}.data")):
             size, digest = measure(f"{folder}/{file}", flush=True)
             files[file] = {"bytes": size, "sha256": digest}
-        self._tell(folder, {"files": files, "values": sum(slab.array.size for slab in slabs)})
+        self._tell(folder, {"files": files, "values": sum(math.prod(length for _, length in slab.box) for slab in slabs)})
         return sum(entry["bytes"] for entry in files.values())
 
     def _tell(self, folder: str, message: Mapping[str, Any]) -> None:

@@ -98,8 +98,8 @@ class SnapshotWriter:
         for attempt in range(1, self.attempts + 1):
             try:
                 return self.store.write(step, arrays, fields)
-            except (OSError, tf.errors.OpError) as error:
-                self.last_failure = f"step {step}: {type(error).__name__}: {str(error).splitlines()[0]}"
+            except (OSError, MemoryError, tf.errors.OpError) as error:
+                self.last_failure = f"step {step}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 if attempt < self.attempts:
                     time.sleep(self.retry_after)
         return None

@@ -141,7 +141,8 @@ class SpreadState:
             content = array.reshape(-1)[offset:offset + size].reshape(lengths) if piece.is_shard else array
             offset += size
             contents = [content] if len(boxes) == 1 else np.split(content, np.cumsum([box[piece.part.dim][1] for box in boxes])[:-1], piece.part.dim)
-            slabs += [Slab(key, piece.shape, box, np.ascontiguousarray(part).reshape(part.shape)) for box, part in zip(boxes, contents, strict=True)]
+            with tf.device("CPU:0"):  # as a tensor it is saved without another copy
+                slabs += [Slab(key, piece.shape, box, tf.constant(part)) for box, part in zip(boxes, contents, strict=True)]
         return slabs
 
     def _regions(self, piece: Piece) -> list[tuple[tuple[int, ...], list[Box]]]:
