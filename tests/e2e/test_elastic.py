@@ -19,8 +19,8 @@ SLOW_MACHINE_SECONDS = 300
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("horovod")]
 
 IDENTIFIED = [*CLUSTERS, "--source=tests.e2e.sources:identified", "--objective=tests.e2e.sources:identifying", "--model_args=widths=(16,),num_outputs=2",
-              "--optimizer=momentum", "--log_every=1", "--steps=400", "--eval_every=-1"]
-ELASTIC = ("--elastic", "--min_workers=2")
+              "--optimizer=momentum", "--log_every=1", "--steps=400", "--eval_every=-1", "--grace_period=200"]
+ELASTIC = ("--elastic", "--min_workers=2", "--grace=200")
 
 
 def groups(run_dir: Path) -> list[tuple[int, int]]:

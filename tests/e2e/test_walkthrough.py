@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 NOTEBOOK = Path("scripts/walkthrough.ipynb")
 
 
-@pytest.mark.timeout(600)  # about a minute on two idle cores
+@pytest.mark.timeout(600)  # a minute or two on two idle cores
 def test_all_cells_run(monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)

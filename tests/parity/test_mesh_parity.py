@@ -40,7 +40,7 @@ def test_parity(workers, folder, reference):
     ended = job.wait()
     assert ended.code == 0, ended.cause
     problems = []
-    for name in (name for name, row in ROWS.items() if row.workers == workers):
+    for name in (name for name, row in ROWS.items() if row.workers == workers and not name.endswith("memory")):
         expected, found = reference[job_of(name)], dict(np.load(folder / "mesh" / f"{name}.npz"))
         assert found.keys() == expected.keys(), name
         bound = FLOAT16_BOUND if "float16" in name else BOUND
