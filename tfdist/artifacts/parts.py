@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ class PartedStore(SnapshotStore):
             return self._commit(folder, step, fields) if self.rank == 0 else size
         except (OSError, MemoryError, tf.errors.OpError) as error:
             if self.rank == 0:
-                tf.io.gfile.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # others may still be writing there; what they leave goes at the next start
             else:
                 with contextlib.suppress(OSError):  # the chief may have given up before
                     self._tell(folder, {"error": f"rank {self.rank}: {next(iter(str(error).splitlines()), type(error).__name__)}"})

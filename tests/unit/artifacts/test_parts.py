@@ -96,7 +96,7 @@ def test_a_part_that_fails_or_does_not_come_leaves_no_snapshot(tmp_path):
                 late.write(12, slabs(0, 2), FIELDS)
         else:
             _, results = write(tmp_path / name, 3, hooks, patience)
-            assert "rank 2: No space left" in str(results[0]) and isinstance(results[1], int)
+            assert "rank 2: No space left" in str(results[0])
         assert SnapshotStore(str(tmp_path / name)).steps() == []
 
 
