@@ -3,6 +3,7 @@
 #
 #   bash scripts/test.sh                 everything (under 25 minutes on two cores)
 #   bash scripts/test.sh -m "not slow"   the fast part (under 3 minutes)
+#   bash scripts/test.sh -m thorough     the rest: more meshes, engines and models (another 25 minutes)
 #   bash scripts/test.sh tests/unit/data further arguments go to pytest
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test

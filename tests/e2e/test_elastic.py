@@ -81,7 +81,7 @@ def assert_same_run(run_dir: Path, other: Path) -> None:
         np.testing.assert_allclose(array.astype("float64"), many[key].astype("float64"), rtol=0, atol=2e-6, err_msg=key)
 
 
-@pytest.mark.parametrize("lost", [1, 0])
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_a_lost_worker_is_done_without_and_replaced(lost, undisturbed, tmp_path):
     """SIGKILL to one of three (0: the chief). The two others go on in the same processes, without a snapshot; a third joins."""
     with elastic_job(tmp_path) as (process, _):

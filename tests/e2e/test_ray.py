@@ -64,6 +64,7 @@ def paced(run_dir: Path, seconds: float):
     pace.unlink()
 
 
+@pytest.mark.thorough
 def test_a_node_is_lost_and_comes_back(cluster, launch, tmp_path):
     """3 -> 2 -> 3 workers, and each step sees the samples that it sees in a run of one worker."""
     flags = [*IDENTIFIED, "--steps=240", "--log_every=1", "--save_every=10", "--deterministic"]
