@@ -7,7 +7,6 @@ their rate as a share of the devices' peak.
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from dataclasses import dataclass
@@ -39,12 +38,10 @@ class Rates:
 
 def host_memory() -> dict[str, float]:
     """Bytes of this process in the host's memory, now and at most so far; what the system does not tell is left out."""
-    found = {}
     try:
-        with open("/proc/self/statm") as file:
-            found["memory/host_bytes"] = float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    except (OSError, ValueError):
-        pass
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)  # which the system updates now and then only
-    return found | {"memory/host_peak_bytes": max(peak, found.get("memory/host_bytes", 0.0))}
+        with open("/proc/self/status") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        now, peak = (1024.0 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+        return {"memory/host_bytes": now, "memory/host_peak_bytes": max(now, peak)}
+    except (OSError, KeyError, ValueError):  # not Linux, where this figure would include what the parent process needed
+        return {"memory/host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))}
