@@ -98,6 +98,7 @@ def test_a_lost_worker_is_done_without_and_replaced(lost, undisturbed, tmp_path)
     assert_same_run(tmp_path, undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_stop_while_the_group_changes_saves_what_is_in_memory(undisturbed, tmp_path):
     """SIGTERM right after the loss of the chief; then another job, of two workers, goes on from there."""
     with elastic_job(tmp_path) as (process, flags):

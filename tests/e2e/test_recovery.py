@@ -90,6 +90,7 @@ def test_more_and_fewer_workers_see_the_same_batches(tmp_path):
         np.testing.assert_allclose(array.astype("float64"), ends[1][key].astype("float64"), rtol=0, atol=2e-6, err_msg=key)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_cannot_be_brought_back_is_left_out(tmp_path):
     """Rank 2 breaks twice before there is any snapshot; the job goes on with two."""
     flags = [*IDENTIFIED, "--steps=60", "--log_every=1", "--progress=none", f"--run_dir={tmp_path}"]

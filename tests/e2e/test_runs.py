@@ -82,6 +82,7 @@ def test_a_stopped_and_resumed_run_is_bitwise_equal(undisturbed, tmp_path):
     assert attempts == {0, 1, 2} and len({record["run_id"] for record in records(tmp_path)}) == 1
 
 
+@pytest.mark.thorough
 def test_other_worker_counts_go_on_where_others_stopped(tmp_path):
     """1 -> 3 -> 2 workers: the same global batches, so the same weights up to rounding (no dropout: its masks depend on the rank)."""
     flags = [*CLUSTERS, "--model_args=widths=(16,)", "--optimizer=momentum", "--deterministic"]
@@ -141,6 +142,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left_running(tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
+@pytest.mark.thorough
 def test_a_supervised_job_goes_on_after_a_kill(undisturbed, tmp_path):
     """SIGKILL, restart from the newest snapshot, and the same end, bit for bit."""
     process = start(2, [*HARD, "--save_every=40", "--log_every=1", f"--run_dir={tmp_path}"], ("--max_restarts=2",))

@@ -53,7 +53,7 @@ def differences(path, found, wanted):
     return [] if found == wanted else [f"{path}: {found} instead of {wanted}"]
 
 
-@pytest.mark.parametrize("workers, name", [pytest.param(workers, name, marks=[pytest.mark.thorough] if workers == 3 else []) for workers, names in RUNS.items() for name in names])
+@pytest.mark.parametrize("workers, name", [pytest.param(workers, name, marks=[] if workers == 2 else [pytest.mark.thorough]) for workers, names in RUNS.items() for name in names])
 def test_like_keras_in_one_process(results, workers, name):
     wanted, ranks = results(0)[0][name], results(workers)
     problems = []

@@ -102,6 +102,7 @@ print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_peak_is_lower():
     """Of the whole process, with TensorFlow's own 600 MB: by a quarter, on a deep model."""
