@@ -214,7 +214,7 @@ class Synchronous(Trainer):
             norm, finite = self.step.apply(tf.constant(self.step.combine(results)), tf.constant(sum(result.sums[1] for result in results), tf.float32))
             step += 1
             self.count(step, np.sum([result.sums for result in results], axis=0), float(norm), bool(finite))
-            save, stop = self.parts.requests(step)
+            save, stop, *_ = self.parts.requests(step)
         return step, save, stop
 
     def _slices(self, step: int) -> list[Result]:
