@@ -42,6 +42,7 @@ def test_saved_on_one_mesh_and_resumed_on_another(chain, tmp_path):
     assert (tmp_path / "many" / "export" / "model.keras").stat().st_size > 0  # written by a mesh on which no worker holds the whole model
 
 
+@pytest.mark.thorough
 def test_killed_while_it_writes_its_part(tmp_path):
     """Then the run goes on from the snapshot before, and ends where an undisturbed one ends, bit for bit."""
     flags = [*FLAGS, "--strategy=mesh", "--zero=3", "--steps=6", "--save_every=2", "--keep=9", "--deterministic"]

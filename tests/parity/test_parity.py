@@ -47,7 +47,7 @@ def results(tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("runtime", [pytest.param(name, marks=[pytest.mark.thorough] if name == "two_workers_grpc" else []) for name in RUNTIMES if name != "one_device"])
+@pytest.mark.parametrize("runtime", [pytest.param(name, marks=[pytest.mark.thorough] if name in ("two_workers_grpc", "mirrored") else []) for name in RUNTIMES if name != "one_device"])
 def test_parity(results, runtime, request):
     if "--strategy=horovod" in RUNTIMES[runtime][1]:
         request.getfixturevalue("horovod")
