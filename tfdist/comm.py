@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfdist import flags
+from tfdist.communication.measurement import BUS_FACTOR
 from tfdist.config import Config, option
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster, resolve_cluster
@@ -29,7 +30,7 @@ from tfdist.control.preflight import Preflight
 if TYPE_CHECKING:
     from tfdist.runtime.base import Runtime
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+COLLECTIVES = tuple(BUS_FACTOR)
 RUNTIMES = ("multi_worker", "sockets", "horovod", "mesh")
 
 

@@ -88,5 +88,5 @@ class ServerSession(Session):
         self.guard.watchdog.enter(BETWEEN_STEPS)
         return self._finish(self.trainer.train(self.first_step))
 
-    def _summary(self, ending: Ending) -> dict[str, Any]:
-        return {**super()._summary(ending), "workers": self.runtime.workers, "parameter_servers": len(self.runtime.devices), **self.trainer.staleness.values()}
+    def _summary(self, ending: Ending, verdict: str) -> dict[str, Any]:
+        return {**super()._summary(ending, verdict), "workers": self.runtime.workers, "parameter_servers": len(self.runtime.devices), **self.trainer.staleness.values()}

@@ -30,6 +30,7 @@ from tfdist.telemetry.trackers import Run
 from tfdist.training.interval import Watch
 from tfdist.training.loop import Ending, Parts, train
 from tfdist.training.rates import make_rates
+from tfdist.training.requests import Requests
 from tfdist.training.traced import TracedRhythm
 
 
@@ -165,15 +166,15 @@ class Session:
             self.observer(Event("warning", restored, {"message": message}))
         return restored, self.job.iterators(self.recovery.position(restored))
 
-    def _requests(self, step: int) -> tuple[bool, bool, bool]:
-        """(save, stop, leave) that this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""
+    def _requests(self, step: int) -> Requests:
+        """What this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""
         self.guard.faults.at("step", step)
         self._tell_of_saves(step)
         save, self.signals.save = self.signals.save or (self.chief and self.recovery.time_policy.due()), False
         if self.memory is None:
-            return save, self.signals.stop, False
+            return Requests(save, self.signals.stop)
         self.recovery.copy(step)
-        return save, self.signals.stop, self.memory.member.leave
+        return Requests(save, self.signals.stop, self.memory.member.leave)
 
     def _tell_of_saves(self, step: int) -> None:
         for kind, values in self.recovery.messages():
@@ -187,11 +188,12 @@ class Session:
                 self.recovery.save(ending.step)
             unwritten = self.recovery.finish()
             self._tell_of_saves(ending.step)
-            if self.chief and (verdict := self.watch.verdicts.final()):
+            verdict = self.watch.verdicts.final()
+            if self.chief and verdict:
                 self.observer(Event("verdict", ending.step, {"message": verdict, "final": True}))
             weights = {} if ending.stopped or self.config.export.export == "none" else self.recovery.weights()
             if not ending.stopped and self.chief:
-                results.leave_results(self.job, weights, self.folder, self.observer, ending.step, self._summary(ending))
+                results.leave_results(self.job, weights, self.folder, self.observer, ending.step, self._summary(ending, verdict))
                 write_status(self.folder, "finished", self.run_id)
             self.observer(Event("end", ending.step, {"stopped": ending.stopped, "train_s": self.clock.seconds, **{f"eval/{name}": value for name, value in ending.evaluation.items()}}))
             self.runtime.barrier()
@@ -217,13 +219,13 @@ class Session:
         self.runtime.close()
         raise Regroup(f"step {step}")
 
-    def _summary(self, ending: Ending) -> dict[str, Any]:
+    def _summary(self, ending: Ending, verdict: str) -> dict[str, Any]:
         samples, losses = ending.step * self.job.plan.global_batch, self.recovery.losses.losses
         return {
             "steps": ending.step, "workers": self.runtime.size, "samples": samples, "attempts": self.attempt + 1, "train_s": self.clock.seconds,
             "samples_per_s": samples / max(self.clock.seconds, 1e-9), "pauses_s": dict(self.clock.pauses),
             **({"train/loss": losses[-1]} if losses else {}), **{f"eval/{name}": value for name, value in ending.evaluation.items()},
-            "verdict": self.watch.verdicts.final(), "snapshots": asdict(self.recovery.writer.stats),
+            "verdict": verdict, "snapshots": asdict(self.recovery.writer.stats),
         }
 
     def give_up(self, error: BaseException) -> None:

@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use --strategy=parameter_server.")
     startup.check_by_formula(config, cluster)
     if VARIABLE in os.environ:  # tfdist.launch --elastic tells who the peers are, again and again
+        versions.import_keras()
         from tfdist import elastic
 
         return elastic.run(config, flags.main_command(argv))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -78,3 +79,18 @@ def batches(run_dir: Path) -> dict[int, tuple]:
         values = record["values"]["train/first_checksum"], record["values"]["train/second_checksum"], record["values"]["data/consumed_samples"]
         assert seen.setdefault(record["step"], values) == values, f"step {record['step']} was done again with other samples"
     return seen
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that are free."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            first = probe.getsockname()[1]
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+            return first
+        except OSError:
+            continue

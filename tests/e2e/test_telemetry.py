@@ -3,31 +3,15 @@
 import csv
 import json
 import re
-import socket
 import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import CLUSTERS, records, start, wait_for
+from tests.e2e.job import CLUSTERS, free_ports, records, start, wait_for
 
 pytestmark = pytest.mark.slow
 DASHBOARD = Path("scripts/grafana_dashboard.json")
-
-
-def free_ports(count):
-    """The first of `count` ports in a row that are free."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            first = probe.getsockname()[1]
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("", port))
-            return first
-        except OSError:
-            continue
 
 
 def scraped(port):

@@ -166,6 +166,7 @@ class PartedStore(SnapshotStore):
             time.sleep(_POLL_SECONDS)
         return [told[rank] for rank in range(self.size)]
 
+
 def _object_graph(keys: Sequence[str]) -> np.ndarray:
     """What tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable is under which key."""
     graph = trackable_object_graph_pb2.TrackableObjectGraph()

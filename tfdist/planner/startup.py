@@ -23,6 +23,7 @@ from pathlib import Path
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import MemoryShortError
+from tfdist.control.proc import MACHINE, PROCESS, amounts
 from tfdist.planner import formulas, shapes
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS, States, shard_states, slot_elements
@@ -133,7 +134,8 @@ def find_rooms(cluster: Cluster, gpus: bool) -> Rooms:
 def host_rooms(cluster: Cluster, in_use: float = 0.0) -> tuple[Room, ...]:
     """Limits of this process, of its cgroups, and of the machine with its swap space."""
     found = [Room(limit, source, in_use=in_use) for kind, source in _LIMITS if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY]
-    machine, swap = _meminfo("MemTotal"), _meminfo("SwapTotal")
+    memory = amounts(MACHINE)
+    machine, swap = memory.get("MemTotal", 0.0), memory.get("SwapTotal", 0.0)
     limits = [limit for path in _cgroup_files() if (limit := _cgroup_limit(path, swap)) < _NO_LIMIT]
     if limits:  # whether other workers share it cannot be seen
         found.append(Room(min(limits), "the memory limit of its cgroup", in_use=in_use))
@@ -152,20 +154,7 @@ def gpu_rooms() -> tuple[Room, ...]:
 
 def anonymous_bytes() -> float:
     """Memory of this process that is no copy of a file."""
-    return _kilobytes(Path("/proc/self/status"), "RssAnon")
-
-
-def _meminfo(name: str) -> float:
-    return _kilobytes(Path("/proc/meminfo"), name)
-
-
-def _kilobytes(path: Path, name: str) -> float:
-    """A line "name:  123 kB" of a file of /proc, in bytes; 0 if there is none."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in path.read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return float(line.split()[1]) * 1024
-    return 0.0
+    return amounts(PROCESS).get("RssAnon", 0.0)
 
 
 def _cgroup_files() -> list[Path]:

@@ -11,6 +11,8 @@ import resource
 import sys
 from dataclasses import dataclass
 
+from tfdist.control.proc import PROCESS, amounts
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -38,10 +40,7 @@ class Rates:
 
 def host_memory() -> dict[str, float]:
     """Bytes of this process in the host's memory, now and at most so far; what the system does not tell is left out."""
-    try:
-        with open("/proc/self/status") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        now, peak = (1024.0 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM"))
-        return {"memory/host_bytes": now, "memory/host_peak_bytes": max(now, peak)}
-    except (OSError, KeyError, ValueError):  # not Linux, where this figure would include what the parent process needed
+    found = amounts(PROCESS)
+    if "VmHWM" not in found:  # not Linux, where ru_maxrss would include what the parent process needed
         return {"memory/host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))}
+    return {"memory/host_bytes": found["VmRSS"], "memory/host_peak_bytes": max(found["VmRSS"], found["VmHWM"])}

@@ -194,7 +194,7 @@ class Asynchronous(Trainer):
                         self.recent.add(result.staleness, applied=True)
                     self.count(done, result.sums, result.norm, result.finite)
             asked = self.parts.requests(done)
-            save, stop = save or asked[0], stop or asked[1]
+            save, stop = save or asked.save, stop or asked.stop
             boundary = given if save or stop else boundary
         return done, save, stop
 
@@ -214,7 +214,8 @@ class Synchronous(Trainer):
             norm, finite = self.step.apply(tf.constant(self.step.combine(results)), tf.constant(sum(result.sums[1] for result in results), tf.float32))
             step += 1
             self.count(step, np.sum([result.sums for result in results], axis=0), float(norm), bool(finite))
-            save, stop, *_ = self.parts.requests(step)
+            asked = self.parts.requests(step)
+            save, stop = asked.save, asked.stop
         return step, save, stop
 
     def _slices(self, step: int) -> list[Result]:

@@ -26,6 +26,7 @@ from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
 from tfdist.training.interval import Interval, Watch
+from tfdist.training.requests import Requests
 from tfdist.training.step import TrainStep
 
 # Both bound how long a request to save or stop waits.
@@ -72,7 +73,7 @@ class Parts:
     evaluate: Callable[[], dict[str, float]] | None  # on all workers
     save: Callable[[int], None]  # on all workers; takes the step
     backup: Callable[[int], None]  # the same, for the short-lived backup
-    requests: Callable[[int], Sequence[bool]]  # what this worker asks for, in the order of SIGNALS
+    requests: Callable[[int], Requests]  # what this worker asks for
     section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
     rollback: Callable[[int], tuple[int, Sequence]] | None = None  # from a bad step to (a good one, its iterators); None: stop
     rates: Rates | None = None
@@ -94,9 +95,8 @@ def train(parts: Parts, step: int) -> Ending:
 
     Raises: DivergedError when loss or gradients are not finite; RuntimeError when the step counter and the loop disagree.
     """
-    rhythm, clock = parts.rhythm, parts.clock
+    rhythm, clock, iterators = parts.rhythm, parts.clock, parts.iterators
     interval = Interval(clock, parts.global_batch, parts.position, parts.rates, parts.watch)
-    iterators = parts.iterators
     evaluation: dict[str, float] = {}
     evaluated_at = -1
     stopped = left = False

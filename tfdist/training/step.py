@@ -27,10 +27,10 @@ from tfdist.training import marks
 from tfdist.training.marks import Marks
 from tfdist.training.objectives import Objective, Scores
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
+from tfdist.training.requests import SIGNALS, Requests
 from tfdist.training.seeds import reseed, seed_states
 from tfdist.training.update import DataParallel, Update
 
-SIGNALS = ("save", "stop", "leave")  # leave: end this group of workers, to form another. What a worker may ask for; summed over workers in the reduction that is there anyway
 _FIRST_SUMS = ("loss", "weight", "regularization")
 
 
@@ -99,13 +99,13 @@ class TrainStep:
         """What must be saved beside model and optimizer."""
         return {"step": self.counter, **self.loss_scale.variables, **self.update.variables}
 
-    def __call__(self, iterators: Sequence, n: int, signals: Sequence[bool] = (False, False)) -> StepOutput:
+    def __call__(self, iterators: Sequence, n: int, signals: Sequence[bool] = Requests()) -> StepOutput:
         """Makes n optimizer steps.
 
         Args:
           iterators: one tf.data iterator of (x, y, w) micro-batches per local replica.
           n: how many; a new value does not trace again.
-          signals: what this worker asks for, in the order of SIGNALS; what is left out is not asked for.
+          signals: what this worker asks for, as Requests; what is left out is not asked for.
         """
         told = np.zeros(len(SIGNALS) + 1 + self.runtime.size, np.float32)
         told[:len(signals)] = signals

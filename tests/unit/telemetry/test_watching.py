@@ -3,13 +3,13 @@
 import http.server
 import os
 import signal
-import socket
 import threading
 import time
 import urllib.request
 
 import pytest
 
+from tests.e2e.job import free_ports
 from tfdist.config import Config, parse_profile_steps, parse_ranks
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedError
@@ -43,21 +43,6 @@ def test_sections_are_told_also_when_they_fail(capsys):
         raise KeyError
     assert Follower.told == ["enter save", "train", "leave save False", "enter step", "leave step True"]
     assert len(fan_out.observers) == 1 and "Follower failed (OSError: gone)" in capsys.readouterr().err
-
-
-def free_ports(count):
-    """The first of `count` ports in a row that are free."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            first = probe.getsockname()[1]
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("", port))
-            return first
-        except OSError:
-            continue
 
 
 def test_prometheus_reads_the_endpoint_of_every_worker(tmp_path):
