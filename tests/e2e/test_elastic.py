@@ -87,6 +87,11 @@ def test_a_lost_worker_is_done_without_and_replaced(lost, undisturbed, tmp_path)
     with elastic_job(tmp_path) as (process, _):
         before = children(process)
         os.kill(before[lost], signal.SIGKILL)
+        wait_for(lambda: set(children(process)) - set(before), SLOW_MACHINE_SECONDS)
+        (newcomer,) = set(children(process)) - set(before)
+        os.kill(newcomer, signal.SIGSTOP)  # or it may be ready before both others have noticed the loss
+        wait_for(lambda: [workers for workers, _ in groups(tmp_path)] == [3, 2], SLOW_MACHINE_SECONDS)
+        os.kill(newcomer, signal.SIGCONT)
         wait_for(lambda: [workers for workers, _ in groups(tmp_path)] == [3, 2, 3], SLOW_MACHINE_SECONDS)
         after = children(process)
         (tmp_path / "faults" / "pace").unlink()

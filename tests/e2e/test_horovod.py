@@ -50,7 +50,7 @@ def test_a_stopped_worker_is_noticed(tmp_path):
     assert process.returncode == 6 and "Horovod stopped: a worker died, was silent for --heartbeat_timeout" in output, output
 
 
-@pytest.mark.parametrize("strategy", ["multi_worker", "horovod"])
+@pytest.mark.parametrize("strategy", [pytest.param("multi_worker", marks=pytest.mark.thorough), "horovod"])
 def test_weights_that_differ_stop_the_run_before_they_are_saved(strategy, tmp_path):
     output = run(2, [*CLUSTERS, f"--strategy={strategy}", "--model=tests.e2e.faults:unreduced_on_rank_1", "--model_args=", "--steps=20", f"--run_dir={tmp_path}"], code=8)
     assert "The weights of rank 1 differ from the chief's at step 20" in output, output

@@ -68,6 +68,7 @@ def test_hyper_parameters(address, run_dir, tmp_path):
         page.screenshot(path=tmp_path / "hparams.png")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard_plugin_profile") is None, reason="the package tensorboard-plugin-profile is not installed")
 def test_the_profile(address, run_dir, tmp_path):
     """The profile plugin lists the trace, and its trace viewer finds both steps by name."""

@@ -56,6 +56,18 @@ def check(runtime) -> None:
             everywhere = runtime.all_gather(value.numpy())
             assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
 
+    # Of slices the sum is those of all replicas; a mesh and parameter servers never get any.
+    @tf.function
+    def gathered(values):
+        return runtime.local(runtime.run(lambda value: runtime.all_reduce([tf.ones([3]), tf.IndexedSlices(value, tf.constant([7, 1]) + runtime.replica_id(), tf.constant([9, 4]))]), (values,)))
+
+    if runtime.name != "mesh":
+        own = [tf.fill([2, 4], float(runtime.first_replica + index)) for index in range(runtime.local_replicas)]
+        for ones, slices in gathered(runtime.per_replica(own)):
+            assert ones.numpy().tolist() == [runtime.replicas] * 3
+            rows = sorted(zip(slices.indices.numpy().tolist(), slices.values.numpy()[:, 3].tolist(), strict=True))
+            assert rows == sorted((row + index, float(index)) for index in range(runtime.replicas) for row in (7, 1)), rows
+
     # Variables start with the chief's values.
     with runtime.scope():
         variable = tf.Variable(np.full([4], rank, "float32"))

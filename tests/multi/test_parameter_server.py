@@ -62,12 +62,18 @@ def test_asynchronous_workers_learn_digits_though_one_is_killed(tmp_path):
     assert summary["staleness/mean"] == pytest.approx(np.average(list(histogram), weights=list(histogram.values())))
 
 
-def test_synchronous_servers_are_one_device_and_a_lost_server_costs_nothing(tmp_path):
-    """Steps by servers until SIGTERM and the rest by one device, and the other way round with a server killed, equal 60 steps by one device."""
-    whole, first, second = tmp_path / "whole", tmp_path / "first", tmp_path / "second"
-    assert train([*PARITY, "--strategy=one_device", "--steps=60", "--save_every=30", f"--run_dir={whole}"]).returncode == 0
-    shutil.copytree(whole, second)
-    shutil.rmtree(second / "checkpoints" / "step-00000060")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """60 steps by one device."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train([*PARITY, "--strategy=one_device", "--steps=60", "--save_every=30", f"--run_dir={folder}"]).returncode == 0
+    return folder
+
+
+@pytest.mark.thorough
+def test_synchronous_servers_are_one_device(whole, tmp_path):
+    """Steps by servers until SIGTERM, and the rest by one device."""
+    first = tmp_path / "first"
     job = start_slowly(first, ["--save_every=30"])
     wait_for(lambda: (first / "checkpoints" / "step-00000030").exists())
     pids = [process(first, role, index) for role, index in (("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1))]
@@ -81,6 +87,12 @@ def test_synchronous_servers_are_one_device_and_a_lost_server_costs_nothing(tmp_
     assert train([*PARITY, "--strategy=one_device", "--steps=60", f"--run_dir={first}"]).returncode == 0
     assert_close(snapshot(first, 60), snapshot(whole, 60))
 
+
+def test_a_lost_server_costs_nothing(whole, tmp_path):
+    """Steps by one device, and the rest by servers, of which one is killed."""
+    second = tmp_path / "second"
+    shutil.copytree(whole, second)
+    shutil.rmtree(second / "checkpoints" / "step-00000060")
     job = start_slowly(second, ["--save_every=5"], "--max_restarts=1")
     wait_for(lambda: (second / "checkpoints" / "step-00000035").exists())
     os.kill(process(second, "ps", 1), signal.SIGKILL)

@@ -33,3 +33,25 @@ def dense(num_outputs: int) -> keras.Model:
         keras.layers.Dense(32, activation="tanh"),
         keras.layers.Dense(num_outputs, dtype="float32"),
     ])
+
+
+class Buckets(keras.layers.Layer):
+    """[n, k] numbers -> int32 [n, k] rows of a table with `COUNT` rows for each of the k places."""
+
+    COUNT = 64
+
+    def call(self, x):
+        buckets = keras.ops.clip(keras.ops.floor(8 * x) + self.COUNT // 2, 0, self.COUNT - 1)
+        return keras.ops.cast(buckets, "int32") + self.COUNT * keras.ops.arange(x.shape[1], dtype="int32")
+
+
+def table(num_outputs: int) -> keras.Model:
+    """A table of 4096 rows, of which a sample looks up 64, some of them together with other samples."""
+    return keras.Sequential([
+        keras.layers.Input((8, 8, 1)),
+        keras.layers.Flatten(),
+        Buckets(),
+        keras.layers.Embedding(64 * Buckets.COUNT, 4),
+        keras.layers.Flatten(),
+        keras.layers.Dense(num_outputs, dtype="float32"),
+    ])

@@ -13,7 +13,7 @@ from tfdist.control.launcher import LocalJob
 pytestmark = pytest.mark.slow
 
 # The step is the same everywhere; these rows differ in what a runtime does: statistics, uneven shares, skipped steps.
-OF_RUNTIMES = ["momentum", "momentum_uneven", "adamw_clip_ema", "float16"]
+OF_RUNTIMES = ["momentum", "momentum_uneven", "adamw_clip_ema", "sgd_table", "float16"]
 # name -> (workers, flags, rows)
 RUNTIMES = {
     "one_device": (1, ["--strategy=one_device"], list(ROWS)),
@@ -25,7 +25,7 @@ RUNTIMES = {
     "two_workers_horovod": (2, ["--strategy=horovod"], OF_RUNTIMES),
 }
 # largest difference of a weight after 50 steps
-BOUNDS = {"momentum": 1e-6, "adamw": 1e-5, "float16": 1e-3}
+BOUNDS = {"sgd": 1e-6, "momentum": 1e-6, "adamw": 1e-5, "float16": 1e-3}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def results(tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("runtime", [pytest.param(name, marks=[pytest.mark.thorough] if name in ("two_workers_grpc", "mirrored") else []) for name in RUNTIMES if name != "one_device"])
+@pytest.mark.parametrize("runtime", [pytest.param(name, marks=[pytest.mark.thorough] if name in ("two_workers_grpc", "two_workers_sockets", "mirrored") else []) for name in RUNTIMES if name != "one_device"])
 def test_parity(results, runtime, request):
     if "--strategy=horovod" in RUNTIMES[runtime][1]:
         request.getfixturevalue("horovod")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 STEPS = 50
 BASE = {"source": "digits", "steps": STEPS, "global_batch": 24, "accumulation": 1, "learning_rate": 0.02, "eval_batch": 64, "model": "tests.parity.models:conv_bn"}
-DENSE = "tests.parity.models:dense"
+DENSE, TABLE = "tests.parity.models:dense", "tests.parity.models:table"
 
 # name -> what differs from BASE
 ROWS: dict[str, dict] = {
@@ -27,6 +27,10 @@ ROWS: dict[str, dict] = {
     "adamw_accumulation": {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "accumulation": 4, "model": DENSE},
     "adamw_clip_ema": {"optimizer": "adamw", "learning_rate": 0.002, "clip_norm": 0.5, "ema": 0.9, "model": DENSE},
     "adamw_jit": {"optimizer": "adamw", "learning_rate": 0.002, "jit_compile": True, "model": DENSE},
+    "sgd_table": {"optimizer": "sgd", "learning_rate": 2.0, "model": TABLE},
+    "sgd_table_clip": {"optimizer": "sgd", "learning_rate": 2.0, "clip_norm": 0.3, "model": TABLE},
+    "adamw_table": {"optimizer": "adamw", "learning_rate": 0.01, "model": TABLE},
+    "adamw_table_accumulation": {"optimizer": "adamw", "learning_rate": 0.01, "accumulation": 4, "model": TABLE},
     "float16": {"optimizer": "momentum", "precision": "float16", "model": DENSE},
 }
 

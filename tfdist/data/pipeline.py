@@ -74,7 +74,7 @@ def eval_dataset(
     if split.size is None:
         size = _stream_length(split, limit)
         steps = -(-size // width)
-        dataset = _stream_eval(split, size, steps, batch, replica, width).map(shaped)
+        dataset = _stream_eval(split, size, steps, batch, replica, width).map(_plain(shaped))
     else:
         size = min(limit or split.size, split.size)
         steps = -(-size // width)
@@ -199,7 +199,7 @@ def _window_shuffled(stream: tf.data.Dataset, sample_bytes: int, seed: int) -> t
         return tf.nest.map_structure(lambda t: tf.gather(t, permutation), window)
 
     windows = stream.batch(size).repeat().enumerate()
-    return windows.map(shuffled).unbatch()
+    return windows.map(_plain(shuffled)).unbatch()
 
 
 def _stream_length(split: Split, limit: int) -> int:
@@ -225,4 +225,4 @@ def _stream_eval(split: Split, size: int, steps: int, batch: int, replica: int, 
         return x, y, _masked(w, index < size)
 
     own = padded.filter(lambda index, _: index % width // batch == replica)
-    return own.batch(batch, drop_remainder=True).map(finish)
+    return own.batch(batch, drop_remainder=True).map(_plain(finish))

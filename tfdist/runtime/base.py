@@ -44,7 +44,11 @@ class Runtime(Protocol):
         """Inside the `fn` of `run`: the global index of the replica, int32 []."""
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Inside the `fn` of `run`: the sum of each tensor over all replicas. Every replica passes the same shapes."""
+        """Inside the `fn` of `run`: the sum of each tensor over all replicas. Every replica passes the same shapes.
+
+        Of tf.IndexedSlices with values of a static shape the sum is given as those of all replicas, one after the other:
+        a row may be there several times. A runtime that is not used with training/update.py's DataParallel need not know them.
+        """
 
     # Between steps, on host values. Every worker must call these in the same order.
 

@@ -69,9 +69,17 @@ class Horovod:
         return tf.constant(self.rank)
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+            whole = iter(self.all_reduce([tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]))
+            return [self._gathered(tensor) if isinstance(tensor, tf.IndexedSlices) else next(whole) for tensor in tensors]
         small = [self._compress and tensor.dtype == tf.float32 and tensor.shape.num_elements() >= _LEAST_COMPRESSED for tensor in tensors]
         reduced = self._sum([tf.cast(tensor, tf.float16) if half else tensor for tensor, half in zip(tensors, small, strict=True)])
         return [tf.cast(tensor, tf.float32) if half else tensor for tensor, half in zip(reduced, small, strict=True)]
+
+    def _gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        if self.size == 1:
+            return slices
+        return tf.IndexedSlices(self._hvd.allgather(slices.values), self._hvd.allgather(slices.indices), slices.dense_shape)
 
     def _sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """In groups of one dtype: Horovod begins with a group when all of it is ready on all ranks."""

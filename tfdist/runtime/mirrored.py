@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.runtime.reducer import RingReducer
+from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import Ring
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
@@ -40,7 +40,7 @@ class StrategyRuntime:
         self.local_replicas = self.replicas // size
         self.first_replica = rank * self.local_replicas
         self._reducer: RingReducer | None = None
-        self._sum_function = tf.function(self._sum_of_first_replicas, reduce_retracing=True)
+        self._sum_function = tf.function(self._sum_of_first_replicas, autograph=False, reduce_retracing=True)
 
     def scope(self) -> AbstractContextManager:
         return self.strategy.scope()
@@ -87,7 +87,7 @@ class StrategyRuntime:
         return self._reducer is not None
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        if self._reducer and all(tensor.dtype == tf.float32 and tensor.shape.is_fully_defined() for tensor in tensors):
+        if self._reducer and all(suits(tensor) for tensor in tensors):
             return self._reducer(tensors)
         # Arguments of `run` that pass straight through fail with "destinations can not be empty" without the identity.
         return tf.distribute.get_replica_context().all_reduce(

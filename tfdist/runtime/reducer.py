@@ -1,4 +1,7 @@
-"""Sums of gradients over workers inside a tf.function, by a Ring: in buckets, while the backward pass goes on."""
+"""Sums of gradients over workers inside a tf.function, by a Ring: in buckets, while the backward pass goes on.
+
+Of a table of which few rows were looked up those rows travel (tf.IndexedSlices), not the table.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +23,7 @@ _UNUSED_REFERENCES = 3  # the pool's list, the loop variable, and getrefcount's 
 
 
 class RingReducer:
-    """`Ring.all_reduce` for lists of tensors inside a tf.function: in buckets, by a thread of its own.
+    """`Ring.all_reduce`, and for slices `Ring.gather`, for lists of tensors inside a tf.function: in buckets, by a thread of its own.
 
     A start operation per bucket copies its gradients into a buffer and returns at once; one finish operation waits for
     all. The thread takes the buckets in one fixed order, so it does not matter in which order TensorFlow on each
@@ -35,23 +39,29 @@ class RingReducer:
         self._failure: Exception | None = None
         threading.Thread(target=self._serve, name="tfdist-ring", daemon=True).start()
 
-    def __call__(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The sum of each float32 tensor over all workers. Called while tracing; every worker traces the same."""
-        site = _Site(self._sites, [tuple(tensor.shape) for tensor in tensors], self.bucket_bytes)
+    def __call__(self, tensors: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+        """The sum over all workers of each tensor, if it `suits`. Called while tracing; every worker traces the same."""
+        wire = [_on_wire(tensor) for tensor in tensors]
+        sums = iter(self._combine([part for parts in wire for part in parts], [len(parts) > 1 for parts in wire for _ in parts]))
+        return [_off_wire([next(sums) for _ in parts], tensor) for parts, tensor in zip(wire, tensors, strict=True)]
+
+    def _combine(self, tensors: list[tf.Tensor], gathers: list[bool]) -> list[tf.Tensor]:
+        """Of each float32 tensor the sum, or with its entry of `gathers` the rows of all workers, in order of rank."""
+        site = _Site(self._sites, [tuple(tensor.shape) for tensor in tensors], self.bucket_bytes, gathers, self.ring.rank, self.ring.size)
         self._sites += 1
         started = [
             tf.numpy_function(functools.partial(self._start, site, number), [tensors[index] for index in members], tf.int32)
             for number, members in enumerate(site.buckets)]
         with tf.control_dependencies(started):
             reduced = tf.numpy_function(functools.partial(self._finish, site), [], [tf.float32] * len(tensors))
-        for value, tensor in zip(reduced, tensors, strict=True):
-            value.set_shape(tensor.shape)
+        for index, value in enumerate(reduced):
+            value.set_shape(site.result_shape(index))
         return reduced
 
     def _start(self, site: _Site, number: int, *arrays: np.ndarray) -> np.int32:
         buffer = self._free_buffer(site.lengths[number])
         for index, array in zip(site.buckets[number], arrays, strict=True):
-            site.view(buffer, index)[...] = array
+            site.own(buffer, index)[...] = array
         site.started[number].put(buffer)
         if number == 0:  # nothing can be sent before the first bucket is there
             self._work.put(site)
@@ -65,7 +75,7 @@ class RingReducer:
             if buffer is None:
                 raise self._failure
             for index in members:
-                reduced[index] = site.view(buffer, index)
+                reduced[index] = site.result(buffer, index)
         self.wait_s += time.monotonic() - begun
         return reduced
 
@@ -77,7 +87,8 @@ class RingReducer:
                 begun = time.monotonic()
                 try:
                     if self._failure is None:
-                        self.ring.all_reduce(buffer, site.number, number)
+                        combine = self.ring.gather if number in site.gathered else self.ring.all_reduce
+                        combine(buffer, site.number, number)
                 except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
                     self._failure = error
                 self.travel_s += time.monotonic() - begun
@@ -98,25 +109,64 @@ class RingReducer:
 
 
 class _Site:
-    """One call of the reducer in the program: how its tensors are laid out in buckets, and the queues of a round."""
+    """One call of the reducer in the program: how its tensors are laid out in buckets, and the queues of a round.
 
-    def __init__(self, number: int, shapes: list[tuple], bucket_bytes: int):
-        self.number, self.shapes = number, shapes
-        sizes = [math.prod(shape) for shape in shapes]
+    A bucket of tensors whose rows are gathered has a part for each rank, `length / size` long.
+    """
+
+    def __init__(self, number: int, shapes: list[tuple], bucket_bytes: int, gathers: Sequence[bool] = (), rank: int = 0, size: int = 1):
+        self.number, self.shapes, self.rank, self.size = number, shapes, rank, size
+        gathers = gathers or [False] * len(shapes)
         # The backward pass makes the last variables' gradients first.
-        self.buckets: list[list[int]] = [[]]
-        self._offsets, self.lengths = {}, [0]
+        self.buckets: list[list[int]] = []
+        self._offsets, self.lengths = {}, []
         for index in reversed(range(len(shapes))):
-            if self.buckets[-1] and (self.lengths[-1] + sizes[index]) * 4 > bucket_bytes:
+            elements = math.prod(shapes[index])
+            last = self.buckets[-1][0] if self.buckets else None
+            if last is None or gathers[last] != gathers[index] or (self.lengths[-1] + elements) * 4 > bucket_bytes:
                 self.buckets.append([])
                 self.lengths.append(0)
             self.buckets[-1].append(index)
             self._offsets[index] = self.lengths[-1]
-            self.lengths[-1] += -(-sizes[index] // _ALIGN) * _ALIGN
+            self.lengths[-1] += -(-elements // _ALIGN) * _ALIGN
+        self.gathered = {number: self.lengths[number] for number, members in enumerate(self.buckets) if gathers[members[0]]}  # bucket -> length of a part
+        self._parts = {index: length for number, length in self.gathered.items() for index in self.buckets[number]}
+        self.lengths = [length * (size if number in self.gathered else 1) for number, length in enumerate(self.lengths)]
         self.started = [queue.SimpleQueue() for _ in self.buckets]
         self.done: queue.SimpleQueue = queue.SimpleQueue()
 
-    def view(self, buffer: np.ndarray, index: int) -> np.ndarray:
-        """The part of its bucket's buffer that holds tensor `index`."""
-        start, shape = self._offsets[index], self.shapes[index]
-        return buffer[start:start + math.prod(shape)].reshape(shape)
+    def own(self, buffer: np.ndarray, index: int) -> np.ndarray:
+        """The part of its bucket's buffer into which this worker's tensor `index` goes."""
+        start = self._offsets[index] + self.rank * self._parts.get(index, 0)
+        return buffer[start:start + math.prod(self.shapes[index])].reshape(self.shapes[index])
+
+    def result(self, buffer: np.ndarray, index: int) -> np.ndarray:
+        """What has become of tensor `index`: the sum, in place, or a copy of the rows of all workers."""
+        if index not in self._parts:
+            return self.own(buffer, index)
+        start = self._offsets[index]
+        return buffer.reshape(self.size, -1)[:, start:start + math.prod(self.shapes[index])].reshape(self.result_shape(index))
+
+    def result_shape(self, index: int) -> tuple:
+        """The shape of `result`."""
+        shape = self.shapes[index]
+        return (self.size * shape[0], *shape[1:]) if index in self._parts else shape
+
+
+def suits(tensor: tf.Tensor | tf.IndexedSlices) -> bool:
+    """Whether the reducer takes it: float32 of a static shape; slices of a table of fewer than 2^31 rows."""
+    values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
+    return values.dtype == tf.float32 and values.shape.is_fully_defined()
+
+
+def _on_wire(tensor: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
+    """A tensor to be summed, or two whose rows are to be gathered: only copied, so that any 32 bits may travel as float32."""
+    if isinstance(tensor, tf.IndexedSlices):
+        return [tensor.values, tf.bitcast(tf.ensure_shape(tf.cast(tensor.indices, tf.int32), tensor.values.shape[:1]), tf.float32)]
+    return [tensor]
+
+
+def _off_wire(parts: list[tf.Tensor], like: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    if isinstance(like, tf.IndexedSlices):
+        return tf.IndexedSlices(parts[0], tf.cast(tf.bitcast(parts[1], tf.int32), like.indices.dtype), like.dense_shape)
+    return parts[0]

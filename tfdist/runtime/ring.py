@@ -84,11 +84,26 @@ class Ring:
 
     def all_reduce(self, array: np.ndarray, site: int = 0, bucket: int = 0) -> None:
         """Sums a contiguous float32 [k] over all ranks, in place. `site` and `bucket` must agree on all ranks."""
-        cuts = [index * array.size // self.size for index in range(self.size + 1)]
-        chunks = [array[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        chunks, left, serial, theirs = self._meet_with(array, site, bucket)
         longest = max(chunk.size for chunk in chunks)
         if self._scratch.size < longest:
             self._scratch = np.empty(longest, np.float32)
+        for step in range(self.size - 1):
+            index = (self.rank - step - 1) % self.size
+            np.add(chunks[index], self._next(serial, chunks[(self.rank - step) % self.size], left[index], self._scratch[:chunks[index].size]), out=chunks[index])
+        self._hand_around(chunks, left, serial, self.rank + 1)
+        self._part_from(serial, theirs)
+
+    def gather(self, array: np.ndarray, site: int = 0, bucket: int = 0) -> None:
+        """Of a contiguous float32 [size * k], in which part `rank` is this rank's, fills in the others', bit for bit."""
+        chunks, left, serial, theirs = self._meet_with(array, site, bucket)
+        self._hand_around(chunks, left, serial, self.rank)
+        self._part_from(serial, theirs)
+
+    def _meet_with(self, array: np.ndarray, site: int, bucket: int) -> tuple[list, list, int, int]:
+        """(the array's chunks, those of the left neighbour's that are read in place, which array is read by the right, by us)."""
+        cuts = [index * array.size // self.size for index in range(self.size + 1)]
+        chunks = [array[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
         serial, descriptor = self._shared.where(array)
         header = _HEADER.pack(site, bucket, array.nbytes, serial, descriptor)
         theirs = bytearray(_HEADER.size)
@@ -97,15 +112,19 @@ class Ring:
         if tuple(what) != (site, bucket, array.nbytes):
             raise RingError(f"{MARK}rank {self.rank} reduces {(site, bucket, array.nbytes)}, its neighbour {tuple(what)} (site, bucket, bytes): the workers do not run the same program.")
         left = [None] * self.size if their_serial == NOT_SHARED else self._left_chunks(their_serial, their_descriptor, cuts)
+        return chunks, left, serial, their_serial
+
+    def _hand_around(self, chunks: list, left: list, serial: int, own: int) -> None:
+        """Passes complete chunks on until every rank has all; `own`: the number of the one that this rank has."""
         for step in range(self.size - 1):
-            index = (self.rank - step - 1) % self.size
-            np.add(chunks[index], self._next(serial, chunks[(self.rank - step) % self.size], left[index], self._scratch[:chunks[index].size]), out=chunks[index])
-        for step in range(self.size - 1):
-            index = (self.rank - step) % self.size
-            received = self._next(serial, chunks[(self.rank + 1 - step) % self.size], left[index], chunks[index])
+            index = (own - 1 - step) % self.size
+            received = self._next(serial, chunks[(own - step) % self.size], left[index], chunks[index])
             if received is not chunks[index]:
                 np.copyto(chunks[index], received)
-        self._pass_on(_TOKEN if their_serial else _NOTHING, memoryview(bytearray(1)) if serial else _NOTHING, backwards=True)
+
+    def _part_from(self, serial: int, theirs: int) -> None:
+        """Returns when the right neighbour has read everything that it reads in place; tells the left one the same."""
+        self._pass_on(_TOKEN if theirs else _NOTHING, memoryview(bytearray(1)) if serial else _NOTHING, backwards=True)
         self._shared.has_been_read(serial)
 
     def _left_chunks(self, serial: int, descriptor: int, cuts: Sequence[int]) -> list[np.ndarray]:

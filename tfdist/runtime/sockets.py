@@ -28,7 +28,7 @@ from tfdist.control.exit_codes import ConfigError, PeerLostError
 from tfdist.runtime import batch_norm, rendezvous
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.pulse import Pulse
-from tfdist.runtime.reducer import RingReducer
+from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import MARK, Ring, RingError
 
 
@@ -90,7 +90,7 @@ class Sockets(OneDevice):
         return tf.constant(self.rank)
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        suited = [index for index, tensor in enumerate(tensors) if tensor.dtype == tf.float32 and tensor.shape.is_fully_defined()]
+        suited = [index for index, tensor in enumerate(tensors) if suits(tensor)]
         others = [index for index in range(len(tensors)) if index not in set(suited)]
         reduced = dict(zip(suited, self._reducer([tensors[index] for index in suited]) if suited else [], strict=True))
         if others:

@@ -127,7 +127,7 @@ def forward_flops(model: Any, x_spec: Any) -> float:
     import tensorflow as tf
 
     spec = tf.nest.map_structure(lambda each: tf.TensorSpec([1, *each.shape], each.dtype), x_spec)
-    traced = tf.function(lambda x: model(x, training=False)).get_concrete_function(spec)
+    traced = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(spec)
     return sum(_flops(operation) for operation in traced.graph.get_operations())
 
 

@@ -32,7 +32,7 @@ class Evaluator:
         self.averaged = averaged
         self.runtime, self.model, self.objective, self.datasets = runtime, model, objective, datasets
         self._names: tuple[str, ...] = ()
-        self._function = tf.function(self._steps)
+        self._function = tf.function(self._steps, autograph=False)
 
     def __call__(self) -> dict[str, float]:
         """Means over the split: "loss", the objective's metrics, and "samples" (the sum of the weights)."""
@@ -47,11 +47,11 @@ class Evaluator:
 
     def _steps(self, iterators: list, steps: tf.Tensor) -> tf.Tensor:
         """float64 [loss, weight, *metrics]: weighted sums over this worker's replicas."""
-        totals = tf.zeros([2 + len(self._names)], tf.float64)
-        for _ in tf.range(steps):
-            batch = self.runtime.per_replica([next(iterator) for iterator in iterators])
-            totals += tf.add_n(self.runtime.local(self.runtime.run(self._sums, batch)))
-        return totals
+        def one(step, totals):
+            batch = self.runtime.per_replica([iterator.get_next() for iterator in iterators])
+            return step + 1, totals + tf.add_n(self.runtime.local(self.runtime.run(self._sums, batch)))
+
+        return tf.while_loop(lambda step, _: step < steps, one, (tf.constant(0), tf.zeros([2 + len(self._names)], tf.float64)))[1]
 
     def _sums(self, x, y, w: tf.Tensor) -> tf.Tensor:
         scores = self.objective(self.model(x, training=False), y, w)

@@ -79,7 +79,7 @@ def is_sampled(number: int, every: int) -> bool:
 
 def gradients_last(local: Sequence[tuple[list, tf.Tensor]]) -> list[tf.Tensor]:
     """All that the replicas hold after their backward pass; what is computed last, the first variable's gradient, is last."""
-    return [tensor for gradients, sums in local for tensor in (sums, *gradients[::-1])]
+    return [getattr(tensor, "values", tensor) for gradients, sums in local for tensor in (sums, *gradients[::-1])]
 
 
 def in_step(sums: np.ndarray, wait_s: float | None) -> np.ndarray:

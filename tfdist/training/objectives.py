@@ -73,7 +73,8 @@ def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
         name = "classification" if y_spec.dtype.is_integer else "regression"
     if name in OBJECTIVES:
         return OBJECTIVES[name](config)
-    return resolve("objective", name, OBJECTIVES)
+    # The step is traced without AutoGraph; a user's function may have an `if` on a tensor.
+    return tf.__internal__.autograph.tf_convert(resolve("objective", name, OBJECTIVES), tf.__internal__.autograph.control_status_ctx())
 
 
 def weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:

@@ -68,17 +68,17 @@ class RemoteStep:
         shapes = [(*variable.shape,) for variable in (*parameters.weights, *parameters.states)]
         self._sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
         self._shapes = shapes
-        self.apply = tf.function(self._apply, input_signature=[tf.TensorSpec([sum(self._sizes)], tf.float32), tf.TensorSpec([], tf.float32)])
+        self.apply = tf.function(self._apply, autograph=False, input_signature=[tf.TensorSpec([sum(self._sizes)], tf.float32), tf.TensorSpec([], tf.float32)])
 
     @functools.cached_property
     def update(self) -> tf.types.experimental.ConcreteFunction:
         """(step, position) -> see `_update`; for `result`."""
-        return tf.function(self._update).get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2)
+        return tf.function(self._update, autograph=False).get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2)
 
     @functools.cached_property
     def differentiate(self) -> tf.types.experimental.ConcreteFunction:
         """(step, position, slice) -> see `_differentiate`; for `result`."""
-        return tf.function(self._differentiate).get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 3)
+        return tf.function(self._differentiate, autograph=False).get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 3)
 
     def result(self, fetched: tuple) -> Result:
         """Reads what `update` or `differentiate` returned, fetched."""
@@ -122,9 +122,12 @@ class RemoteStep:
         data = self.batch.constants()
         gradients, states, sums = self._micro(weights, states, data, step, position, tf.constant(0, tf.int64), replica)
         if self.options.plan.accumulation > 1:
-            for micro in tf.range(1, self.options.plan.accumulation, dtype=tf.int64):
+            def add(micro, gradients, states, sums):
                 more, states, added = self._micro(weights, states, data, step, position, micro, replica)
-                gradients, sums = [a + b for a, b in zip(gradients, more, strict=True)], sums + added
+                return micro + 1, [a + b for a, b in zip(gradients, more, strict=True)], states, sums + added
+
+            _, gradients, states, sums = tf.while_loop(
+                lambda micro, *_: micro < self.options.plan.accumulation, add, (tf.constant(1, tf.int64), gradients, states, sums))
         return version, gradients, states, sums
 
     def _micro(self, weights: list, states: list, data: dict, step: tf.Tensor, position: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> tuple:
@@ -188,7 +191,7 @@ class Contained:
     sent with every call. Raises ConfigError if it needs this process: Python, tables, or more memory than a function holds."""
 
     def __init__(self, batch: Callable):
-        self._function = tf.function(batch).get_concrete_function(tf.TensorSpec([None], tf.int64))
+        self._function = tf.function(batch, autograph=False).get_concrete_function(tf.TensorSpec([None], tf.int64))
         graph = self._function.graph
         self._definition = graph.as_graph_def()
         operations = {node.op for nodes in (self._definition.node, *(inner.node_def for inner in self._definition.library.function)) for node in nodes}

@@ -30,8 +30,8 @@ class Update(Protocol):
     def sources(self) -> list[tf.Variable]:
         """What the step differentiates with respect to."""
 
-    def keep(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        """On one replica: of the gradients of a micro-batch, what is added up over micro-batches."""
+    def keep(self, gradients: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+        """On one replica: of the gradients of a micro-batch, what is added up over micro-batches: tensors, if there are several."""
 
     def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """On one replica: (pieces of the gradients' sum over replicas, [*sums over replicas, *signals over all workers])."""
@@ -50,10 +50,15 @@ class Update(Protocol):
 
 
 class DataParallel:
-    """Every replica holds all weights and optimizer state, and makes the same update."""
+    """Every replica holds all weights and optimizer state, and makes the same update.
 
-    def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer):
-        self.runtime, self.model, self.optimizer = runtime, model, optimizer
+    `slices`: the gradient of a table of which few rows were looked up stays tf.IndexedSlices on its way to the other
+    replicas, and, where the optimizer leaves the other rows as they are, in the update.
+    """
+
+    def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer, slices: bool = False):
+        self.runtime, self.model, self.optimizer, self.slices = runtime, model, optimizer, slices
+        self._updates_rows = type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -62,8 +67,14 @@ class DataParallel:
     def sources(self) -> list[tf.Variable]:
         return [variable.value for variable in self.model.trainable_variables]
 
-    def keep(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        return gradients
+    def keep(self, gradients: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+        return [gradient if self.slices and self._is_sparse(gradient) else tf.convert_to_tensor(gradient) for gradient in gradients]
+
+    def _is_sparse(self, gradient: tf.Tensor | tf.IndexedSlices) -> bool:
+        """Whether the rows of all replicas are no more than the table has: then they are at most half of what an all-reduce sends."""
+        if not isinstance(gradient, tf.IndexedSlices) or not gradient.values.shape.is_fully_defined():
+            return False
+        return self.runtime.replicas * gradient.values.shape[0] <= (gradient.shape[0] or 0) < 2**31
 
     def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         # The small tensor goes last: it depends on the forward pass alone but must not hold up the first pack.
@@ -71,10 +82,11 @@ class DataParallel:
         return reduced[:-1], reduced[-1]
 
     def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        return tf.linalg.global_norm(pieces)
+        return tf.linalg.global_norm([_rows_once(piece) for piece in pieces])
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
-        self.optimizer.apply(pieces, self.model.trainable_variables)
+        # Other optimizers of Keras change every row, whatever its gradient, and count on each row to be there once.
+        self.optimizer.apply(pieces if self._updates_rows else [tf.convert_to_tensor(piece) for piece in pieces], self.model.trainable_variables)
 
     def weight_norm(self) -> tf.Tensor:
         return tf.linalg.global_norm(self.sources())
@@ -82,3 +94,18 @@ class DataParallel:
     def averaged(self) -> AbstractContextManager:
         averages = ema_variables(self.optimizer)
         return swapped_in(self.model.trainable_variables, averages) if averages else contextlib.nullcontext()
+
+
+def scaled(piece: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+    """piece * factor"""
+    if isinstance(piece, tf.IndexedSlices):
+        return tf.IndexedSlices(piece.values * factor, piece.indices, piece.dense_shape)
+    return piece * factor
+
+
+def _rows_once(piece: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    """The same gradient with no row twice."""
+    if not isinstance(piece, tf.IndexedSlices):
+        return piece
+    rows, place = tf.unique(piece.indices)
+    return tf.IndexedSlices(tf.math.unsorted_segment_sum(piece.values, place, tf.size(rows)), rows, piece.dense_shape)

@@ -82,6 +82,22 @@ def test_arrays_read_in_place_give_the_same_bits(size, shared):
     np.testing.assert_array_equal(read, sent)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("share", [False, True])
+def test_gather(size, share):
+    """Any 32 bits arrive: here NaN with a payload, and denormal numbers."""
+
+    def gather(ring):
+        parts = ring.empty(size * 1003).reshape(size, -1)
+        for turn in range(3):
+            parts.view(np.int32)[ring.rank] = np.arange(1003) + 1003 * ring.rank + (0x7FC00000 if turn == 1 else 0)
+            ring.gather(parts.reshape(-1))
+            np.testing.assert_array_equal(parts.view(np.int32).reshape(-1), np.arange(size * 1003) + (0x7FC00000 if turn == 1 else 0))
+            parts[:] = np.nan
+
+    on_every_rank(size, gather, share=share)
+
+
 def test_an_array_is_not_changed_before_it_has_been_read():
     """Every rank spoils its array as soon as its all-reduce has ended."""
 
@@ -200,7 +216,7 @@ def test_a_buffer_in_use_is_not_given_out_again(share):
     def reduce(ring):
         reducer, site = RingReducer(ring, 1 << 20), _Site(0, [(5,), (7,)], 1 << 20)
         buffer = reducer._free_buffer(site.lengths[0])
-        used = site.view(buffer, 1)  # as TensorFlow holds it
+        used = site.own(buffer, 1)  # as TensorFlow holds it
         del buffer
         other = reducer._free_buffer(site.lengths[0])
         assert not np.shares_memory(used, other)
@@ -235,3 +251,28 @@ def test_reducer_keeps_results_that_are_still_in_use(bucket_bytes, share):
         for step in range(3):
             np.testing.assert_allclose(results[0][step][index], 2 * mean, rtol=1e-6)
             np.testing.assert_array_equal(results[0][step][index], results[1][step][index])
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [0, 4096, 1 << 30])
+def test_reducer_gathers_rows_of_tables(bucket_bytes, share):
+    """Between tensors that are summed; and twice with the same buffers."""
+    rows, width = 37, 5
+
+    def steps(ring):
+        reducer, found = RingReducer(ring, bucket_bytes), []
+        for turn in range(3):
+            random = np.random.default_rng([ring.rank, turn])
+            slices = tf.IndexedSlices(tf.constant(random.normal(size=(rows, width)), tf.float32), tf.constant(random.integers(0, 2**31 - 1, rows)), tf.constant([2**31 - 1, width], tf.int64))
+            found.append(reducer([tf.ones([300, 3]) * ring.rank, slices, tf.ones([2])]))
+        return found
+
+    results = on_every_rank(3, steps, share=share)
+    for result in results:
+        for turn, (first, slices, last) in enumerate(result):
+            randoms = [np.random.default_rng([rank, turn]) for rank in range(3)]
+            values = [random.normal(size=(rows, width)).astype("float32") for random in randoms]
+            np.testing.assert_array_equal(slices.values, np.concatenate(values))
+            np.testing.assert_array_equal(slices.indices, np.concatenate([random.integers(0, 2**31 - 1, rows) for random in randoms]))
+            assert slices.indices.dtype == tf.int64 and slices.dense_shape[0] == 2**31 - 1
+            assert (first.numpy() == 3).all() and (last.numpy() == 3).all()

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.objectives import classification, make_objective, regression
+from tfdist.training.objectives import Scores, classification, make_objective, regression
 
 RANDOM = np.random.default_rng(0)
 
@@ -34,6 +34,19 @@ def test_regression_takes_targets_with_and_without_a_last_dim():
     for y in (tf.constant([3.0, 2.0]), tf.constant([[3.0], [2.0]])):
         scores = regression()(outputs, y, tf.ones([2]))
         np.testing.assert_allclose(scores.losses, [4.0, 0.0])
+
+
+def branching(outputs, y, w):
+    losses = (outputs[:, 0] - y) ** 2
+    if tf.reduce_max(losses) > 4:
+        losses = tf.sqrt(losses)
+    return Scores(losses, w, {})
+
+
+def test_own_objectives_may_branch_on_tensors():
+    objective = tf.function(make_objective(ModelConfig(objective=f"{__name__}:branching"), tf.TensorSpec([], tf.float32)), autograph=False)
+    for outputs, expected in (([1.0, 2.0], [1.0, 4.0]), ([1.0, 3.0], [1.0, 3.0])):
+        np.testing.assert_allclose(objective(tf.constant(outputs)[:, None], tf.zeros([2]), tf.ones([2])).losses, expected)
 
 
 def test_choice():

@@ -72,7 +72,7 @@ class ShardedUpdate(MeshUpdate):
         if not averages:
             yield
             return
-        spread = tf.function(self.spread)
+        spread = tf.function(self.spread, autograph=False)
         try:
             with swapped_in(self.shards, averages):
                 spread()
@@ -89,6 +89,7 @@ class ZeroUpdate(ShardedUpdate):
         self._layouts = [(pack, Layout([self.trainable[index].shape for index in pack], self.groups[pack[0]])) for pack in self.packs]
 
     def keep(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        gradients = super().keep(gradients)
         return self._scattered(gradients) if self.stage == 2 else gradients
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
