@@ -58,7 +58,7 @@ def test_it_is_seen_where_the_main_thread_is():
     thread.join()
     at, stacks = found[0]
     assert "test_watchdog.py" in at and "test_it_is_seen_where_the_main_thread_is" in at
-    assert "MainThread" in stacks and "thread.join()" in stacks
+    assert "Thread MainThread" in stacks and "in test_it_is_seen_where_the_main_thread_is" in stacks
 
 
 def crowd(size, waiting_for=None):
