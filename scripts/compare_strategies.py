@@ -27,7 +27,8 @@ from tests.e2e.job import ENVIRONMENT, records  # noqa: E402
 STRATEGIES = {
     "one_device": (["--workers=1"], ["--strategy=one_device"]),
     "mirrored, 2 CPU devices": (["--workers=1"], ["--strategy=mirrored", "--virtual_devices=2"]),
-    "multi_worker, TCP ring": (["--workers=2"], ["--strategy=multi_worker"]),
+    "multi_worker": (["--workers=2"], ["--strategy=multi_worker"]),
+    "multi_worker, TCP ring": (["--workers=2"], ["--strategy=multi_worker", "--communication=socket"]),
     "multi_worker, gRPC": (["--workers=2"], ["--strategy=multi_worker", "--communication=ring"]),
     "sockets": (["--workers=2"], ["--strategy=sockets"]),
     "horovod": (["--workers=2"], ["--strategy=horovod"]),

@@ -23,6 +23,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.data import augment, pipeline
 from tfdist.data.sources.base import Split
 from tfdist.data.sources.registry import load_split
+from tfdist.models.lookup import read_rows
 from tfdist.models.registry import build_model
 from tfdist.planner import startup
 from tfdist.planner.layout import Layout
@@ -110,6 +111,7 @@ def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job
         objective = spread.objective
     else:
         spread = None
+        read_rows(model)
         with runtime.scope():
             optimizer.build(model.trainable_variables)
         if config.parallel.recompute != "none":

@@ -1,4 +1,5 @@
-"""The alpha-beta model behind measured times: a + S / b by least squares, checked on sizes that it has not seen.
+"""The alpha-beta model behind measured times: a + S / b by least squares, checked on sizes that it has not seen. Of six sizes
+or more the line may have a knee (`Line`), as it does on one host, where the caches are faster than the memory.
 
 A collective of n members costs L messages one after the other and sends F * S bytes through each link: L alpha + F S / beta.
 The algorithms differ in L and F (planner/communication.py has their times). At one n they all fit a line a + S / b equally
@@ -7,6 +8,7 @@ well and differ in what they say of the link; at several n the error of the join
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from tfdist.planner.calibrate import fit as least_squares
 from tfdist.planner.communication import Link
 
 _SEEN = 1e15  # bytes a second
+_FEWEST_FOR_A_KNEE = 6  # sizes
+_STRAIGHT_ENOUGH = 0.05  # relative error, root mean square
 Seconds = Callable[[int, float, Link], float]  # of n members, S bytes, link
 
 
@@ -37,16 +41,20 @@ ALGORITHMS: dict[str, dict[str, Seconds]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """seconds = alpha + size / beta of one collective at one number of members."""
+    """seconds = alpha + size / beta of one collective at one number of members, with another slope for what is above a knee:
+    what does not fit into a cache any more travels at the speed of memory."""
 
     alpha: float  # seconds
     beta: float  # bytes a second
+    knee: float = math.inf  # bytes
+    beyond: float = 0.0  # seconds a byte, in addition, above the knee
 
     def seconds(self, size: float) -> float:
-        return self.alpha + size / self.beta
+        return self.alpha + size / self.beta + max(0.0, size - self.knee) * self.beyond
 
     def describe(self) -> str:
-        return f"{self.alpha * 1e6:.1f} us + bytes / {show_rate(self.beta)}"
+        line = f"{self.alpha * 1e6:.1f} us + bytes / {show_rate(self.beta)}"
+        return line if math.isinf(self.knee) else f"{line}; above {self.knee:,.0f} bytes {show_rate(1 / (1 / self.beta + self.beyond))}"
 
 
 def show_rate(beta: float) -> str:
@@ -62,10 +70,26 @@ def split(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[
 
 
 def fit_line(measurements: Iterable[Measurement]) -> Line:
-    """Least squares over relative errors, so that small sizes count as much as large ones; neither term negative."""
-    found = list(measurements)
-    alpha, per_byte = least_squares([(1.0, one.size) for one in found], [one.seconds for one in found], [0.0, 0.0], [0, 1])
-    return Line(alpha, 1 / per_byte)
+    """Least squares over relative errors, so that small sizes count as much as large ones; no term negative. With a knee at
+    one of the sizes, or half-way between two, if the straight one errs and that leaves less than half of the squared error."""
+    found = sorted(measurements, key=lambda one: one.size)
+    straight = _fit_with_knee(found, math.inf)
+    sizes = [float(one.size) for one in found]
+    knees = sorted({*sizes[1:-1], *(math.sqrt(a * b) for a, b in zip(sizes[1:], sizes[2:], strict=False))}) if len(found) >= _FEWEST_FOR_A_KNEE else []
+    bent = min((_fit_with_knee(found, knee) for knee in knees), key=lambda line: _squared(line, found), default=straight)
+    errs = _squared(straight, found)
+    return bent if errs > len(found) * _STRAIGHT_ENOUGH**2 and _squared(bent, found) < errs / 2 else straight
+
+
+def _fit_with_knee(found: Sequence[Measurement], knee: float) -> Line:
+    rows = [(1.0, one.size, max(0.0, one.size - knee)) for one in found]
+    free = [0, 1] if math.isinf(knee) else [0, 1, 2]
+    alpha, per_byte, beyond = least_squares(rows, [one.seconds for one in found], [0.0, 0.0, 0.0], free)
+    return Line(alpha, 1 / per_byte) if math.isinf(knee) else Line(alpha, 1 / per_byte, knee, beyond)
+
+
+def _squared(line: Line, found: Sequence[Measurement]) -> float:
+    return sum(error**2 for error in errors(lambda one: line.seconds(one.size), found))
 
 
 def fit_link(algorithm: Seconds, measurements: Iterable[Measurement]) -> Link:

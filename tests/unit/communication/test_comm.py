@@ -41,6 +41,16 @@ def test_fit_recovers_alpha_and_beta_and_predicts_held_out_sizes():
     assert errors(lambda one: line.seconds(one.size), held) == pytest.approx([0] * 7, abs=1e-6)
 
 
+def test_a_knee_is_found_where_there_is_one():
+    """Up to 1 MB in a cache of 4 GB/s, beyond at 2 GB/s."""
+    found = made("all_reduce", 2, lambda size: 50e-6 + size / 4e9 + max(0, size - 2**20) / 4e9)
+    fitted, held = split(found)
+    line = fit_line(fitted)
+    assert (line.alpha, line.beta, line.knee, 1 / line.beyond) == pytest.approx((50e-6, 4e9, 2**20, 4e9), rel=0.01)
+    assert errors(lambda one: line.seconds(one.size), held) == pytest.approx([0] * 7, abs=0.01)
+    assert "above 1,048,576 bytes 2.000 GB/s" in line.describe()
+
+
 @pytest.mark.parametrize("at_work", ["ring", "tree", "halving_doubling"])
 def test_the_algorithm_at_work_is_found_over_several_numbers_of_members(at_work):
     found = [one for n in (2, 4, 8) for one in made("all_reduce", n, lambda size, n=n: ALGORITHMS["all_reduce"][at_work](n, size, LINK))]
