@@ -53,6 +53,7 @@ def test_refused(mesh, changes, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+@pytest.mark.slow
 def test_a_mesh_of_one_worker_with_everything_that_needs_no_other():
     losses = []
     for changes in ({"strategy": "one_device"}, {"zero": 3, "recompute": "block"}, {"zero": 1, "offload": "optimizer"}, {"compression": "powersgd"}):
