@@ -135,7 +135,6 @@ for step in range(1, 1000):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_writer_killed_at_any_moment_leaves_a_valid_snapshot(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     for round_, delay in enumerate((0.02, 0.035, 0.05)):
