@@ -21,6 +21,9 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from tests.e2e.job import ENVIRONMENT  # noqa: E402
+
 BATCH, CLASSES, TOKENS = 16, 10, 64
 SAID = "first step done"  # by the bare script
 SOURCES = {"mlp": "task=image,shape=(28,28,1),classes=10,samples=1024", "transformer": "task=text,vocab=256,samples=1024"}
@@ -58,9 +61,7 @@ def main() -> None:
 
 def until_first_step(command: list[str]) -> float:
     """Runs the command to its end; returns when it said that the first step was done."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "",
-                   "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
-    environment.pop("TF_CONFIG", None)
+    environment = {**ENVIRONMENT, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(HERE.parent)}
     core = {min(os.sched_getaffinity(0))}
     begun, said = time.perf_counter(), 0.0
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=lambda: os.sched_setaffinity(0, core)) as process:

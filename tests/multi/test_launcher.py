@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 # One worker: looks for its peers while it imports TensorFlow, starts the strategy, sums (rank + 1) over all, and says
 # how many threads and cores it has.
 WORKER = """
-import os, sys
+import os, pathlib, time
 from tfdist.control.cluster import resolve_cluster
 from tfdist.control.preflight import Preflight
 
@@ -23,8 +23,17 @@ with Preflight(cluster, 120):
 os.environ["TF_CONFIG"] = cluster.tf_config()
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 {fault}
-total = tf.function(lambda: strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.constant(cluster.rank + 1.0))))()
+
+@tf.function(autograph=False)
+def summed():
+    return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.constant(cluster.rank + 1.0)))
+
+total = summed()
 print(f"sum {{float(total)}} of {{strategy.num_replicas_in_sync}} on {{len(os.sched_getaffinity(0))}} cores", flush=True)
+here = pathlib.Path(__file__).parent
+(here / f"done-{{cluster.rank}}").touch()
+while len(list(here.glob("done-*"))) < 2:
+    time.sleep(0.01)
 os._exit(0)
 """
 

@@ -83,9 +83,8 @@ def fit_line(measurements: Iterable[Measurement]) -> Line:
 
 def _fit_with_knee(found: Sequence[Measurement], knee: float) -> Line:
     rows = [(1.0, one.size, max(0.0, one.size - knee)) for one in found]
-    free = [0, 1] if math.isinf(knee) else [0, 1, 2]
-    alpha, per_byte, beyond = least_squares(rows, [one.seconds for one in found], [0.0, 0.0, 0.0], free)
-    return Line(alpha, 1 / per_byte) if math.isinf(knee) else Line(alpha, 1 / per_byte, knee, beyond)
+    alpha, per_byte, beyond = least_squares(rows, [one.seconds for one in found], [0.0, 0.0, 0.0], [0, 1] if math.isinf(knee) else [0, 1, 2])
+    return Line(alpha, 1 / per_byte, knee, beyond)
 
 
 def _squared(line: Line, found: Sequence[Measurement]) -> float:

@@ -25,6 +25,8 @@ from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.rows import Part, together
 from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
+from tfdist.training.optimizer import updates_rows
+from tfdist.training.update import rows_once
 
 _LOOPS = {"train": "train_function", "test": "test_function", "predict": "predict_function"}  # Keras' names
 _KEPT_AS = "_tfdist_distributed"  # on the model itself: what was traced lives as long as it
@@ -139,7 +141,8 @@ class DistributedModel:
             # Rows stay rows: Keras treats the gradient of an embedding differently from a dense one.
             if isinstance(grad, tf.IndexedSlices):
                 values, indices = self._runtime.gather([grad.values, grad.indices])
-                grads[index] = tf.IndexedSlices(values / tf.cast(divisor, values.dtype), indices, grad.dense_shape)
+                mean = tf.IndexedSlices(values / tf.cast(divisor, values.dtype), indices, grad.dense_shape)
+                grads[index] = rows_once(mean) if updates_rows(getattr(self._optimizer, "inner_optimizer", self._optimizer)) else mean
         return self._apply(grads, trainable_variables)
 
     def _scale_loss_of_one(self, loss: tf.Tensor) -> tf.Tensor:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.config import ModelConfig, parse_args
 from tfdist.control.exit_codes import ConfigError
-from tfdist.plugins import resolve
+from tfdist.plugins import own_code, resolve
 
 MODELS = {
     "mlp": "tfdist.models.mlp:mlp",
@@ -53,7 +53,8 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
     input_shape = tuple(x_spec.shape) if isinstance(x_spec, tf.TensorSpec) else None
     arguments = _arguments(config, builder, {"x_spec": x_spec, "input_shape": input_shape, "num_outputs": num_outputs})
     if own:
-        model = builder(**arguments)
+        with own_code("model", config.model):
+            model = builder(**arguments)
     else:
         if not isinstance(x_spec, tf.TensorSpec):
             raise ConfigError(f"--model={config.model} takes one tensor, but a sample's x is {x_spec}: use a model of your own, --model=package.module:function.")
@@ -108,7 +109,8 @@ def _check_not_half(name: str, model: keras.Model, x_spec: Any) -> None:
         output = model.output  # functional and Sequential models know it
     except (AttributeError, ValueError):
         symbols = tf.nest.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape), spec.dtype.name), x_spec)
-        output = model.compute_output_spec(symbols)
+        with own_code("model", name):
+            output = model.compute_output_spec(symbols)
     halves = {keras.backend.standardize_dtype(tensor.dtype) for tensor in keras.tree.flatten(output)} & {"float16", "bfloat16"}
     if halves:
         raise ConfigError(f"--model={name} returns {', '.join(sorted(halves))}: give its last layer dtype=\"float32\".")

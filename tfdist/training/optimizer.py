@@ -61,6 +61,12 @@ def switch_off_reduction(optimizer: keras.Optimizer) -> keras.Optimizer:
     return optimizer
 
 
+def updates_rows(optimizer: keras.Optimizer) -> bool:
+    """Whether it leaves the rows of a table alone whose gradient is 0, and takes gradients as slices. All others of Keras
+    that are in OPTIMIZERS change every row."""
+    return type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
+
+
 def ema_variables(optimizer: keras.Optimizer) -> list:
     """The moving averages of the trainable variables, in their order; empty without --ema."""
     return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []

@@ -14,3 +14,4 @@ class Requests(NamedTuple):
 
 
 SIGNALS = Requests._fields
+NOTHING = Requests()

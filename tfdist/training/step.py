@@ -27,7 +27,7 @@ from tfdist.training import marks
 from tfdist.training.marks import Marks
 from tfdist.training.objectives import Objective, Scores
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
-from tfdist.training.requests import SIGNALS, Requests
+from tfdist.training.requests import NOTHING, SIGNALS, Requests
 from tfdist.training.seeds import reseed, seed_states
 from tfdist.training.update import DataParallel, Update, scaled
 
@@ -81,12 +81,12 @@ class TrainStep:
         self._expected_weight = float(options.plan.global_batch * np.prod(spec.weights.shape[1:], dtype=np.int64))
         self.runtime, self.model, self.optimizer, self.objective = runtime, model, optimizer, objective
         self.loss_scale, self.options = loss_scale, options
-        self.update, self.pipeline = update or DataParallel(runtime, model, optimizer, slices=options.plan.accumulation == 1), pipeline
+        self._copies = bool(tf.config.list_logical_devices("GPU"))  # batches, to a device
+        self.update, self.pipeline = update or DataParallel(runtime, model, optimizer, slices=options.plan.accumulation == 1 and not self._copies), pipeline
         self.seeds = seed_states(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; told to all with the next
         self._calls = 0
         self._mark = Marks(tf.constant(0.0, tf.float64), on=False)  # of what is being traced
-        self._copies = bool(tf.config.list_logical_devices("GPU"))  # batches, to a device
         self.splits = not (options.jit_compile or pipeline)  # else one operation, or an interleaved schedule, holds forward and backward pass
         self._needs_norm = bool(options.clip_norm) or loss_scale.dynamic or options.skip_non_finite
         with runtime.scope():
@@ -100,16 +100,16 @@ class TrainStep:
         """What must be saved beside model and optimizer."""
         return {"step": self.counter, **self.loss_scale.variables, **self.update.variables}
 
-    def __call__(self, iterators: Sequence, n: int, signals: Sequence[bool] = Requests()) -> StepOutput:
+    def __call__(self, iterators: Sequence, n: int, signals: Requests = NOTHING) -> StepOutput:
         """Makes n optimizer steps.
 
         Args:
           iterators: one tf.data iterator of (x, y, w) micro-batches per local replica.
           n: how many; a new value does not trace again.
-          signals: what this worker asks for, as Requests; what is left out is not asked for.
+          signals: what this worker asks for.
         """
         told = np.zeros(len(SIGNALS) + 1 + self.runtime.size, np.float32)
-        told[:len(signals)] = signals
+        told[:len(SIGNALS)] = signals
         told[len(SIGNALS)] = self._wall_s if self.runtime.rank == 0 else 0.0
         told[len(SIGNALS) + 1 + self.runtime.rank] = self._compute_s
         sampled = self._mark.always or marks.is_sampled(self._calls, self.options.phase_every)

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.runtime.base import Runtime
-from tfdist.training.optimizer import ema_variables, swapped_in
+from tfdist.training.optimizer import ema_variables, swapped_in, updates_rows
 
 
 class Update(Protocol):
@@ -53,12 +53,12 @@ class DataParallel:
     """Every replica holds all weights and optimizer state, and makes the same update.
 
     `slices`: the gradient of a table of which few rows were looked up stays tf.IndexedSlices on its way to the other
-    replicas, and, where the optimizer leaves the other rows as they are, in the update.
+    replicas, and, where the optimizer leaves the other rows as they are, in the update. Not on GPUs, which would add up rows
+    that are there several times in another order on every replica.
     """
 
     def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer, slices: bool = False):
         self.runtime, self.model, self.optimizer, self.slices = runtime, model, optimizer, slices
-        self._updates_rows = type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -72,21 +72,21 @@ class DataParallel:
 
     def _is_sparse(self, gradient: tf.Tensor | tf.IndexedSlices) -> bool:
         """Whether the rows of all replicas are no more than the table has: then they are at most half of what an all-reduce sends."""
-        if not isinstance(gradient, tf.IndexedSlices) or not gradient.values.shape.is_fully_defined():
+        if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype != tf.float32 or not gradient.values.shape.is_fully_defined():
             return False
         return self.runtime.replicas * gradient.values.shape[0] <= (gradient.shape[0] or 0) < 2**31
 
     def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         # The small tensor goes last: it depends on the forward pass alone but must not hold up the first pack.
         reduced = self.runtime.all_reduce([*kept, tf.concat([sums, signals], 0)])
-        return reduced[:-1], reduced[-1]
+        summed = rows_once if updates_rows(self.optimizer) else tf.convert_to_tensor
+        return [summed(piece) if isinstance(piece, tf.IndexedSlices) else piece for piece in reduced[:-1]], reduced[-1]
 
     def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        return tf.linalg.global_norm([_rows_once(piece) for piece in pieces])
+        return tf.linalg.global_norm(pieces)
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
-        # Other optimizers of Keras change every row, whatever its gradient, and count on each row to be there once.
-        self.optimizer.apply(pieces if self._updates_rows else [tf.convert_to_tensor(piece) for piece in pieces], self.model.trainable_variables)
+        self.optimizer.apply(pieces, self.model.trainable_variables)
 
     def weight_norm(self) -> tf.Tensor:
         return tf.linalg.global_norm(self.sources())
@@ -103,9 +103,12 @@ def scaled(piece: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor 
     return piece * factor
 
 
-def _rows_once(piece: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """The same gradient with no row twice."""
-    if not isinstance(piece, tf.IndexedSlices):
-        return piece
-    rows, place = tf.unique(piece.indices)
-    return tf.IndexedSlices(tf.math.unsorted_segment_sum(piece.values, place, tf.size(rows)), rows, piece.dense_shape)
+def rows_once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The same gradient with no row twice, added up in one order, on a CPU.
+
+    TensorFlow's update of single rows takes rows that are there several times in the order in which its threads come: each
+    replica would round in its own way, and they would drift apart.
+    """
+    with tf.device("CPU:0"):
+        rows, place = tf.unique(slices.indices)
+        return tf.IndexedSlices(tf.math.unsorted_segment_sum(slices.values, place, tf.size(rows)), rows, slices.dense_shape)

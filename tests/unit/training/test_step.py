@@ -11,6 +11,7 @@ from tfdist.runtime.one_device import OneDevice
 from tfdist.training.objectives import classification
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.precision import LossScale, set_policy
+from tfdist.training.requests import Requests
 from tfdist.training.schedule import Schedule
 from tfdist.training.seeds import reseed, seed_states
 from tfdist.training.step import StepOptions, TrainStep
@@ -135,8 +136,8 @@ def test_nan_is_reported_or_skipped():
 def test_signals_come_back():
     step = make_step()
     assert step(batches(16), 2).signals == {"save": False, "stop": False, "leave": False}
-    assert step(batches(16), 2, (True, False)).signals == {"save": True, "stop": False, "leave": False}
-    assert step(batches(16), 2, (False, False, True)).signals == {"save": False, "stop": False, "leave": True}
+    assert step(batches(16), 2, Requests(save=True)).signals == {"save": True, "stop": False, "leave": False}
+    assert step(batches(16), 2, Requests(leave=True)).signals == {"save": False, "stop": False, "leave": True}
 
 
 def test_dropout_masks_depend_on_seed_step_micro_batch_and_replica_only():

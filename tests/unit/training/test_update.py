@@ -1,5 +1,9 @@
 """Gradients of tables as slices, against the same gradients as tensors."""
 
+import os
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -45,14 +49,42 @@ def test_slices_of_an_unknown_number_become_a_tensor():
     assert not isinstance(kinds[0], tf.IndexedSlices)
 
 
-def test_the_norm_counts_each_row_once():
-    assert float(make_update().norm([gradient()])) == pytest.approx(np.linalg.norm([6.0, 8.0, 3.0, 4.0]))
+def reduced(update):
+    pieces, _ = update.reduce([gradient()], tf.zeros([1]), tf.zeros([1]))
+    return pieces
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_norm_counts_each_row_once(optimizer):
+    update = make_update(optimizer)
+    assert float(update.norm(reduced(update))) == pytest.approx(np.linalg.norm([6.0, 8.0, 3.0, 4.0]))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_update_is_that_of_the_tensor(optimizer):
     sparse, dense = make_update(optimizer), make_update(optimizer)
     for _ in range(3):
-        sparse.apply([scaled(gradient(), 0.5)])
+        sparse.apply([scaled(piece, 0.5) for piece in reduced(sparse)])
         dense.apply([0.5 * tf.convert_to_tensor(gradient())])
     np.testing.assert_allclose(sparse.model.get_weights()[0], dense.model.get_weights()[0], rtol=1e-6, atol=1e-7)
+
+
+OFTEN_THE_SAME_ROWS = """
+import keras, numpy as np, tensorflow as tf
+from tests.unit.training.test_update import make_update
+random = np.random.default_rng(0)
+slices = tf.IndexedSlices(tf.constant(random.normal(size=(50_000, 2)), tf.float32), tf.constant(random.integers(0, 1000, 50_000)), tf.constant([100_000, 2], tf.int64))
+found = set()
+for _ in range(20):
+    update = make_update(rows=100_000)
+    update.apply(update.reduce([slices], tf.zeros([1]), tf.zeros([1]))[0])
+    found.add(update.model.get_weights()[0].tobytes())
+print("different:", len(found))
+"""
+
+
+def test_several_threads_make_the_same_update():
+    """As replicas must, each of which makes it for itself."""
+    environment = {**os.environ, "TF_NUM_INTRAOP_THREADS": "4", "OMP_NUM_THREADS": "4", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", OFTEN_THE_SAME_ROWS], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("different: 1\n"), done.stdout + done.stderr

@@ -32,14 +32,15 @@ import tensorflow as tf
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.sources.base import Sample, Split, array_split
-from tfdist.plugins import resolve
+from tfdist.plugins import own_code, resolve
 
 
 def load(config: DataConfig, split: str) -> Split:
     """See above. Raises ConfigError for a function that is missing or options it does not take, DataError for its data."""
     function = resolve("source", config.source, {})
     arguments, takes_split = _arguments(function, config, split)
-    result = function(**arguments)
+    with own_code("source", config.source):
+        result = function(**arguments)
     name = f"{config.source}/{split}"
     if isinstance(result, dict) and set(result) == {"train", "eval"}:
         pair = (result["train"], result["eval"])
