@@ -126,6 +126,7 @@ def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job
         skip_non_finite=config.loop.on_nan == "skip",
         timed=not config.run.deterministic,
         phase_every=config.telemetry.phase_every,
+        small_gradients=config.parallel.compression == "bf16",
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
     ), batch_spec, *((spread.update, spread.pipeline) if spread else ()))
     state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None

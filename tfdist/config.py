@@ -85,7 +85,7 @@ class ParallelConfig:
     sequence_parallel: bool = option(False, "Between the layers that are spread over the model axis, each worker holds only its share of the positions.")
     offload: str = option("none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer"))
     recompute: str = option("none", "Activations that are computed again in the backward pass instead of kept.", choices=("none", "block", "attention"))
-    compression: str = option("none", "How gradients travel between workers of a mesh. int8, topk and powersgd carry their error to the next step.", choices=("none", "fp16", "bf16", "int8", "topk", "powersgd"), identity=True)
+    compression: str = option("none", "How gradients travel between workers: all on a mesh, bf16 also on multi_worker, mirrored and sockets. int8, topk and powersgd carry their error to the next step.", choices=("none", "fp16", "bf16", "int8", "topk", "powersgd"), identity=True)
     all_reduce: str = option("flat", "How the sum over workers of a mesh is made. hierarchical: within each host first, then across hosts.", choices=("flat", "hierarchical"))
     workers_per_host: int = option(0, "With --all_reduce=hierarchical: so many consecutive workers count as one host. 0: hosts are told by the workers' addresses.", least=0)
 
@@ -343,14 +343,24 @@ class Config:
         parallel = self.parallel
         if parallel.zero > 3:
             raise ConfigError(f"--zero={parallel.zero} is not a stage: use 0, 1, 2 or 3.")
-        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("pipe_chunks", parallel.pipe_chunks, 1), ("pipe_cut", parallel.pipe_cut, ""), ("offload", parallel.offload, "none"), ("compression", parallel.compression, "none"), ("all_reduce", parallel.all_reduce, "flat"), ("sequence_parallel", parallel.sequence_parallel, False)):
+        for name, value, off in (("mesh", parallel.mesh, ""), ("zero", parallel.zero, 0), ("pipe_chunks", parallel.pipe_chunks, 1), ("pipe_cut", parallel.pipe_cut, ""), ("offload", parallel.offload, "none"), ("all_reduce", parallel.all_reduce, "flat"), ("sequence_parallel", parallel.sequence_parallel, False)):
             if value != off and self.strategy.strategy != "mesh":
                 raise ConfigError(f"--{name}={value} is for --strategy=mesh, not {self.strategy.strategy}: add --strategy=mesh, or drop it.")
+        if self.strategy.strategy != "auto":
+            self.check_compression(self.strategy.strategy)
         if parallel.workers_per_host and parallel.all_reduce != "hierarchical":
             raise ConfigError(f"--workers_per_host={parallel.workers_per_host} is for --all_reduce=hierarchical, not {parallel.all_reduce}: drop one of them.")
         if parallel.all_reduce != "flat" and (parallel.zero or parallel.compression != "none"):
             other = f"--zero={parallel.zero}" if parallel.zero else f"--compression={parallel.compression}"
             raise ConfigError(f"--all_reduce={parallel.all_reduce} is for gradients that are whole on all workers and travel as they are, which {other} changes: drop one of them.")
+
+    def check_compression(self, strategy: str) -> None:
+        """Whether gradients can travel as --compression says, on the strategy that --strategy has come to."""
+        kind = self.parallel.compression
+        if kind == "none" or strategy == "mesh" or (kind == "bf16" and strategy in ("multi_worker", "mirrored", "sockets")):
+            return
+        fix = "use --horovod_compression=fp16" if strategy == "horovod" else "drop it" if strategy in ("one_device", "parameter_server") else "use --compression=bf16, or --strategy=mesh"
+        raise ConfigError(f"--compression={kind} is not for --strategy={strategy}: {fix}.")
 
     def _check_servers(self) -> None:
         """What a parameter-server run cannot do, and what only such a run can."""

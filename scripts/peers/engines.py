@@ -17,7 +17,9 @@ WARM_UP = 2  # windows that are not counted: the first traces, compiles or rebui
 
 @dataclass(frozen=True)
 class Engine:
-    """One row of the table. `script`: in this folder; empty for tfdist. `alone`: the row that its efficiency refers to."""
+    """One row of the table. `script`: in this folder; empty for tfdist. `alone`: the row that its efficiency refers to.
+    `apart`: its workers know nothing of each other, each is a whole job: what the machine's memory and caches let two have.
+    """
 
     name: str
     environment: str
@@ -27,6 +29,7 @@ class Engine:
     flags: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     alone: str = ""
+    apart: bool = False
     kinds: tuple[str, ...] = ("transformer", "cnn", "resnet", "embedding")
 
 
@@ -40,6 +43,9 @@ ENGINES = {engine.name: engine for engine in (
     Engine("tf-keras fit, MWMS", "tf-keras", "tf_keras_fit.py", modes=BOTH, variables={"TF_USE_LEGACY_KERAS": "1"}),
     Engine("Orbit, MWMS", "orbit", "orbit_trainer.py"),
     Engine("tfdist sockets", "tfdist", flags=("--strategy=sockets",), modes=("2",), alone="tfdist one_device"),
+    Engine("tfdist one_device, twice", "tfdist", flags=("--strategy=one_device",), modes=("2", "2s"), alone="tfdist one_device", apart=True),
+    Engine("tfdist multi_worker, TCP", "tfdist", flags=("--strategy=multi_worker", "--communication=socket"), modes=("2",), alone="tfdist one_device", kinds=("transformer",)),
+    Engine("tfdist multi_worker, TCP, bf16", "tfdist", flags=("--strategy=multi_worker", "--communication=socket", "--compression=bf16"), modes=("2",), alone="tfdist one_device", kinds=("transformer",)),
     Engine("tfdist horovod", "tfdist", flags=("--strategy=horovod",), modes=("2",), alone="tfdist one_device"),
     Engine("PyTorch DDP, compiled", "torch", "torch_ddp.py", "compile"),
     Engine("Keras fit, XLA", "tfdist", "keras_fit.py", "xla", modes=("1",)),
@@ -69,7 +75,7 @@ class Plan:
 
     @property
     def world(self) -> int:
-        return MODES[self.mode][0]
+        return 1 if self.engine.apart else MODES[self.mode][0]
 
     @property
     def batch(self) -> int:
@@ -90,7 +96,14 @@ def commands(plan: Plan, venvs: Path, folder: Path, cores: list[int]) -> list[tu
     environment = {**_environment(), **plan.engine.variables, "BENCH_CELL": json.dumps(told), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "PATH": f"{python.parent}:{os.environ.get('PATH', '')}"}
     if not plan.engine.script:
         environment["PYTHONPATH"] = f"{REPOSITORY}:{PEERS}"
-        return [([str(python), "-m", "tfdist.launch", f"--workers={plan.world}", "--", *_tfdist_flags(plan, folder)], environment, own)]
+        if not plan.engine.apart:
+            return [([str(python), "-m", "tfdist.launch", f"--workers={plan.world}", "--", *_tfdist_flags(plan, folder)], environment, own)]
+        jobs = []
+        for number, core in enumerate(cores[:MODES[plan.mode][0]]):
+            place = folder / f"apart-{number}" if number else folder  # the first leaves its figures where they are looked for
+            place.mkdir(exist_ok=True)
+            jobs.append(([str(python), "-m", "tfdist.launch", "--workers=1", "--", *_tfdist_flags(plan, place)], {**environment, "BENCH_CELL": json.dumps({**told, "folder": str(place)})}, {core}))
+        return jobs
     script = [str(python), str(PEERS / plan.engine.script)]
     if plan.engine.script == "horovod_loop.py":
         return [([str(python.parent / "horovodrun"), "-np", str(plan.world), "--gloo", *script], environment, own)]

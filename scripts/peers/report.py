@@ -31,7 +31,8 @@ def write(out: Path) -> str:
             refused.append(f"{_title(cell)}: {reason}") if reason else good.append(cell)
     text = [f"Measured {datetime.now(UTC):%Y-%m-%d} on {_machine()}; load before a measurement: median {statistics.median([cell['load'] for cell in cells] or [0]):.2f}.",
             "Steps per second: median (smallest to largest) of the windows. Efficiency: 2 workers against 1 of the same engine. First step: seconds from the start of "
-            "the command. Memory: the largest worker. Communication: seconds per step with 2 workers less those with 1; it contains waiting for a busier memory.", ""]
+            "the command. Memory: the largest worker. Communication: seconds per step with 2 workers less those with 1; it contains waiting for a busier memory. 'Twice': two jobs at once that know nothing of each other, "
+            "one a core: what two workers could reach at most on this machine if communication cost nothing.", ""]
     summaries = {}
     for name in WORKLOADS:
         rows = summarize([cell for cell in good if cell["settings"]["workload"] == name])

@@ -56,6 +56,20 @@ def check(runtime) -> None:
             everywhere = runtime.all_gather(value.numpy())
             assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
 
+    # bfloat16 is summed to its precision, beside float32 that stays exact, and all replicas get the same bits.
+    @tf.function
+    def small():
+        values = runtime.per_replica([(tf.constant(data[3], tf.bfloat16), tf.constant([2.0**20 + 1])) for data in (of_replica(runtime.first_replica + index) for index in range(runtime.local_replicas))])
+        return runtime.local(runtime.run(lambda tensors: [tf.cast(tensor, tf.float32) for tensor in runtime.all_reduce(list(tensors))], (values,)))
+
+    if runtime.name in ("multi_worker", "mirrored", "sockets"):
+        wanted = sum(of_replica(index)[3] for index in range(runtime.replicas))
+        for value, exact in small():
+            assert exact.numpy().tolist() == [runtime.replicas * (2.0**20 + 1)]
+            np.testing.assert_allclose(value.numpy(), wanted, rtol=0.01, atol=0.03 * runtime.replicas)
+            everywhere = runtime.all_gather(value.numpy())
+            assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
+
     # Of slices the sum is those of all replicas; a mesh and parameter servers never get any.
     @tf.function
     def gathered(values):

@@ -15,25 +15,28 @@ pytestmark = pytest.mark.slow
 
 BOUND = 1e-5
 UNKNOWN = "dataset_of_unknown_length"
-# workers -> cases; one worker is Keras itself, and a third changes only how rows are divided
-RUNS = {1: [UNKNOWN, "callback_backup_and_restore"], 2: list(CASES),
-        3: [UNKNOWN, "dense_with_class_weights", "cnn_with_batchnorm", "last_batches_smaller_than_the_cluster"]}
+SIMPLE = [f"callback_{name}" for name in ("reduce_lr_on_plateau", "learning_rate_scheduler", "csv_logger", "terminate_on_nan", "lambda", "history_and_progress")]
+# run -> (workers, cases); one worker is Keras itself, a third changes only how rows are divided, and what these callbacks
+# need of a worker others need, too
+RUNS = {"1": (1, [UNKNOWN, "callback_backup_and_restore"]), "2": (2, [name for name in CASES if name not in SIMPLE]), "2, more callbacks": (2, SIMPLE),
+        "3": (3, [UNKNOWN, "dense_with_class_weights", "cnn_with_batchnorm", "last_batches_smaller_than_the_cluster"])}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """workers (0: plain Keras) -> [what each rank found]"""
+    """(run, "plain" or "tfdist") -> [what each rank found]"""
     found = {}
 
-    def result(workers):
-        if workers not in found:
-            out = tmp_path_factory.mktemp(f"fit-{workers}")
-            job = LocalJob([sys.executable, "-m", "tests.parity.fit_worker", str(out), "tfdist" if workers else "plain", *RUNS.get(workers, CASES)], max(workers, 1), out / "logs", pin=False, environment=ENVIRONMENT)
+    def result(run, which):
+        if (run, which) not in found:
+            out = tmp_path_factory.mktemp("fit")
+            workers = RUNS[run][0] if which == "tfdist" else 1
+            job = LocalJob([sys.executable, "-m", "tests.parity.fit_worker", str(out), which, *RUNS[run][1]], workers, out / "logs", pin=False, environment=ENVIRONMENT)
             job.start()
             ended = job.wait()
             assert ended.code == 0, (ended.cause, ended.last_lines)
-            found[workers] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(max(workers, 1))]
-        return found[workers]
+            found[run, which] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(workers)]
+        return found[run, which]
 
     return result
 
@@ -53,9 +56,9 @@ def differences(path, found, wanted):
     return [] if found == wanted else [f"{path}: {found} instead of {wanted}"]
 
 
-@pytest.mark.parametrize("workers, name", [pytest.param(workers, name, marks=[] if workers == 2 else [pytest.mark.thorough]) for workers, names in RUNS.items() for name in names])
-def test_like_keras_in_one_process(results, workers, name):
-    wanted, ranks = results(0)[0][name], results(workers)
+@pytest.mark.parametrize("run, name", [pytest.param(run, name, marks=[] if run == "2" else [pytest.mark.thorough]) for run, (_, names) in RUNS.items() for name in names])
+def test_like_keras_in_one_process(results, run, name):
+    wanted, ranks = results(run, "plain")[0][name], results(run, "tfdist")
     problems = []
     for rank, found in enumerate(ranks):
         expected = dict(wanted)

@@ -47,7 +47,7 @@ class Runtime(Protocol):
         """Inside the `fn` of `run`: the sum of each tensor over all replicas. Every replica passes the same shapes.
 
         Of tf.IndexedSlices with values of a static shape the sum is given as those of all replicas, one after the other:
-        a row may be there several times. A runtime that is not used with training/update.py's DataParallel need not know them.
+        a row may be there several times. bfloat16 travels in two bytes an element, and may come back as float32. A runtime that is not used with training/update.py's DataParallel need not know them.
         """
 
     # Between steps, on host values. Every worker must call these in the same order.

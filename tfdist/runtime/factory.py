@@ -32,6 +32,7 @@ def create_runtime(config: Config, cluster: Cluster) -> Runtime:
         raise ConfigError(f"--strategy={name} is not one of auto, {', '.join(RUNTIMES)}.")
     if cluster.started_by and name != "horovod":
         raise ConfigError(f"--strategy={name}, but {cluster.started_by} started this process and tells no addresses: use --strategy=horovod, or start with tfdist.launch or TF_CONFIG.")
+    config.check_compression(name)
     module, _, kind = RUNTIMES[name].partition(":")
     return getattr(import_module(module), kind).create(config, cluster)
 

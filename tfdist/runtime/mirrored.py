@@ -89,9 +89,14 @@ class StrategyRuntime:
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         if self._reducer and all(suits(tensor) for tensor in tensors):
             return self._reducer(tensors)
-        # Arguments of `run` that pass straight through fail with "destinations can not be empty" without the identity.
-        return tf.distribute.get_replica_context().all_reduce(
-            tf.distribute.ReduceOp.SUM, [tf.identity(tensor) for tensor in tensors], options=self.options)
+        reduced: list = [None] * len(tensors)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # it packs tensors of one type only
+            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            # Arguments of `run` that pass straight through fail with "destinations can not be empty" without the identity.
+            sums = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(tensors[place]) for place in places], options=self.options)
+            for place, total in zip(places, sums, strict=True):
+                reduced[place] = total
+        return reduced
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)

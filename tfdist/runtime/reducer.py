@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.runtime.ring import Ring
 
+_SUM, _SMALL, _ROWS = "sum", "sum of what travels as bfloat16", "rows of all workers"
 _ALIGN = 16  # float32 elements: 64 bytes, what TensorFlow needs to take an array without a copy
 _UNUSED_REFERENCES = 3  # the pool's list, the loop variable, and getrefcount's argument
 
@@ -42,12 +43,13 @@ class RingReducer:
     def __call__(self, tensors: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The sum over all workers of each tensor, if it `suits`. Called while tracing; every worker traces the same."""
         wire = [_on_wire(tensor) for tensor in tensors]
-        sums = iter(self._combine([part for parts in wire for part in parts], [len(parts) > 1 for parts in wire for _ in parts]))
+        kinds = [_ROWS if len(parts) > 1 else _SMALL if parts[0].dtype == tf.bfloat16 else _SUM for parts in wire for _ in parts]
+        sums = iter(self._combine([part for parts in wire for part in parts], kinds))
         return [_off_wire([next(sums) for _ in parts], tensor) for parts, tensor in zip(wire, tensors, strict=True)]
 
-    def _combine(self, tensors: list[tf.Tensor], gathers: list[bool]) -> list[tf.Tensor]:
-        """Of each float32 tensor the sum, or with its entry of `gathers` the rows of all workers, in order of rank."""
-        site = _Site(self._sites, [tuple(tensor.shape) for tensor in tensors], self.bucket_bytes, gathers, self.ring.rank, self.ring.size)
+    def _combine(self, tensors: list[tf.Tensor], kinds: list[str]) -> list[tf.Tensor]:
+        """Of each tensor, float32: the sum, the sum of what travels as bfloat16, or the rows of all workers, in order of rank."""
+        site = _Site(self._sites, [tuple(tensor.shape) for tensor in tensors], self.bucket_bytes, kinds, self.ring.rank, self.ring.size)
         self._sites += 1
         started = [
             tf.numpy_function(functools.partial(self._start, site, number), [tensors[index] for index in members], tf.int32)
@@ -87,8 +89,10 @@ class RingReducer:
                 begun = time.monotonic()
                 try:
                     if self._failure is None:
-                        combine = self.ring.gather if number in site.gathered else self.ring.all_reduce
-                        combine(buffer, site.number, number)
+                        if site.kinds[number] == _ROWS:
+                            self.ring.gather(buffer, site.number, number)
+                        else:
+                            self.ring.all_reduce(buffer, site.number, number, small=site.kinds[number] == _SMALL)
                 except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
                     self._failure = error
                 self.travel_s += time.monotonic() - begun
@@ -111,27 +115,27 @@ class RingReducer:
 class _Site:
     """One call of the reducer in the program: how its tensors are laid out in buckets, and the queues of a round.
 
-    A bucket of tensors whose rows are gathered has a part for each rank, `length / size` long.
+    The tensors of a bucket are of one kind. A bucket whose rows are gathered has a part for each rank, `length / size` long.
     """
 
-    def __init__(self, number: int, shapes: list[tuple], bucket_bytes: int, gathers: Sequence[bool] = (), rank: int = 0, size: int = 1):
+    def __init__(self, number: int, shapes: list[tuple], bucket_bytes: int, kinds: Sequence[str] = (), rank: int = 0, size: int = 1):
         self.number, self.shapes, self.rank, self.size = number, shapes, rank, size
-        gathers = gathers or [False] * len(shapes)
+        kinds = kinds or [_SUM] * len(shapes)
         # The backward pass makes the last variables' gradients first.
         self.buckets: list[list[int]] = []
         self._offsets, self.lengths = {}, []
         for index in reversed(range(len(shapes))):
             elements = math.prod(shapes[index])
             last = self.buckets[-1][0] if self.buckets else None
-            if last is None or gathers[last] != gathers[index] or (self.lengths[-1] + elements) * 4 > bucket_bytes:
+            if last is None or kinds[last] != kinds[index] or (self.lengths[-1] + elements) * 4 > bucket_bytes:
                 self.buckets.append([])
                 self.lengths.append(0)
             self.buckets[-1].append(index)
             self._offsets[index] = self.lengths[-1]
             self.lengths[-1] += -(-elements // _ALIGN) * _ALIGN
-        self.gathered = {number: self.lengths[number] for number, members in enumerate(self.buckets) if gathers[members[0]]}  # bucket -> length of a part
-        self._parts = {index: length for number, length in self.gathered.items() for index in self.buckets[number]}
-        self.lengths = [length * (size if number in self.gathered else 1) for number, length in enumerate(self.lengths)]
+        self.kinds = [kinds[members[0]] for members in self.buckets]
+        self._parts = {index: length for kind, length, members in zip(self.kinds, self.lengths, self.buckets, strict=True) if kind == _ROWS for index in members}
+        self.lengths = [length * (size if kind == _ROWS else 1) for kind, length in zip(self.kinds, self.lengths, strict=True)]
         self.started = [queue.SimpleQueue() for _ in self.buckets]
         self.done: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -154,9 +158,10 @@ class _Site:
 
 
 def suits(tensor: tf.Tensor | tf.IndexedSlices) -> bool:
-    """Whether the reducer takes it: float32 of a static shape; slices of a table of fewer than 2^31 rows."""
-    values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
-    return values.dtype == tf.float32 and values.shape.is_fully_defined()
+    """Whether the reducer takes it: float32 or bfloat16 of a static shape; float32 slices of a table of fewer than 2^31 rows."""
+    sparse = isinstance(tensor, tf.IndexedSlices)
+    values = tensor.values if sparse else tensor
+    return values.dtype in ((tf.float32,) if sparse else (tf.float32, tf.bfloat16)) and values.shape.is_fully_defined()
 
 
 def _on_wire(tensor: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:

@@ -12,6 +12,9 @@ order, and then copied, so all ranks end with the same bits, whether it was sent
 
 Reading in place needs no locks: a chunk changes again only when the sum of which it was a part has come back around the
 ring, and so has been read; and an all-reduce ends only when the right neighbour has said that it has read everything.
+
+With `small`, what is sent is rounded to bfloat16, half the bytes; sums are made in float32, and what is read in place is not
+rounded on its way. The complete sums are, so that all ranks have the same bits whichever way they came.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
+import ml_dtypes
 import numpy as np
 
 from tfdist.runtime.shared_memory import NOT_SHARED, OFFER_BYTES, OthersArrays, SharedArrays
@@ -63,7 +67,7 @@ class Ring:
         for connection in (self.right, self.left):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
-        self._scratch = np.empty(0, np.float32)
+        self._scratch, self._small = np.empty(0, np.float32), np.empty(0, ml_dtypes.bfloat16)
         self.waiting_for: int | None = None  # the rank whose bytes are waited for at the moment
         self._shared = SharedArrays()
         self._others: OthersArrays | None = None
@@ -82,16 +86,21 @@ class Ring:
         """A zeroed float32 [length], on a page boundary, that the right neighbour can read in place if that is possible."""
         return self._shared.empty(length) if self.shares else np.frombuffer(mmap.mmap(-1, max(4 * length, 4)), np.float32, length)
 
-    def all_reduce(self, array: np.ndarray, site: int = 0, bucket: int = 0) -> None:
-        """Sums a contiguous float32 [k] over all ranks, in place. `site` and `bucket` must agree on all ranks."""
+    def all_reduce(self, array: np.ndarray, site: int = 0, bucket: int = 0, small: bool = False) -> None:
+        """Sums a contiguous float32 [k] over all ranks, in place. `site`, `bucket` and `small` must agree on all ranks."""
         chunks, left, serial, theirs = self._meet_with(array, site, bucket)
         longest = max(chunk.size for chunk in chunks)
         if self._scratch.size < longest:
             self._scratch = np.empty(longest, np.float32)
+        if small and self._small.size < longest:
+            self._small = np.empty(longest, ml_dtypes.bfloat16)
         for step in range(self.size - 1):
             index = (self.rank - step - 1) % self.size
-            np.add(chunks[index], self._next(serial, chunks[(self.rank - step) % self.size], left[index], self._scratch[:chunks[index].size]), out=chunks[index])
-        self._hand_around(chunks, left, serial, self.rank + 1)
+            np.add(chunks[index], self._next(serial, chunks[(self.rank - step) % self.size], left[index], self._scratch[:chunks[index].size], small), out=chunks[index])
+        if small:
+            complete = chunks[(self.rank + 1) % self.size]
+            complete[:] = complete.astype(ml_dtypes.bfloat16)
+        self._hand_around(chunks, left, serial, self.rank + 1, small)
         self._part_from(serial, theirs)
 
     def gather(self, array: np.ndarray, site: int = 0, bucket: int = 0) -> None:
@@ -114,11 +123,11 @@ class Ring:
         left = [None] * self.size if their_serial == NOT_SHARED else self._left_chunks(their_serial, their_descriptor, cuts)
         return chunks, left, serial, their_serial
 
-    def _hand_around(self, chunks: list, left: list, serial: int, own: int) -> None:
+    def _hand_around(self, chunks: list, left: list, serial: int, own: int, small: bool = False) -> None:
         """Passes complete chunks on until every rank has all; `own`: the number of the one that this rank has."""
         for step in range(self.size - 1):
             index = (own - 1 - step) % self.size
-            received = self._next(serial, chunks[(own - step) % self.size], left[index], chunks[index])
+            received = self._next(serial, chunks[(own - step) % self.size], left[index], chunks[index], small)
             if received is not chunks[index]:
                 np.copyto(chunks[index], received)
 
@@ -134,9 +143,14 @@ class Ring:
             raise RingError(f"{MARK}lost contact with rank {(self.rank - 1) % self.size} (its memory cannot be read: {error}).") from None
         return [theirs[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
 
-    def _next(self, serial: int, mine: np.ndarray, theirs: np.ndarray | None, into: np.ndarray) -> np.ndarray:
+    def _next(self, serial: int, mine: np.ndarray, theirs: np.ndarray | None, into: np.ndarray, small: bool) -> np.ndarray:
         """Passes chunk `mine` on. Returns the left neighbour's next chunk: `theirs`, read in place, or received `into`."""
-        self._pass_on(_TOKEN if serial else _bytes(mine), _bytes(into) if theirs is None else memoryview(bytearray(1)))
+        if not serial and small:
+            mine = mine.astype(ml_dtypes.bfloat16)
+        received = self._small[:into.size] if small else into
+        self._pass_on(_TOKEN if serial else _bytes(mine), _bytes(received) if theirs is None else memoryview(bytearray(1)))
+        if theirs is None and small:
+            into[:] = received
         return into if theirs is None else theirs
 
     def all_gather(self, data: bytes, name: str, stamp: int = 0) -> list[bytes]:
@@ -216,7 +230,7 @@ class Ring:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(array).cast("B") if array.size else memoryview(b"")
+    return memoryview(array.view(np.uint8)) if array.size else _NOTHING
 
 
 def _connect(host: str, port: int, rank: int, patience: float = 60.0) -> socket.socket:

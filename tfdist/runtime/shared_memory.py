@@ -44,7 +44,7 @@ class SharedArrays:
     def empty(self, length: int) -> np.ndarray:
         """A zeroed float32 [length], on a page boundary. To be kept as long as this object, which knows it by its address."""
         descriptor = os.memfd_create("tfdist-array")
-        os.ftruncate(descriptor, max(4 * length, 1))
+        os.ftruncate(descriptor, max(4 * length, 4))
         array = np.frombuffer(mmap.mmap(descriptor, max(4 * length, 4)), np.float32, length)
         serial = len(self._serials) + 1
         self._serials[array.ctypes.data], self._descriptors[serial] = serial, descriptor

@@ -45,6 +45,7 @@ class StepOptions:
     skip_non_finite: bool = False
     timed: bool = True  # measure compute seconds; TensorFlow refuses to look at the clock where operations must be deterministic
     phase_every: int = 0  # of as many calls one measures the phases of its steps; 0: none
+    small_gradients: bool = False  # they travel as bfloat16
     weighted: bool = True  # False: every weight is known to be 1, which saves a pass over the gradients
 
 
@@ -82,7 +83,7 @@ class TrainStep:
         self.runtime, self.model, self.optimizer, self.objective = runtime, model, optimizer, objective
         self.loss_scale, self.options = loss_scale, options
         self._copies = bool(tf.config.list_logical_devices("GPU"))  # batches, to a device
-        self.update, self.pipeline = update or DataParallel(runtime, model, optimizer, slices=options.plan.accumulation == 1 and not self._copies), pipeline
+        self.update, self.pipeline = update or DataParallel(runtime, model, optimizer, slices=options.plan.accumulation == 1 and not self._copies, small=options.small_gradients), pipeline
         self.seeds = seed_states(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; told to all with the next
         self._calls = 0

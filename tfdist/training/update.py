@@ -55,10 +55,12 @@ class DataParallel:
     `slices`: the gradient of a table of which few rows were looked up stays tf.IndexedSlices on its way to the other
     replicas, and, where the optimizer leaves the other rows as they are, in the update. Not on GPUs, which would add up rows
     that are there several times in another order on every replica.
+    `small`: all other gradients travel as bfloat16.
     """
 
-    def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer, slices: bool = False):
+    def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer, slices: bool = False, small: bool = False):
         self.runtime, self.model, self.optimizer, self.slices = runtime, model, optimizer, slices
+        self.small = small and runtime.replicas > 1
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -78,9 +80,10 @@ class DataParallel:
 
     def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         # The small tensor goes last: it depends on the forward pass alone but must not hold up the first pack.
-        reduced = self.runtime.all_reduce([*kept, tf.concat([sums, signals], 0)])
+        travel = [tf.cast(piece, tf.bfloat16) if self.small and isinstance(piece, tf.Tensor) else piece for piece in kept]
+        reduced = self.runtime.all_reduce([*travel, tf.concat([sums, signals], 0)])
         summed = rows_once if updates_rows(self.optimizer) else tf.convert_to_tensor
-        return [summed(piece) if isinstance(piece, tf.IndexedSlices) else piece for piece in reduced[:-1]], reduced[-1]
+        return [summed(piece) if isinstance(piece, tf.IndexedSlices) else tf.cast(piece, own.dtype) for piece, own in zip(reduced[:-1], kept, strict=True)], reduced[-1]
 
     def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
         return tf.linalg.global_norm(pieces)

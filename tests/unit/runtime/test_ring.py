@@ -4,6 +4,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -80,6 +81,36 @@ def test_arrays_read_in_place_give_the_same_bits(size, shared):
     sent = on_every_rank(size, lambda ring: reduce(ring, False))
     read = on_every_rank(size, lambda ring: reduce(ring, ring.shares or pytest.fail("this system can share memory")), share=True)
     np.testing.assert_array_equal(read, sent)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("count", [0, 1, 1001])
+@pytest.mark.parametrize("shared", [(), range(5), (1, 2)])
+def test_small_sums(size, count, shared):
+    """Half the bytes; the same bits on all ranks, also where some of them read in place; nothing lost but a few roundings."""
+    mine = [data(rank, count).astype(ml_dtypes.bfloat16).astype("float32") for rank in range(size)]
+    whole = sum(array.astype("float64") for array in mine)
+    sent = []
+
+    def reduce(ring):
+        array = ring.empty(count) if ring.rank in shared else np.empty(count, np.float32)
+        pass_on = ring._pass_on
+        ring._pass_on = lambda outgoing, incoming, backwards=False: (sent.append(len(outgoing)), pass_on(outgoing, incoming, backwards))
+        for _ in range(2):
+            array[:] = mine[ring.rank]
+            ring.all_reduce(array, small=True)
+        return array.copy()
+
+    results = on_every_rank(size, reduce, share=bool(shared))
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+    np.testing.assert_array_equal(results[0].astype(ml_dtypes.bfloat16).astype("float32"), results[0])
+    largest = np.abs(np.stack([np.zeros(count), *mine])).sum(0)
+    assert (np.abs(results[0] - whole) <= size * 2.0**-8 * largest).all()
+    if size == 2:
+        np.testing.assert_array_equal(results[0], (mine[0] + mine[1]).astype(ml_dtypes.bfloat16).astype("float32"))
+    if not shared and count > 1000:
+        assert sum(length for length in sent if length > 40) == 2 * 2 * (size - 1) * 2 * count, sorted(set(sent))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -255,8 +286,8 @@ def test_reducer_keeps_results_that_are_still_in_use(bucket_bytes, share):
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [0, 4096, 1 << 30])
-def test_reducer_gathers_rows_of_tables(bucket_bytes, share):
-    """Between tensors that are summed; and twice with the same buffers."""
+def test_reducer_takes_all_kinds(bucket_bytes, share):
+    """Sums, rows of tables, and sums of bfloat16; several times with the same buffers."""
     rows, width = 37, 5
 
     def steps(ring):
@@ -264,15 +295,15 @@ def test_reducer_gathers_rows_of_tables(bucket_bytes, share):
         for turn in range(3):
             random = np.random.default_rng([ring.rank, turn])
             slices = tf.IndexedSlices(tf.constant(random.normal(size=(rows, width)), tf.float32), tf.constant(random.integers(0, 2**31 - 1, rows)), tf.constant([2**31 - 1, width], tf.int64))
-            found.append(reducer([tf.ones([300, 3]) * ring.rank, slices, tf.ones([2])]))
+            found.append(reducer([tf.ones([300, 3]) * ring.rank, slices, tf.ones([300, 2], tf.bfloat16) * (ring.rank + 2), tf.ones([2])]))
         return found
 
     results = on_every_rank(3, steps, share=share)
     for result in results:
-        for turn, (first, slices, last) in enumerate(result):
+        for turn, (first, slices, small, last) in enumerate(result):
             randoms = [np.random.default_rng([rank, turn]) for rank in range(3)]
             values = [random.normal(size=(rows, width)).astype("float32") for random in randoms]
             np.testing.assert_array_equal(slices.values, np.concatenate(values))
             np.testing.assert_array_equal(slices.indices, np.concatenate([random.integers(0, 2**31 - 1, rows) for random in randoms]))
             assert slices.indices.dtype == tf.int64 and slices.dense_shape[0] == 2**31 - 1
-            assert (first.numpy() == 3).all() and (last.numpy() == 3).all()
+            assert (first.numpy() == 3).all() and (last.numpy() == 3).all() and (small.numpy() == 9).all()
