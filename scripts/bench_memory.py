@@ -1,12 +1,14 @@
 """What a worker of a mesh holds, measured: ZeRO 0 to 3 on 2 and 4 workers, GPipe against 1F1B, recomputation.
 
-    python scripts/bench_memory.py [--plot=FILE.png] [--only=TEXT]     about 4 minutes on two cores
+    python scripts/bench_memory.py [--plot=FILE.png] [--only=TEXT]     about 7 minutes on two cores
 
 Every row is a job of its own on this machine, a thread each. Of rank 0, in MB (1e6 bytes):
 
     held        parameters + gradients kept between micro-batches + optimizer, counted from its variables and its graph
     allocated   the most that TensorFlow's allocator had given out at once in a step, beyond what was there before the model
-    resident    the most that the process had in memory in a step (VmHWM, reset before it), beyond what it had before the model
+    resident    the most that the process had in memory in a step (VmHWM, reset before it), beyond what it had before the model,
+                less `program`
+    program     the same of a twin of the job with tensors of next to no size: traced graphs, and what TensorFlow keeps for them
     formula     of what is held: zero.py's table. Of the peak: planner/memory.py
 
 glibc is told to give large blocks back at once (MALLOC_MMAP_THRESHOLD_), otherwise it keeps what an earlier step needed.
@@ -32,6 +34,9 @@ PIPED = {**TEXT, "model_args": "layers=6,width=128,heads=4", "global_batch": 32,
 DEEP = {**TEXT, "model_args": "layers=12,width=128,heads=4", "global_batch": 8}
 
 
+SHORT = {"sequence_length": 4}
+
+
 class Row(NamedTuple):
     """One job."""
 
@@ -39,12 +44,13 @@ class Row(NamedTuple):
     name: str
     workers: int
     options: dict
+    twin: dict  # what makes its tensors small
 
 
 ROWS = [
-    *(Row("zero", f"ZeRO-{stage} on {workers}", workers, WIDE | {"strategy": "mesh", "zero": stage}) for workers in (2, 4) for stage in range(4)),
-    *(Row("pipe", f"{schedule} on 4, 8 micro-batches", 4, PIPED | {"strategy": "mesh", "mesh": "pipe=4", "pipe_schedule": schedule}) for schedule in ("gpipe", "1f1b")),
-    *(Row("recompute", f"recompute={kind}", 1, DEEP | {"strategy": "mesh", "recompute": kind}) for kind in ("none", "attention", "block")),
+    *(Row("zero", f"ZeRO-{stage} on {workers}", workers, WIDE | {"strategy": "mesh", "zero": stage}, {"model_args": "widths=(16,16,16,16,16)"}) for workers in (2, 4) for stage in range(4)),
+    *(Row("pipe", f"{schedule} on 4, 8 micro-batches", 4, PIPED | {"strategy": "mesh", "mesh": "pipe=4", "pipe_schedule": schedule}, SHORT | {"model_args": "layers=6,width=8,heads=4"}) for schedule in ("gpipe", "1f1b")),
+    *(Row("recompute", f"recompute={kind}", 1, DEEP | {"strategy": "mesh", "recompute": kind}, SHORT | {"model_args": "layers=12,width=8,heads=4"}) for kind in ("none", "attention", "block")),
 ]
 
 
@@ -53,23 +59,26 @@ def main() -> None:
     parser.add_argument("--plot", default="", metavar="FILE.png")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose kind (zero, pipe, recompute) or name contains this")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--twin", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
-        measure(ROWS[arguments.child])
+        row = ROWS[arguments.child]
+        measure(row._replace(options=row.options | row.twin) if arguments.twin else row)
         return
-    print(f"{'MB of rank 0':>28}{'held':>9}{'formula':>9}{'allocated':>11}{'resident':>10}{'formula':>9}", flush=True)
+    print(f"{'MB of rank 0':>28}{'held':>9}{'formula':>9}{'allocated':>11}{'resident':>10}{'formula':>9}{'program':>9}", flush=True)
     found = {}
     for number, row in enumerate(ROWS):
         if arguments.only in f"{row.kind} {row.name}":
-            found[row.name] = run(number, row)
-            numbers = found[row.name]
-            print(f"{row.name:>28}{sum(numbers['held']) / 1e6:9.1f}{sum(numbers['held_formula']) / 1e6:9.1f}{numbers['allocated'] / 1e6:11.1f}{numbers['resident'] / 1e6:10.1f}{numbers['peak_formula'] / 1e6:9.1f}"
+            program = run(number, row, twin=True)["resident"]
+            numbers = found[row.name] = run(number, row)
+            numbers["resident"] -= program
+            print(f"{row.name:>28}{sum(numbers['held']) / 1e6:9.1f}{sum(numbers['held_formula']) / 1e6:9.1f}{numbers['allocated'] / 1e6:11.1f}{numbers['resident'] / 1e6:10.1f}{numbers['peak_formula'] / 1e6:9.1f}{program / 1e6:9.1f}"
                   + (f"   micro-batches held: {numbers['live']}" if numbers["live"] else ""), flush=True)
     if arguments.plot:
         draw(found, Path(arguments.plot))
 
 
-def run(number: int, row: Row) -> dict:
+def run(number: int, row: Row, twin: bool = False) -> dict:
     """What rank 0 of a row's job measured."""
     from tfdist.control.launcher import LocalJob
 
@@ -77,7 +86,7 @@ def run(number: int, row: Row) -> dict:
     environment = {**os.environ, "PYTHONPATH": ROOT, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3", "MALLOC_MMAP_THRESHOLD_": "65536",
                    "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
     with TemporaryDirectory() as folder:
-        job = LocalJob([sys.executable, __file__, f"--child={number}"], row.workers, Path(folder), pin=False, output=output, environment=environment)
+        job = LocalJob([sys.executable, __file__, f"--child={number}", *(["--twin"] if twin else [])], row.workers, Path(folder), pin=False, output=output, environment=environment)
         job.start()
         result = job.wait()
     if result.code:

@@ -40,6 +40,22 @@ def reference(folder):
     return of
 
 
+@pytest.fixture(scope="module")
+def spread(folder):
+    """(workers, names of rows) -> row -> what a mesh of as many workers makes of it."""
+
+    def of(workers, names):
+        missing = [name for name in names if not (folder / "mesh" / f"{name}.npz").exists()]
+        if missing:
+            job = LocalJob([sys.executable, "-m", "tests.parity.mesh_worker", str(folder), "mesh", ",".join(missing)], workers, folder / f"logs-{missing[0]}", pin=False, environment=ENVIRONMENT)
+            job.start()
+            ended = job.wait()
+            assert ended.code == 0, ended.cause
+        return {name: dict(np.load(folder / "mesh" / f"{name}.npz")) for name in names}
+
+    return of
+
+
 # Of each kind one; the other rows are thorough.
 CORE = ("zero1_2_sgd", "zero2_2_adamw", "zero3_2_adamw", "model2", "pipe2_interleaved", "pipe2_cut", "expert2", "model2_sequence", "zero3_3_adamw",
         *(f"zero{stage}_2_memory" for stage in range(4)))
@@ -48,15 +64,11 @@ RUNS = [(workers, [name for name, row in ROWS.items() if row.workers == workers 
 
 @pytest.mark.parametrize("workers, names", [pytest.param(workers, names, id=f"{workers} workers, {'core' if core else 'the others'}", marks=[] if core else [pytest.mark.thorough])
                                             for workers, names, core in RUNS if names])
-def test_parity(workers, names, folder, reference):
-    references = reference([*names, *CORE])
-    job = LocalJob([sys.executable, "-m", "tests.parity.mesh_worker", str(folder), "mesh", ",".join(names)], workers, folder / f"logs-{workers}", pin=False, environment=ENVIRONMENT)
-    job.start()
-    ended = job.wait()
-    assert ended.code == 0, ended.cause
+def test_parity(workers, names, spread, reference):
+    references, results = reference([*names, *CORE]), spread(workers, names)
     problems = []
     for name in (name for name in names if not name.endswith("memory")):
-        expected, found = references[job_of(name)], dict(np.load(folder / "mesh" / f"{name}.npz"))
+        expected, found = references[job_of(name)], results[name]
         assert found.keys() == expected.keys(), name
         bound = FLOAT16_BOUND if "float16" in name else BOUND
         for key, value in expected.items():
@@ -69,8 +81,9 @@ def test_parity(workers, names, folder, reference):
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_memory_is_as_the_formulas_say(workers, folder, reference):
-    """zero.py's table, for AdamW (two slots) at 2 and 4 workers; `reference` and the parity tests have made the files."""
+def test_memory_is_as_the_formulas_say(workers, spread, reference):
+    """zero.py's table, for AdamW (two slots) at 2 and 4 workers."""
+    results = spread(workers, [f"zero{stage}_{workers}_memory" for stage in range(4)])
     whole = reference(["zero0_2_memory"])["zero0_2_memory"]["held"]
     parameters = whole[0]
     assert list(whole) == [parameters, parameters, 2 * parameters + 8]
@@ -78,14 +91,14 @@ def test_memory_is_as_the_formulas_say(workers, folder, reference):
         part = parameters / workers
         expected = {0: [parameters, parameters, 2 * parameters], 1: [parameters, parameters, 3 * part],
                     2: [parameters, part, 3 * part], 3: [part, part, 2 * part]}[stage]
-        held = np.load(folder / "mesh" / f"zero{stage}_{workers}_memory.npz")["held"]
-        np.testing.assert_allclose(held, expected, rtol=0.1, err_msg=f"stage {stage}, {workers} workers")
+        np.testing.assert_allclose(results[f"zero{stage}_{workers}_memory"]["held"], expected, rtol=0.1, err_msg=f"stage {stage}, {workers} workers")
 
 
 @pytest.mark.thorough
-def test_1f1b_needs_less_memory_than_gpipe(folder, reference):
+def test_1f1b_needs_less_memory_than_gpipe(spread):
     """8 micro-batches, of which the first of two stages holds 8 with gpipe, and 2 with 1f1b."""
-    peaks = {name: int(np.load(folder / "mesh" / f"pipe2_{name}_peak.npz")["peak"]) for name in ("gpipe", "1f1b")}
+    results = spread(2, ["pipe2_gpipe_peak", "pipe2_1f1b_peak"])
+    peaks = {name: int(results[f"pipe2_{name}_peak"]["peak"]) for name in ("gpipe", "1f1b")}
     print(peaks)
     assert peaks["1f1b"] < 0.6 * peaks["gpipe"]
 

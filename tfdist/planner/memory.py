@@ -111,7 +111,8 @@ def _stage_memory(parts: Sequence[Part], stage: int, config: Config, layout: Lay
     constants = 4.0 * sum(part.repeat * part.constants for part in parts)
     held, working = saved_bytes(parts, layout, stage)
     packs = min(2 * config.strategy.pack_mb * 2**20, 2 * states.gradients) if layout.replicas > 1 else 0.0  # one is filled while another travels
-    gathered = 2 * recipe.parameter * max((layout.elements(part) for part in parts), default=0) if layout.zero >= 3 else 0.0
+    # Of stage 3: the layer in use, the one on its way, and what has come of it, in the order in which it travels.
+    gathered = 3 * recipe.parameter * max((layout.elements(part) for part in parts), default=0) if layout.zero >= 3 else 0.0
     accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
     largest = max((elements / layout.divisor(axis) for part in parts for axis, elements in part.largest_weights.items()), default=0)
     updating = states.gradients + accumulated + _UPDATE_TENSORS * recipe.slot * largest / (layout.replicas if layout.zero else 1)
@@ -151,7 +152,8 @@ def _backward_peak(parts: Sequence[Part], held: Sequence[float], working: float,
             times = 1 if first else part.repeat - 1
             released = 0.0 if first else bytes_held * (part.repeat - 1) / part.repeat
             grown += recipe.gradient * layout.elements(part) * times
-            shown = min(grown, gradients + recipe.gradient * layout.elements(part)) if layout.zero >= 2 else grown
+            # A layer's whole gradient, and a copy in the order in which its shards travel, are there until these are.
+            shown = min(grown, gradients + 2 * recipe.gradient * layout.elements(part)) if layout.zero >= 2 else grown
             peak = max(peak, left - released + shown + own + fixed)
         left -= bytes_held
     return peak

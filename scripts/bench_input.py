@@ -1,0 +1,98 @@
+"""How fast the input pipeline delivers what a model consumes, side by side in one process on one core.
+
+    python scripts/bench_input.py [--repeats=5] [--only=cnn,digits]       about 2 minutes on an idle core
+
+For each workload of bench_peers.py, and for digits from its source: batches a second that the pipeline hands over if nobody
+computes, and steps a second that training makes, in turns. The ratio says how far reading is from being the limit; the
+pipeline's work also takes its share of a core that computes, which the last column shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+WORKLOADS = {
+    "digits, mlp": ["--source=digits", "--model=mlp", "--global_batch=64", "--optimizer=momentum"],
+    "digits, cnn": ["--source=digits", "--model=cnn", "--global_batch=64"],
+    **{name: [f"--source_args=workload={name}", "--source=tfdist_job:source", "--model=tfdist_job:model", f"--model_args=workload={name}", "--objective=classification"]
+       for name in ("cnn", "resnet", "embedding", "transformer10m")},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="parts of names of workloads, separated by commas")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(measure(arguments.child, arguments.repeats)))
+        return
+    parts = [part for part in arguments.only.split(",") if part]
+    print("| workload | batch | pipeline alone, batches/s | training, steps/s | pipeline / training | reading takes of a step |\n|---|---|---|---|---|---|")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3",
+                   "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE / "peers")])}
+    core = {min(os.sched_getaffinity(0))}
+    for name in WORKLOADS:
+        if parts and not any(part in name for part in parts):
+            continue
+        done = subprocess.run([sys.executable, __file__, f"--child={name}", f"--repeats={arguments.repeats}"], env=environment, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=lambda: os.sched_setaffinity(0, core))
+        found = json.loads(done.stdout.splitlines()[-1])
+        alone, training = statistics.median(found["alone"]), statistics.median(found["training"])
+        print(f"| {name} | {found['batch']} | {alone:.0f} ({min(found['alone']):.0f} to {max(found['alone']):.0f}) | {training:.1f} ({min(found['training']):.1f} to {max(found['training']):.1f}) "
+              f"| {alone / training:.0f} | {training / alone:.1%} |", flush=True)
+
+
+def measure(name: str, repeats: int) -> dict:
+    """Batches a second of the pipeline and steps a second of training, in turns."""
+    import tensorflow as tf
+
+    from tfdist import build
+    from tfdist.control.cluster import Cluster
+    from tfdist.flags import parse
+
+    own = WORKLOADS[name]
+    if "tfdist_job" in " ".join(own):
+        from workloads import WORKLOADS as OF_PEERS
+
+        workload = OF_PEERS[name]
+        own = [*own, f"--global_batch={workload.batch}", f"--optimizer={workload.optimizer}"]
+    config = parse([*own, "--strategy=one_device", "--accumulation=1", "--steps=1000000", "--run_dir=unused"]).config
+    job = build.compose(config, build.start_runtime(config, Cluster()))
+    found: dict = {"batch": config.batch.global_batch, "alone": [], "training": []}
+    trains, reads = job.iterators(0), job.iterators(0)[0]
+    steps = batches = 4
+
+    @tf.function
+    def read(n: tf.Tensor) -> None:  # as the step does: in a graph
+        for _ in tf.range(n):
+            next(reads)
+
+    read(tf.constant(1))
+    for repeat in range(repeats + 1):
+        begun = time.perf_counter()
+        read(tf.constant(batches))
+        middle = time.perf_counter()
+        job.step(trains, steps)
+        ended = time.perf_counter()
+        if repeat:
+            found["alone"].append(batches / (middle - begun))
+            found["training"].append(steps / (ended - middle))
+        else:  # the first turn traces; the others take about a second each
+            batches = max(4, int(batches / (middle - begun)))
+            begun = time.perf_counter()
+            job.step(trains, steps)
+            steps = max(2, int(steps / (time.perf_counter() - begun)))
+    return found
+
+
+if __name__ == "__main__":
+    main()
