@@ -86,6 +86,7 @@ class ParallelConfig:
     offload: str = option("none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer"))
     recompute: str = option("none", "Activations that are computed again in the backward pass instead of kept.", choices=("none", "block", "attention"))
     compression: str = option("none", "How gradients travel between workers: all on a mesh, bf16 also on multi_worker, mirrored and sockets. int8, topk and powersgd carry their error to the next step.", choices=("none", "fp16", "bf16", "int8", "topk", "powersgd"), identity=True)
+    compression_after: int = option(1000, "With --compression=topk or powersgd: steps at the beginning in which gradients travel whole.", identity=True, least=0)
     all_reduce: str = option("flat", "How the sum over workers of a mesh is made. hierarchical: within each host first, then across hosts.", choices=("flat", "hierarchical"))
     workers_per_host: int = option(0, "With --all_reduce=hierarchical: so many consecutive workers count as one host. 0: hosts are told by the workers' addresses.", least=0)
 

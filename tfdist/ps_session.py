@@ -80,7 +80,7 @@ class ServerSession(Session):
         parts = Parts(
             step=self.job.step, iterators=[],
             rhythm=Rhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, save_at_evaluation=bool(checkpoint.keep_best)),
-            global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, learning_rate=recovery.learning_rate,
+            global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, told=lambda: {"train/learning_rate": recovery.learning_rate()},
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
             save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self.guard.watchdog.section)
         servers = Servers(self.step, self.runtime.call, self.runtime.news, self.runtime.workers, self.config.servers.backup_workers, loop.on_nan == "skip")

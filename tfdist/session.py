@@ -133,7 +133,7 @@ class Session:
             iterators=self.job.iterators(recovery.position(self.first_step)) if self.first_step < self.config.run.steps else [],
             rhythm=TracedRhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
                                 traced=parse_profile_steps(self.config.telemetry.profile_steps)),
-            global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, learning_rate=recovery.learning_rate,
+            global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, told=lambda: {"train/learning_rate": recovery.learning_rate(), **self.job.step.update.figures()},
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
             save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self._section,
             rollback=self._rollback if loop.on_nan == "rollback" else None,

@@ -1,6 +1,6 @@
 """Trains with every compression, for tests/multi/test_compression.py: one process of two.
 
-    python -m tests.multi.compression digits|text STEPS      prints {"kind": [final loss, bytes sent, bytes on the wire]}
+    python -m tests.multi.compression digits|text      prints {"kind": [final loss, bytes sent, bytes on the wire]}
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 import sys
 
 JOBS = {
-    "digits": {"source": "digits", "model": "mlp", "model_args": "widths=(128, 128)", "global_batch": 64, "optimizer": "momentum", "learning_rate": 0.02, "schedule": "cosine"},
+    "digits": {"source": "digits", "model": "mlp", "model_args": "widths=(128, 128)", "global_batch": 64, "optimizer": "momentum", "learning_rate": 0.02, "schedule": "cosine", "steps": 200, "compression_after": 40},
     "text": {"source": "text", "source_args": "max_bytes=400000", "sequence_length": 32, "model": "transformer", "model_args": "layers=1,width=64,heads=2", "objective": "next_token",
-             "global_batch": 32, "optimizer": "adamw", "learning_rate": 2e-3, "schedule": "cosine"},
+             "global_batch": 32, "optimizer": "adamw", "learning_rate": 2e-3, "schedule": "cosine", "steps": 300, "compression_after": 100},
 }
 KINDS = ("none", "fp16", "bf16", "int8", "topk", "powersgd", "topk without feedback")
 
 
-def main(name: str, steps: int) -> None:
+def main(name: str) -> None:
     import keras
 
     from tfdist import build
@@ -25,18 +25,26 @@ def main(name: str, steps: int) -> None:
     from tfdist.control.cluster import resolve_cluster
     from tfdist.training.parallel.compression import Compression
 
-    base = Config().replace(steps=steps, strategy="mesh", communication="ring", collective_timeout=60.0, accumulation=1, **JOBS[name])
+    base = Config().replace(strategy="mesh", communication="ring", collective_timeout=60.0, accumulation=1, **JOBS[name])
     runtime = build.start_runtime(base, resolve_cluster(os.environ))
-    found = {}
-    for kind in KINDS:
+
+    def make(kind: str, after: int):
         keras.backend.clear_session()
-        job = build.compose(base.replace(compression=kind.partition(" ")[0]), runtime)
+        job = build.compose(base.replace(compression=kind.partition(" ")[0], compression_after=after), runtime)
         update = job.step.update
         if kind.endswith("without feedback"):
-            update.compression = Compression("topk", update.trainable, update.replicas, feedback=False)
-        iterators = job.iterators(0)
+            update.compression = Compression("topk", update.trainable, update.replicas, after, feedback=False)
+        return job, job.iterators(0)
+
+    found, steps = {}, base.run.steps
+    for kind in KINDS:
+        job, iterators = make(kind, base.parallel.compression_after)
         job.step(iterators, steps - steps // 10)
         loss = job.step(iterators, steps // 10).means["loss"]
+        if kind in ("topk", "powersgd"):  # what has been traced has both ways to travel: look at one that has only its own
+            job, iterators = make(kind, 0)
+            job.step(iterators, 1)
+        update = job.step.update
         wire = sum(operation.inputs[0].shape.num_elements() * operation.inputs[0].dtype.size for operation in operations(job.step._function)
                    if "_of_ranks_" in operation.name and operation.type.startswith("Collective"))
         sent = update.compression.bytes() if update.compression else sum(4 * variable.shape.num_elements() for variable in update.sources())
@@ -55,4 +63,4 @@ def operations(function):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])

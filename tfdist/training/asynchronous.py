@@ -158,7 +158,7 @@ class Trainer:
 
     def _log(self, step: int) -> None:
         self.step.parameters.optimizer.iterations.assign(step)  # the chief's: for the learning rate that is told
-        event = self.interval.event(step, self.parts.learning_rate())
+        event = self.interval.event(step, self.parts.told())
         self.parts.observer(Event("train", step, {**event.values, **self.recent.values()}))
         self.staleness.merge(self.recent)
         self.recent = Staleness()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -50,16 +50,17 @@ class Interval:
         """Seconds per step that each worker computed, means over the calls; [] if not known yet."""
         return np.mean(self.compute_s, axis=0).tolist() if self.compute_s else []
 
-    def events(self, step: int, learning_rate: float) -> list[Event]:
+    def events(self, step: int, told: Mapping[str, float]) -> list[Event]:
         """What there is to tell at a log line, the "train" event last. A collective if a call was sampled."""
         watched = self.watch.events(step, self.compute_by_rank()) if self.watch else []
-        return [*watched, self.event(step, learning_rate)]
+        return [*watched, self.event(step, told)]
 
-    def event(self, step: int, learning_rate: float) -> Event:
+    def event(self, step: int, told: Mapping[str, float]) -> Event:
+        """`told`: further values."""
         seconds = max(self.clock.seconds - self.seconds, 1e-9)
         values = {f"train/{name}": total / self.weight if self.weight else math.nan for name, total in self.sums.items()}
         values |= {
-            "train/learning_rate": learning_rate,
+            **told,
             "train/gradient_norm": self.last.gradient_norm,
             "train/loss_scale": self.last.loss_scale,
             "train/skipped_steps": self.skipped,

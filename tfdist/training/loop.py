@@ -69,7 +69,7 @@ class Parts:
     position: Callable[[int], int]  # step -> samples consumed
     clock: Clock
     observer: Observer
-    learning_rate: Callable[[], float]
+    told: Callable[[], dict[str, float]]  # further values of a train event, such as the learning rate
     evaluate: Callable[[], dict[str, float]] | None  # on all workers
     save: Callable[[int], None]  # on all workers; takes the step
     backup: Callable[[int], None]  # the same, for the short-lived backup
@@ -120,7 +120,7 @@ def train(parts: Parts, step: int) -> Ending:
             continue
         interval.add(out, n)
         if rhythm.due(rhythm.log_every, before, step) or step == rhythm.target:
-            for event in interval.events(step, parts.learning_rate()):
+            for event in interval.events(step, parts.told()):
                 parts.observer(event)
         if first:
             # Tracing left a large heap that lives as long as the run: never scan it again.

@@ -45,6 +45,9 @@ class Update(Protocol):
     def weight_norm(self) -> tf.Tensor:
         """float32 []: the global norm of the weights, the same on every worker."""
 
+    def figures(self) -> dict[str, float]:
+        """Between steps: what it has to tell at a log line."""
+
     def averaged(self) -> AbstractContextManager:
         """Within it, the weights are their moving averages, if there are any. Every worker must enter it."""
 
@@ -93,6 +96,10 @@ class DataParallel:
 
     def weight_norm(self) -> tf.Tensor:
         return tf.linalg.global_norm(self.sources())
+
+    def figures(self) -> dict[str, float]:
+        whole = 4.0 * sum(variable.shape.num_elements() for variable in self.sources())
+        return {"compression/sent_bytes": whole / 2, "compression/whole_bytes": whole} if self.small else {}
 
     def averaged(self) -> AbstractContextManager:
         averages = ema_variables(self.optimizer)

@@ -22,7 +22,7 @@ def test_pauses_are_told_once_and_take_no_time_from_the_speed():
                 now[0] += seconds
         fields = dict.fromkeys(StepOutput._fields, 0) | {"step": step, "sums": {"loss": 4.0}, "weight": 2.0, "compute_s": np.zeros(1), "call": None}
         interval.add(StepOutput(**fields), 4)
-        return interval.event(step, 0.1).values
+        return interval.event(step, {"train/learning_rate": 0.1}).values
 
     first, second, third = event(4, 2.0, evaluation=5.0, saving=1.0), event(8, 4.0), event(12, 2.0, saving=0.5)
     assert [values["perf/steps_per_s"] for values in (first, second, third)] == pytest.approx([2.0, 1.0, 2.0])

@@ -58,7 +58,7 @@ def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optim
     if parallel.zero:
         update = sharded_update(runtime, model, optimizer, parallel.zero, on_host=parallel.offload == "optimizer", **options)
     else:
-        update = MeshUpdate(runtime, model, optimizer, compression=parallel.compression, **options)
+        update = MeshUpdate(runtime, model, optimizer, compression=parallel.compression, compression_after=parallel.compression_after, **options)
     pipeline = None
     if pieces:
         schedule = make_schedule(parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, parallel.pipe_chunks)

@@ -3,7 +3,7 @@
     --compression   a tensor of n float32 (4 n bytes) travels as          error
     fp16, bf16      2 n bytes, summed in that type                        rounding; not carried
     int8            n bytes and a scale per tensor                        carried
-    topk            8 bytes for each of the n / 10 largest                carried
+    topk            2 bytes for each of the n / 5 largest, n bits         carried
     powersgd        4 r (rows + columns) bytes, rank r = 8                carried
 
 Carried (error feedback, Karimireddy et al. 2019, arXiv:1901.09847): what a worker could not send is kept and added to its
@@ -11,11 +11,16 @@ next gradient, so that nothing is lost, only late. Top-k sparsification: Aji and
 Vogels et al. 2019, arXiv:1905.13727: the gradient as a matrix M is replaced by P Q^T, one step of power iteration from
 the Q of the step before. Vectors (biases, norms) travel whole under topk and powersgd: they are few, and matter.
 
-What is late does harm where the optimizer divides by what it saw: final losses of 2 workers, against 0.1264 and 2.553 whole:
+What is late does harm while weights change fast, most of all where the optimizer divides by what it saw. So topk and powersgd
+begin after --compression_after steps (PyTorch's hook for PowerSGD has 1000, too); until then gradients travel whole. Final
+losses of 2 workers (tests/multi/compression.py), begun after 40 and 100 steps:
 
-                                       fp16     bf16     int8     topk     without feedback   powersgd
-    digits, momentum, 200 steps        0.1264   0.1265   0.1263   0.1284   0.1837             0.1266
-    text, adamw, 150 steps             2.553    2.553    2.556    2.852    2.744              2.712
+                                       whole    fp16     bf16     int8     topk     without feedback   powersgd
+    digits, momentum, 200 steps        0.1264   0.1264   0.1265   0.1263   0.1268   0.1376             0.1265
+    text, adamw, 300 steps             2.2313   2.2313   2.2313   2.2285   2.2451   2.2728             2.2439
+
+Begun at once, with 4 + 4 bytes for each of the n / 10 largest, topk ended at 0.1284 and 2.507, powersgd at 0.1266 and 2.328;
+a higher learning rate made that worse, not better.
 
 float16 has no range to spare: the sum is divided before, and multiplied after, by the number of workers.
 """
@@ -31,7 +36,7 @@ import tensorflow as tf
 
 from tfdist.runtime.collectives import Group
 
-TOPK_PART = 0.1
+TOPK_PART = 0.2
 POWERSGD_RANK = 8
 _LEAST = 1024  # tensors of fewer elements travel whole under topk and powersgd
 
@@ -42,11 +47,12 @@ class Compression:
     Args:
       kind: a choice of --compression but none.
       variables: of the model; the tensors of a call have their shapes and order.
+      after: steps in which topk and powersgd leave gradients whole.
       feedback: False drops the error instead of carrying it on (for comparison only).
     """
 
-    def __init__(self, kind: str, variables: Sequence[keras.Variable], group: Group, feedback: bool = True):
-        self.kind, self.group = kind, group
+    def __init__(self, kind: str, variables: Sequence[keras.Variable], group: Group, after: int = 0, feedback: bool = True):
+        self.kind, self.group, self.after = kind, group, after if kind in ("topk", "powersgd") else 0
         self.shapes = [tuple(variable.shape) for variable in variables]
         self.carries = feedback and kind in ("int8", "topk", "powersgd")
         self.variables: dict[str, tf.Variable] = {}
@@ -65,8 +71,14 @@ class Compression:
         for shape in self.shapes:
             n = math.prod(shape)
             rows, columns = _matrix(shape)
-            total += 4 * n if self._whole(shape) else {"fp16": 2 * n, "bf16": 2 * n, "int8": n + 4, "topk": 8 * _kept(n), "powersgd": 4 * POWERSGD_RANK * (rows + columns)}[self.kind]
+            total += 4 * n if self._whole(shape) else {"fp16": 2 * n, "bf16": 2 * n, "int8": n + 4, "topk": 2 * _kept(n) + 4 * _words(n), "powersgd": 4 * POWERSGD_RANK * (rows + columns)}[self.kind]
         return total
+
+    def figures(self) -> dict[str, float]:
+        """For the log: bytes that a worker sends in a step, of how many, and the norm of what this one still carries."""
+        found = {"compression/sent_bytes": float(self.bytes()), "compression/whole_bytes": 4.0 * sum(map(math.prod, self.shapes))}
+        errors = [variable.value() for name, variable in self.variables.items() if "error" in name]
+        return found | ({"compression/carried_norm": float(tf.linalg.global_norm(errors))} if errors else {})
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The sum of each float32 tensor over the group, about. Every worker gets the same bits."""
@@ -106,10 +118,13 @@ class Compression:
         flat = tf.reshape(tensor, [-1])
         n = flat.shape[0]
         _, places = tf.math.top_k(tf.abs(flat), _kept(n), sorted=False)
-        values = tf.gather(flat, places)
-        every_place, every_value = self.group.all_gather(places), self.group.all_gather(values)
-        total = tf.scatter_nd(every_place[:, tf.newaxis], every_value, [n])
-        sent = tf.scatter_nd(places[:, tf.newaxis], values, [n])
+        places = tf.sort(places)  # as a mask gives them back
+        values = tf.cast(tf.gather(flat, places), tf.bfloat16)
+        mask = tf.tensor_scatter_nd_update(tf.zeros([32 * _words(n)], tf.bool), places[:, tf.newaxis], tf.ones_like(places, tf.bool))
+        masks = _from_bits(tf.reshape(self.group.all_gather(_as_bits(mask)), [self.group.size, -1]))
+        every_place = tf.ensure_shape(tf.where(masks)[:, 1], [self.group.size * _kept(n)])  # member by member, as the values come
+        total = tf.scatter_nd(every_place[:, tf.newaxis], tf.cast(self.group.all_gather(values), tf.float32), [n])
+        sent = tf.scatter_nd(places[:, tf.newaxis], tf.cast(values, tf.float32), [n])
         return tf.reshape(total, tensor.shape), tf.reshape(sent, tensor.shape)
 
     def _powersgd(self, index: int, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -124,6 +139,22 @@ class Compression:
 
 def _kept(n: int) -> int:
     return max(1, round(n * TOPK_PART))
+
+
+def _words(n: int) -> int:
+    """32-bit words of a mask of n bits."""
+    return -(-n // 32)
+
+
+def _as_bits(mask: tf.Tensor) -> tf.Tensor:
+    """bool [32 w] -> int32 [w]"""
+    return tf.reduce_sum(tf.bitwise.left_shift(tf.cast(tf.reshape(mask, [-1, 32]), tf.int32), tf.range(32)), 1)
+
+
+def _from_bits(words: tf.Tensor) -> tf.Tensor:
+    """int32 [m, w] -> bool [m, 32 w]"""
+    bits = tf.bitwise.bitwise_and(tf.bitwise.right_shift(words[..., tf.newaxis], tf.range(32)), 1)
+    return tf.reshape(bits > 0, [words.shape[0], -1])
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

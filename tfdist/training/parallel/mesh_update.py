@@ -33,7 +33,7 @@ class MeshUpdate(DataParallel):
         are the same on all ranks of these axes.
       summed_over_model: ids of variables whose gradient is another on each rank of `model`, and their sum wanted (sequence.py).
       pack_bytes: gradients travel in packs of about this size. 0: each on its own.
-      compression: how they travel (compression.py).
+      compression: how they travel (compression.py), once compression_after steps have been made.
       summed_over: makes of a group what sums large tensors over it; None: the group itself (runtime/hierarchical.py).
     """
 
@@ -41,7 +41,7 @@ class MeshUpdate(DataParallel):
 
     def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: Mapping[int, str] | None = None, pack_bytes: int = 2**20,
                  summed_over_model: frozenset[int] = frozenset(),
-                 compression: str = "none", stages: Mapping[int, tuple[int, ...]] | None = None, summed_over: Callable[[Group], Any] | None = None):
+                 compression: str = "none", compression_after: int = 0, stages: Mapping[int, tuple[int, ...]] | None = None, summed_over: Callable[[Group], Any] | None = None):
         super().__init__(runtime, model, optimizer)
         self.all = list(model.trainable_variables)
         self.stages = stages or {id(variable): (0,) for variable in self.all}
@@ -55,7 +55,7 @@ class MeshUpdate(DataParallel):
         self._sums = {group: summed_over(group) if summed_over else group for group in dict.fromkeys(self.groups)}
         self.packs = self._pack(pack_bytes // 4)
         self._copies = [self._count_copies(variable, parts.get(id(variable)), axes) for variable, axes in zip(self.trainable, sums, strict=True)]
-        self.compression = None if compression == "none" else Compression(compression, self.trainable, self.replicas)
+        self.compression = None if compression == "none" else Compression(compression, self.trainable, self.replicas, compression_after)
         self.build()
 
     def _pack(self, most: int) -> list[list[int]]:
@@ -74,6 +74,9 @@ class MeshUpdate(DataParallel):
     @property
     def variables(self) -> dict[str, tf.Variable]:
         return self.compression.variables if self.compression else {}
+
+    def figures(self) -> dict[str, float]:
+        return self.compression.figures() if self.compression else {}
 
     def build(self) -> None:
         """Makes the shards, if any, and the optimizer's slots."""
@@ -119,8 +122,13 @@ class MeshUpdate(DataParallel):
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         """The pieces of the sum over replicas."""
-        if self.compression:
+        if not self.compression:
+            return self._summed_whole(kept)
+        if not self.compression.after:
             return self.compression(kept)
+        return tf.cond(self.optimizer.iterations < self.compression.after, lambda: self._summed_whole(kept), lambda: self.compression(kept))
+
+    def _summed_whole(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         pieces: list = [None] * len(kept)
         for pack in self.packs:
             total = self._sums[self.groups[pack[0]]].all_reduce(tf.concat([tf.reshape(kept[index], [-1]) for index in pack], 0))
