@@ -23,6 +23,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.data import augment, pipeline
 from tfdist.data.sources.base import Split
 from tfdist.data.sources.registry import load_split
+from tfdist.models.fused import fuse_batch_norm
 from tfdist.models.lookup import read_rows
 from tfdist.models.registry import build_model
 from tfdist.planner import startup
@@ -112,6 +113,8 @@ def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job
     else:
         spread = None
         read_rows(model)
+        if runtime.replicas == 1 or not config.model.sync_batchnorm:
+            fuse_batch_norm(model)
         with runtime.scope():
             optimizer.build(model.trainable_variables)
         if config.parallel.recompute != "none":
