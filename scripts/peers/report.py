@@ -135,11 +135,11 @@ def _plot(summaries: dict, path: Path) -> None:
         ordered = sorted(rows.items(), key=lambda row: max(figures["rate"] for figures in row[1].values()))
         for offset, mode, shade in ((0.2, "1", "tab:gray"), (-0.2, "2", "tab:blue")):
             shown = [(index, modes[mode], engine) for index, (engine, modes) in enumerate(ordered) if mode in modes]
-            colors = ["tab:orange" if mode == "2" and engine.startswith("tfdist") else shade for *_, engine in shown]
+            colors = ["navajowhite" if ENGINES[engine].apart else "tab:orange" if mode == "2" and engine.startswith("tfdist") else shade for *_, engine in shown]
             errors = [[figures["rate"] - figures["least"] for _, figures, _ in shown], [figures["most"] - figures["rate"] for _, figures, _ in shown]]
             axis.barh([index + offset for index, *_ in shown], [figures["rate"] for _, figures, _ in shown], 0.38, xerr=errors, color=colors, ecolor="black", error_kw={"linewidth": 0.8})
         axis.set_yticks(range(len(ordered)), [engine for engine, _ in ordered], fontsize=8)
         axis.set(title=name, xlabel="steps per second of each worker")
-    figure.suptitle("1 worker (gray), 2 workers (blue; tfdist orange), one core each", fontsize=10)
+    figure.suptitle("1 worker (gray), 2 workers (blue; tfdist orange; two jobs that do not talk, pale), one core each", fontsize=10)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
