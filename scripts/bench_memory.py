@@ -31,7 +31,7 @@ sys.path.insert(0, ROOT)
 WIDE = {"source": "digits", "model": "mlp", "model_args": "widths=(2048,2048,2048,2048,2048)", "global_batch": 16, "accumulation": 2, "optimizer": "adamw"}
 TEXT = {"source": "synthetic", "source_args": "task=text,vocab=64,samples=256,eval_samples=16", "sequence_length": 128, "model": "transformer", "objective": "next_token", "optimizer": "adamw"}
 PIPED = {**TEXT, "model_args": "layers=6,width=128,heads=4", "global_batch": 32, "accumulation": 8}
-DEEP = {**TEXT, "model_args": "layers=12,width=128,heads=4", "global_batch": 8}
+DEEP = {**TEXT, "model_args": "layers=12,width=128,heads=4", "global_batch": 32}
 
 
 SHORT = {"sequence_length": 4}

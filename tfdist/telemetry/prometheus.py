@@ -55,11 +55,11 @@ class PrometheusEndpoint:
 
     def __call__(self, event: Event) -> None:
         self._events.labels(event.kind, self._rank).inc()
-        self._set("step", event.step)
         if event.kind == "start":
             self._info.labels(self._run.run_id, event.values.get("config_digest", ""), self._rank).set(1)
         for name, value in numbers(event).items():
             self._set(name, value)
+        self._set("step", event.step)  # last: who sees it sees what there is to it
 
     def enter(self, name: str) -> None:
         self._entered.append(time.monotonic())
