@@ -58,7 +58,7 @@ def main() -> None:
         print(f"| {name} | {batch} | " + " | ".join(f"{found[devices]:.2f}" for devices in SHOWN) + " |")
     print(f"\ncheck: efficiency of 2 workers with micro-batch 8, measured {seconds['1 worker'] / seconds['2 workers']:.2f}, predicted {rows['as measured', 8][2]:.2f}")
     print("assumed: one worker a host, all links alike and used by nobody else; a ring or what is faster (tree, halving and doubling), "
-          "latency the same at any distance; half of the backward pass hides communication; no stragglers, failures or reading of data; gradients in float32.")
+          "latency the same at any distance; nothing hides communication, which on a CPU takes the core that computes; no stragglers, failures or reading of data; gradients in float32.")
     draw(rows, out / "scale.png")
 
 
@@ -84,7 +84,7 @@ def train(out: Path, workers: int, batch: int) -> str:
 
 def scaling(gbs: float, us: float, batch: int, calibration: list[str]) -> dict[int, float]:
     """workers -> efficiency against one, by the planner."""
-    command = [sys.executable, "-m", "tfdist.plan", "--devices=1024", "--mesh=data=1024", "--zero=0", "--recompute=none", f"--hardware=cpu,memory_gb=64,network_gbs={gbs},network_us={us}",
+    command = [sys.executable, "-m", "tfdist.plan", "--devices=1024", "--mesh=data=1024", "--zero=0", "--recompute=none", f"--hardware=cpu,memory_gb=64,overlap=0,network_gbs={gbs},network_us={us}",
                *(f"--calibrate={run_dir}" for run_dir in calibration), "--json=-", "--", *TRAIN, f"--global_batch={1024 * batch}", "--accumulation=1"]
     told = json.loads(subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout)
     return {row["devices"]: row["efficiency"] for row in told["scaling"]}
