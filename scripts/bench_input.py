@@ -19,6 +19,9 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from tests.e2e.job import ENVIRONMENT  # noqa: E402
+
 WORKLOADS = {
     "digits, mlp": ["--source=digits", "--model=mlp", "--global_batch=64", "--optimizer=momentum"],
     "digits, cnn": ["--source=digits", "--model=cnn", "--global_batch=64"],
@@ -38,8 +41,7 @@ def main() -> None:
         return
     parts = [part for part in arguments.only.split(",") if part]
     print("| workload | batch | pipeline alone, batches/s | training, steps/s | pipeline / training | reading takes of a step |\n|---|---|---|---|---|---|")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3",
-                   "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE / "peers")])}
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(HERE / "peers")])}
     core = {min(os.sched_getaffinity(0))}
     for name in WORKLOADS:
         if parts and not any(part in name for part in parts):

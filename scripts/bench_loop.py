@@ -22,6 +22,10 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.e2e.job import ENVIRONMENT  # noqa: E402
 
 WORKLOADS = {
     "transformer": {"source": "text", "source_args": "max_bytes=2000000", "sequence_length": 128, "model": "transformer", "model_args": "size=small",
@@ -78,10 +82,7 @@ def start(arguments: argparse.Namespace, child: str, workers: int, communication
     processes = []
     cores = sorted(os.sched_getaffinity(0))
     for rank in range(workers):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
-                       "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-        environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ.get("PYTHONPATH", "")])
-        environment.pop("TF_CONFIG", None)
+        environment = dict(ENVIRONMENT)
         if workers > 1 and together:
             environment["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
         command = [sys.executable, os.path.abspath(__file__), f"--child={child}", f"--steps={arguments.steps}", f"--workload={arguments.workload}",

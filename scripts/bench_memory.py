@@ -1,6 +1,6 @@
 """What a worker of a mesh holds, measured: ZeRO 0 to 3 on 2 and 4 workers, GPipe against 1F1B, recomputation.
 
-    python scripts/bench_memory.py [--plot=FILE.png] [--only=TEXT]     about 7 minutes on two cores
+    python scripts/bench_memory.py [--plot=FILE.png] [--only=TEXT]     about 12 minutes on two cores
 
 Every row is a job of its own on this machine, a thread each. Of rank 0, in MB (1e6 bytes):
 
@@ -25,15 +25,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-ROOT = str(Path(__file__).resolve().parents[1])
-sys.path.insert(0, ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.e2e.job import ENVIRONMENT  # noqa: E402
 
 WIDE = {"source": "digits", "model": "mlp", "model_args": "widths=(2048,2048,2048,2048,2048)", "global_batch": 16, "accumulation": 2, "optimizer": "adamw"}
 TEXT = {"source": "synthetic", "source_args": "task=text,vocab=64,samples=256,eval_samples=16", "sequence_length": 128, "model": "transformer", "objective": "next_token", "optimizer": "adamw"}
 PIPED = {**TEXT, "model_args": "layers=6,width=128,heads=4", "global_batch": 32, "accumulation": 8}
 DEEP = {**TEXT, "model_args": "layers=12,width=128,heads=4", "global_batch": 32}
-
-
 SHORT = {"sequence_length": 4}
 
 
@@ -65,17 +63,23 @@ def main() -> None:
         row = ROWS[arguments.child]
         measure(row._replace(options=row.options | row.twin) if arguments.twin else row)
         return
+    found = found_of(arguments.only)
+    if arguments.plot:
+        draw(found, Path(arguments.plot))
+
+
+def found_of(only: str) -> dict[str, dict]:
+    """Measures and prints the rows whose kind or name contains `only`. By name, bytes."""
     print(f"{'MB of rank 0':>28}{'held':>9}{'formula':>9}{'allocated':>11}{'resident':>10}{'formula':>9}{'program':>9}", flush=True)
     found = {}
     for number, row in enumerate(ROWS):
-        if arguments.only in f"{row.kind} {row.name}":
+        if only in f"{row.kind} {row.name}":
             program = run(number, row, twin=True)["resident"]
             numbers = found[row.name] = run(number, row)
             numbers["resident"] -= program
             print(f"{row.name:>28}{sum(numbers['held']) / 1e6:9.1f}{sum(numbers['held_formula']) / 1e6:9.1f}{numbers['allocated'] / 1e6:11.1f}{numbers['resident'] / 1e6:10.1f}{numbers['peak_formula'] / 1e6:9.1f}{program / 1e6:9.1f}"
                   + (f"   micro-batches held: {numbers['live']}" if numbers["live"] else ""), flush=True)
-    if arguments.plot:
-        draw(found, Path(arguments.plot))
+    return found
 
 
 def run(number: int, row: Row, twin: bool = False) -> dict:
@@ -83,8 +87,7 @@ def run(number: int, row: Row, twin: bool = False) -> dict:
     from tfdist.control.launcher import LocalJob
 
     output = io.StringIO()
-    environment = {**os.environ, "PYTHONPATH": ROOT, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3", "MALLOC_MMAP_THRESHOLD_": "65536",
-                   "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+    environment = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "65536"}
     with TemporaryDirectory() as folder:
         job = LocalJob([sys.executable, __file__, f"--child={number}", *(["--twin"] if twin else [])], row.workers, Path(folder), pin=False, output=output, environment=environment)
         job.start()
@@ -103,6 +106,7 @@ def measure(row: Row) -> None:
     from tfdist.config import Config
     from tfdist.control.cluster import resolve_cluster
     from tfdist.planner import formulas, shapes
+    from tfdist.planner.hardware import DEVICES
     from tfdist.planner.layout import Layout
     from tfdist.planner.memory import memory
     from tfdist.training.parallel.pipe_schedule import live, make_schedule
@@ -121,11 +125,11 @@ def measure(row: Row) -> None:
         piped, model = config.parallel.mesh.startswith("pipe"), formulas.shape_of(config, shapes.sample_of(config))
         layout = Layout(data=1 if piped else row.workers, pipe=row.workers if piped else 1, zero=config.parallel.zero, recompute=config.parallel.recompute == "block",
                         micro_batch=job.plan.micro_batch, micro_batches=job.plan.accumulation)
-        planned = memory(model, config, layout)
+        planned = memory(model, config, layout, copies=DEVICES["cpu"].copies)
         schedule = make_schedule(config.parallel.pipe_schedule, row.workers, job.plan.accumulation) if piped else []
-        held = [] if piped or config.parallel.recompute != "none" else bytes_held(job)
+        held = bytes_held(job) if row.kind == "zero" else []
         print("measured " + json.dumps({**peaks, "held": held, "held_formula": [planned.parameters, planned.gradients, planned.optimizer + planned.master] if held else [],
-                                        "peak_formula": planned.peak, "live": live(schedule) if piped else []}), flush=True)
+                                        "peak_formula": 0.0 if piped or config.parallel.recompute == "attention" else planned.peak, "live": live(schedule) if piped else []}), flush=True)
     runtime.barrier()
 
 
@@ -142,14 +146,15 @@ def draw(found: dict[str, dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     series = (("held", "#1f5fa8", lambda row: sum(row["held"])), ("allocated, peak", "#d9730d", lambda row: row["allocated"]), ("resident, peak", "#7a7a7a", lambda row: row["resident"]))
     for place, (label, colour, value) in enumerate(series):
         axes.bar([number + 0.27 * (place - 1) for number in range(len(found))], [value(row) / 1e6 for row in found.values()], 0.25, label=label, color=colour)
     for number, row in enumerate(found.values()):
-        for place, value in ((0, sum(row["held_formula"])), (1, row["peak_formula"])):
-            axes.hlines(value / 1e6, number + 0.27 * (place - 1) - 0.13, number + 0.27 * (place - 1) + 0.13, colors="black", label="formula" if number == place == 0 else None)
-    axes.set_xticks(range(len(found)), [name.replace(" on ", "\non ").replace(", ", ",\n") for name in found], fontsize=8)
+        for start, end, value in ((-0.4, -0.14, sum(row["held_formula"])), (-0.13, 0.4, row["peak_formula"])):
+            if value:
+                axes.hlines(value / 1e6, number + start, number + end, colors="black", label="formula" if number == 0 and start == -0.4 else None)
+    axes.set_xticks(range(len(found)), [name.replace(", ", ",\n") for name in found], fontsize=8, rotation=30, ha="right")
     axes.set_ylabel("MB on rank 0")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

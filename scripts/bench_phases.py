@@ -42,12 +42,12 @@ def main() -> None:
     if arguments.child:
         measure(arguments)
         return
+    from tests.e2e.job import ENVIRONMENT
     from tfdist.control.launcher import LocalJob
 
-    environment = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
     output = io.StringIO()
     with TemporaryDirectory() as folder:
-        job = LocalJob([sys.executable, __file__, *sys.argv[1:], "--child"], arguments.workers, Path(folder), output=output, environment=environment)
+        job = LocalJob([sys.executable, __file__, *sys.argv[1:], "--child"], arguments.workers, Path(folder), output=output, environment=ENVIRONMENT)
         job.start()
         result = job.wait()
     if result.code:
@@ -86,7 +86,7 @@ def measure(arguments: argparse.Namespace) -> None:
             for _ in range(CALLS):
                 out = job.step(iterators, arguments.steps)
                 interval.add(out, arguments.steps)
-            interval.events(out.step, 0.0)
+            interval.events(out.step, {})
             return time.perf_counter() - begin, time.process_time() - used
 
         blocks[every] = block

@@ -17,20 +17,19 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tfdist.communication.fit import fit_line  # noqa: E402
-from tfdist.communication.measurement import Measurement  # noqa: E402
-from tfdist.planner.calibrate import read_run  # noqa: E402
-from tfdist.planner.hardware import NETWORKS  # noqa: E402
+from bench_planner import BARE, train  # which makes the project's own modules found
 
-TRAIN = ["--source=synthetic", "--source_args=task=text,vocab=256,samples=4096,eval_samples=32,fixed=True", "--sequence_length=128", "--model=transformer", "--model_args=layers=6,width=384,heads=6",
-         "--steps=24", "--log_every=4", "--eval_every=-1", "--export=none", "--noplot", "--save_minutes=0", "--nosave_final", "--trackers=none", "--progress=none", "--resume=never"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+from tests.e2e.job import ENVIRONMENT
+from tfdist.communication.fit import fit_line
+from tfdist.communication.measurement import Measurement
+from tfdist.planner.hardware import NETWORKS
+
+TRAIN = [*BARE, "--sequence_length=128", "--model_args=layers=6,width=384,heads=6", "--steps=24", "--log_every=4"]
 SHOWN = (2, 8, 64, 512, 1024)
 MICRO_BATCHES = (8, 64)
 
@@ -45,18 +44,17 @@ def main() -> None:
 
     alpha, beta = link(out, arguments.repeats)
     print(f"measured: alpha {alpha * 1e6:.0f} us, beta {beta / 1e9:.2f} GB/s in one direction (our ring over TCP, 2 workers, one core each)", flush=True)
-    alone = [train(out, 1, batch) for batch in (8, 24)]
-    both, seconds = train(out, 2, 16), {}
-    for name, run in (("1 worker", alone[0]), ("2 workers", both)):
-        seconds[name] = read_run(run).step_s
-        print(f"measured: {name}, micro-batch 8: {seconds[name] * 1e3:.0f} ms a step", flush=True)
+    calibration, alone = zip(*(train(out, 1, batch, [*TRAIN, "--strategy=one_device"]) for batch in (8, 24)), strict=True)
+    _, both = train(out, 2, 16, [*TRAIN, "--communication=socket"])
+    for name, seconds in (("1 worker", alone[0]), ("2 workers", both)):
+        print(f"measured: {name}, micro-batch 8: {seconds * 1e3:.0f} ms a step", flush=True)
 
     links = {"as measured": (beta / 1e9, alpha * 1e6), **{name: NETWORKS[name] for name in ("ethernet-10", "ethernet-100")}}
-    rows = {(name, batch): scaling(gbs, us, batch, alone) for name, (gbs, us) in links.items() for batch in MICRO_BATCHES}
+    rows = {(name, batch): scaling(gbs, us, batch, calibration) for name, (gbs, us) in links.items() for batch in MICRO_BATCHES}
     print("\n| link | micro-batch | " + " | ".join(f"{devices} workers" for devices in SHOWN) + " |\n|---|---|" + "---|" * len(SHOWN))
     for (name, batch), found in rows.items():
         print(f"| {name} | {batch} | " + " | ".join(f"{found[devices]:.2f}" for devices in SHOWN) + " |")
-    print(f"\ncheck: efficiency of 2 workers with micro-batch 8, measured {seconds['1 worker'] / seconds['2 workers']:.2f}, predicted {rows['as measured', 8][2]:.2f}")
+    print(f"\ncheck: efficiency of 2 workers with micro-batch 8, measured {alone[0] / both:.2f}, predicted {rows['as measured', 8][2]:.2f}")
     print("assumed: one worker a host, all links alike and used by nobody else; a ring or what is faster (tree, halving and doubling), "
           "latency the same at any distance; nothing hides communication, which on a CPU takes the core that computes; no stragglers, failures or reading of data; gradients in float32.")
     draw(rows, out / "scale.png")
@@ -74,15 +72,7 @@ def link(out: Path, repeats: int) -> tuple[float, float]:
     return line.alpha / 2, beta  # a ring of 2 takes 2 alpha + S / beta
 
 
-def train(out: Path, workers: int, batch: int) -> str:
-    """The run folder."""
-    run_dir = out / f"{workers}-{batch}"
-    subprocess.run([sys.executable, "-m", "tfdist.launch", f"--workers={workers}", "--", *TRAIN, "--communication=socket" if workers > 1 else "--strategy=one_device", f"--global_batch={batch}", f"--run_dir={run_dir}"],
-                   env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return str(run_dir)
-
-
-def scaling(gbs: float, us: float, batch: int, calibration: list[str]) -> dict[int, float]:
+def scaling(gbs: float, us: float, batch: int, calibration: Sequence[str]) -> dict[int, float]:
     """workers -> efficiency against one, by the planner."""
     command = [sys.executable, "-m", "tfdist.plan", "--devices=1024", "--mesh=data=1024", "--zero=0", "--recompute=none", f"--hardware=cpu,memory_gb=64,overlap=0,network_gbs={gbs},network_us={us}",
                *(f"--calibrate={run_dir}" for run_dir in calibration), "--json=-", "--", *TRAIN, f"--global_batch={1024 * batch}", "--accumulation=1"]

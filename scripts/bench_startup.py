@@ -61,7 +61,7 @@ def main() -> None:
 
 def until_first_step(command: list[str]) -> float:
     """Runs the command to its end; returns when it said that the first step was done."""
-    environment = {**ENVIRONMENT, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(HERE.parent)}
+    environment = {**ENVIRONMENT, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
     core = {min(os.sched_getaffinity(0))}
     begun, said = time.perf_counter(), 0.0
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=lambda: os.sched_setaffinity(0, core)) as process:

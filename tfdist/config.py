@@ -136,6 +136,7 @@ class ModelConfig:
     label_smoothing: float = option(0.0, "Label smoothing of the classification objective, 0 to 1.", identity=True, least=0)
     sync_batchnorm: bool = option(True, "BatchNormalization takes its statistics over all replicas.", identity=True)
     jit_compile: bool = option(False, "Compile the forward and backward pass with XLA.")
+    jit_tune: bool = option(False, "Measure at the start whether --jit_compile makes steps faster, and set it so; the run remembers the answer.")
 
 
 @dataclass(frozen=True)
@@ -313,15 +314,15 @@ class Config:
             raise ConfigError(f"--ema={self.optimizer.ema:g} must be below 1: use for example --ema=0.999, or 0 for none.")
         if self.model.label_smoothing >= 1:
             raise ConfigError(f"--label_smoothing={self.model.label_smoothing:g} must be below 1: use for example 0.1.")
+        if self.model.jit_compile and self.model.jit_tune:
+            raise ConfigError("--jit_compile uses XLA, --jit_tune measures whether it pays: give one of them.")
         if self.schedule.min_learning_rate_ratio > 1:
             raise ConfigError(f"--min_learning_rate_ratio={self.schedule.min_learning_rate_ratio:g} must be at most 1.")
         if not 0 < self.schedule.decay_fraction <= 1:
             raise ConfigError(f"--decay_fraction={self.schedule.decay_fraction:g} must be above 0 and at most 1.")
         decay_end = self.schedule.decay_steps or self.run.steps
         if decay_end and self.schedule.warmup_steps >= decay_end and self.schedule.schedule != "constant":
-            raise ConfigError(
-                f"--warmup_steps={self.schedule.warmup_steps} leaves no step to decay before step {decay_end}: "
-                "lower it, or raise --steps or --decay_steps.")
+            raise ConfigError(f"--warmup_steps={self.schedule.warmup_steps} leaves no step to decay before step {decay_end}: lower it, or raise --steps or --decay_steps.")
         if self.strategy.virtual_devices and self.strategy.strategy not in ("auto", "mirrored"):
             raise ConfigError(
                 f"--virtual_devices={self.strategy.virtual_devices} is for --strategy=mirrored, not {self.strategy.strategy}: drop one of them.")
@@ -378,7 +379,7 @@ class Config:
         for wrong, flag, fix in (
                 (self.precision.precision == "float16", "--precision=float16 needs a loss scale that all workers share", "use --precision=bfloat16"),
                 (self.optimizer.optimizer == "adafactor", "--optimizer=adafactor keeps its state in a way that parameter servers cannot divide", "use another optimizer"),
-                (self.model.jit_compile, "--jit_compile cannot compile what reads from parameter servers", "drop it"),
+                (self.model.jit_compile or self.model.jit_tune, f"--jit_{'compile' if self.model.jit_compile else 'tune'}: XLA cannot compile what reads from parameter servers", "drop it"),
                 (self.loop.on_nan == "rollback", "--on_nan=rollback is not available with --strategy=parameter_server", "use --on_nan=stop or skip"),
                 (bool(self.checkpoint.backup_dir), f"--backup_dir={self.checkpoint.backup_dir} is not available with --strategy=parameter_server", "use --save_every"),
                 (self.run.deterministic and servers.ps_mode == "async", "--deterministic cannot hold with --ps_mode=async, whose updates come in any order", "use --ps_mode=sync")):
@@ -514,7 +515,6 @@ def plan_batch(batch: BatchConfig, replicas: int) -> BatchPlan:
 
 def _checked(plan: BatchPlan) -> BatchPlan:
     if plan.global_batch < plan.accumulation * plan.replicas:
-        raise ConfigError(
-            f"--global_batch={plan.global_batch} leaves some of {plan.replicas} replicas x {plan.accumulation} micro-batches empty: "
-            f"raise it to at least {plan.accumulation * plan.replicas}, or use fewer workers.")
+        raise ConfigError(f"--global_batch={plan.global_batch} leaves some of {plan.replicas} replicas x {plan.accumulation} micro-batches empty: "
+                          f"raise it to at least {plan.accumulation * plan.replicas}, or use fewer workers.")
     return plan

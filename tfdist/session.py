@@ -32,6 +32,7 @@ from tfdist.training.loop import Ending, Parts, train
 from tfdist.training.rates import make_rates
 from tfdist.training.requests import Requests
 from tfdist.training.traced import TracedRhythm
+from tfdist.tune import tuned
 
 
 class Regroup(Exception):
@@ -72,7 +73,9 @@ class Session:
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
         self.signals = guard.signals()
         guard.connect(runtime)
-        self.job = build.compose(config, runtime, build.memory_rooms(cluster))
+        rooms = build.memory_rooms(cluster)
+        config, xla = tuned(config, runtime, self.folder, rooms) if config.model.jit_tune else (config, "")
+        self.job = build.compose(config, runtime, rooms)
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
         self.clock = Clock()
@@ -97,7 +100,7 @@ class Session:
             flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, command)
             write_status(self.folder, "running", self.run_id)
         self.observer(Event("start", self.first_step, {
-            "message": f"{cluster.describe()}; {self.runtime.name}; {self.job.plan.describe()}; {self.job.model.count_params():,} parameters; run folder {self.folder}",
+            "message": f"{cluster.describe()}; {self.runtime.name}; {self.job.plan.describe()}; {self.job.model.count_params():,} parameters; run folder {self.folder}{xla and '; '}{xla}",
             "parameters": self.job.model.count_params(), "config_digest": self.config.digest(), "replicas": self.runtime.replicas, "workers": self.runtime.size,
             "import_s": imported_s, "build_s": restoring - started, "restore_s": restored - restoring, "startup_s": process_seconds(), "flags": (self.folder / flags.FLAGS_FILE).read_text() if self.chief else "", **results.source_info(self.job)}))
         for message in messages:

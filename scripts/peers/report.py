@@ -120,7 +120,7 @@ def _machine() -> str:
 
 
 def _plot(summaries: dict, path: Path) -> None:
-    """For each workload the rates with 1 and 2 workers, best at the top."""
+    """For each workload the rates with 1 and 2 workers, best with 2 at the top."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,7 +132,7 @@ def _plot(summaries: dict, path: Path) -> None:
     for axis in axes.flat[len(summaries):]:
         axis.set_visible(False)
     for axis, (name, rows) in zip(axes.flat, summaries.items(), strict=False):
-        ordered = sorted(rows.items(), key=lambda row: max(figures["rate"] for figures in row[1].values()))
+        ordered = sorted(rows.items(), key=lambda row: [row[1].get(mode, {"rate": 0.0})["rate"] for mode in ("2", "1")])
         for offset, mode, shade in ((0.2, "1", "tab:gray"), (-0.2, "2", "tab:blue")):
             shown = [(index, modes[mode], engine) for index, (engine, modes) in enumerate(ordered) if mode in modes]
             colors = ["navajowhite" if ENGINES[engine].apart else "tab:orange" if mode == "2" and engine.startswith("tfdist") else shade for *_, engine in shown]

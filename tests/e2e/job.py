@@ -14,8 +14,8 @@ import numpy as np
 from tfdist.telemetry.jsonl import read_jsonl
 
 # One thread each: the tests share few cores.
-ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
-               "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"), "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
+               "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])}
 ENVIRONMENT.pop("TF_CONFIG", None)
 
 CLUSTERS = ["--source=tests.e2e.sources:clean", "--model=mlp", "--model_args=widths=(16,),dropout=0.1", "--global_batch=24", "--learning_rate=0.01",

@@ -48,7 +48,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", CHANGES)
 def test_tutorials_with_one_line_changed(name, workers, tmp_path):
     text = (SCRIPTS / f"{name}.py").read_text()

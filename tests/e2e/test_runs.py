@@ -156,7 +156,7 @@ def test_a_supervised_job_goes_on_after_a_kill(undisturbed, tmp_path):
     assert steps == list(range(steps[0], 901))
 
 
-@pytest.mark.parametrize("communication", ["socket", "ring"])
+@pytest.mark.parametrize("communication", [pytest.param("socket", marks=pytest.mark.thorough), "ring"])
 def test_a_stopped_worker_is_noticed(communication, tmp_path):
     """It keeps its connections open: only the heartbeat tells."""
     process = start(2, [*CLUSTERS, "--steps=100000", "--progress=none", "--heartbeat_timeout=3", f"--communication={communication}", f"--run_dir={tmp_path}"], ("--grace=1",))
@@ -194,6 +194,7 @@ def test_a_damaged_snapshot_is_passed_over(tmp_path):
     assert result.returncode == 0 and f"passed over a snapshot: {data}" in result.stdout and "step-00000010: step 10" in result.stdout
 
 
+@pytest.mark.thorough
 def test_the_transformer_learns_text(tmp_path):
     run(2, ["--source=text", "--source_args=max_bytes=3000000", "--sequence_length=64", "--model=transformer", "--model_args=size=tiny", "--objective=next_token",
             "--global_batch=32", "--steps=250", "--learning_rate=3e-3", "--warmup_steps=20", "--schedule=cosine", "--eval_samples=256", "--log_every=50", "--save_minutes=0",

@@ -1,6 +1,9 @@
 """Trains with every compression, for tests/multi/test_compression.py: one process of two.
 
     python -m tests.multi.compression digits|text      prints {"kind": [final loss, bytes sent, bytes on the wire]}
+
+"at once" is without the steps of whole gradients at the start. A job that has those has both ways to travel in its graph, so
+that its bytes on the wire are told by one without them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ JOBS = {
     "text": {"source": "text", "source_args": "max_bytes=400000", "sequence_length": 32, "model": "transformer", "model_args": "layers=1,width=64,heads=2", "objective": "next_token",
              "global_batch": 32, "optimizer": "adamw", "learning_rate": 2e-3, "schedule": "cosine", "steps": 300, "compression_after": 100},
 }
-KINDS = ("none", "fp16", "bf16", "int8", "topk", "powersgd", "topk without feedback")
+KINDS = ("none", "fp16", "bf16", "int8", "topk", "topk without feedback", "powersgd", "topk at once", "powersgd at once", "topk at once without feedback")
 
 
 def main(name: str) -> None:
@@ -28,8 +31,9 @@ def main(name: str) -> None:
     base = Config().replace(strategy="mesh", communication="ring", collective_timeout=60.0, accumulation=1, **JOBS[name])
     runtime = build.start_runtime(base, resolve_cluster(os.environ))
 
-    def make(kind: str, after: int):
+    def make(kind: str):
         keras.backend.clear_session()
+        after = 0 if "at once" in kind else base.parallel.compression_after
         job = build.compose(base.replace(compression=kind.partition(" ")[0], compression_after=after), runtime)
         update = job.step.update
         if kind.endswith("without feedback"):
@@ -38,12 +42,9 @@ def main(name: str) -> None:
 
     found, steps = {}, base.run.steps
     for kind in KINDS:
-        job, iterators = make(kind, base.parallel.compression_after)
+        job, iterators = make(kind)
         job.step(iterators, steps - steps // 10)
         loss = job.step(iterators, steps // 10).means["loss"]
-        if kind in ("topk", "powersgd"):  # what has been traced has both ways to travel: look at one that has only its own
-            job, iterators = make(kind, 0)
-            job.step(iterators, 1)
         update = job.step.update
         wire = sum(operation.inputs[0].shape.num_elements() * operation.inputs[0].dtype.size for operation in operations(job.step._function)
                    if "_of_ranks_" in operation.name and operation.type.startswith("Collective"))

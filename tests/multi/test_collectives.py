@@ -18,7 +18,7 @@ def run(workers, argument, tmp_path):
     return job.wait(), output.getvalue()
 
 
-@pytest.mark.parametrize("workers, mesh", [(3, "data=3"), (4, "data=2,model=2")])
+@pytest.mark.parametrize("workers, mesh", [pytest.param(3, "data=3", marks=pytest.mark.thorough), (4, "data=2,model=2")])
 def test_collectives(workers, mesh, tmp_path):
     result, output = run(workers, mesh, tmp_path)
     assert result.code == 0, f"{result.cause}\n{output}"

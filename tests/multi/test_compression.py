@@ -23,8 +23,11 @@ def test_compression(name, tmp_path):
     print(found)
     whole = found["none"][0]
     for kind, (loss, sent, wire) in found.items():
-        if kind != "topk without feedback":
+        if "at once" not in kind and "without" not in kind:
             assert abs(loss - whole) <= 0.01 * whole, (kind, loss, whole)
+        if kind.partition(" ")[0] in ("none", "fp16", "bf16", "int8") or "at once" in kind:
             assert sent <= wire <= sent + 200, (kind, sent, wire)  # the sums of loss and metrics, and padding, come on top
-    worse = {name: found[name][0] - whole for name in ("topk without feedback", "topk")}
+    worse = {kind: found[kind][0] - whole for kind in found}
     assert worse["topk without feedback"] > 2 * worse["topk"], found
+    if name == "digits":  # on text, what is sent at once harms with feedback, too: compression.py
+        assert worse["topk at once without feedback"] > max(10 * worse["topk at once"], 0.1 * whole), found

@@ -23,7 +23,7 @@ RUNTIMES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] if name in ("three workers by Horovod, small packs", "three workers over gRPC") else []) for name in RUNTIMES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] if name in ("three workers by Horovod, small packs", "three workers over gRPC", "three workers, plain sockets") else []) for name in RUNTIMES])
 def test_conformance(name, tmp_path, request):
     workers, flags = RUNTIMES[name]
     if "--strategy=horovod" in flags:

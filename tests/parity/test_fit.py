@@ -15,10 +15,11 @@ pytestmark = pytest.mark.slow
 
 BOUND = 1e-5
 UNKNOWN = "dataset_of_unknown_length"
-SIMPLE = [f"callback_{name}" for name in ("reduce_lr_on_plateau", "learning_rate_scheduler", "csv_logger", "terminate_on_nan", "lambda", "history_and_progress")]
-# run -> (workers, cases); one worker is Keras itself, a third changes only how rows are divided, and what these callbacks
-# need of a worker others need, too
-RUNS = {"1": (1, [UNKNOWN, "callback_backup_and_restore"]), "2": (2, [name for name in CASES if name not in SIMPLE]), "2, more callbacks": (2, SIMPLE),
+SIMPLE = ["jit_compile", "infinite_dataset", *(f"callback_{name}" for name in (
+    "reduce_lr_on_plateau", "learning_rate_scheduler", "csv_logger", "terminate_on_nan", "lambda", "history_and_progress", "swap_ema_weights", "tensorboard"))]
+# run -> (workers, cases); one worker is Keras itself, a third changes only how rows are divided, and what SIMPLE
+# cases need of a worker others need, too
+RUNS = {"1": (1, [UNKNOWN, "callback_backup_and_restore"]), "2": (2, [name for name in CASES if name not in SIMPLE]), "2, more": (2, SIMPLE),
         "3": (3, [UNKNOWN, "dense_with_class_weights", "cnn_with_batchnorm", "last_batches_smaller_than_the_cluster"])}
 
 

@@ -67,7 +67,6 @@ def test_parity(results, runtime, request):
     assert not problems, "\n".join(problems)
     if runtime in ROUGHER:
         assert largest["momentum_accumulation"] > 1e-5, "nothing was rounded"
-    print(runtime, largest)
 
 
 def test_training_moved_the_weights(results):

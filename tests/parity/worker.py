@@ -28,6 +28,7 @@ ROWS: dict[str, dict] = {
     "adamw_clip_ema": {"optimizer": "adamw", "learning_rate": 0.002, "clip_norm": 0.5, "ema": 0.9, "model": DENSE},
     "adamw_jit": {"optimizer": "adamw", "learning_rate": 0.002, "jit_compile": True, "model": DENSE},
     "sgd_table": {"optimizer": "sgd", "learning_rate": 2.0, "model": TABLE},
+    "sgd_table_jit": {"optimizer": "sgd", "learning_rate": 2.0, "jit_compile": True, "model": TABLE},
     "sgd_table_clip": {"optimizer": "sgd", "learning_rate": 2.0, "clip_norm": 0.3, "model": TABLE},
     "adamw_table": {"optimizer": "adamw", "learning_rate": 0.01, "model": TABLE},
     "adamw_table_accumulation": {"optimizer": "adamw", "learning_rate": 0.01, "accumulation": 4, "model": TABLE},

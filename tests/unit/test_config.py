@@ -30,6 +30,7 @@ def test_option_names_are_unique_and_documented():
     ({"export": "onnx"}, ["--export=onnx"]),
     ({"model_args": "size:tiny"}, ["--model_args=size:tiny", "key=value"]),
     ({"ema": 1.0}, ["--ema=1"]),
+    ({"jit_compile": True, "jit_tune": True}, ["--jit_compile", "--jit_tune", "give one"]),
     ({"backup_workers": 1}, ["--backup_workers=1", "--ps_mode=sync"]),
     ({"ps_mode": "sync", "max_staleness": 3}, ["--max_staleness", "--ps_mode=async"]),
     ({"strategy": "mirrored", "ps_mode": "sync"}, ["--ps_mode=sync", "mirrored"]),

@@ -7,16 +7,19 @@ blocked in Python or inside TensorFlow.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
 _FRAMES_SHOWN = 6
 # Frames below these packages tell how a call is made, not what is being called.
 _PLUMBING = ("/tensorflow/", "/keras/", "/absl/", "/contextlib.py", "/runpy.py", "<frozen runpy>")
+_LOOKING = threading.Lock()  # so that one look does not turn collection on while another goes on
 
 
 class Watchdog:
@@ -84,17 +87,44 @@ class Watchdog:
 
 def main_thread_at() -> str:
     """Where the main thread is, innermost first: "loop.py:80 train < session.py:210 run". Without library frames."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    if frame is None:
+    main = threading.main_thread().ident
+    stack = _stacks(main).get(main)
+    if stack is None:
         return "ended"
-    stack = [entry for entry in reversed(traceback.extract_stack(frame)) if not any(part in entry.filename for part in _PLUMBING)]
-    return " < ".join(f"{Path(entry.filename).name}:{entry.lineno} {entry.name}" for entry in stack[:_FRAMES_SHOWN])
+    shown = [entry for entry in stack if not any(part in entry[0] for part in _PLUMBING)][:_FRAMES_SHOWN]
+    return " < ".join(f"{Path(file).name}:{line} {name}" for file, line, name in shown)
 
 
 def all_stacks() -> str:
-    """The Python stacks of all threads, as text for the log; the main thread's first."""
+    """The Python stacks of all threads but this one, as text for the log; the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
-    frames = [(ident, frame) for ident, frame in frames if ident != threading.get_ident()]
-    return "\n".join(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
+    others = sorted(((ident, stack) for ident, stack in _stacks().items() if ident != threading.get_ident()), key=lambda item: item[0] != main)
+    return "\n".join(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.StackSummary.from_list([(*entry, None) for entry in stack[::-1]]).format())}" for ident, stack in others)
+
+
+def _stacks(only: int | None = None) -> dict[int, list[tuple[str, int | None, str]]]:
+    """thread, or only this one -> (file, line, function) of its frames, innermost first.
+
+    Without garbage collection: a walk over frames makes objects; in Python 3.11 that may collect, a finalizer may let the
+    other thread run on, and its frame is gone under the walk's feet. A worker died of that once in some ten thousand looks.
+    Not with faulthandler, which reads threads while TensorFlow's are being made, and then crashes, too.
+    """
+    with _LOOKING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return _walked(only)
+        finally:
+            if collects:
+                gc.enable()
+
+
+def _walked(only: int | None) -> dict[int, list[tuple[str, int | None, str]]]:
+    stacks: dict[int, list[tuple[str, int | None, str]]] = {}
+    for ident, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost if only in (None, ident) else None
+        while frame is not None:
+            stacks.setdefault(ident, []).append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+    return stacks

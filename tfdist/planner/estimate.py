@@ -49,12 +49,16 @@ class Estimate:
 
 def estimate(plan: Plan, layout: Layout) -> Estimate:
     """The figures of a layout for a plan."""
-    held = memory(plan.model, plan.config, layout, plan.hardware.reserved_gb * 1e9)
+    held = _memory(plan, layout)
     step = step_time(plan.model, plan.config, layout, plan.hardware, plan.algorithm)
     rate = layout.global_batch / step.total
     expected = reliability(checkpoint_bytes(plan), layout.devices, plan.hardware.mtbf_hours, plan.hardware.storage_gbs, asynchronous=plan.config.checkpoint.async_save)
     days = plan.samples / (rate * expected.availability) / DAY if plan.samples and expected.availability else 0.0
     return Estimate(layout, held, step, rate, mfu(plan.model, plan.config, layout, plan.hardware, step.total), expected, days)
+
+
+def _memory(plan: Plan, layout: Layout) -> Memory:
+    return memory(plan.model, plan.config, layout, plan.hardware.reserved_gb * 1e9, copies=plan.hardware.copies)
 
 
 def checkpoint_bytes(plan: Plan) -> float:
@@ -65,12 +69,12 @@ def checkpoint_bytes(plan: Plan) -> float:
 
 def zero_table(plan: Plan, layout: Layout) -> list[Memory]:
     """Memory for ZeRO stages 0 to 3 of a layout."""
-    return [memory(plan.model, plan.config, dataclasses.replace(layout, zero=zero), plan.hardware.reserved_gb * 1e9) for zero in range(4)]
+    return [_memory(plan, dataclasses.replace(layout, zero=zero)) for zero in range(4)]
 
 
 def recompute_table(plan: Plan, layout: Layout) -> dict[str, float]:
     """Bytes of activations without and with recompute."""
-    return {name: memory(plan.model, plan.config, dataclasses.replace(layout, recompute=again)).activations for name, again in (("kept", False), ("recomputed", True))}
+    return {name: _memory(plan, dataclasses.replace(layout, recompute=again)).activations for name, again in (("kept", False), ("recomputed", True))}
 
 
 def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float]]:

@@ -38,6 +38,7 @@ class Hardware:
     step_ms: float = 2.0  # fixed cost of an optimizer step (assumed)
     storage_gbs: float = 2.0  # what one job writes to the checkpoint storage (assumed)
     mtbf_hours: float = 50_000.0  # of one device with its share of everything else: Llama 3 405B saw 419 failures in 54 days on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)
+    copies: int = 0  # of a tensor that travels, in what carries it: of gRPC two where it is sent, two where it arrives
     shared: int = 0  # processors for all workers together (a CPU machine): more workers than this share them; 0: each has its own
 
     def tflops(self, precision: str) -> float:
@@ -65,7 +66,7 @@ DEVICES: dict[str, Hardware] = {device.name: device for device in (
     Hardware("h100", 80, 989, 495, 3350, 450, network_gbs=50),
     Hardware("h200", 141, 989, 495, 4800, 450, network_gbs=50),
     Hardware("b200", 180, 2250, 1125, 8000, 900, network_gbs=50),
-    Hardware("cpu", 8, 0.05, 0.1, 20, 5, per_node=1, network_gbs=1.25, cards=1, network_us=50, reserved_gb=0.5, efficiency=0.5, overlap=0.5, step_ms=3.0),
+    Hardware("cpu", 8, 0.05, 0.1, 20, 5, per_node=1, network_gbs=1.25, cards=1, network_us=50, reserved_gb=0.5, efficiency=0.5, overlap=0.5, step_ms=3.0, copies=4),
 )}
 
 # GB/s per card in one direction, and microseconds. InfiniBand HDR 200, NDR 400, XDR 800 Gbit/s; Ethernet by its Gbit/s.

@@ -16,6 +16,9 @@ from tfdist.planner.shapes import ModelShape, Part, Weight
 
 _WORKING_TENSORS = 2  # of the largest size, that a layer's backward pass holds besides what was saved
 _UPDATE_TENSORS = 2  # of a variable's size, that the update rule holds on its way
+# Packs in memory on their way, besides what is kept, by ZeRO stage: one that comes, one that goes; at stage 2 two of each, and at
+# stage 3 none, where layers take their place.
+_PACKS = (2, 2, 4, 0)
 
 
 @dataclass(frozen=True)
@@ -97,28 +100,32 @@ class Memory:
                 "activations": self.activations, "buffers": self.buffers, "reserved": self.reserved}
 
 
-def memory(model: ModelShape, config: Config, layout: Layout, reserved: float = 0.0, recipe: Recipe = KERAS) -> Memory:
-    """The fullest device of a layout."""
+def memory(model: ModelShape, config: Config, layout: Layout, reserved: float = 0.0, recipe: Recipe = KERAS, copies: int = 0) -> Memory:
+    """The fullest device of a layout. `copies`: of what travels, in what carries it."""
     stages = model.stages(layout.pipe)
-    found = [_stage_memory(parts, stage, config, layout, reserved, recipe) for stage, parts in enumerate(stages)]
+    found = [_stage_memory(parts, stage, config, layout, reserved, recipe, copies) for stage, parts in enumerate(stages)]
     return max(found, key=lambda each: each.peak)
 
 
-def _stage_memory(parts: Sequence[Part], stage: int, config: Config, layout: Layout, reserved: float, recipe: Recipe) -> Memory:
+def _stage_memory(parts: Sequence[Part], stage: int, config: Config, layout: Layout, reserved: float, recipe: Recipe, copies: int) -> Memory:
     elements = sum(part.repeat * layout.elements(part) for part in parts)
     slots = sum(part.repeat * slot_elements(config.optimizer, weight) / layout.divisor(weight.axis) for part in parts for weight in part.weights)
     states = shard_states(elements, slots, recipe, layout.zero, layout.replicas)
     constants = 4.0 * sum(part.repeat * part.constants for part in parts)
     held, working = saved_bytes(parts, layout, stage)
-    packs = min(2 * config.strategy.pack_mb * 2**20, 2 * states.gradients) if layout.replicas > 1 else 0.0  # one is filled while another travels
-    # Of stage 3: the layer in use, the one on its way, and what has come of it, in the order in which it travels.
-    gathered = 3 * recipe.parameter * max((layout.elements(part) for part in parts), default=0) if layout.zero >= 3 else 0.0
-    accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
     largest = max((elements / layout.divisor(axis) for part in parts for axis, elements in part.largest_weights.items()), default=0)
-    updating = states.gradients + accumulated + _UPDATE_TENSORS * recipe.slot * largest / (layout.replicas if layout.zero else 1)
-    backward = accumulated + _backward_peak(parts, held, working, layout, recipe, states.gradients)
-    steady = states.parameters + states.optimizer + states.master + constants + packs + gathered + reserved
-    buffers = constants + packs + gathered + accumulated + working + sum(part.repeat * part.fixed / layout.model for part in parts)
+    layer = recipe.parameter * max((layout.elements(part) for part in parts), default=0)
+    pack = min(max(config.strategy.pack_mb * 2**20, recipe.gradient * largest), recipe.gradient * elements)
+    packs, transport = (_PACKS[layout.zero] * pack, copies * (layer if layout.zero >= 3 else pack)) if layout.replicas > 1 else (0.0, 0.0)
+    # Of stage 3: the layer in use and the one on its way, a gradient whole and as received, and the shards of what they are made of or become.
+    gathered = (4 + 3 / layout.replicas) * layer if layout.zero >= 3 else 0.0
+    # Of several micro-batches, sums are kept, to which each layer's gradient is added as soon as it is there.
+    accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
+    # Nothing is updated before all gradients are judged, and what is updated travels afterwards.
+    updating = states.gradients + max(packs, _UPDATE_TENSORS * recipe.slot * largest / (layout.replicas if layout.zero else 1))
+    backward = accumulated + _backward_peak(parts, held, working, layout, recipe, states.gradients, packs)
+    steady = states.parameters + states.optimizer + states.master + constants + transport + gathered + reserved
+    buffers = constants + transport + packs + gathered + working + sum(part.repeat * part.fixed / layout.model for part in parts)
     return Memory(states.parameters, states.gradients, states.optimizer, states.master, sum(held), buffers, reserved, steady + max(updating, backward), stage)
 
 
@@ -139,7 +146,7 @@ def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int = 0) -> tuple[
     return [part.repeat * (part.output * layout.micro_batch if part.block else whole(part)) * in_flight for part in parts], working + again
 
 
-def _backward_peak(parts: Sequence[Part], held: Sequence[float], working: float, layout: Layout, recipe: Recipe, gradients: float) -> float:
+def _backward_peak(parts: Sequence[Part], held: Sequence[float], working: float, layout: Layout, recipe: Recipe, gradients: float, packs: float) -> float:
     """The backward pass goes through the parts from the last: their gradients appear, their activations go.
 
     Repetitions of a part change both by the same step, so that the highest point is at the first or at the last of them.
@@ -152,8 +159,12 @@ def _backward_peak(parts: Sequence[Part], held: Sequence[float], working: float,
             times = 1 if first else part.repeat - 1
             released = 0.0 if first else bytes_held * (part.repeat - 1) / part.repeat
             grown += recipe.gradient * layout.elements(part) * times
-            # A layer's whole gradient, and a copy in the order in which its shards travel, are there until these are.
-            shown = min(grown, gradients + 2 * recipe.gradient * layout.elements(part)) if layout.zero >= 2 else grown
+            if layout.zero >= 2:  # shards, and at stage 2 what becomes of them: whole, and received
+                shown = min((2 if packs else 1) * grown, gradients + packs)
+            elif layout.micro_batches > 1:
+                shown = recipe.gradient * layout.elements(part)
+            else:
+                shown = grown + min(grown, packs)
             peak = max(peak, left - released + shown + own + fixed)
         left -= bytes_held
     return peak

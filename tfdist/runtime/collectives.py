@@ -146,7 +146,10 @@ class Group:
     def _reduce_scatter(self, x: tf.Tensor, axis: int) -> tf.Tensor:
         if self.size == 1:
             return x
-        rows = tf.stack(tf.split(x, self.size, axis))  # [n, ...]
+        if axis == 0 and x.shape[0] is not None and x.shape[1:].is_fully_defined():
+            rows = tf.reshape(x, [self.size, x.shape[0] // self.size, *x.shape[1:]])  # the same without a copy
+        else:
+            rows = tf.stack(tf.split(x, self.size, axis))  # [n, ...]
         if self._nccl:
             rows = self._reordered(rows, self._to_wire)
             own = tf.raw_ops.CollectiveReduceScatterV2(input=rows, merge_op="Add", final_op="Id", **self._arguments("reduce_scatter"), **self._ordering())

@@ -24,12 +24,13 @@ from tfdist.config import BatchPlan
 from tfdist.runtime.base import Runtime
 from tfdist.telemetry.phases import Call
 from tfdist.training import marks
+from tfdist.training.backward import weights_first
 from tfdist.training.marks import Marks
 from tfdist.training.objectives import Objective, Scores
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
 from tfdist.training.requests import NOTHING, SIGNALS, Requests
 from tfdist.training.seeds import reseed, seed_states
-from tfdist.training.update import DataParallel, Update, scaled
+from tfdist.training.update import DataParallel, Update, compiled, scaled
 
 _FIRST_SUMS = ("loss", "weight", "regularization")
 
@@ -94,7 +95,7 @@ class TrainStep:
             self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step", aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
         # Without AutoGraph: rewriting what is below took two thirds of the time to the first step.
         self._function = tf.function(self._steps, autograph=False)
-        self._differentiate = tf.function(self._gradients, autograph=False, jit_compile=True) if options.jit_compile else self._gradients
+        self._differentiate = compiled(self._gradients, self.update) if options.jit_compile else self._gradients
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -114,8 +115,7 @@ class TrainStep:
         told[len(SIGNALS)] = self._wall_s if self.runtime.rank == 0 else 0.0
         told[len(SIGNALS) + 1 + self.runtime.rank] = self._compute_s
         sampled = self._mark.always or marks.is_sampled(self._calls, self.options.phase_every)
-        before = self.runtime.reduction_s()
-        begun = time.monotonic()
+        before, begun = self.runtime.reduction_s(), time.monotonic()
         step, packed, times = self._function(list(iterators), tf.constant(n), tf.constant(told), tf.constant(time.time() if sampled else 0.0, tf.float64))
         packed = packed.numpy()
         wall_s = time.monotonic() - begun
@@ -274,8 +274,8 @@ class TrainStep:
             with tf.control_dependencies([self._at_forward]):
                 seed = tf.ones_like(total)
         gradients = tape.gradient(total, self.update.sources(), seed, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        if self.options.jit_compile:  # slices would lose their static shape on the way out of XLA
-            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        if not self.options.jit_compile:
+            weights_first(gradients, seed)
         return gradients, sums
 
     def _total(self, outputs, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -9,7 +9,7 @@ A *piece* is what an Update makes of the gradient of one variable: the gradient 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.runtime.base import Runtime
-from tfdist.training.optimizer import ema_variables, swapped_in, updates_rows
+from tfdist.training.optimizer import ema_variables, subtract_by_assignment, swapped_in, updates_rows
 
 
 class Update(Protocol):
@@ -64,6 +64,9 @@ class DataParallel:
     def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer, slices: bool = False, small: bool = False):
         self.runtime, self.model, self.optimizer, self.slices = runtime, model, optimizer, slices
         self.small = small and runtime.replicas > 1
+        if slices and updates_rows(optimizer):
+            subtract_by_assignment(optimizer)
+        self._bytes = (0, 0)  # that a replica sends of a step's gradients, and would send without `small`; known once `reduce` was traced
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -73,20 +76,26 @@ class DataParallel:
         return [variable.value for variable in self.model.trainable_variables]
 
     def keep(self, gradients: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
-        return [gradient if self.slices and self._is_sparse(gradient) else tf.convert_to_tensor(gradient) for gradient in gradients]
+        return [gradient if self.travels_as_rows(gradient) else tf.convert_to_tensor(gradient) for gradient in gradients]
 
-    def _is_sparse(self, gradient: tf.Tensor | tf.IndexedSlices) -> bool:
+    def travels_as_rows(self, gradient: tf.Tensor | tf.IndexedSlices) -> bool:
         """Whether the rows of all replicas are no more than the table has: then they are at most half of what an all-reduce sends."""
-        if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype != tf.float32 or not gradient.values.shape.is_fully_defined():
+        if not self.slices or not isinstance(gradient, tf.IndexedSlices) or gradient.dtype != tf.float32 or not gradient.values.shape.is_fully_defined():
             return False
         return self.runtime.replicas * gradient.values.shape[0] <= (gradient.shape[0] or 0) < 2**31
 
     def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         # The small tensor goes last: it depends on the forward pass alone but must not hold up the first pack.
         travel = [tf.cast(piece, tf.bfloat16) if self.small and isinstance(piece, tf.Tensor) else piece for piece in kept]
+        self._bytes = self._count(travel), self._count(kept)
         reduced = self.runtime.all_reduce([*travel, tf.concat([sums, signals], 0)])
         summed = rows_once if updates_rows(self.optimizer) else tf.convert_to_tensor
         return [summed(piece) if isinstance(piece, tf.IndexedSlices) else tf.cast(piece, own.dtype) for piece, own in zip(reduced[:-1], kept, strict=True)], reduced[-1]
+
+    def _count(self, pieces: Sequence[tf.Tensor | tf.IndexedSlices]) -> int:
+        """Bytes of gradients; of slices, of the rows that are there and their numbers."""
+        return sum(piece.values.shape.num_elements() * piece.dtype.size + piece.values.shape[0] * piece.indices.dtype.size if isinstance(piece, tf.IndexedSlices)
+                   else variable.shape.num_elements() * piece.dtype.size for piece, variable in zip(pieces, self.sources(), strict=True))
 
     def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
         return tf.linalg.global_norm(pieces)
@@ -98,12 +107,31 @@ class DataParallel:
         return tf.linalg.global_norm(self.sources())
 
     def figures(self) -> dict[str, float]:
-        whole = 4.0 * sum(variable.shape.num_elements() for variable in self.sources())
-        return {"compression/sent_bytes": whole / 2, "compression/whole_bytes": whole} if self.small else {}
+        return dict(zip(("compression/sent_bytes", "compression/whole_bytes"), map(float, self._bytes), strict=True)) if self.small else {}
 
     def averaged(self) -> AbstractContextManager:
         averages = ema_variables(self.optimizer)
         return swapped_in(self.model.trainable_variables, averages) if averages else contextlib.nullcontext()
+
+
+def compiled(differentiate: Callable, update: Update) -> Callable:
+    """`differentiate`, which returns (gradients, sums), compiled with XLA. Slices that travel as such keep the static shapes that
+    they lose on the way out of XLA."""
+    shapes: list[tuple[tf.TensorShape, tf.TensorShape] | None] = []  # of the rows, and of the table
+
+    def inside(*args: tf.Tensor) -> tuple[list, tf.Tensor]:
+        gradients, sums = differentiate(*args)
+        shapes[:] = [(gradient.values.shape, gradient.shape) if isinstance(update, DataParallel) and update.travels_as_rows(gradient) else None for gradient in gradients]
+        return [gradient if shape else tf.convert_to_tensor(gradient) for gradient, shape in zip(gradients, shapes, strict=True)], sums
+
+    function = tf.function(inside, autograph=False, jit_compile=True)
+
+    def outside(*args: tf.Tensor) -> tuple[list, tf.Tensor]:
+        gradients, sums = function(*args)
+        return [tf.IndexedSlices(tf.ensure_shape(gradient.values, shape[0]), tf.ensure_shape(gradient.indices, shape[0][:1]), tf.constant(shape[1].as_list())) if shape else gradient
+                for gradient, shape in zip(gradients, shapes, strict=True)], sums
+
+    return outside
 
 
 def scaled(piece: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:

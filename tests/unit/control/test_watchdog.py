@@ -1,6 +1,9 @@
 """Sections that take too long, and who is to blame."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -63,6 +66,77 @@ def test_it_is_seen_where_the_main_thread_is():
     at, stacks = found[0]
     assert "test_watchdog.py" in at and "test_it_is_seen_where_the_main_thread_is" in at
     assert "MainThread" in stacks and "thread.join()" in stacks
+
+
+LOOKED_AT = """
+import sys, threading, time
+from tfdist.control.watchdog import all_stacks, main_thread_at
+
+end = time.monotonic() + 2
+
+def look():
+    while time.monotonic() < end:
+        main_thread_at(), all_stacks()
+
+{work}
+lookers = [threading.Thread(target=look) for _ in range(2)]
+[looker.start() for looker in lookers]
+while any(looker.is_alive() for looker in lookers):
+    work()
+print("unharmed")
+"""
+
+# Collects garbage whose finalizer lets other threads run.
+RUBBISH = """
+import gc
+
+def run_on():
+    for number in range(100):
+        number += 1
+
+class Rubbish:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        run_on()
+
+def deep(levels):
+    if levels:
+        return deep(levels - 1) + 1
+    Rubbish()
+    return 1
+
+gc.set_threshold(20, 5, 5)
+sys.setswitchinterval(1e-6)
+
+def work():
+    assert deep(10) == 11
+"""
+
+# Calls Python from TensorFlow's threads, which become Python's for the time of the call.
+CALLS = """
+import tensorflow as tf
+
+@tf.function(autograph=False)
+def calls(times):
+    def body(number):
+        with tf.control_dependencies([tf.numpy_function(lambda value: value, [number], tf.int32) for _ in range(16)]):
+            return number + 1
+    return tf.while_loop(lambda number: number < times, body, [0])
+
+calls(tf.constant(1))
+end = time.monotonic() + 2  # importing took its time
+
+def work():
+    calls(tf.constant(200))
+"""
+
+
+@pytest.mark.parametrize("work", [RUBBISH, CALLS], ids=["rubbish", "calls"])
+def test_threads_that_are_looked_at_run_on_unharmed(work):
+    environment = {**os.environ, "TF_NUM_INTEROP_THREADS": "4"}
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", LOOKED_AT.format(work=work)], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "unharmed\n", done.stderr
 
 
 def crowd(size, waiting_for=None):

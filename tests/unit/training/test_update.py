@@ -11,19 +11,19 @@ import tensorflow as tf
 
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.optimizer import switch_off_reduction
-from tfdist.training.update import DataParallel, scaled
+from tfdist.training.update import DataParallel, compiled, scaled
 
 OPTIMIZERS = {"sgd": lambda: keras.optimizers.SGD(0.1), "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.1),
               "decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01)}
 
 
-def make_update(optimizer="sgd", rows=8, replicas=1, slices=True):
+def make_update(optimizer="sgd", rows=8, replicas=1, slices=True, small=False):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Input([3], dtype="int32"), keras.layers.Embedding(rows, 2)])
     runtime, rule = OneDevice(), switch_off_reduction(OPTIMIZERS[optimizer]())
     runtime.replicas = replicas
     rule.build(model.trainable_variables)
-    return DataParallel(runtime, model, rule, slices)
+    return DataParallel(runtime, model, rule, slices, small)
 
 
 def gradient(rows=8):
@@ -49,6 +49,27 @@ def test_slices_of_an_unknown_number_become_a_tensor():
     assert not isinstance(kinds[0], tf.IndexedSlices)
 
 
+@pytest.mark.parametrize("replicas, stays", [(1, True), (3, False)])
+def test_xla_leaves_rows_as_rows(replicas, stays):
+    update = make_update(replicas=replicas)
+
+    def differentiate(tokens):
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(tf.gather(update.sources()[0], tokens) ** 2)
+        return [tape.gradient(total, update.sources()[0])], total
+
+    @tf.function(input_signature=[tf.TensorSpec([3], tf.int32)])
+    def kept(tokens):
+        gradients, _ = compiled(differentiate, update)(tokens)
+        (gradient,) = update.keep(gradients)
+        assert isinstance(gradient, tf.IndexedSlices) is stays
+        assert gradient.shape == [8, 2] and (not stays or gradient.values.shape == [3, 2])
+        return tf.convert_to_tensor(gradient)
+
+    tokens = tf.constant([1, 5, 1])
+    np.testing.assert_allclose(kept(tokens), tf.convert_to_tensor(differentiate(tokens)[0][0]), rtol=1e-6)
+
+
 def reduced(update):
     pieces, _ = update.reduce([gradient()], tf.zeros([1]), tf.zeros([1]))
     return pieces
@@ -67,6 +88,13 @@ def test_the_update_is_that_of_the_tensor(optimizer):
         sparse.apply([scaled(piece, 0.5) for piece in reduced(sparse)])
         dense.apply([0.5 * tf.convert_to_tensor(gradient())])
     np.testing.assert_allclose(sparse.model.get_weights()[0], dense.model.get_weights()[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("slices, sent, whole", [(True, 3 * 2 * 4 + 3 * 4, 3 * 2 * 4 + 3 * 4), (False, 8 * 2 * 2, 8 * 2 * 4)], ids=["slices stay float32", "tensors halve"])
+def test_the_bytes_told_are_those_that_travel(slices, sent, whole):
+    update = make_update(replicas=2, slices=slices, small=True)
+    update.reduce(update.keep([gradient()]), tf.zeros([1]), tf.zeros([1]))
+    assert update.figures() == {"compression/sent_bytes": sent, "compression/whole_bytes": whole}
 
 
 OFTEN_THE_SAME_ROWS = """

@@ -4,7 +4,8 @@ Each layer with trainable variables of its own gathers them when it is called, a
 backward pass it gathers again, and the gradients leave it as reduce-scattered shards. Without more, TensorFlow would start
 all gathers at once, as none waits for data. So the gather of a layer waits for the input of the layer called before it:
 one layer's parameters are on the way while another's are in use, and no more are held. The backward pass does the same
-in reverse.
+in reverse, and there a gather also waits for the shards of the gradients of the layer before last, lest a pass that runs ahead
+of the network fill memory with whole gradients.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def _gather_when_called(layer: keras.Layer, own: list[keras.Variable], shards: l
 
     def call(*arguments: Any, **options: Any) -> Any:
         def bind(values: list[tf.Tensor], again: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
-            with tf.control_dependencies([turns[again].take(first)]):
+            with tf.control_dependencies(turns[again].take(first)):
                 values = [tf.identity(value) for value in values]
             return list(zip(own, layout.gather(values), strict=True))
 
-        return recomputed(lambda nest: inner(*nest[0], **nest[1]), (arguments, options), shards, states, layer, bind)
+        return recomputed(lambda nest: inner(*nest[0], **nest[1]), (arguments, options), shards, states, layer, bind, turns[True].sends)
 
     layer.call = call
 
@@ -58,11 +59,17 @@ class _Turn:
 
     def __init__(self) -> None:
         self._before: tf.Tensor | None = None
+        self._sent: list[tf.Tensor] = []  # of the last two layers
 
-    def take(self, mine: tf.Tensor) -> tf.Tensor:
+    def take(self, mine: tf.Tensor) -> list[tf.Tensor]:
         """What the gather of the layer that starts with `mine` waits for."""
-        before, self._before = self._before, mine
-        return before if before is not None and before.graph is mine.graph else mine
+        earlier = [tensor for tensor in (self._before, *self._sent[:-1]) if tensor is not None and tensor.graph is mine.graph]
+        self._before = mine
+        return earlier or [mine]
+
+    def sends(self, shards: list[tf.Tensor]) -> None:
+        """The gradients of the layer whose turn it is."""
+        self._sent = [*self._sent[-1:], shards[0]]
 
 
 def let_go(variable: keras.Variable, sentence: str) -> None:

@@ -22,7 +22,7 @@ Bind = Callable[[list[tf.Tensor], bool, tf.Tensor], list[tuple[keras.Variable, t
 
 
 def recomputed(function: Callable[..., Any], inputs: Any, parameters: Sequence[keras.Variable], states: Sequence[keras.Variable],
-               owner: keras.Layer, bind: Bind | None = None) -> Any:
+               owner: keras.Layer, bind: Bind | None = None, told: Callable[[list[tf.Tensor]], None] | None = None) -> Any:
     """`function(inputs)`, of which only `inputs` is kept for the backward pass.
 
     Args:
@@ -33,9 +33,10 @@ def recomputed(function: Callable[..., Any], inputs: Any, parameters: Sequence[k
       bind: (values of `parameters`, whether this is the second pass, the tensor that starts the pass: an input or an
         upstream gradient) -> (variable, value) for what is to hold within. By default the parameters themselves;
         gathered.py puts whole variables together from shards here.
+      told: gets the gradients of `parameters`, when the backward pass is traced.
     Returns: what function returns, a nest of tensors.
     """
-    made = _Recomputed(function, inputs, parameters, states, bind)
+    made = _Recomputed(function, inputs, parameters, states, bind, told)
     results = made.run()
     for state, end in zip(states, results[len(results) - len(states):], strict=True):
         state.assign(end)
@@ -48,8 +49,9 @@ def recomputed(function: Callable[..., Any], inputs: Any, parameters: Sequence[k
 class _Recomputed:
     """One call. Its tensors are those of the inputs, then the parameters; its results outputs, losses, states."""
 
-    def __init__(self, function: Callable[..., Any], inputs: Any, parameters: Sequence[keras.Variable], states: Sequence[keras.Variable], bind: Bind | None):
-        self.function, self.inputs, self.parameters, self.states, self.bind = function, inputs, parameters, states, bind
+    def __init__(self, function: Callable[..., Any], inputs: Any, parameters: Sequence[keras.Variable], states: Sequence[keras.Variable], bind: Bind | None,
+                 told: Callable[[list[tf.Tensor]], None] | None):
+        self.function, self.inputs, self.parameters, self.states, self.bind, self.told = function, inputs, parameters, states, bind, told
         self.leaves = tf.nest.flatten(inputs)
         self.places = [place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf)]
         self.starts = [tf.convert_to_tensor(state.value) for state in states]
@@ -91,4 +93,7 @@ class _Recomputed:
         gradients = tape.gradient([result for result, _ in pairs], [again[place] for place in floats], [g for _, g in pairs],
                                   unconnected_gradients=tf.UnconnectedGradients.ZERO)
         found = dict(zip(floats, gradients, strict=True))
-        return [tf.convert_to_tensor(found[place]) if place in found else None for place in range(len(again))]
+        result = [tf.convert_to_tensor(found[place]) if place in found else None for place in range(len(again))]
+        if self.told is not None:
+            self.told(result[len(self.places):])
+        return result

@@ -32,8 +32,7 @@ class Layout:
     def scatter_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """This member's shards [length] of the sums of whole tensors over members."""
         n = self.group.size
-        columns = [tf.reshape(tf.pad(tf.reshape(tensor, [-1]), [[0, length * n - size]]), [n, length])
-                   for tensor, size, length in zip(tensors, self.sizes, self.lengths, strict=True)]
+        columns = [tf.reshape(_padded(tf.reshape(tensor, [-1]), length * n - size), [n, length]) for tensor, size, length in zip(tensors, self.sizes, self.lengths, strict=True)]
         row = self.group.reduce_scatter(tf.concat(columns, 1))
         return tf.split(row[0], self.lengths)
 
@@ -41,13 +40,18 @@ class Layout:
         """The whole tensors; `shards`: this member's. The gradient is `scatter_sum`."""
         rows = self.group.all_gather(tf.concat(list(shards), 0)[tf.newaxis])
         columns = tf.split(rows, self.lengths, 1)
-        return [tf.reshape(tf.reshape(column, [-1])[:size], shape) for column, size, shape in zip(columns, self.sizes, self.shapes, strict=True)]
+        flat = [tf.reshape(column, [-1]) for column in columns]
+        return [tf.reshape(tensor if tensor.shape[0] == size else tensor[:size], shape) for tensor, size, shape in zip(flat, self.sizes, self.shapes, strict=True)]
 
     def cut(self, array: np.ndarray, which: int) -> np.ndarray:
         """This member's shard of a whole array, which is tensor number `which`."""
         length = self.lengths[which]
         flat = np.pad(array.reshape(-1), (0, length * self.group.size - self.sizes[which]))
         return flat[self.group.index * length:(self.group.index + 1) * length]
+
+
+def _padded(vector: tf.Tensor, end: int) -> tf.Tensor:
+    return tf.pad(vector, [[0, end]]) if end else vector  # not to copy what needs no padding
 
 
 def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]) -> list[keras.Variable]:

@@ -26,6 +26,7 @@ import tensorflow as tf
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.backward import age, made_after
 from tfdist.training.optimizer import swapped_in
 from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.mesh_update import MeshUpdate
@@ -34,6 +35,9 @@ from tfdist.training.parallel.shards import Layout, shard_variables
 # Rules that treat every element on its own, so that a shard is updated as the same elements of the whole would be.
 ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion, keras.optimizers.RMSprop, keras.optimizers.Adagrad,
                keras.optimizers.Adadelta, keras.optimizers.Adamax, keras.optimizers.Nadam)
+
+# Packs of gradients whose shards have not come, at stage 2. A backward pass that runs ahead of the network would have all in memory.
+_ON_THE_WAY = 2
 
 
 class ShardedUpdate(MeshUpdate):
@@ -97,8 +101,17 @@ class ZeroUpdate(ShardedUpdate):
 
     def _scattered(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         pieces: list = [None] * len(gradients)
-        for pack, layout in self._layouts:
-            for index, piece in zip(pack, layout.scatter_sum([gradients[index] for index in pack]), strict=True):
+        sent: list[tuple[tf.Tensor, int]] = []
+        newest = _last_collective(gradients[0].graph)
+        for pack, layout in sorted(self._layouts, key=lambda each: max(age(gradients[index]) for index in each[0])):
+            whole = [gradients[index] for index in pack]
+            if self.stage == 2 and len(sent) >= _ON_THE_WAY:
+                for gradient in whole:
+                    made_after(gradient, *sent[-_ON_THE_WAY])
+            scattered = layout.scatter_sum(whole)
+            newest = max(newest, *map(age, whole))
+            sent.append((scattered[0], newest))
+            for index, piece in zip(pack, scattered, strict=True):
                 pieces[index] = piece
         return pieces
 
@@ -128,6 +141,11 @@ class Zero3Update(ShardedUpdate):
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         return kept
+
+
+def _last_collective(graph: tf.Graph) -> int:
+    """The number of the last one in a graph, for which those to come may have to wait."""
+    return max((operation._id for operation in graph.get_operations() if operation.type.startswith("Collective")), default=0)
 
 
 def sharded_update(runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, **options) -> ShardedUpdate:
