@@ -16,7 +16,7 @@ from tfdist.config import ClusterConfig, Config
 from tfdist.control import faults
 from tfdist.control.beacons import ENDPOINT_BYTES, Beacons
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ExitCode, PeerLostError, TfdistError
+from tfdist.control.exit_codes import RESTARTABLE, ExitCode, PeerLostError, TfdistError
 from tfdist.control.signals import SignalRequests
 from tfdist.control.watchdog import Watchdog, all_stacks
 from tfdist.runtime import preemption
@@ -26,6 +26,7 @@ from tfdist.runtime.errors import explain
 _START_UPS = 4  # start-up as a whole (runtime, data, model, restore) may take this many times --startup_timeout
 BETWEEN_STEPS = "between steps"
 _WORDS_SECONDS = 1.0  # how long a worker that lost a peer waits to hear why that one ended
+_VERDICT_SECONDS = 5.0  # how long a worker stays, after an error that all may share, for those that have yet to see it
 
 
 class Guard:
@@ -72,6 +73,10 @@ class Guard:
             if silent := self.beacons.silent():
                 more += f" Silent: {'; '.join(map(self.beacons.describe, silent))}."
             found = PeerLostError(f"{found}{more}")
+        elif isinstance(found, TfdistError) and found.exit_code not in RESTARTABLE:
+            # Most such errors are verdicts on what a collective brought (flags that differ, weights that do): who leaves at
+            # once takes it from those that are still receiving, and they would end as if they had lost a peer.
+            self.beacons.wait_for_errors(_VERDICT_SECONDS)
         return found
 
     def close(self) -> None:

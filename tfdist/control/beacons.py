@@ -84,6 +84,15 @@ class Beacons:
                 return first
             time.sleep(0.05)
 
+    def wait_for_errors(self, wait: float) -> None:
+        """Until all others have told an error, at most `wait` seconds."""
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline:
+            with self._lock:
+                if all(report.error for report in self._reports.values()):
+                    return
+            time.sleep(0.02)
+
     def silent(self) -> list[int]:
         """Ranks of which nothing has been heard for a while."""
         limit = time.monotonic() - _SILENT_INTERVALS * self.interval

@@ -9,9 +9,12 @@ import time
 
 import pytest
 
+from tfdist.config import Config
 from tfdist.control.beacons import Beacons
 from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.control.watchdog import Watchdog, all_stacks, main_thread_at
+from tfdist.guard import Guard
 
 
 def until(condition, seconds=20):
@@ -201,6 +204,38 @@ def test_the_words_of_the_first_failure_reach_all():
         first = beacons[rank].first_error(20)
         assert (first.rank, first.error, first.secondary) == (2, "the cause", False)
     assert beacons[2].first_error(0.2).secondary  # nobody else was a cause
+
+
+def guarded(beacons):
+    guard = Guard(Config(), beacons.cluster)
+    guard.beacons = beacons
+    return guard
+
+
+def test_who_sees_a_shared_error_first_stays_until_the_others_have_seen_it():
+    """Flags that differ, for example: with the first that leaves, what the others are still receiving would be lost."""
+    beacons, _ = crowd(3)
+    left = threading.Event()
+
+    def first():
+        guarded(beacons[1]).failed(ConfigError("the flags differ"))
+        left.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    until(lambda: beacons[0].first_error(0))
+    beacons[0].tell("the flags differ")
+    assert not left.wait(0.5)
+    beacons[2].tell("the flags differ")
+    assert left.wait(2)  # well before its time is up
+    thread.join()
+
+
+def test_who_alone_has_an_error_does_not_stay_for_ever(monkeypatch):
+    monkeypatch.setattr("tfdist.guard._VERDICT_SECONDS", 0.2)
+    beacons, _ = crowd(2)
+    error = DataError("a file is missing")
+    assert guarded(beacons[1]).failed(error) is error
 
 
 def test_datagrams_of_strangers_are_ignored():
