@@ -1,6 +1,6 @@
 """tfdist beside what one would use instead of it: the same models on the same data, measured in one run on this machine.
 
-    python scripts/bench_peers.py [--resume] [--quick] [--only=transformer10m,PyTorch] [--modes=1,2,2s] [--rounds=1]
+    python scripts/bench_peers.py [--resume] [--quick] [--only=transformer10m,PyTorch] [--modes=1,2,2s,1c,2c,1r,2r] [--rounds=1]
                                   [--out=runs/peers] [--venvs=~/.cache/tfdist-bench] [--prepare] [--report]
 
 Peers: Keras 3 fit, tf-keras fit under MultiWorkerMirroredStrategy, Horovod, Orbit, PyTorch DistributedDataParallel
@@ -12,6 +12,8 @@ Every measurement is a fresh start: two windows to warm up, then at least five t
 workload, so that slow drifts of the machine hit all. Each result is written as it comes (OUT/cells/*.json); then OUT/
 peers.md and OUT/peers.png. --resume keeps what is there and was measured with the same settings. --only: parts of the
 names of workloads and engines; a measurement must match one of each sort that is named. --rounds=N: N fresh starts each.
+--modes: 1 and 2 workers, 2s with half the batch each, 1c and 2c with snapshots, 1r and 2r going on from those (what each
+engine's own guide writes them with; tfdist's flushes to the disk what it has written, the others do not).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 import environments  # noqa: E402
 
+KEPT = ("run/checkpoints", "snapshots")  # in the folder of a measurement with snapshots: where tfdist and the others leave them
 LONGEST = 420.0  # seconds that one measurement may take
+SNAPSHOTS = 5  # that are counted, of a measurement with snapshots
 LOOK_EVERY = 0.5  # seconds between two looks at the processes' memory
 
 
@@ -40,7 +44,7 @@ def main() -> None:
     parser.add_argument("--venvs", default="~/.cache/tfdist-bench", help="folder of the environments")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for; on a machine without GPUs choose a CPU build (default %(default)s)")
     parser.add_argument("--only", default="", help="parts of names of workloads and engines, separated by commas")
-    parser.add_argument("--modes", default="1,2,2s", help="1 worker, 2 workers, 2 workers with half the batch each (default all)")
+    parser.add_argument("--modes", default="1,2,2s,1c,2c,1r,2r", help="which numbers of workers, and what they do (default all)")
     parser.add_argument("--rounds", type=int, default=1, help="fresh starts of each measurement")
     parser.add_argument("--resume", action="store_true", help="keep measurements that are there")
     parser.add_argument("--quick", action="store_true", help="one window of one step: whether everything runs; the figures mean nothing")
@@ -74,7 +78,7 @@ def main() -> None:
 
 def selection(arguments: argparse.Namespace) -> list:
     """The measurements, in order: engines next to each other within a workload, a round and a number of workers."""
-    from engines import ENGINES, MODES, Plan
+    from engines import ENGINES, MODES
     from workloads import WORKLOADS
 
     parts = [part.strip().lower() for part in arguments.only.split(",") if part.strip()]
@@ -88,10 +92,21 @@ def selection(arguments: argparse.Namespace) -> list:
         raise SystemExit(f"bench_peers: --modes={arguments.modes} must be some of {', '.join(MODES)}.")
     plans = []
     for workload in (WORKLOADS[name] for name in workloads):
-        steps, windows = (1, 1) if arguments.quick else (workload.steps, workload.windows)
-        plans += [Plan(workload, ENGINES[name], mode, number, steps, windows) for number in range(arguments.rounds) for mode in modes
-                  for name in engines if mode in ENGINES[name].modes and workload.kind in ENGINES[name].kinds]
+        plans += [make_plan(workload, ENGINES[name], mode, number, arguments.quick) for number in range(arguments.rounds) for mode in modes
+                  for name in engines if mode in ENGINES[name].modes and workload.kind in ENGINES[name].kinds and (workload.save_steps or mode[-1] not in "cr")]
     return plans
+
+
+def make_plan(workload, engine, mode: str, number: int, quick: bool):
+    """One measurement. Those with snapshots are SNAPSHOTS + 1 blocks long: the first warms up; what is written after the last does not count."""
+    from cell import BLOCK
+    from engines import WARM_UP, Plan
+
+    blocks = 2 if quick else SNAPSHOTS + 1
+    if mode[-1] in "cr":
+        steps = 1 if quick else workload.save_steps
+        return Plan(workload, engine, mode, number, steps, BLOCK * blocks - WARM_UP if mode.endswith("c") else 1, BLOCK * blocks * steps if mode.endswith("r") else 0)
+    return Plan(workload, engine, mode, number, *((1, 1) if quick else (workload.steps, workload.windows)))
 
 
 def measure_all(plans: list, venvs: Path, out: Path, resume: bool) -> None:
@@ -104,6 +119,9 @@ def measure_all(plans: list, venvs: Path, out: Path, resume: bool) -> None:
             if "error" not in found and found["settings"] == plan.settings():
                 continue
         result = measure(plan, venvs, out / "cells" / plan.name)
+        if plan.origin and "error" not in result:
+            for name in KEPT:  # gigabytes
+                shutil.rmtree(out / "cells" / plan.origin / name, ignore_errors=True)
         path.with_suffix(".part").write_text(json.dumps(result, indent=1))
         path.with_suffix(".part").rename(path)
         shown = result.get("error") or f"{result['median']:8.3f} steps/s, first step after {result['startup_s']:.1f} s, {result['peak_mb']:.0f} MB"
@@ -123,6 +141,8 @@ def measure(plan, venvs: Path, folder: Path) -> dict:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     result = {"settings": plan.settings(), "load": os.getloadavg()[0], "time": time.time()}
+    if plan.origin and not any((folder.parent / plan.origin / name).is_dir() for name in KEPT):
+        return {**result, "error": f"no snapshot to go on from: measure {plan.mode.replace('r', 'c')} again, without --resume"}
     cores = sorted(os.sched_getaffinity(0))
     processes, started = [], time.time()
     with open(folder / "output.log", "w", encoding="utf-8") as output:
@@ -196,9 +216,24 @@ def figures(plan, folder: Path, started: float) -> dict:
         raise ValueError(f"{len(ends)} windows instead of {plan.windows + WARM_UP}")
     rates = [plan.steps / (end - begin) for begin, end in zip(ends[WARM_UP - 1:], ends[WARM_UP:], strict=False)]
     median = statistics.median(rates)
-    return {"steps_per_s": rates, "median": median, "startup_s": ends[0] - started - (plan.steps - 1) / median,
+    if ranks[0]["restored"] != plan.saved:
+        raise ValueError(f"it went on from step {ranks[0]['restored']} instead of {plan.saved}")
+    return {"steps_per_s": rates, **(snapshots(folder, ends) if plan.saves else {}), "median": median, "restored": plan.saved, "startup_s": ends[0] - started - (plan.steps - 1) / median,
             "losses": [statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)],
             "parameters": ranks[0]["parameters"], "flops": ranks[0]["flops"], "versions": ranks[0]["versions"]}
+
+
+def snapshots(folder: Path, ends: list[float]) -> dict:
+    """What a snapshot cost: the time of the window after which it was written and of the two that follow (some write in the
+    background), beyond that of the last windows of the blocks, when writing is over."""
+    import statistics
+
+    from cell import BLOCK
+
+    windows = [0.0, 0.0, *(end - begin for begin, end in zip(ends, ends[1:], strict=False))]  # [n]: seconds of window n; they count from 1, and the start of the first is not known
+    usual = statistics.median(windows[BLOCK - 1::BLOCK])
+    size = sum(path.stat().st_size for name in KEPT for path in (folder / name).rglob("*") if path.is_file())
+    return {"lost_s": [sum(windows[end:end + 3]) - 3 * usual for end in range(BLOCK, len(ends) - BLOCK + 1, BLOCK)], "snapshot_mb": size / 1e6}
 
 
 def last_line(path: Path) -> str:

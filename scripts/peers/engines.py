@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cell import BLOCK
 from workloads import Workload
 
 PEERS = Path(__file__).resolve().parent
@@ -34,15 +35,16 @@ class Engine:
 
 
 BOTH = ("1", "2", "2s")
+ALONE, PAIR = ("1c", "1r"), ("2c", "2r")
 ENGINES = {engine.name: engine for engine in (
-    Engine("tfdist one_device", "tfdist", flags=("--strategy=one_device",), modes=("1",)),
-    Engine("tfdist multi_worker", "tfdist", flags=("--strategy=multi_worker",), modes=("2", "2s"), alone="tfdist one_device"),
-    Engine("PyTorch DDP", "torch", "torch_ddp.py", modes=BOTH),
-    Engine("Horovod", "tfdist", "horovod_loop.py", modes=BOTH),
-    Engine("Keras fit", "tfdist", "keras_fit.py", modes=("1",)),
-    Engine("tf-keras fit, MWMS", "tf-keras", "tf_keras_fit.py", modes=BOTH, variables={"TF_USE_LEGACY_KERAS": "1"}),
-    Engine("Orbit, MWMS", "orbit", "orbit_trainer.py"),
-    Engine("tfdist sockets", "tfdist", flags=("--strategy=sockets",), modes=("2",), alone="tfdist one_device"),
+    Engine("tfdist one_device", "tfdist", flags=("--strategy=one_device",), modes=("1", *ALONE)),
+    Engine("tfdist multi_worker", "tfdist", flags=("--strategy=multi_worker",), modes=("2", "2s", *PAIR), alone="tfdist one_device"),
+    Engine("PyTorch DDP", "torch", "torch_ddp.py", modes=(*BOTH, *PAIR)),
+    Engine("Horovod", "tfdist", "horovod_loop.py", modes=(*BOTH, *PAIR)),
+    Engine("Keras fit", "tfdist", "keras_fit.py", modes=("1", *ALONE)),
+    Engine("tf-keras fit, MWMS", "tf-keras", "tf_keras_fit.py", modes=(*BOTH, *PAIR), variables={"TF_USE_LEGACY_KERAS": "1"}),
+    Engine("Orbit, MWMS", "orbit", "orbit_trainer.py", modes=("1", "2", *PAIR)),
+    Engine("tfdist sockets", "tfdist", flags=("--strategy=sockets",), modes=("2", *PAIR), alone="tfdist one_device"),
     Engine("tfdist one_device, twice", "tfdist", flags=("--strategy=one_device",), modes=("2", "2s"), alone="tfdist one_device", apart=True),
     Engine("tfdist multi_worker, TCP", "tfdist", flags=("--strategy=multi_worker", "--communication=socket"), modes=("2",), alone="tfdist one_device", kinds=("transformer",)),
     Engine("tfdist multi_worker, TCP, bf16", "tfdist", flags=("--strategy=multi_worker", "--communication=socket", "--compression=bf16"), modes=("2",), alone="tfdist one_device", kinds=("transformer",)),
@@ -54,7 +56,9 @@ ENGINES = {engine.name: engine for engine in (
 )}
 
 # mode -> (workers, what a worker's batch is divided by, words)
-MODES = {"1": (1, 1, "1 worker"), "2": (2, 1, "2 workers"), "2s": (2, 2, "2 workers, half the batch each")}
+MODES = {"1": (1, 1, "1 worker"), "2": (2, 1, "2 workers"), "2s": (2, 2, "2 workers, half the batch each"),
+         "1c": (1, 1, "1 worker, snapshots"), "2c": (2, 1, "2 workers, snapshots"),
+         "1r": (1, 1, "1 worker, going on from a snapshot"), "2r": (2, 1, "2 workers, going on from a snapshot")}
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,23 @@ class Plan:
     round: int
     steps: int
     windows: int  # counted ones
+    saved: int = 0  # steps that the job had done that wrote the snapshot to go on from
 
     @property
     def name(self) -> str:
-        words = f"{self.workload.name}.{self.mode}.{self.engine.name}.{self.round}"
+        return self._name(self.mode)
+
+    @property
+    def saves(self) -> bool:
+        return self.mode.endswith("c")
+
+    @property
+    def origin(self) -> str:
+        """The name of the measurement that writes the snapshot to go on from, or ""."""
+        return self._name(self.mode.replace("r", "c")) if self.mode.endswith("r") else ""
+
+    def _name(self, mode: str) -> str:
+        words = f"{self.workload.name}.{mode}.{self.engine.name}.{self.round}"
         return words.replace(", ", "-").replace(" ", "_")
 
     @property
@@ -91,7 +108,8 @@ def commands(plan: Plan, venvs: Path, folder: Path, cores: list[int]) -> list[tu
     """What to start: (command, environment, cores of the process) each. One core and one thread a worker."""
     python = venvs / plan.engine.environment / "bin" / "python"
     told = {"workload": plan.workload.name, "batch": plan.batch, "steps": plan.steps, "windows": plan.windows + WARM_UP, "world": plan.world,
-            "cores": cores, "variant": plan.engine.variant, "folder": str(folder)}
+            "cores": cores, "variant": plan.engine.variant, "folder": str(folder),
+            "save": plan.saves, "resume": str(folder.parent / plan.origin) if plan.origin else ""}
     own = set(cores[:plan.world])
     environment = {**_environment(), **plan.engine.variables, "BENCH_CELL": json.dumps(told), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "PATH": f"{python.parent}:{os.environ.get('PATH', '')}"}
     if not plan.engine.script:
@@ -120,11 +138,13 @@ def commands(plan: Plan, venvs: Path, folder: Path, cores: list[int]) -> list[tu
 
 def _tfdist_flags(plan: Plan, folder: Path) -> list[str]:
     workload = plan.workload
+    home = folder.parent / plan.origin if plan.origin else folder
+    saves = [f"--save_every={BLOCK * plan.steps}", "--keep=1"] if plan.saves else []
     return ["--model=tfdist_job:model", f"--model_args=workload={workload.name}", "--source=tfdist_job:source", f"--source_args=workload={workload.name}",
             "--objective=classification", "--noshuffle", "--nosync_batchnorm", f"--micro_batch={plan.batch}", "--accumulation=1",
-            f"--optimizer={workload.optimizer}", f"--learning_rate={workload.learning_rate}", f"--steps={(plan.windows + WARM_UP) * plan.steps}", f"--log_every={plan.steps}",
+            f"--optimizer={workload.optimizer}", f"--learning_rate={workload.learning_rate}", f"--steps={plan.saved + (plan.windows + WARM_UP) * plan.steps}", f"--log_every={plan.steps}",
             "--eval_every=-1", "--save_minutes=0", "--nosave_final", "--export=none", "--noplot", "--progress=none", "--trackers=tfdist_job:tracker",
-            f"--run_dir={folder / 'run'}", *plan.engine.flags]
+            f"--run_dir={home / 'run'}", *saves, *plan.engine.flags]
 
 
 def _environment() -> dict[str, str]:

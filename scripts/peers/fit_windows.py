@@ -1,4 +1,4 @@
-"""A callback for either Keras: notes the time after every `steps_per_execution` steps of `fit`."""
+"""Callbacks for either Keras: the time after every `steps_per_execution` steps of `fit`, and its own snapshots."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ from typing import Any
 from cell import Cell
 
 
+def callbacks(cell: Cell, keras: Any, save_freq: int) -> list:
+    """For `fit`, in this order: a window ends, then a snapshot is written. `save_freq` as this Keras counts."""
+    if not (cell.save or cell.resume):
+        return [windows(cell, keras)]
+    return [windows(cell, keras), keras.callbacks.BackupAndRestore(str(cell.snapshots), save_freq=save_freq, delete_checkpoint=False)]
+
+
 def windows(cell: Cell, keras: Any):
-    """Turns Keras' running mean of the loss back into the mean of each window."""
+    """Turns Keras' running mean of the loss back into the mean of each window; ends training after the last."""
 
     class Windows(keras.callbacks.Callback):
         total = 0.0
 
         def on_train_batch_end(self, batch, logs=None):
             count = len(cell.ends) + 1
+            if count == 1:
+                cell.restored = int(self.model.optimizer.iterations.numpy()) - cell.steps
             mean = float(logs["loss"])
             cell.window(mean * count - self.total)
             self.total = mean * count
+            self.model.stop_training = count == cell.windows
 
     return Windows()

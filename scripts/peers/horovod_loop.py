@@ -12,6 +12,7 @@ import horovod.tensorflow as hvd  # noqa: E402
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from keras_models import build, count, forward_flops, make_optimizer, mean_loss  # noqa: E402
+from tf_snapshots import Snapshots  # noqa: E402
 
 hvd.init()
 x, y = cell.batches()
@@ -20,7 +21,8 @@ model = build(cell.workload, keras)
 optimizer = make_optimizer(cell.workload, keras)
 optimizer.build(model.trainable_variables)
 variables = [variable.value for variable in model.trainable_variables]
-hvd.broadcast_variables([variable.value for variable in model.variables], root_rank=0)
+snapshots = Snapshots(cell, tf, model, optimizer, alone=True)
+hvd.broadcast_variables([variable.value for variable in (*model.variables, *optimizer.variables)], root_rank=0)
 
 
 @tf.function
@@ -37,5 +39,6 @@ def train(steps: tf.Tensor) -> tf.Tensor:
 
 for _ in range(cell.windows):
     cell.window(train(tf.constant(cell.steps)).numpy() / cell.steps)
+    snapshots.write()
 cell.finish(parameters=count(model), flops=forward_flops(model, cell.batch), versions=f"Horovod {horovod.__version__}, Keras {keras.__version__}, TensorFlow {tf.__version__}")
 hvd.shutdown()

@@ -3,13 +3,13 @@
 A window is one call of the compiled function: steps_per_execution = steps.
 """
 
-from cell import Cell
+from cell import BLOCK, Cell
 
 cell = Cell()
 
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from fit_windows import windows  # noqa: E402
+from fit_windows import callbacks  # noqa: E402
 from keras_models import build, count, forward_flops, make_optimizer  # noqa: E402
 
 x, y = cell.batches()
@@ -17,5 +17,7 @@ model = build(cell.workload, keras)
 model.compile(make_optimizer(cell.workload, keras), keras.losses.SparseCategoricalCrossentropy(from_logits=True),
               steps_per_execution=cell.steps, jit_compile=cell.variant == "xla")
 dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(tf.data.AUTOTUNE)
-model.fit(dataset, steps_per_epoch=cell.windows * cell.steps, verbose=0, callbacks=[windows(cell, keras)])
+if cell.resume:
+    model.optimizer.build(model.trainable_variables)  # else BackupAndRestore passes over its variables
+model.fit(dataset, steps_per_epoch=cell.windows * cell.steps, verbose=0, callbacks=callbacks(cell, keras, save_freq=BLOCK * cell.steps))
 cell.finish(parameters=count(model), flops=forward_flops(model, cell.batch), versions=f"Keras {keras.__version__}, TensorFlow {tf.__version__}")

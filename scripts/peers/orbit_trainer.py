@@ -13,6 +13,7 @@ import keras  # noqa: E402
 import orbit  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from keras_models import build, count, forward_flops, make_optimizer, mean_loss  # noqa: E402
+from tf_snapshots import Snapshots  # noqa: E402
 
 strategy = tf.distribute.MultiWorkerMirroredStrategy() if cell.world > 1 else tf.distribute.get_strategy()
 x, y = cell.batches()
@@ -50,7 +51,9 @@ class Trainer(orbit.StandardTrainer):
 
 
 trainer = Trainer()
+snapshots = Snapshots(cell, tf, trainer.model, trainer.optimizer)
 for _ in range(cell.windows):
     cell.window(trainer.train(tf.constant(cell.steps))["loss"].numpy())
+    snapshots.write()
 cell.finish(parameters=count(trainer.model), flops=forward_flops(trainer.model, cell.batch),
             versions=f"Orbit of tf-models-official {version('tf-models-official')}, Keras {keras.__version__}, TensorFlow {tf.__version__}")

@@ -39,6 +39,9 @@ def write(out: Path) -> str:
         if rows:
             summaries[name] = rows
             text += [*_table(name, rows), ""]
+    for name in WORKLOADS:
+        if lines := _snapshots([cell for cell in good if cell["settings"]["workload"] == name and cell["settings"]["mode"][-1] in "cr"]):
+            text += [f"**{name}, snapshots**", "", *lines, ""]
     text += ["- versions: " + "; ".join(sorted({cell["versions"] for cell in good}))]
     text += [f"- left out: {name}, {reason}" for name, reason in missing.items()]
     text += [f"- no row: {reason}" for reason in refused]
@@ -61,7 +64,10 @@ def _differs(cell: dict, cells: list[dict]) -> str:
     for what in ("parameters", "flops"):
         if cell[what] != getattr(workload, what):
             return f"{cell[what]:,} {what} instead of {getattr(workload, what):,}"
-    alike = [other["losses"][0] for other in cells if "error" not in other and all(other["settings"][key] == settings[key] for key in ("workload", "world", "batch", "steps"))]
+    if settings["mode"].endswith("r"):
+        return ""  # tfdist goes on with the next batch, the others begin with the first
+    alike = [other["losses"][0] for other in cells if "error" not in other and not other["settings"]["mode"].endswith("r")
+             and all(other["settings"][key] == settings[key] for key in ("workload", "world", "batch", "steps"))]
     expected = statistics.median(alike)
     if abs(cell["losses"][0] - expected) > LOSS_TOLERANCE * abs(expected):
         return f"the mean loss of its first window is {cell['losses'][0]:.5f}, that of the others {expected:.5f}"
@@ -72,7 +78,7 @@ def summarize(cells: list[dict]) -> dict[str, dict[str, dict]]:
     """engine -> mode -> figures over all rounds, with efficiencies."""
     rows: dict[str, dict[str, dict]] = {}
     for name, engine in ENGINES.items():
-        for mode in MODES:
+        for mode in ("1", "2", "2s"):
             found = [cell for cell in cells if cell["settings"]["engine"] == name and cell["settings"]["mode"] == mode]
             if not found:
                 continue
@@ -96,6 +102,22 @@ def _table(name: str, rows: dict) -> list[str]:
         lines.append(f"| {engine} | {_rate(one)} | {_rate(two)} | {_share(two)} | {_milliseconds(two)} | {_rate(half)} | {_share(half)} | "
                      f"{_seconds(one)} / {_seconds(two)} | {max(figures['memory'] for figures in modes.values()):.0f} MB |")
     return lines
+
+
+def _snapshots(cells: list[dict]) -> list[str]:
+    """What snapshots cost, and how long a start takes that goes on from one: a line for each engine."""
+    def of(engine: str, mode: str) -> list[dict]:
+        return [cell for cell in cells if cell["settings"]["engine"] == engine and cell["settings"]["mode"] == mode]
+
+    lines = []
+    for engine in ENGINES:
+        for workers in "21":
+            if saved := of(engine, f"{workers}c"):
+                lost = [seconds for cell in saved for seconds in cell["lost_s"]]
+                resumed = [cell["startup_s"] for cell in of(engine, f"{workers}r")]
+                lines.append(f"| {engine} | {workers} | {statistics.median(lost):.2f} s ({min(lost):.2f} to {max(lost):.2f}) | {statistics.median(cell['snapshot_mb'] for cell in saved):.0f} MB | "
+                             f"{statistics.median(cell['startup_s'] for cell in saved):.1f} s | {f'{statistics.median(resumed):.1f} s' if resumed else '-'} |")
+    return lines and ["| | workers | training time lost per snapshot | size | first step, from nothing | first step, from a snapshot |", "|---|---|---|---|---|---|", *lines]
 
 
 def _rate(figures: dict) -> str:

@@ -3,13 +3,13 @@
 Needs TF_USE_LEGACY_KERAS=1 and, for several workers, TF_CONFIG. A window is one call of the compiled function.
 """
 
-from cell import Cell
+from cell import BLOCK, Cell
 
 cell = Cell()
 
 import tensorflow as tf  # noqa: E402
 import tf_keras  # noqa: E402
-from fit_windows import windows  # noqa: E402
+from fit_windows import callbacks  # noqa: E402
 from keras_models import build, count, forward_flops, make_optimizer  # noqa: E402
 
 keras = tf.keras
@@ -26,5 +26,5 @@ with strategy.scope():
     model.compile(make_optimizer(cell.workload, keras), keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=cell.steps)
     model.distribute_reduction_method = "first"  # by default it shows the sum of the workers' means as the loss
 dataset = strategy.distribute_datasets_from_function(batches) if cell.world > 1 else batches()
-model.fit(dataset, steps_per_epoch=cell.windows * cell.steps, verbose=0, callbacks=[windows(cell, keras)])
+model.fit(dataset, steps_per_epoch=100 * cell.windows * cell.steps, verbose=0, callbacks=callbacks(cell, keras, save_freq=BLOCK))
 cell.finish(parameters=count(model), flops=forward_flops(model, cell.batch), versions=f"tf-keras {tf_keras.__version__}, TensorFlow {tf.__version__}")

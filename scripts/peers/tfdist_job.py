@@ -39,14 +39,17 @@ class Tracker:
         self.path, self.batch = Path(told["folder"]) / "rank-0.json", told["batch"]
         self.ends: list[float] = []
         self.losses: list[float] = []
+        self.restored = 0
 
     def __call__(self, event) -> None:
-        if event.kind == "train":
+        if event.kind == "start":
+            self.restored = event.step
+        elif event.kind == "train":
             self.ends.append(event.time)
             self.losses.append(event.values["train/loss"])
         elif event.kind == "end":
             flops = forward_flops(_built[-1], self.batch) // self.batch
-            self.path.write_text(json.dumps({"ends": self.ends, "losses": self.losses, "parameters": count(_built[-1]), "flops": flops,
+            self.path.write_text(json.dumps({"ends": self.ends, "losses": self.losses, "parameters": count(_built[-1]), "flops": flops, "restored": self.restored,
                                              "versions": f"Keras {keras.__version__}, TensorFlow {tf.__version__}"}))
 
 

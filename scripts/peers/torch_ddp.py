@@ -30,11 +30,13 @@ def main() -> None:
     plain = model = build(cell.workload, sparse)
     if images:
         plain = model = model.to(memory_format=torch.channels_last)
+    optimizer = make_optimizer(plain.parameters(), sparse and cell.workload.kind == "embedding")
+    if cell.resume:
+        restore(plain, optimizer)
     if cell.world > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if cell.variant == "compile":
         model = torch.compile(model)
-    optimizer = make_optimizer(plain.parameters(), sparse and cell.workload.kind == "embedding")
     position = 0
     for _ in range(cell.windows):
         total = torch.zeros(())
@@ -48,10 +50,28 @@ def main() -> None:
             total += loss.detach()
             position += 1
         cell.window(total.item() / cell.steps)
+        if cell.rank == 0 and cell.due():
+            save(plain, optimizer, position)
     cell.finish(parameters=sum(parameter.numel() for parameter in plain.parameters()), flops=forward_flops(plain, x[0]), versions=f"PyTorch {torch.__version__}")
     if cell.world > 1:
         dist.barrier()
         os._exit(0)  # Gloo's threads may outlive an orderly end by seconds
+
+
+def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """On the chief; the others wait in their next reduction."""
+    cell.snapshots.mkdir(exist_ok=True)
+    part = cell.snapshots / "newest.part"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}, part)
+    part.replace(cell.snapshots / "newest.pt")
+
+
+def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """On every worker."""
+    state = torch.load(cell.snapshots / "newest.pt")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    cell.restored = state["steps"]
 
 
 def make_optimizer(parameters, sparse: bool):

@@ -21,7 +21,8 @@ BLOCKS = 3  # in each stage
 
 @dataclass(frozen=True)
 class Workload:
-    """One model with its data. `batch`: samples of one worker in a step; `steps`: steps in one timed window."""
+    """One model with its data. `batch`: samples of one worker in a step; `steps`: steps in one timed window, `save_steps`
+    where snapshots are measured (0: they are not)."""
 
     name: str
     kind: str  # which builder of keras_models.py and torch_models.py
@@ -33,6 +34,7 @@ class Workload:
     learning_rate: float = 1e-4
     sizes: dict[str, int] = field(default_factory=dict)
     windows: int = 5
+    save_steps: int = 0
 
 
 def _transformer(name: str, batch: int, steps: int, *, layers: int, width: int, heads: int, length: int = 128, vocabulary: int = 256, windows: int = 5) -> Workload:
@@ -40,7 +42,7 @@ def _transformer(name: str, batch: int, steps: int, *, layers: int, width: int, 
     parameters = 2 * vocabulary * width + length * width + layers * (12 * width**2 + 13 * width) + 2 * width
     flops = length * (layers * (24 * width**2 + 4 * length * width) + 2 * vocabulary * width)
     sizes = {"layers": layers, "width": width, "heads": heads, "length": length, "vocabulary": vocabulary}
-    return Workload(name, "transformer", batch, steps, parameters, flops, sizes=sizes, windows=windows)
+    return Workload(name, "transformer", batch, steps, parameters, flops, sizes=sizes, windows=windows, save_steps=steps)
 
 
 def _cnn(name: str, batch: int, steps: int) -> Workload:
@@ -68,7 +70,7 @@ def _embedding(name: str, batch: int, steps: int, *, rows: int, width: int, feat
     layers = [features * width, 256, 64, CLASSES]
     pairs = list(zip(layers, layers[1:], strict=False))
     parameters = rows * width + sum(a * b + b for a, b in pairs)
-    return Workload(name, "embedding", batch, steps, parameters, 2 * sum(a * b for a, b in pairs), optimizer="sgd", learning_rate=1e-2, sizes={"rows": rows, "width": width, "features": features})
+    return Workload(name, "embedding", batch, steps, parameters, 2 * sum(a * b for a, b in pairs), optimizer="sgd", learning_rate=1e-2, sizes={"rows": rows, "width": width, "features": features}, save_steps=4 * steps)
 
 
 WORKLOADS = {workload.name: workload for workload in (

@@ -66,6 +66,30 @@ def test_efficiency_is_that_against_the_same_engine_alone(peers):
     assert rows["tfdist multi_worker"]["2"]["communication"] == 0.5
 
 
+def test_what_a_snapshot_costs_is_seen_whenever_it_is_written(monkeypatch, peers, tmp_path):
+    """Two at once, 0.5 s; two in the background, 0.2 s of which are in the window after the next; one that is noted before its window's end."""
+    import numpy as np
+
+    monkeypatch.syspath_prepend(SCRIPTS)
+    durations = np.ones(24)
+    for window, seconds in ((5, 0.5), (9, 0.5), (13, 0.3), (14, 0.2), (17, 0.3), (18, 0.2), (20, 0.5)):
+        durations[window - 1] += seconds
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "newest.pt").write_bytes(bytes(2_000_000))
+    found = peers("bench_peers").snapshots(tmp_path, list(np.cumsum(durations)))
+    assert found["lost_s"] == pytest.approx([0.5] * 5) and found["snapshot_mb"] == 2.0
+
+
+def test_a_job_goes_on_from_the_snapshot_of_its_own_kind(monkeypatch, peers):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script, engines, workload = peers("bench_peers"), peers("engines"), peers("workloads").WORKLOADS["transformer50m"]
+    saved, resumed = (script.make_plan(workload, engines.ENGINES["tfdist sockets"], mode, 0, False) for mode in ("2c", "2r"))
+    flags = [engines._tfdist_flags(plan, Path(plan.name)) for plan in (saved, resumed)]
+    assert resumed.origin == saved.name and resumed.saved == 24 and resumed.world == 2
+    assert [next(flag for flag in each if flag.startswith("--steps=")) for each in flags] == ["--steps=24", "--steps=27"]
+    assert f"--run_dir={saved.name}/run" in flags[1] and "--save_every=4" in flags[0]
+
+
 def test_bench_gpu_says_where_it_can_run(tmp_path):
     done = subprocess.run([sys.executable, SCRIPTS / "bench_gpu.py", f"--out={tmp_path / 'out'}"], env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and not (tmp_path / "out").exists()

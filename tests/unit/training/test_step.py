@@ -9,7 +9,7 @@ from tfdist.config import BatchPlan, OptimizerConfig, PrecisionConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.objectives import classification
-from tfdist.training.optimizer import make_optimizer
+from tfdist.training.optimizer import FusedAdam, make_optimizer
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.requests import Requests
 from tfdist.training.schedule import Schedule
@@ -52,7 +52,7 @@ def test_equals_plain_keras():
     step = make_step(optimizer="adamw")
     twin = keras.models.clone_model(step.model)
     twin.set_weights(step.model.get_weights())
-    twin.compile(keras.optimizers.Adam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    twin.compile(FusedAdam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     output = step(batches(16), 12)
     history = twin.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"]
     np.testing.assert_allclose(weights(step), np.concatenate([value.ravel() for value in twin.get_weights()]), atol=1e-6)
