@@ -65,6 +65,7 @@ def same(model, expected):
     (1, [{"die_after": 2}, {"die_after": 9}]),
     (2, [{"die_after": 4}, {"die_after": 12}]),
 ])
+@pytest.mark.slow
 def test_interrupted_and_resumed(save_freq, deaths, undisturbed, tmp_path):
     done = []
     for death in deaths:

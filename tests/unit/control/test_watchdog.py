@@ -136,6 +136,7 @@ def work():
 
 
 @pytest.mark.parametrize("work", [RUBBISH, CALLS], ids=["rubbish", "calls"])
+@pytest.mark.slow
 def test_threads_that_are_looked_at_run_on_unharmed(work):
     environment = {**os.environ, "TF_NUM_INTEROP_THREADS": "4"}
     done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", LOOKED_AT.format(work=work)], env=environment, capture_output=True, text=True, timeout=60)

@@ -212,6 +212,7 @@ def test_data_that_does_not_fit_is_refused():
         build("resnet50", "")
 
 
+@pytest.mark.slow
 def test_saved_models_load_without_tfdist(tmp_path):
     """One process that cannot import tfdist loads every .keras file and gives the same logits, also for another batch size."""
     for name, (_, spec) in SMALL.items():

@@ -49,7 +49,7 @@ def counted():
     keras.config.set_dtype_policy("float32")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "resnet50" else name for name in MODELS])
 def test_formula_and_graph_agree(name, counted):
     config = flags.parse(MODELS[name]).config
     by_formula, by_graph = formulas.shape_of(config, shapes.sample_of(config)), counted(MODELS[name])

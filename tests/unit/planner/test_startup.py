@@ -84,6 +84,7 @@ def test_limits_of_cgroups(tmp_path, name, text, swap, limit):
     assert startup._cgroup_limit(tmp_path / name, 500.0) == limit
 
 
+@pytest.mark.slow
 def test_a_model_that_has_a_formula_is_refused_before_anything_is_imported():
     """gpt2-medium needs 5 GB; imports of TensorFlow would show in the list of modules."""
     script = """

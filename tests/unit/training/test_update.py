@@ -111,6 +111,7 @@ print("different:", len(found))
 """
 
 
+@pytest.mark.slow
 def test_several_threads_make_the_same_update():
     """As replicas must, each of which makes it for itself."""
     environment = {**os.environ, "TF_NUM_INTRAOP_THREADS": "4", "OMP_NUM_THREADS": "4", "PYTHONPATH": os.getcwd()}
