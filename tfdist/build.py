@@ -17,7 +17,8 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfdist.config import BatchPlan, Config, plan_batch
+from tfdist.batch_plan import BatchPlan, plan_batch
+from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data import augment, pipeline

@@ -1,4 +1,4 @@
-"""The configuration: one frozen dataclass per component, their cross-field checks, the digest, the batch arithmetic.
+"""The configuration: one frozen dataclass per component, their cross-field checks, the digest.
 
 Every field made with `option()` is also a command-line flag of the same name (flags.py reads the fields), so a new
 flag is one line here and one line in tests/unit/flag_surface.txt. No TensorFlow import: `--help` and `--dry_run`
@@ -456,65 +456,3 @@ def _split_outside_brackets(text: str) -> list[str]:
         else:
             current += char
     return [piece for piece in [*pieces, current] if piece.strip()]
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """How a global batch of consecutive positions is cut: first into micro-batches, then over the replicas.
-
-    Cut points are i * B // n, so any global batch works with any number of replicas: parts differ by at most one
-    sample, and which samples make a (global, micro) batch does not depend on the number of replicas.
-    """
-
-    global_batch: int
-    accumulation: int
-    replicas: int
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples per replica in one forward pass (the largest part, if parts are uneven)."""
-        return -(-self.global_batch // (self.accumulation * self.replicas))
-
-    @property
-    def even(self) -> bool:
-        return self.global_batch % (self.accumulation * self.replicas) == 0
-
-    def slice(self, micro: int, replica: int) -> tuple[int, int]:
-        """[start, stop) within the global batch of what `replica` takes in micro-batch `micro`."""
-        start = micro * self.global_batch // self.accumulation
-        size = (micro + 1) * self.global_batch // self.accumulation - start
-        return start + replica * size // self.replicas, start + (replica + 1) * size // self.replicas
-
-    def describe(self) -> str:
-        approximately = "" if self.even else "at most "
-        return (f"global batch {self.global_batch} = {approximately}{self.micro_batch} per micro-batch "
-                f"x {self.accumulation} accumulation x {self.replicas} replica{'s' if self.replicas > 1 else ''}")
-
-
-def plan_batch(batch: BatchConfig, replicas: int) -> BatchPlan:
-    """Completes the batch arithmetic for a number of replicas (at least 1).
-
-    Of --global_batch, --micro_batch and --accumulation any two give the third; with one alone, accumulation is 1.
-    Beside --global_batch alone, --micro_batch is the most that a replica takes at a time.
-    Raises ConfigError on a contradiction, on nothing given, or if a micro-batch would be empty.
-    """
-    total, micro, accumulation = batch.global_batch, batch.micro_batch, batch.accumulation
-    if not total and not micro:
-        raise ConfigError("The batch size is not given: set --global_batch (samples per step over all workers) or --micro_batch.")
-    if total and micro and not accumulation:
-        # As many as are needed, so that fewer workers bear the same global batch without needing more memory each.
-        return _checked(BatchPlan(total, max(1, -(-total // (micro * replicas))), replicas))
-    accumulation = accumulation or 1
-    total = total or micro * accumulation * replicas
-    if micro and micro * accumulation * replicas != total:
-        raise ConfigError(
-            f"--global_batch={total} contradicts --micro_batch={micro} x --accumulation={accumulation} x {replicas} replicas "
-            f"= {micro * accumulation * replicas}: drop one of the three.")
-    return _checked(BatchPlan(total, accumulation, replicas))
-
-
-def _checked(plan: BatchPlan) -> BatchPlan:
-    if plan.global_batch < plan.accumulation * plan.replicas:
-        raise ConfigError(f"--global_batch={plan.global_batch} leaves some of {plan.replicas} replicas x {plan.accumulation} micro-batches empty: "
-                          f"raise it to at least {plan.accumulation * plan.replicas}, or use fewer workers.")
-    return plan

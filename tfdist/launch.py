@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist import flags
-from tfdist.config import Config, plan_batch
+from tfdist.batch_plan import plan_batch
+from tfdist.config import Config
 from tfdist.control import exit_codes
 from tfdist.control.cluster import visible_gpus
 from tfdist.control.elastic import WorkerCount

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from tfdist import build
-from tfdist.config import Config, plan_batch
+from tfdist.batch_plan import plan_batch
+from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.data import augment, pipeline

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tfdist import flags
 from tfdist.artifacts.status import read_status
-from tfdist.config import Config, plan_batch
+from tfdist.batch_plan import plan_batch
+from tfdist.config import Config
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster, resolve_cluster
 from tfdist.control.exit_codes import ConfigError

@@ -6,9 +6,9 @@ from pathlib import Path
 PACKAGE = Path("tfdist")
 COMMANDS = {"train", "launch", "evaluate", "plan", "jobs", "report", "script", "comm"}
 # A room may import the rooms of lower levels, and its own.
-LEVEL = {"config": 0, "control": 0, "plugins": 1, "flags": 1, "runtime": 1, "planner": 2, "data": 2, "models": 2, "telemetry": 2, "artifacts": 2, "training": 3, "guard": 3, "communication": 3, "build": 4,
+LEVEL = {"config": 0, "control": 0, "batch_plan": 1, "plugins": 1, "flags": 1, "runtime": 1, "planner": 2, "data": 2, "models": 2, "telemetry": 2, "artifacts": 2, "training": 3, "guard": 3, "communication": 3, "build": 4,
          "keras_fit": 4, "agreement": 4, "recovery": 5, "results": 5, "tune": 5, "session": 6, "ps_session": 7, "elastic": 7, **dict.fromkeys(COMMANDS, 8), "train": 9}  # which may turn out to be an evaluator
-NO_TENSORFLOW = ("config", "flags", "plugins", "control", "planner", *COMMANDS)
+NO_TENSORFLOW = ("config", "batch_plan", "flags", "plugins", "control", "planner", *COMMANDS)
 
 
 def modules():
@@ -58,7 +58,7 @@ def test_only_the_runtime_touches_distribution():
 def test_files_say_what_lives_in_them_and_stay_small():
     for path in modules():
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} does not say what lives in it"
-        limit = 150 if path == PACKAGE / "training/loop.py" else 520 if path == PACKAGE / "config.py" else 300
+        limit = 150 if path == PACKAGE / "training/loop.py" else 500 if path == PACKAGE / "config.py" else 300
         assert len(path.read_text().splitlines()) <= limit, f"{path} has more than {limit} lines"
         assert path.stem not in ("utils", "common", "helpers")
 

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tfdist.config import BatchConfig, BatchPlan, Config, iter_options, parse_args, plan_batch
+from tfdist.batch_plan import BatchPlan, plan_batch
+from tfdist.config import BatchConfig, Config, iter_options, parse_args
 from tfdist.control.exit_codes import ConfigError
 
 GOOD = Config().replace(steps=100, global_batch=64)

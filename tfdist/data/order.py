@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdist.config import BatchPlan
+from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import DataError
 
 # From 10 rounds on, serial correlation (distances 1 to 199), parity correlation and the variance of batch means could

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdist.config import BatchPlan
+from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import DataError
 from tfdist.data import augment as augmentation
 from tfdist.data import order

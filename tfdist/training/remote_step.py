@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import BatchPlan
+from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.objectives import Objective
 from tfdist.training.parameters import Parameters

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import BatchPlan
+from tfdist.batch_plan import BatchPlan
 from tfdist.runtime.base import Runtime
 from tfdist.telemetry.phases import Call
 from tfdist.training import marks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.config import BatchPlan
+from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data import augment, order, pipeline
 from tfdist.data.sources.base import array_split

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.config import BatchPlan
+from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import DataError
 from tfdist.data import order
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.config import BatchPlan
+from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import DataError
 from tfdist.data import order, pipeline
 from tfdist.data.sources.base import Split, array_split

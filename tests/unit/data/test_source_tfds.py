@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.config import BatchPlan, DataConfig
+from tfdist.batch_plan import BatchPlan
+from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError, UnsupportedError
 from tfdist.data import augment, pipeline
 from tfdist.data.sources.registry import load_split

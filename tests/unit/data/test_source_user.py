@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.config import BatchPlan, DataConfig
+from tfdist.batch_plan import BatchPlan
+from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data import pipeline
 from tfdist.data.sources.registry import load_split
@@ -175,7 +176,8 @@ def test_python_readers_work_under_op_determinism(tmp_path):
     program = """
 import tensorflow as tf
 tf.config.experimental.enable_op_determinism()
-from tfdist.config import BatchPlan, DataConfig
+from tfdist.batch_plan import BatchPlan
+from tfdist.config import DataConfig
 from tfdist.data import pipeline
 from tfdist.data.sources.registry import load_split
 split = load_split(DataConfig(source="user_data_module:rows"), "train")

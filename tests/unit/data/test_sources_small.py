@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.config import BatchPlan, DataConfig
+from tfdist.batch_plan import BatchPlan
+from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data import pipeline
 from tfdist.data.sources.base import Split, array_split

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.config import BatchPlan, OptimizerConfig, PrecisionConfig
+from tfdist.batch_plan import BatchPlan
+from tfdist.config import OptimizerConfig, PrecisionConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.objectives import classification

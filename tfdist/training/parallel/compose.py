@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import keras
 
-from tfdist.config import BatchPlan, Config
+from tfdist.batch_plan import BatchPlan
+from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
