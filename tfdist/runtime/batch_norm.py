@@ -56,9 +56,17 @@ def _gather(runtime: Sockets, row: tf.Tensor) -> tf.Tensor:
 
     @tf.custom_gradient
     def gather(row):
-        def gradient(upstream):
-            return tf.reduce_sum(runtime.gather([upstream[tf.newaxis]])[0], 0)[runtime.rank:runtime.rank + 1]
-
-        return runtime.gather([row])[0], gradient
+        return runtime.gather([row])[0], lambda upstream: _own_sum(runtime, upstream)
 
     return gather(row)
+
+
+def _own_sum(runtime: Sockets, rows: tf.Tensor) -> tf.Tensor:
+    """[workers, k] of each worker -> [1, k], the sum over workers of this worker's row; its adjoint is `_gather`."""
+
+    @tf.custom_gradient
+    def own(rows):
+        everyone = runtime.gather([rows[tf.newaxis]])[0]
+        return tf.reduce_sum(everyone, 0)[runtime.rank:runtime.rank + 1], lambda upstream: _gather(runtime, upstream)
+
+    return own(rows)
