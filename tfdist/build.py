@@ -31,6 +31,7 @@ from tfdist.planner import startup
 from tfdist.planner.layout import Layout
 from tfdist.planner.shapes import Weight
 from tfdist.planner.startup import Rooms
+from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
@@ -100,6 +101,7 @@ def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job
     keras.utils.set_random_seed(config.run.seed)
     set_policy(config.precision)
     schedule = Schedule.create(config.schedule, config.run.steps)
+    batch_norm.synchronize_with(runtime)
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         _check_compiled(config, runtime, model)
