@@ -37,13 +37,13 @@ _SHARDED = ("sgd", "momentum", "adam", "adamw", "lion")  # optimizers that --zer
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimit:
     """Memory that a worker may use.
 
     `sharers`: workers for which it must do together; `in_use`: by this one, already.
     """
 
-    limit: float
+    size: float
     source: str
     sharers: int = 1
     in_use: float = 0.0
@@ -51,15 +51,15 @@ class Room:
     @property
     def left(self) -> float:
         """For the state of one worker."""
-        return self.limit / self.sharers - self.in_use
+        return self.size / self.sharers - self.in_use
 
 
 @dataclass(frozen=True)
-class Rooms:
+class MemoryLimits:
     """What holds for tensors on the training device, and for those that --offload keeps in host memory."""
 
-    device: tuple[Room, ...]
-    host: tuple[Room, ...]
+    device: tuple[MemoryLimit, ...]
+    host: tuple[MemoryLimit, ...]
 
 
 def check_by_formula(config: Config, cluster: Cluster) -> None:
@@ -81,15 +81,18 @@ def check_by_formula(config: Config, cluster: Cluster) -> None:
         layout = Layout(
             **{axis: mesh.degree(axis) for axis in ("data", "pipe", "model", "expert")}, zero=config.parallel.zero
         )
-    rooms = host_rooms(cluster)
+    limits = host_limits(cluster)
     check(
-        config, layout, [(weight, part.repeat) for part in model.parts for weight in part.weights], Rooms(rooms, rooms)
+        config,
+        layout,
+        [(weight, part.repeat) for part in model.parts for weight in part.weights],
+        MemoryLimits(limits, limits),
     )
 
 
-def check(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], rooms: Rooms) -> None:
+def check(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], limits: MemoryLimits) -> None:
     """Raises MemoryShortError if what a worker must hold of `weights`, each there so many times, exceeds one of
-    `rooms`.
+    `limits`.
     """
     states = least_states(config, layout, weights)
     moved = states.optimizer + states.master if config.parallel.offload == "optimizer" else 0.0
@@ -97,13 +100,13 @@ def check(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]],
         (
             "parameters, gradients and optimizer state" if not moved else "parameters and gradients",
             states.total - moved,
-            rooms.device,
+            limits.device,
         ),
-        ("optimizer state", moved, rooms.host),
+        ("optimizer state", moved, limits.host),
     ):
-        for room in places:
-            if need > room.left:
-                raise MemoryShortError(_sentence(config, layout, weights, f"{what} of", need, room))
+        for limit in places:
+            if need > limit.left:
+                raise MemoryShortError(_sentence(config, layout, weights, f"{what} of", need, limit))
 
 
 def least_states(config: Config, layout: Layout, weights: Iterable[tuple[Weight, int]]) -> States:
@@ -123,20 +126,20 @@ def least_states(config: Config, layout: Layout, weights: Iterable[tuple[Weight,
 
 
 def _sentence(
-    config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], what: str, need: float, room: Room
+    config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], what: str, need: float, limit: MemoryLimit
 ) -> str:
     count = sum(times * weight.elements for weight, times in weights)
-    used = f", beside {gigabytes(room.in_use)} in use already" if room.in_use else ""
-    shared = f" for {room.sharers} workers" if room.sharers > 1 else ""
+    used = f", beside {gigabytes(limit.in_use)} in use already" if limit.in_use else ""
+    shared = f" for {limit.sharers} workers" if limit.sharers > 1 else ""
     return (
         f"--model={config.model.model} does not fit: the {what} {count:,} parameters take {gigabytes(need)} on each"
-        f" worker with --optimizer={config.optimizer.optimizer} and --zero={layout.zero}{used}, but {room.source} gives"
-        f" {gigabytes(room.limit)}{shared}: {_cure(config, layout, weights, room)}."
+        f" worker with --optimizer={config.optimizer.optimizer} and --zero={layout.zero}{used}, but {limit.source}"
+        f" gives {gigabytes(limit.size)}{shared}: {_cure(config, layout, weights, limit)}."
     )
 
 
-def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], room: Room) -> str:
-    """The least change that would make room."""
+def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], limit: MemoryLimit) -> str:
+    """The least change that would make it fit."""
     mesh = "" if config.strategy.strategy == "mesh" else "--strategy=mesh "
     if config.optimizer.optimizer not in _SHARDED:
         return (
@@ -145,13 +148,13 @@ def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]],
         )
     for zero in range(layout.zero + 1, 4):
         total = least_states(config, dataclasses.replace(layout, zero=zero), weights).total
-        if layout.replicas > 1 and total <= room.left:
+        if layout.replicas > 1 and total <= limit.left:
             return f"use {mesh}--zero={zero}, with which these take {gigabytes(total)}"
     whole = least_states(config, dataclasses.replace(layout, zero=3, data=1, expert=1), weights).total
-    if room.left <= 0 or room.sharers > 1:
+    if limit.left <= 0 or limit.sharers > 1:
         return "use a machine with more memory, or a smaller model"
     return (
-        f"use {mesh}--zero=3 on at least {math.ceil(whole / room.left) * layout.pipe * layout.model} workers, or a"
+        f"use {mesh}--zero=3 on at least {math.ceil(whole / limit.left) * layout.pipe * layout.model} workers, or a"
         " smaller model"
     )
 
@@ -159,16 +162,16 @@ def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]],
 # -- how much there is -------------------------------------------------------------------------------------------------
 
 
-def find_rooms(cluster: Cluster, gpus: bool) -> Rooms:
+def find_limits(cluster: Cluster, gpus: bool) -> MemoryLimits:
     """For a process whose runtime has started, and which trains on GPUs if it has any."""
-    host = host_rooms(cluster, anonymous_bytes())
-    return Rooms(gpu_rooms() if gpus else host, host)
+    host = host_limits(cluster, anonymous_bytes())
+    return MemoryLimits(gpu_limits() if gpus else host, host)
 
 
-def host_rooms(cluster: Cluster, in_use: float = 0.0) -> tuple[Room, ...]:
+def host_limits(cluster: Cluster, in_use: float = 0.0) -> tuple[MemoryLimit, ...]:
     """Limits of this process, of its cgroups, and of the machine with its swap space."""
     found = [
-        Room(limit, source, in_use=in_use)
+        MemoryLimit(limit, source, in_use=in_use)
         for kind, source in _LIMITS
         if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
     ]
@@ -176,13 +179,13 @@ def host_rooms(cluster: Cluster, in_use: float = 0.0) -> tuple[Room, ...]:
     machine, swap = memory.get("MemTotal", 0.0), memory.get("SwapTotal", 0.0)
     limits = [limit for path in _cgroup_files() if (limit := _cgroup_limit(path, swap)) < _NO_LIMIT]
     if limits:  # whether other workers share it cannot be seen
-        found.append(Room(min(limits), "the memory limit of its cgroup", in_use=in_use))
+        found.append(MemoryLimit(min(limits), "the memory limit of its cgroup", in_use=in_use))
     if machine:
-        found.append(Room(machine + swap, "the machine's memory", cluster.local_size, in_use))
+        found.append(MemoryLimit(machine + swap, "the machine's memory", cluster.local_size, in_use))
     return tuple(found)
 
 
-def gpu_rooms() -> tuple[Room, ...]:
+def gpu_limits() -> tuple[MemoryLimit, ...]:
     """The largest GPU of this machine; none if the driver does not tell."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         listing = subprocess.run(
@@ -193,7 +196,9 @@ def gpu_rooms() -> tuple[Room, ...]:
             check=True,
         )
         return (
-            Room(max(float(line) for line in listing.stdout.split("\n") if line.strip()) * 2**20, "the GPU's memory"),
+            MemoryLimit(
+                max(float(line) for line in listing.stdout.split("\n") if line.strip()) * 2**20, "the GPU's memory"
+            ),
         )
     return ()
 
