@@ -39,7 +39,7 @@ RUNS: dict[str, tuple[list[str] | None, list[str]]] = {
     "zero3": (["--workers=2"], [*TEXT, "--strategy=mesh", "--zero=3"]),
     "pipeline": (["--workers=2"], [*TEXT, "--strategy=mesh", "--mesh=pipe=2", "--accumulation=4"]),
     "horovod": (["--workers=2"], [*DIGITS, "--strategy=horovod"]),
-    "parameter_server": (["--workers=2", "--ps=1"], [*DIGITS, "--strategy=parameter_server", "--nosync_batchnorm"]),
+    "parameter_server": (["--workers=2", "--ps=1"], [*DIGITS, "--strategy=parameter_server", "--ps_mode=sync"]),
     "fit": (None, []),
 }
 
