@@ -179,8 +179,7 @@ class TrainStep:
             carry, times = self._marked(iterators, start, self._micro, step, tf.constant(0), scale)
             if self.options.plan.accumulation > 1:
                 def add(micro, carry, times):
-                    # Without this, TensorFlow may take the second batch, and draw its masks, before the first.
-                    with tf.control_dependencies(tf.nest.flatten(self.runtime.local(carry))):
+                    with tf.control_dependencies(tf.nest.flatten(self.runtime.local(carry))):  # else TensorFlow may take the second batch first
                         carry, more = self._marked(iterators, tf.identity(step), self._accumulate, step, micro, scale, carry=carry)
                     return micro + 1, carry, times + more
 
