@@ -21,8 +21,8 @@ from tfdist.batch_plan import BatchPlan, plan_batch
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.data import augment, pipeline
-from tfdist.data.sources.base import Split
+from tfdist.data import augment, contents, pipeline
+from tfdist.data.sources.base import SPLITS, Split
 from tfdist.data.sources.registry import load_split
 from tfdist.models.fused import fuse_batch_norm
 from tfdist.models.lookup import read_rows
@@ -93,7 +93,7 @@ def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job
 
     rooms: the memory that the state must fit; None: is not checked.
     """
-    train_split, eval_split = load_split(config.data, "train"), load_split(config.data, "eval")
+    train_split, eval_split = _load_splits(config, runtime)
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
 
@@ -135,6 +135,18 @@ def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job
     ), batch_spec, *((spread.update, spread.pipeline) if spread else ()))
     state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
     return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state)
+
+
+def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
+    """Both splits; all workers hold the same ones."""
+    found = []
+    for name in SPLITS:
+        # Whatever ran before, a source of the user's own that draws its split at random draws the same one.
+        keras.utils.set_random_seed(config.run.seed)
+        found.append(load_split(config.data, name))
+    for split in found:
+        contents.must_be_the_same(runtime, split)
+    return found
 
 
 def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:

@@ -6,7 +6,6 @@ Every worker runs this; what only the chief does (the files that all share) is b
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 import uuid
 from collections.abc import Iterator
@@ -73,6 +72,8 @@ class Session:
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
         self.signals = guard.signals()
         guard.connect(runtime)
+        # Before the data: other flags may mean other data, and again when all of them are known.
+        must_agree(runtime, "configuration", config.digest(), "give all workers the same flags")
         rooms = build.memory_rooms(cluster)
         config, xla = tuned(config, runtime, self.folder, rooms) if config.model.jit_tune else (config, "")
         self.job = build.compose(config, runtime, rooms)
@@ -107,12 +108,8 @@ class Session:
             self.observer(Event("restore", self.first_step, {"message": message}))
 
     def _agree_on_configuration(self) -> None:
-        """Workers with different flags would train different models, on each other's gradients; those with different
-        data would take samples twice and leave others out."""
+        """Workers with different flags would train different models, on each other's gradients."""
         must_agree(self.runtime, "configuration", self.config.digest(), "give all workers the same flags")
-        for split in filter(None, (self.job.train_split, self.job.eval_split)):
-            identity = hashlib.sha256(f"{split.size} {split.info.get('digest', '')}".encode()).hexdigest()[:16]
-            must_agree(self.runtime, f"{split.name} data", identity, "give all workers the same files and package versions")
 
     def _identify(self) -> tuple[str, int]:
         """(run id, attempt): one id over all restarts and ranks."""
