@@ -76,9 +76,17 @@ class Job:
     step: TrainStep
     state: SpreadState | None = None  # where the state is spread over a mesh: how to bring it together
 
-    def iterators(self, consumed: int) -> list:
-        """One iterator of training micro-batches per local replica, from a position in the data order."""
-        return [iter(train_dataset(self.config, self.train_split, self.plan, self.runtime.first_replica + index, consumed))
+    @property
+    def stream_cut(self) -> int:
+        """Into how many streams a run that begins now cuts its data; see data/pipeline.py."""
+        return pipeline.stream_cut(self.train_split, self.plan)
+
+    def iterators(self, consumed: int, cut: int | None = None) -> list:
+        """One iterator of training micro-batches per local replica, from a position in the data order.
+
+        cut: `stream_cut` of the run that `consumed` was reached in; None: of this one.
+        """
+        return [iter(train_dataset(self.config, self.train_split, self.plan, self.runtime.first_replica + index, consumed, cut))
                 for index in range(self.runtime.local_replicas)]
 
     def evaluator(self) -> Evaluator | None:
@@ -162,11 +170,11 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
     return config.replace(steps=steps, epochs=0.0, **batch).validate()
 
 
-def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
-    """The training micro-batches of one replica, from a position in the data order."""
+def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int, cut: int | None = None) -> tf.data.Dataset:
+    """The training micro-batches of one replica, from a position in the data order. cut: see `Job.iterators`."""
     return pipeline.train_dataset(
         split, plan=plan, replica=replica, seed=config.run.seed, shuffle=config.data.shuffle, consumed=consumed,
-        augment=augment.load_augmentation(config.data.augment), threads=config.data.reader_threads)
+        augment=augment.load_augmentation(config.data.augment), threads=config.data.reader_threads, cut=cut)
 
 
 def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objective: Objective, split: Split,

@@ -130,7 +130,7 @@ class Session:
             recovery.save(0)  # so that there is something to go back to
         parts = Parts(
             step=self.job.step,
-            iterators=self.job.iterators(recovery.position(self.first_step)) if self.first_step < self.config.run.steps else [],
+            iterators=self.job.iterators(recovery.position(self.first_step), recovery.stream_cut) if self.first_step < self.config.run.steps else [],
             rhythm=TracedRhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
                                 traced=parse_profile_steps(self.config.telemetry.profile_steps)),
             global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, told=lambda: {"train/learning_rate": recovery.learning_rate(), **self.job.step.update.figures()},
@@ -164,7 +164,7 @@ class Session:
         messages, restored = self.recovery.rollback(step)
         for message in messages:
             self.observer(Event("warning", restored, {"message": message}))
-        return restored, self.job.iterators(self.recovery.position(restored))
+        return restored, self.job.iterators(self.recovery.position(restored), self.recovery.stream_cut)
 
     def _requests(self, step: int) -> Requests:
         """What this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""
