@@ -1,0 +1,60 @@
+"""One process of a group: takes cases from the fuzzer and hands back what came of them, until the connection ends.
+
+    python -m tests.fuzz.worker PORT KIND        with TF_CONFIG for more than one worker
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from multiprocessing.connection import Client
+from typing import Any
+
+KEY = b"tfdist-fuzz"
+
+
+def answer(case: dict[str, Any], runtimes) -> dict[str, Any]:
+    """What came of a case: {"arrays", ...}, {"refused": error class, "sentence"} or {"failed": traceback}."""
+    from tests.fuzz import train_case
+    from tfdist.control.exit_codes import TfdistError
+
+    try:
+        return train_case.run(case, runtimes.get(case["runtime"]))
+    except TfdistError as error:
+        return {"refused": type(error).__name__, "sentence": str(error)}
+    except Exception as error:
+        return {"failed": _in_short(error)}
+
+
+def _in_short(error: Exception) -> str:
+    """The error and the last lines of tfdist that led to it."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/tfdist/" in frame.filename or "/fuzz/" in frame.filename]
+    return f"{type(error).__name__}: {str(error)[:1000]}\n" + "\n".join(f"    {frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-4:])
+
+
+def main(port: int, kind: str) -> None:
+    from tests.fuzz.runtimes import Runtimes, prepare_devices
+    from tfdist.control.cluster import resolve_cluster
+
+    cluster = resolve_cluster(os.environ)
+    if kind == "local":
+        prepare_devices()
+    runtimes = Runtimes(cluster)
+    with Client(("127.0.0.1", port), authkey=KEY) as connection:
+        connection.send(cluster.rank)
+        while True:
+            try:
+                case = connection.recv()
+            except EOFError:
+                break
+            if case is None:
+                break
+            connection.send(answer(case, runtimes))
+            gc.collect()
+    os._exit(0)  # the runtimes' own ends wait for peers that may be gone
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
