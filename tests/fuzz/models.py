@@ -79,7 +79,8 @@ def source(model: Mapping[str, Any], double: bool = False) -> str:
     lines += _blocks(model["blocks"], words, "")
     words["width"] = WIDTH
     lines += [line.format(**words) for line in ([] if model["head"] == "tokens" else TO_ROWS[model["inputs"]]) + HEADS[model["head"]]]
-    lines.append("return keras.Model(inputs, outputs)")
+    kind = model.get("class")  # of train_steps.py
+    lines.append(f"return {f'train_steps.{kind}' if kind else 'keras.Model'}(inputs, outputs)")
     return "def model():\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 
@@ -101,7 +102,8 @@ def build(model: Mapping[str, Any], double: bool = False):
     from keras import layers
 
     from tests.fuzz import layers as own
+    from tests.fuzz import train_steps
 
-    names: dict[str, Any] = {"keras": keras, "layers": layers, "own": own}
+    names: dict[str, Any] = {"keras": keras, "layers": layers, "own": own, "train_steps": train_steps}
     exec(source(model, double), names)  # noqa: S102 - our own text
     return names["model"]()

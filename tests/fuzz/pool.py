@@ -5,6 +5,7 @@ A group that dies or does not answer is ended, and started anew for the next cas
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 import time
@@ -60,10 +61,8 @@ class Group:
 
     def close(self) -> None:
         for connection in self._connections:
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 connection.send(None)
-            except (OSError, ValueError):
-                pass
         self._job.kill()
         self._folder.cleanup()
 

@@ -19,6 +19,7 @@ class Runtimes:
         self._made: dict[str, Any] = {}
 
     def get(self, name: str) -> Any:
+        name = name if name.startswith("mirrored") else name.partition(":")[0]
         if name not in self._made:
             self._made[name] = self._make(name)
         return self._made[name]

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.fuzz import models
+from tests.fuzz import fit_space, models
 
 # name of a runtime -> (kind of process group, workers, replicas)
 RUNTIMES: dict[str, tuple[str, int, int]] = {
@@ -21,6 +21,8 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
     "sockets:3": ("sockets", 3, 3),
     "multi_worker:2": ("tensorflow", 2, 2),
     "multi_worker:3": ("tensorflow", 3, 3),
+    "fit:2": ("sockets", 2, 2),
+    "fit:3": ("sockets", 3, 3),
 }
 
 LOW = ("float16", "bfloat16")
@@ -36,7 +38,7 @@ def draw(seed: int, number: int, runtimes: Sequence[str]) -> dict[str, Any]:
     chance = random.Random(f"{seed}/{number}")
     runtime = runtimes[number % len(runtimes)]
     while True:
-        case = _train(chance, runtime)
+        case = _fit(chance, runtime) if runtime.startswith("fit") else _train(chance, runtime)
         if not conflicts(case):
             return case
 
@@ -56,6 +58,13 @@ def _train(chance: random.Random, runtime: str) -> dict[str, Any]:
         options["shuffle"] = False
     return {"kind": "train", "seed": chance.randrange(10**6), "runtime": runtime, "model": model, "data": data,
             "options": {name: value for name, value in sorted(options.items()) if value is not None}, "calls": chance.choice([[3], [1, 2], [2, 1], [1, 1, 1], [2]])}
+
+
+def _fit(chance: random.Random, runtime: str) -> dict[str, Any]:
+    model = draw_model(chance)
+    model["blocks"] = [name for block in model["blocks"] for name in ([block] if isinstance(block, str) else block)]
+    data = draw_data(chance, model)
+    return {"kind": "fit", "seed": chance.randrange(10**6), "runtime": runtime, "model": model, "data": data, **fit_space.draw(chance, model, data)}
 
 
 def draw_model(chance: random.Random) -> dict[str, Any]:
@@ -113,6 +122,8 @@ def flat_blocks(case: Mapping[str, Any]) -> list[str]:
 
 def conflicts(case: Mapping[str, Any]) -> str:
     """Why a case cannot be compared, or is not allowed; "" if it can."""
+    if case["kind"] == "fit":
+        return fit_space.conflicts(case, flat_blocks(case))
     options, data, blocks, runtime = case["options"], case["data"], flat_blocks(case), case["runtime"]
     several = RUNTIMES[runtime][2] > 1
     if "nan" in data and options.get("on_nan") != "skip":
@@ -136,14 +147,19 @@ def conflicts(case: Mapping[str, Any]) -> str:
 
 def features(case: Mapping[str, Any]) -> list[str]:
     """What was drawn, for the counts."""
-    model, data, options = case["model"], case["data"], case["options"]
+    model, data = case["model"], case["data"]
     found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
     found += [f"data:{name}" for name in data if name not in ("size", "source", "weights")] + [f"source:{data['source']}", f"weights:{data['weights']}"]
-    found += [f"optimizer:{options['optimizer']}", f"precision:{options.get('precision', 'float32')}"]
+    found += fit_space.features(case) if case["kind"] == "fit" else _train_features(case)
+    return sorted(set(found))
+
+
+def _train_features(case: Mapping[str, Any]) -> list[str]:
+    data, options = case["data"], case["options"]
+    found = [f"optimizer:{options['optimizer']}", f"precision:{options.get('precision', 'float32')}"]
     found += [f"option:{name}" for name in options if name not in ("optimizer", "precision", "learning_rate", "global_batch", "accumulation", "loss_scale_initial", "objective", "shuffle")]
     found += ["option:accumulation"] if options["accumulation"] > 1 else []
     found += ["option:unshuffled"] if options.get("shuffle") is False else []
     found += ["option:steps_per_loop"] if max(case["calls"]) > 1 else []
-    found += ["data:uneven"] if options["global_batch"] % (options["accumulation"] * RUNTIMES[case["runtime"]][2]) else []
-    return sorted(set(found))
+    return found + (["data:uneven"] if options["global_batch"] % (options["accumulation"] * RUNTIMES[case["runtime"]][2]) else [])

@@ -17,10 +17,12 @@ KEY = b"tfdist-fuzz"
 
 def answer(case: dict[str, Any], runtimes) -> dict[str, Any]:
     """What came of a case: {"arrays", ...}, {"refused": error class, "sentence"} or {"failed": traceback}."""
-    from tests.fuzz import train_case
+    from tests.fuzz import fit_case, train_case
     from tfdist.control.exit_codes import TfdistError
 
     try:
+        if case["kind"] == "fit":
+            return fit_case.on_workers(case, runtimes.get("sockets"))
         return train_case.run(case, runtimes.get(case["runtime"]))
     except TfdistError as error:
         return {"refused": type(error).__name__, "sentence": str(error)}
