@@ -73,9 +73,9 @@ class Session:
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
         self.signals = guard.signals()
         guard.connect(runtime)
-        rooms = build.memory_rooms(cluster)
-        config, xla = tuned(config, runtime, self.folder, rooms) if config.model.jit_tune else (config, "")
-        self.job = build.compose(config, runtime, rooms)
+        limits = build.memory_limits(cluster)
+        config, xla = tuned(config, runtime, self.folder, limits) if config.model.jit_tune else (config, "")
+        self.job = build.compose(config, runtime, limits)
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
         self.clock = Clock()

@@ -18,6 +18,7 @@ from tensorflow.python.eager import context
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.farewell import say_goodbye
 from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import Ring
 
@@ -161,6 +162,12 @@ class Mirrored(StrategyRuntime):
 class MultiWorker(StrategyRuntime):
     """MultiWorkerMirroredStrategy. The cluster must have passed control/preflight.py."""
 
+    cluster: Cluster
+
+    def close(self) -> None:
+        if self.size > 1:
+            say_goodbye(self.cluster, self.strategy)
+
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> MultiWorker:
         options = communication_options(config.strategy)
@@ -174,6 +181,7 @@ class MultiWorker(StrategyRuntime):
                 cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000))
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         runtime = cls("multi_worker", strategy, options, rank=cluster.rank, size=cluster.size)
+        runtime.cluster = cluster
         choice = config.strategy.communication
         suits = cluster.size > 1 and runtime.local_replicas == 1 and not tf.config.list_logical_devices("GPU")
         if choice == "socket" and not suits:
