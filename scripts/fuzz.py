@@ -10,9 +10,14 @@ Exit code 1 if anything was wrong.
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from pathlib import Path
 
+warnings.filterwarnings("ignore")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.fuzz.command import main  # noqa: E402

@@ -72,6 +72,8 @@ def shape_of(inputs: str) -> str:
 
 def source(model: Mapping[str, Any], double: bool = False) -> str:
     """The function `model()` as Python source. double: all in float64, for the reference."""
+    if "builtin" in model:
+        return f'def model():\n    return transformer(x_spec=tf.TensorSpec(({LENGTH},), "int32"), **dict({model["builtin"]}))\n'
     shape = shape_of(model["inputs"])
     words = {"width": CHANNELS if shape == "grid" else WIDTH, "length": LENGTH, "side": SIDE, "channels": CHANNELS, "vocabulary": VOCABULARY,
              "head": "float64" if double else "float32", "low_bfloat16": "float64" if double else "bfloat16", "low_float16": "float64" if double else "float16"}
@@ -99,11 +101,13 @@ def _blocks(blocks: Sequence, words: Mapping[str, Any], prefix: str) -> list[str
 def build(model: Mapping[str, Any], double: bool = False):
     """The Keras model."""
     import keras
+    import tensorflow as tf
     from keras import layers
 
     from tests.fuzz import layers as own
     from tests.fuzz import train_steps
+    from tfdist.models.transformer import transformer
 
-    names: dict[str, Any] = {"keras": keras, "layers": layers, "own": own, "train_steps": train_steps}
+    names: dict[str, Any] = {"keras": keras, "layers": layers, "own": own, "train_steps": train_steps, "tf": tf, "transformer": transformer}
     exec(source(model, double), names)  # noqa: S102 - our own text
     return names["model"]()

@@ -129,6 +129,8 @@ class Reference:
 
     def _scores(self, outputs: Any, y: Any, w: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]:
         """(losses, weights of the same shape, metrics)."""
+        outputs = tf.nest.map_structure(lambda output: tf.cast(output, self.float), outputs)
+
         def entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
             smoothing, classes = self.options.get("label_smoothing", 0.0), logits.shape[-1]
             target = tf.one_hot(y, classes, dtype=logits.dtype) * (1 - smoothing) + smoothing / classes

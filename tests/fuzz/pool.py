@@ -22,16 +22,17 @@ START_SECONDS, CASE_SECONDS, OTHERS_SECONDS = 120.0, 120.0, 20.0
 
 
 class Group:
-    """The processes of one kind: "local", "sockets", "tensorflow"."""
+    """The processes of one kind: "local", "sockets", "tensorflow", "horovod", "servers"."""
 
     def __init__(self, kind: str, workers: int):
         self._folder = tempfile.TemporaryDirectory(prefix="tfdist-fuzz-")
         with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
             port = str(listener.address[1])
-            self._job = LocalJob([sys.executable, "-m", "tests.fuzz.worker", port, kind], workers, Path(self._folder.name), pin=False, environment=ENVIRONMENT, show=set())
+            servers = 1 if kind == "servers" else 0
+            self._job = LocalJob([sys.executable, "-m", "tests.fuzz.worker", port, kind], workers, Path(self._folder.name), pin=False, environment=ENVIRONMENT, show=set(), servers=servers)
             self._job.start()
             listener._listener._socket.settimeout(START_SECONDS)
-            connections = [listener.accept() for _ in range(workers)]
+            connections = [listener.accept() for _ in range(1 if servers else workers)]  # of servers, the chief
         ranks = {connection.recv(): connection for connection in connections}
         self._connections: list[Connection] = [ranks[rank] for rank in sorted(ranks)]
 

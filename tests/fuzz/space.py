@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.fuzz import fit_space, models
+from tests.fuzz import fit_space, mesh_space, models
 
 # name of a runtime -> (kind of process group, workers, replicas)
 RUNTIMES: dict[str, tuple[str, int, int]] = {
@@ -21,11 +21,17 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
     "sockets:3": ("sockets", 3, 3),
     "multi_worker:2": ("tensorflow", 2, 2),
     "multi_worker:3": ("tensorflow", 3, 3),
+    "mesh:2": ("tensorflow", 2, 2),
+    "mesh:3": ("tensorflow", 3, 3),
+    "mesh:4": ("tensorflow", 4, 4),
+    "horovod:2": ("horovod", 2, 2),
+    "parameter_server:2": ("servers", 2, 2),
     "fit:2": ("sockets", 2, 2),
     "fit:3": ("sockets", 3, 3),
 }
 
-LOW = ("float16", "bfloat16")
+MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
+MOVABLE = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2", "multi_worker:3", "horovod:2")  # on which any run can go on
 
 
 def group_of(runtime: str) -> tuple[str, int]:
@@ -48,16 +54,28 @@ def _maybe(chance: random.Random, probability: float, value: Any, otherwise: Any
 
 
 def _train(chance: random.Random, runtime: str) -> dict[str, Any]:
-    replicas = RUNTIMES[runtime][2]
+    workers = RUNTIMES[runtime][1]
     model = draw_model(chance)
     data = draw_data(chance, model)
     options = draw_options(chance, model)
-    least = options["accumulation"] * replicas
+    if runtime.startswith("mesh"):
+        mesh_space.draw(chance, workers, model, data, options)
+    least = options["accumulation"] * replicas_of(runtime, options)
     options["global_batch"] = chance.randint(least, max(least, 12))
     if data["source"] == "dataset":
         options["shuffle"] = False
-    return {"kind": "train", "seed": chance.randrange(10**6), "runtime": runtime, "model": model, "data": data,
+    case = {"kind": "train", "seed": chance.randrange(10**6), "runtime": runtime, "model": model, "data": data,
             "options": {name: value for name, value in sorted(options.items()) if value is not None}, "calls": chance.choice([[3], [1, 2], [2, 1], [1, 1, 1], [2]])}
+    again = chance.random()
+    if len(case["calls"]) > 1 and not runtime.startswith("parameter_server"):
+        case |= {"resumed": True} if again < 0.15 else {"moved": chance.choice([name for name in MOVABLE if name != runtime])} if again < 0.25 else {}
+    return case
+
+
+def replicas_of(runtime: str, options: Mapping[str, Any]) -> int:
+    """Copies of the model."""
+    _, workers, replicas = RUNTIMES[runtime]
+    return mesh_space.replicas(options, workers) if runtime.startswith("mesh") else replicas
 
 
 def _fit(chance: random.Random, runtime: str) -> dict[str, Any]:
@@ -125,7 +143,13 @@ def conflicts(case: Mapping[str, Any]) -> str:
     if case["kind"] == "fit":
         return fit_space.conflicts(case, flat_blocks(case))
     options, data, blocks, runtime = case["options"], case["data"], flat_blocks(case), case["runtime"]
-    several = RUNTIMES[runtime][2] > 1
+    several = RUNTIMES[runtime][1] > 1 or RUNTIMES[runtime][2] > 1
+    if runtime.startswith("mesh") and (why := mesh_space.conflicts(case, blocks, RUNTIMES[runtime][1])):
+        return why
+    if runtime.startswith("parameter_server") and (why := _server_conflicts(case, blocks)):
+        return why
+    if "moved" in case and (why := _moved_conflicts(case, blocks)):
+        return why
     if "nan" in data and options.get("on_nan") != "skip":
         return "a NaN ends the run"
     if "nan" in data and "running_mean" in blocks:
@@ -134,15 +158,33 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "XLA cannot compile synchronised BatchNormalization"
     if options.get("jit_compile") and ("lstm" in blocks or "nan" in data):
         return "slow to compile"
-    if options.get("compression") and (not several or runtime.startswith("horovod")):
+    if options.get("compression") and (not several or runtime.startswith("horovod") or options["optimizer"] not in ("sgd", "momentum")):
         return "for several replicas only"
     if options.get("warmup_steps", 0) >= sum(case["calls"]) and options.get("schedule"):
         return "no step to decay"
     if data["size"] < options["global_batch"]:
         return "fewer samples than a batch"
-    if "dropout" in blocks and several:
-        return "each replica has masks of its own"
+    if "dropout" in blocks and ("resumed" not in case or "moved" in case):
+        return "each replica has masks of its own, and the oracle others"
     return ""
+
+
+def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
+    options = case["options"]
+    if set(blocks) & {"batch_norm", "counter", "running_mean", "spectral"}:
+        return "statistics are of what one worker has"
+    if options.get("precision") == "float16" or options["optimizer"] == "adafactor" or options.get("jit_compile") or options.get("compression") or options.get("recompute"):
+        return "not with parameter servers"
+    return "not found by number" if case["data"]["source"] != "arrays" else ""
+
+
+def _moved_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
+    there = {**case, "runtime": case["moved"], "options": {name: value for name, value in case["options"].items() if name not in MESH_ONLY}}
+    del there["moved"]
+    least = case["options"]["accumulation"] * RUNTIMES[case["moved"]][2]
+    if case["options"].get("compression") or case["options"]["global_batch"] < least or "batch_norm" in blocks and case["options"].get("jit_compile"):
+        return "not there"
+    return conflicts(there)
 
 
 def features(case: Mapping[str, Any]) -> list[str]:
@@ -156,10 +198,12 @@ def features(case: Mapping[str, Any]) -> list[str]:
 
 
 def _train_features(case: Mapping[str, Any]) -> list[str]:
-    data, options = case["data"], case["options"]
+    options = case["options"]
     found = [f"optimizer:{options['optimizer']}", f"precision:{options.get('precision', 'float32')}"]
-    found += [f"option:{name}" for name in options if name not in ("optimizer", "precision", "learning_rate", "global_batch", "accumulation", "loss_scale_initial", "objective", "shuffle")]
+    found += [f"option:{name}" for name in options if name not in MESH_ONLY and name not in ("optimizer", "precision", "learning_rate", "global_batch", "accumulation", "loss_scale_initial", "objective", "shuffle")]
     found += ["option:accumulation"] if options["accumulation"] > 1 else []
     found += ["option:unshuffled"] if options.get("shuffle") is False else []
     found += ["option:steps_per_loop"] if max(case["calls"]) > 1 else []
-    return found + (["data:uneven"] if options["global_batch"] % (options["accumulation"] * RUNTIMES[case["runtime"]][2]) else [])
+    found += ["oracle:resumed"] if "resumed" in case else ["oracle:moved"] if "moved" in case else []
+    found += mesh_space.features(case) if case["runtime"].startswith("mesh") else []
+    return found + (["data:uneven"] if options["global_batch"] % (options["accumulation"] * replicas_of(case["runtime"], options)) else [])

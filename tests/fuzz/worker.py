@@ -16,14 +16,17 @@ KEY = b"tfdist-fuzz"
 
 
 def answer(case: dict[str, Any], runtimes) -> dict[str, Any]:
-    """What came of a case: {"arrays", ...}, {"refused": error class, "sentence"} or {"failed": traceback}."""
-    from tests.fuzz import fit_case, train_case
+    """What came of a case: {"arrays", ...}, {"refused": error class, "sentence"} or {"failed": the error}."""
+    from tests.fuzz import fit_case, servers_case, train_case
     from tfdist.control.exit_codes import TfdistError
 
     try:
+        runtime = runtimes.get(case)
         if case["kind"] == "fit":
-            return fit_case.on_workers(case, runtimes.get("sockets"))
-        return train_case.run(case, runtimes.get(case["runtime"]))
+            return fit_case.on_workers(case, runtime)
+        if case["runtime"].startswith("parameter_server"):
+            return servers_case.run(case, runtime, runtimes.cluster)
+        return train_case.run(case, runtime)
     except TfdistError as error:
         return {"refused": type(error).__name__, "sentence": str(error)}
     except Exception as error:
@@ -37,10 +40,15 @@ def _in_short(error: Exception) -> str:
 
 
 def main(port: int, kind: str) -> None:
-    from tests.fuzz.runtimes import Runtimes, prepare_devices
+    from tests.fuzz.runtimes import PATIENCE, Runtimes, prepare_devices
     from tfdist.control.cluster import resolve_cluster
 
     cluster = resolve_cluster(os.environ)
+    if cluster.rank < 0 or cluster.role != "chief" and "ps" in cluster.spec:
+        from tfdist.config import Config
+        from tfdist.runtime import parameter_server
+
+        sys.exit(parameter_server.serve(Config().replace(strategy="parameter_server", steps=1, **PATIENCE), cluster, lambda: True))
     if kind == "local":
         prepare_devices()
     runtimes = Runtimes(cluster)
