@@ -18,6 +18,7 @@ from tensorflow.python.eager import context
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.packet_filter import own_address_only
 from tfdist.runtime.farewell import say_goodbye
 from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import Ring
@@ -78,8 +79,7 @@ class StrategyRuntime:
                 return False
             return True
 
-        host = cluster.address.rpartition(":")[0]
-        ring = Ring(self.rank, self.size, host, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
+        ring = Ring(cluster, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
         self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
 
     @property
@@ -185,7 +185,8 @@ class MultiWorker(StrategyRuntime):
                 service_leader="/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0",
                 heartbeat_timeout_in_ms=int(config.cluster.heartbeat_timeout * 1000),
                 cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000))
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        with own_address_only(cluster.address, cluster.peers):
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         runtime = cls("multi_worker", strategy, options, rank=cluster.rank, size=cluster.size)
         runtime.cluster = cluster
         choice = config.strategy.communication
