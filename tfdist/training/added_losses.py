@@ -140,7 +140,8 @@ class _Probe:
         states = [value + draw if variable.path.endswith("seed_generator_state") else value
                   for variable, value in zip(self.model.non_trainable_variables, self.states, strict=True)]
         self._added = []
-        self.model.stateless_call([*map(tf.constant, weights)], [*map(tf.constant, states)], x, training=training)
+        options = {"training": training} if self.model._call_has_training_arg else {}
+        self.model.stateless_call([*map(tf.constant, weights)], [*map(tf.constant, states)], x, **options)
         return self._added
 
     def values(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> dict[Key, float]:
