@@ -260,7 +260,7 @@ class TrainStep:
         replica = self.runtime.replica_id()
         gradients, sums = self.pipeline(
             batches, lambda micro: reseed(self.seeds, self.options.seed, step, tf.constant(micro), replica),
-            lambda outputs, y, w: self._total(outputs, y, w, scale), len(_FIRST_SUMS) + len(self.metric_names))
+            lambda outputs, y, w, losses: self._total(outputs, y, w, scale, losses), lambda w, losses: self._added(w, scale, losses), len(_FIRST_SUMS) + len(self.metric_names))
         return self.update.keep(gradients), sums
 
     def _reduce(self, carry: tuple, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
@@ -279,12 +279,18 @@ class TrainStep:
             weights_first(gradients, seed)
         return gradients, sums
 
-    def _total(self, outputs, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _added(self, w: tf.Tensor, scale: tf.Tensor, losses: list) -> tuple[tf.Tensor, tf.Tensor]:
+        weight = w.shape[0] / self.options.plan.global_batch * self._expected_weight
+        added = weight * tf.add_n([tf.cast(term, tf.float32) for term in losses])
+        return added / self._expected_weight * scale, tf.stack([0.0, 0.0, added, *[0.0] * len(self.metric_names)])
+
+    def _total(self, outputs, y, w: tf.Tensor, scale: tf.Tensor, losses: list | None = None) -> tuple[tf.Tensor, tf.Tensor]:
         """(what is differentiated, the sums) of a micro-batch."""
+        losses = self.model.losses if losses is None else losses
         scores = self.objective(outputs, y, w)
         loss = tf.reduce_sum(scores.losses * scores.weights)
         weight = tf.reduce_sum(scores.weights)
-        regularization = weight * tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) if self.model.losses else tf.constant(0.0)
+        regularization = weight * tf.add_n([tf.cast(term, tf.float32) for term in losses]) if losses else tf.constant(0.0)
         metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.metric_names]
         return (loss + regularization) / self._expected_weight * scale, tf.stack([loss, weight, regularization, *metrics])
 
