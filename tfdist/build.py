@@ -30,7 +30,8 @@ from tfdist.models.registry import build_model
 from tfdist.planner import startup
 from tfdist.planner.layout import Layout
 from tfdist.planner.shapes import Weight
-from tfdist.planner.startup import Rooms
+from tfdist.planner.startup import MemoryLimits
+from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
@@ -96,10 +97,10 @@ class Job:
         return make_evaluator(self.config, self.runtime, self.model, self.objective, self.eval_split, self.plan.micro_batch, self.step.update.averaged)
 
 
-def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job:
+def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None) -> Job:
     """Builds every part of a run on a runtime. Raises TfdistError subclasses on what a user can mend.
 
-    rooms: the memory that the state must fit; None: is not checked.
+    limits: the memory that the state must fit; None: is not checked.
     """
     train_split, eval_split = _load_splits(config, runtime)
     plan = plan_batch(config.batch, runtime.replicas)
@@ -108,11 +109,12 @@ def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job
     keras.utils.set_random_seed(config.run.seed)
     set_policy(config.precision)
     schedule = Schedule.create(config.schedule, config.run.steps)
+    batch_norm.synchronize_with(runtime)
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         _check_compiled(config, runtime, model)
-        if rooms:
-            _check_memory(config, runtime, model, rooms)
+        if limits:
+            _check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
@@ -197,16 +199,16 @@ def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> Non
         raise ConfigError("--jit_compile cannot compile synchronised BatchNormalization over several replicas: add --nosync_batchnorm, or drop --jit_compile.")
 
 
-def memory_rooms(cluster: Cluster) -> Rooms:
+def memory_limits(cluster: Cluster) -> MemoryLimits:
     """What memory this worker has, once its runtime has started."""
-    return startup.find_rooms(cluster, bool(tf.config.list_physical_devices("GPU")))
+    return startup.find_limits(cluster, bool(tf.config.list_physical_devices("GPU")))
 
 
-def _check_memory(config: Config, runtime: Runtime, model: keras.Model, rooms: Rooms) -> None:
+def _check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: MemoryLimits) -> None:
     """See planner/startup.py. Which variables pipe, model and expert divide is decided later: at best all of them."""
     mesh = runtime.mesh if isinstance(runtime, MeshRuntime) else Mesh.create(data=runtime.replicas)
     layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
-    startup.check(config, layout, [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables], rooms)
+    startup.check(config, layout, [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables], limits)
 
 
 def start_runtime(config: Config, cluster: Cluster) -> Runtime:

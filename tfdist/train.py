@@ -19,6 +19,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
+from tfdist.control.token import with_token
 from tfdist.data.sources.names import SOURCES
 from tfdist.models.names import MODELS
 from tfdist.planner import startup
@@ -39,10 +40,10 @@ def main(argv: list[str]) -> int:
         argv = wait_as_standby(sys.stdin)
     config = flags.parse(argv, usage=USAGE).config.validate()
     _check_early(config)
-    cluster = resolve_cluster(os.environ)
     if config.run.dry_run:
-        print(dry_run(config, cluster))
+        print(dry_run(config, resolve_cluster(os.environ)))
         return 0
+    cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
     versions.check()
     versions.quiet()
     if cluster.role == "evaluator":
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
         versions.import_keras()
         from tfdist import elastic
 
-        return elastic.run(config, flags.main_command(argv))
+        return elastic.run(config, flags.main_command(argv), cluster.secret)
     with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
         versions.import_keras()
         from tfdist import session
