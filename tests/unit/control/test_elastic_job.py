@@ -179,8 +179,13 @@ def test_what_a_worker_says_in_no_known_way_changes_nothing():
         made[0]._connection.sendall(line)
     made[0]._connection.sendall(b'{"ready": 7, "lost": false}\n')
     look_until(lambda: groups.seats[1].copy == 7)
-    made[0]._connection.sendall(b"x" * 300_000)  # a line without an end
+    endless = threading.Thread(target=made[0]._connection.sendall, args=(b"x" * 3_000_000,))  # a line without an end
+    endless.start()
+    look_until(lambda: not endless.is_alive())
     look_until(lambda: len(groups.seats[1].unread) == 65536)
+    for _ in range(100):
+        groups.look()
+        assert len(groups.seats[1].unread) == 65536
     groups.close()
 
 

@@ -133,8 +133,9 @@ def test_a_recorded_conversation_opens_nothing():
         until(lambda: host.arrived == [(1, b"hello")])
         for split in (True, False):
             with host.raw(said[0] if split else said[0] + said[2]) as replay:
-                replay.recv(77, socket.MSG_WAITALL)
-                replay.sendall(said[2] if split else b"")
+                with contextlib.suppress(ConnectionError):
+                    replay.recv(77)
+                    replay.sendall(said[2] if split else b"")
                 assert is_closed(replay)
         assert host.is_well() and len(host.arrived) == 2
 
@@ -177,6 +178,7 @@ def test_somebody_of_the_job_may_not_send_without_end():
         member.sendall(mine)
         hello = member.recv(77, socket.MSG_WAITALL)[:45]
         member.sendall(lock.proof(b"connects", mine, hello) + struct.pack("!I", 2**32 - 1))
+        member.settimeout(2)  # it is not waited for
         assert is_closed(member) and host.is_well()
 
 
