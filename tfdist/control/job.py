@@ -28,8 +28,10 @@ _CAUSE_KNOWN_SECONDS = 1.0
 _CAUSE_UNKNOWN_SECONDS = 3.0
 _FAILURE_GRACE_SECONDS = 10.0  # after a failure nothing new can be saved: what is being written may be finished
 _ERROR = "tfdist: error: "  # how a command begins the sentence that names its error
-# What TensorFlow's C++ says at every import whatever its log level. Kept in the log files, not shown.
-_NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.")
+# What TensorFlow's C++ says at every start, whatever its log level, about logging itself and about processors and GPUs
+# that are not there. Kept in the log files, not shown.
+_NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.", "cpu_feature_guard.cc:", "To enable the following instructions:",
+          "cudart_stub.cc:", "cuda_platform.cc:", "cuda_executor.cc:", "computation_placer.cc:", "Unable to register cuDNN factory", "Unable to register cuBLAS factory", "Unable to register cuFFT factory")
 
 
 class Job:

@@ -1,0 +1,92 @@
+"""Groups of worker processes that live through hundreds of cases: starting TensorFlow takes longer than a case.
+
+A group that dies or does not answer is ended, and started anew for the next case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.job import ENVIRONMENT
+from tests.fuzz.space import group_of
+from tests.fuzz.worker import KEY
+from tfdist.control.launcher import LocalJob
+
+START_SECONDS, CASE_SECONDS, OTHERS_SECONDS = 120.0, 120.0, 20.0
+
+
+class Group:
+    """The processes of one kind: "local", "sockets", "tensorflow", "horovod", "servers"."""
+
+    def __init__(self, kind: str, workers: int):
+        self._folder = tempfile.TemporaryDirectory(prefix="tfdist-fuzz-")
+        with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
+            port = str(listener.address[1])
+            servers = 1 if kind == "servers" else 0
+            self._job = LocalJob([sys.executable, "-m", "tests.fuzz.worker", port, kind], workers, Path(self._folder.name), pin=False, environment=ENVIRONMENT, show=set(), servers=servers)
+            self._job.start()
+            listener._listener._socket.settimeout(START_SECONDS)
+            connections = [listener.accept() for _ in range(1 if servers else workers)]  # of servers, the chief
+        ranks = {connection.recv(): connection for connection in connections}
+        self._connections: list[Connection] = [ranks[rank] for rank in sorted(ranks)]
+
+    def send(self, case: dict[str, Any]) -> None:
+        for connection in self._connections:
+            connection.send(case)
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """The answers of all ranks; of one that is gone or hangs {"failed": ...}, and then the group is of no use any more."""
+        answers: dict[int, dict] = {}
+        deadline = time.monotonic() + CASE_SECONDS
+        while len(answers) < len(self._connections) and time.monotonic() < deadline:
+            waiting = [connection for rank, connection in enumerate(self._connections) if rank not in answers]
+            for connection in wait(waiting, timeout=1.0):
+                rank = self._connections.index(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except (EOFError, ConnectionError):
+                    answers[rank] = {"failed": f"the process of rank {rank} ended: {self._last_words(rank)}", "gone": True}
+            if any("arrays" not in found for found in answers.values()):
+                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
+        return [answers.get(rank, {"failed": f"rank {rank} did not answer", "gone": True}) for rank in range(len(self._connections))]
+
+    def _last_words(self, rank: int) -> str:
+        log = Path(self._folder.name) / f"worker-{rank}.log"
+        return log.read_text(errors="replace")[-2000:] if log.exists() else ""
+
+    def close(self) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError, ValueError):
+                connection.send(None)
+        self._job.kill()
+        self._folder.cleanup()
+
+
+class Pool:
+    """All groups, each started when a case first needs it."""
+
+    def __init__(self):
+        self._groups: dict[tuple[str, int], Group] = {}
+
+    def send(self, case: dict[str, Any]) -> None:
+        key = group_of(case["runtime"])
+        if key not in self._groups:
+            self._groups[key] = Group(*key)
+        self._groups[key].send(case)
+
+    def receive(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        key = group_of(case["runtime"])
+        answers = self._groups[key].receive()
+        if any("gone" in answer for answer in answers) or any("failed" in answer for answer in answers) and len(answers) > 1:
+            self._groups.pop(key).close()
+        return answers
+
+    def close(self) -> None:
+        while self._groups:
+            self._groups.popitem()[1].close()
