@@ -50,13 +50,14 @@ def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
     return frozenset((feature, case["runtime"]) for number in range(LOOKED_AT) for case in [space.draw(-1, number, runtimes)] for feature in space.features(case))
 
 
-def cases(seed: int, runtimes: Sequence[str], coverage: Coverage) -> Iterator[dict[str, Any]]:
-    """Endless cases, the same for the same seed and runtimes; of some candidates the one with the rarest pairs."""
+def cases(seed: int, runtimes: Sequence[str], coverage: Coverage, first: int = 0) -> Iterator[dict[str, Any]]:
+    """Endless cases from number `first` on, the same for the same seed and runtimes; of some candidates the one with the rarest pairs."""
     number = 0
     while True:
         runtime = runtimes[number % len(runtimes)]
         candidates = [space.draw(seed, number * CANDIDATES + index, [runtime]) for index in range(CANDIDATES)]
         best = max(candidates, key=coverage.rarity)
         coverage.add(best)
-        yield best
+        if number >= first:
+            yield best
         number += 1
