@@ -21,8 +21,8 @@ from tfdist.batch_plan import BatchPlan, plan_batch
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.data import augment, pipeline
-from tfdist.data.sources.base import Split
+from tfdist.data import augment, contents, pipeline
+from tfdist.data.sources.base import SPLITS, Split
 from tfdist.data.sources.registry import load_split
 from tfdist.models.fused import fuse_batch_norm
 from tfdist.models.lookup import read_rows
@@ -31,6 +31,7 @@ from tfdist.planner import startup
 from tfdist.planner.layout import Layout
 from tfdist.planner.shapes import Weight
 from tfdist.planner.startup import MemoryLimits
+from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
@@ -76,9 +77,17 @@ class Job:
     step: TrainStep
     state: SpreadState | None = None  # where the state is spread over a mesh: how to bring it together
 
-    def iterators(self, consumed: int) -> list:
-        """One iterator of training micro-batches per local replica, from a position in the data order."""
-        return [iter(train_dataset(self.config, self.train_split, self.plan, self.runtime.first_replica + index, consumed))
+    @property
+    def stream_cut(self) -> int:
+        """Into how many streams a run that begins now cuts its data; see data/pipeline.py."""
+        return pipeline.stream_cut(self.train_split, self.plan)
+
+    def iterators(self, consumed: int, cut: int | None = None) -> list:
+        """One iterator of training micro-batches per local replica, from a position in the data order.
+
+        cut: `stream_cut` of the run that `consumed` was reached in; None: of this one.
+        """
+        return [iter(train_dataset(self.config, self.train_split, self.plan, self.runtime.first_replica + index, consumed, cut))
                 for index in range(self.runtime.local_replicas)]
 
     def evaluator(self) -> Evaluator | None:
@@ -93,13 +102,14 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
 
     limits: the memory that the state must fit; None: is not checked.
     """
-    train_split, eval_split = load_split(config.data, "train"), load_split(config.data, "eval")
+    train_split, eval_split = _load_splits(config, runtime)
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
 
     keras.utils.set_random_seed(config.run.seed)
     set_policy(config.precision)
     schedule = Schedule.create(config.schedule, config.run.steps)
+    batch_norm.synchronize_with(runtime)
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         _check_compiled(config, runtime, model)
@@ -137,6 +147,18 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state)
 
 
+def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
+    """Both splits; all workers hold the same ones."""
+    found = []
+    for name in SPLITS:
+        # Whatever ran before, a source of the user's own that draws its split at random draws the same one.
+        keras.utils.set_random_seed(config.run.seed)
+        found.append(load_split(config.data, name))
+    for split in found:
+        contents.must_be_the_same(runtime, split)
+    return found
+
+
 def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
     """Replaces what was given indirectly (--epochs, --micro_batch) by the numbers it comes to."""
     steps = config.run.steps
@@ -150,11 +172,11 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
     return config.replace(steps=steps, epochs=0.0, **batch).validate()
 
 
-def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
-    """The training micro-batches of one replica, from a position in the data order."""
+def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int, cut: int | None = None) -> tf.data.Dataset:
+    """The training micro-batches of one replica, from a position in the data order. cut: see `Job.iterators`."""
     return pipeline.train_dataset(
         split, plan=plan, replica=replica, seed=config.run.seed, shuffle=config.data.shuffle, consumed=consumed,
-        augment=augment.load_augmentation(config.data.augment), threads=config.data.reader_threads)
+        augment=augment.load_augmentation(config.data.augment), threads=config.data.reader_threads, cut=cut)
 
 
 def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objective: Objective, split: Split,

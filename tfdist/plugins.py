@@ -26,9 +26,14 @@ def own_code(flag: str, name: str) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ == "ResourceExhaustedError":  # TensorFlow's, which is not imported for this
             raise
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _NOT_OWN.search(frame.filename)]
-        at = f" at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
-        raise ConfigError(f"--{flag}={name} failed{at}: {type(error).__name__}: {textwrap.shorten(str(error), 600)}") from error
+        raise ConfigError(f"--{flag}={name} {failure(error)}") from error
+
+
+def failure(error: BaseException) -> str:
+    """"failed at FILE:LINE, in FUNCTION: what": the user's own line in which an error arose, and what it says."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _NOT_OWN.search(frame.filename)]
+    at = f" at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+    return f"failed{at}: {type(error).__name__}: {textwrap.shorten(str(error), 600)}"
 
 
 def resolve(flag: str, name: str, known: Mapping[str, Any]) -> Callable:

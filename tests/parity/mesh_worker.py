@@ -22,7 +22,7 @@ TEXT = {"source": "synthetic", "source_args": "task=text,vocab=61,samples=64,eva
         "model_args": "layers=1,width=32,heads=4", "objective": "next_token", "global_batch": 12, "learning_rate": 0.005}
 SGD = {"optimizer": "sgd", "clip_norm": 0.5}
 MOMENTUM = {"optimizer": "momentum", "clip_norm": 0.5}
-ADAMW = {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "clip_norm": 0.5}
+ADAMW = {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "clip_norm": 0.5, "weight_decay_exclude": "bias,gamma,beta,dense/kernel,mlp_up"}  # layers, too, on shards and parts
 EMA = {**ADAMW, "ema": 0.9}
 DEEP = {**TEXT, "model_args": "layers=3,width=32,heads=4,dropout=0.1", "global_batch": 8, "accumulation": 4}  # dropout: the masks are those of one device
 SPLIT = {"accumulation": 2}
@@ -56,6 +56,7 @@ ROWS: dict[str, Row] = {
     "model2_sequence": Row(2, "model=2", TEXT | EMA | SPLIT, {"sequence_parallel": True, "zero": 1, "recompute": "block"}),
     "model2_recompute": Row(2, "model=2", TEXT | ADAMW, {"recompute": "attention"}),
     **{f"pipe2_{name}": Row(2, "pipe=2", DEEP | ADAMW, options) for name, options in PIPES.items()},
+    **{f"pipe2_{optimizer}": Row(2, "pipe=2", PLAIN | {"optimizer": optimizer, "weight_decay": 0.1, "learning_rate": 0.002}, {}) for optimizer in ("lamb", "muon")},
     **{f"pipe4_{name}": Row(4, "pipe=4", DEEP | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
     **{f"pipe2_{name}_peak": Row(2, "pipe=2", LONG | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
     "pipe2_model2": Row(4, "pipe=2,model=2", PLAIN | ADAMW, {"recompute": "block"}),

@@ -51,6 +51,9 @@ class OneDevice:
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return list(tensors)
 
+    def gather_row(self, row: tf.Tensor) -> tf.Tensor:
+        return row[tf.newaxis]
+
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         return np.asarray(array)[np.newaxis]
 

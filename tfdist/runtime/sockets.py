@@ -98,6 +98,16 @@ class Sockets(OneDevice):
             reduced |= {index: tf.reduce_sum(stack, axis=0) for index, stack in zip(others, rows, strict=True)}
         return [reduced[index] for index in range(len(tensors))]
 
+    def gather_row(self, row: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def gathered(row: tf.Tensor):
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                return tf.reduce_sum(self.gather([upstream[tf.newaxis]])[0], 0)[self.rank]
+
+            return self.gather([row[tf.newaxis]])[0], gradient
+
+        return gathered(row)
+
     def gather(self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
         """The rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
 

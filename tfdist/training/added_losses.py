@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime import batch_norm
 
 MEAN, SUM = "mean", "sum"
 _UNKNOWN, _WEAK, _OTHER = "0 on all rows", "the same on all rows", "other"
@@ -69,7 +70,7 @@ def added_losses(model: keras.Model, x: Any, take: Take = take_rows, count: int 
         return ()
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
     probe = _Probe(model, x, take, count)
-    with probe.watching():
+    with probe.watching(), batch_norm.each_alone():
         found = probe.judged(training=True)
         if _OTHER in found.values():  # perhaps for what only training does
             calm = probe.judged(training=False)

@@ -179,7 +179,8 @@ class TrainStep:
             carry, times = self._marked(iterators, start, self._micro, step, tf.constant(0), scale)
             if self.options.plan.accumulation > 1:
                 def add(micro, carry, times):
-                    carry, more = self._marked(iterators, step, self._accumulate, step, micro, scale, carry=carry)
+                    with tf.control_dependencies(tf.nest.flatten(self.runtime.local(carry))):  # else TensorFlow may take the second batch first
+                        carry, more = self._marked(iterators, tf.identity(step), self._accumulate, step, micro, scale, carry=carry)
                     return micro + 1, carry, times + more
 
                 _, carry, times = tf.while_loop(lambda micro, *_: micro < self.options.plan.accumulation, add, (tf.constant(1), carry, times))

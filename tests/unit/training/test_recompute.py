@@ -9,6 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tests.e2e.job import ENVIRONMENT
+from tfdist import build
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.transformer import transformer
 from tfdist.training.parallel.recompute import recomputed
@@ -84,6 +87,21 @@ def test_the_blocks_of_a_model():
     assert [segment.gives for segment in segments] == [("start",), ("block_00",), ("block_01",), ("block_02",), ("outputs",)]
     with pytest.raises(ConfigError, match="--recompute=block"):
         cut_into_blocks(keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)]), "--recompute=block")
+
+
+@pytest.mark.slow
+def test_micro_batches_are_taken_in_order():
+    """Each has its own dropout masks: with the second batch taken first the loss of a step is another one."""
+    config = Config().replace(strategy="one_device", steps=1, source="synthetic", source_args="task=text,vocab=61,samples=64,eval_samples=4", sequence_length=8, model="transformer",
+                              model_args="layers=1,width=32,heads=4,dropout=0.1", global_batch=16, accumulation=2, optimizer="sgd", recompute="attention")
+    keras.backend.clear_session()
+    job = build.compose(config, build.start_runtime(config, Cluster()))
+    weights, losses = job.model.get_weights(), set()
+    for _ in range(8):
+        job.model.set_weights(weights)
+        job.step.counter.assign(0)
+        losses.add(job.step(job.iterators(0), 1).means["loss"])
+    assert len(losses) == 1
 
 
 PEAK = """
