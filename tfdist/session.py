@@ -6,6 +6,7 @@ Every worker runs this; what only the chief does (the files that all share) is b
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tfdist import build, flags, results
 from tfdist.agreement import broadcast_json, must_agree
 from tfdist.artifacts.status import read_status, write_status
 from tfdist.config import Config, parse_profile_steps
+from tfdist.control import lease
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.guard import BETWEEN_STEPS, Guard
@@ -43,6 +45,11 @@ def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = 
 
     memory: of a process that may be in several groups of workers, one after the other; then also raises Regroup.
     """
+    with lease.held(build.run_folder(config), lease.job_identity(os.environ, cluster)) if cluster.is_chief else contextlib.nullcontext():
+        return _run(config, cluster, command, memory)
+
+
+def _run(config: Config, cluster: Cluster, command: str, memory: Memory | None) -> ExitCode:
     guard = Guard(config, cluster, memory.signals if memory else None)
     session = None
     try:

@@ -19,6 +19,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
+from tfdist.control.token import with_token
 from tfdist.planner import startup
 
 USAGE = __doc__ + """
@@ -35,10 +36,10 @@ def main(argv: list[str]) -> int:
 
         argv = wait_as_standby(sys.stdin)
     config = flags.parse(argv, usage=USAGE).config.validate()
-    cluster = resolve_cluster(os.environ)
     if config.run.dry_run:
-        print(dry_run(config, cluster))
+        print(dry_run(config, resolve_cluster(os.environ)))
         return 0
+    cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
     versions.check()
     versions.quiet()
     if cluster.role == "evaluator":
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
         versions.import_keras()
         from tfdist import elastic
 
-        return elastic.run(config, flags.main_command(argv))
+        return elastic.run(config, flags.main_command(argv), cluster.secret)
     with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
         versions.import_keras()
         from tfdist import session

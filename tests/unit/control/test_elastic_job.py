@@ -19,6 +19,7 @@ from tfdist.control.membership import VARIABLE
 WORKER = """
 import os, pathlib, signal, sys, time
 from tfdist.control.membership import Member
+from tfdist.control.token import read
 folder, stop = pathlib.Path(sys.argv[1]), []
 if (folder / "fail").exists():
     sys.exit(5)
@@ -26,7 +27,7 @@ signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 print("ready", flush=True)
 while (folder / f"hesitate-{os.environ['TFDIST_ELASTIC'].split('/')[1]}").exists() and not stop:
     time.sleep(0.01)
-member, step, lost = Member(os.environ), -1, False
+member, step, lost = Member(os.environ, read(os.environ)), -1, False
 while (cluster := member.join(step, lost)) is not None:
     print(f"in a group of {cluster.size} as rank {cluster.rank}", flush=True)
     while not (member.leave or member.broken or stop):

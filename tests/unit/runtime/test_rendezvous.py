@@ -72,7 +72,7 @@ def test_a_pulse_that_stops_is_noticed():
             barrier.wait(20)
             return list(endpoints)
 
-        return Pulse(Ring(rank, 2, "127.0.0.1", meet), 1.0)
+        return Pulse(Ring(cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001")), meet), 1.0)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(make, range(2))
