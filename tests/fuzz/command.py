@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 
-from tests.fuzz import space
+from tests.fuzz import fixed, space
 from tests.fuzz.coverage import Coverage, cases
 from tests.fuzz.fleet import judge_all
 from tests.fuzz.pool import Pool
@@ -25,7 +25,8 @@ def main(argv: list[str]) -> int:
             verdicts.append(judge(json.loads(arguments.replay), pool))
             print(json.dumps({"problems": verdicts[0].problems, "refused": verdicts[0].refused, "granted": verdicts[0].rough}, indent=1))
         else:
-            chosen = cases(arguments.seed, arguments.runtimes, coverage, arguments.first)
+            drawn = cases(arguments.seed, arguments.runtimes, coverage, arguments.first, arguments.with_known)
+            chosen = fixed.cases()[arguments.first:] if arguments.fixed else drawn
             chosen = itertools.takewhile(lambda _: time.monotonic() - begun < arguments.minutes * 60, itertools.islice(chosen, arguments.cases))
             for verdict in judge_all(chosen, pool, arguments.at_a_time):
                 verdicts.append(verdict)
@@ -47,6 +48,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--replay", default="", help="one case, as JSON")
     parser.add_argument("--shrink_seconds", type=float, default=60.0, help="for making a failing case smaller; 0: as it is")
     parser.add_argument("--until_first", action="store_true", help="end with the first difference")
+    parser.add_argument("--fixed", action="store_true", help="the fixed set of tests/fuzz/test_fuzz.py")
+    parser.add_argument("--with_known", action="store_true", help="draw also what known.py says is wrong and not mended yet")
     parser.add_argument("--at_a_time", type=int, default=2, help="cases under way in groups of processes")
     parser.add_argument("--verbose", action="store_true", help="a line for each case")
     parser.add_argument("--table", action="store_true", help="at the end, how often each feature was drawn with each runtime")

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from tests.fuzz import mesh_space, space
+from tests.fuzz import known, mesh_space, space
 from tests.fuzz.coverage import Coverage
 
 SEED, CANDIDATES = 15, 12
@@ -39,7 +39,7 @@ def _jobs(coverage: Coverage) -> Iterator[dict[str, Any]]:
         while len(candidates) < CANDIDATES:
             case = space.draw(SEED, number * 1000 + draws, [runtime])
             draws += 1
-            if _light(case):
+            if _light(case) and not known.why(case):
                 candidates.append(case)
         yield max(candidates, key=coverage.rarity)
         number += 1
@@ -61,5 +61,5 @@ def _spread(job: dict[str, Any], runtimes: tuple[str, ...]) -> Iterator[dict[str
         case = {**job, "runtime": runtime, "options": dict(job["options"])}
         if runtime.startswith("mesh") and mesh_space.can_shard(case):
             case["options"]["zero"] = chance.choice([0, 1, 2, 3])
-        if not space.conflicts(case):
+        if not space.conflicts(case) and not known.why(case):
             yield case

@@ -88,7 +88,8 @@ class Pool:
         with self._locks[key]:
             self.start([case["runtime"]])
             answers = self._groups[key].run(case)
-            if any("gone" in answer for answer in answers) or (len(answers) > 1 and any("failed" in answer for answer in answers)):
+            failed = sum("failed" in answer for answer in answers)
+            if any("gone" in answer for answer in answers) or 0 < failed < len(answers):  # where all failed alike, none waits for another
                 self._groups.pop(key).close()
         return answers
 

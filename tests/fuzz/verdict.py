@@ -64,6 +64,8 @@ def conclude(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict:
     """Computes the oracle, and compares."""
     verdict = Verdict(case)
     if not _answered(verdict, answers):
+        if case["kind"] == "fit" and (why := _refused_by_keras(case)):
+            return Verdict(case, refused=why)
         return verdict
     try:
         single, double = references(case)
@@ -89,6 +91,19 @@ def conclude(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict:
     return verdict
 
 
+def _refused_by_keras(case: Mapping[str, Any]) -> str:
+    """What plain Keras says to a case that it does not take either; "" if it does."""
+    import keras
+
+    from tests.fuzz import fit_case
+
+    try:
+        fit_case.run(case, keras.Model)
+    except Exception as error:
+        return f"Keras: {type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
 def _not_told(case: Mapping[str, Any]) -> tuple[str, ...]:
     """Beginnings of the names of what cannot be compared with the oracle."""
     if "dropout" in str(case["model"]["blocks"]):  # it has other masks
@@ -103,7 +118,7 @@ def _compare_replicas(verdict: Verdict, answers: list[dict[str, Any]]) -> None:
     if len(set(digests)) > 1:
         verdict.problems.append(f"the replicas' weights differ: {[digest[:6] for digest in digests]}")
     for rank, answer in enumerate(answers[1:], 1):
-        unlike = [name for name, value in answers[0]["arrays"].items() if not np.array_equal(value, answer["arrays"][name], equal_nan=True)]
+        unlike = [name for name, value in answers[0]["arrays"].items() if name in answer["arrays"] and not np.array_equal(value, answer["arrays"][name], equal_nan=True)]
         if unlike:
             verdict.problems.append(f"rank {rank} has other {', '.join(unlike[:5])} than rank 0")
 
