@@ -246,12 +246,13 @@ class TrainStep:
         with self.added.counting(self.options.plan.global_batch / rows_of(batches[0][2])):
             gradients, sums = self.pipeline(
                 batches, lambda micro: reseed(self.seeds, self.options.seed, step, tf.constant(micro), replica),
-                lambda outputs, y, w: self._of_pipeline(self.total(outputs, y, w, scale)), len(self.layout.batch.names))
+                lambda outputs, y, w, losses: self._of_pipeline(self.total(outputs, y, w, scale, losses)),
+                lambda w, losses: self._of_pipeline(self.total.of_added(w, scale, losses)), len(self.layout.batch.names))
         return self.update.keep(gradients), sums
 
     def _of_pipeline(self, total: Total) -> tuple[tf.Tensor, tf.Tensor]:
         if total.added is not None:
-            raise ConfigError("Layers that add losses do not go with weighted samples on a mesh with pipe= yet, whose stages differentiate once: drop one of them.")
+            raise ConfigError("Losses that layers add, and regularizers, do not go with weighted samples, or an --objective of your own, on a mesh with pipe= yet, whose stages differentiate once: drop one of them.")
         return total.differentiated, total.sums
 
     def _reduce(self, carry: tuple, signals: tf.Tensor) -> tuple[list, tf.Tensor]:

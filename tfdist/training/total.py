@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -42,16 +43,28 @@ class TotalLoss:
         self.model, self.objective, self.metric_names = model, objective, metric_names
         self.global_batch, self.expected, self.weighted = global_batch, expected, weighted
 
-    def __call__(self, outputs: Any, y: Any, w: tf.Tensor, scale: tf.Tensor) -> Total:
+    def __call__(self, outputs: Any, y: Any, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor] | None = None) -> Total:
+        """losses: what was added; None: what the model's layers have recorded."""
+        by_rows = bool(losses) if losses is not None else added_by_rows(self.model)
+        losses = self.model.losses if losses is None else losses
         scores = self.objective(outputs, y, w)
         loss = tf.reduce_sum(scores.losses * scores.weights)
         weight = tf.reduce_sum(scores.weights)
         metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.metric_names]
-        losses, share = [tf.cast(term, tf.float32) for term in self.model.losses], rows_of(w) / self.global_batch
-        added = tf.add_n(losses) if losses else tf.constant(0.0)
+        share, added = rows_of(w) / self.global_batch, _sum(losses)
         sums = tf.stack([loss, weight, share * added, *metrics])
         if not self.weighted:  # E / W is 1
             return Total((loss / self.expected + share * added) * scale, None, sums)
-        if not added_by_rows(self.model):
+        if not by_rows:
             return Total((loss + weight * added) / self.expected * scale, None, sums)  # the same on all replicas
         return Total(loss / self.expected * scale, share * added * scale, sums)
+
+    def of_added(self, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor]) -> Total:
+        """The same of a part of the model that adds `losses`, and of which no outputs are known."""
+        added = rows_of(w) / self.global_batch * _sum(losses)
+        sums = tf.stack([0.0, 0.0, added, *[0.0] * len(self.metric_names)])
+        return Total(added * scale, added * scale if self.weighted else None, sums)
+
+
+def _sum(losses: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n([tf.cast(term, tf.float32) for term in losses]) if losses else tf.constant(0.0)
