@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -36,6 +37,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.added_losses import ROWS, SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.objectives import Objective, make_objective
@@ -118,6 +120,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         optimizer = make_optimizer(config.optimizer, schedule)
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
+    added = _added_losses(config, runtime, model, train_split, plan)
     if isinstance(runtime, MeshRuntime):
         spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
         objective = spread.objective
@@ -142,7 +145,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         phase_every=config.telemetry.phase_every,
         small_gradients=config.parallel.compression == "bf16",
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
-    ), batch_spec, *((spread.update, spread.pipeline) if spread else ()))
+    ), batch_spec, *((spread.update, spread.pipeline) if spread else (None, None)), added)
     state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
     return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state)
 
@@ -190,6 +193,19 @@ def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objecti
         return [dataset for dataset, _ in made], made[0][1]
 
     return Evaluator(runtime, model, objective, datasets, averaged)
+
+
+def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
+    """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before the model is
+    spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean."""
+    slices = getattr(runtime, "workers", 1) if config.servers.ps_mode == "sync" else 1  # of parameter servers
+    if plan.replicas * plan.accumulation * slices == 1:
+        return SumsAsMeans(())
+
+    def rows() -> Any:
+        return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))[0]
+
+    return SumsAsMeans(found_by_the_chief(runtime, model, rows))
 
 
 def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:

@@ -110,7 +110,7 @@ def predict(model: keras.Model, x: Any, batch_size: int | None = None, verbose: 
 @contextlib.contextmanager
 def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iterator[None]:
     """For training loops of your own: inside, `model(x)` computes this worker's rows of x and returns all rows, and
-    `optimizer.apply` takes the mean gradient over all workers.
+    `tape.gradient` returns the gradients over the rows of all workers.
 
     Give every worker the same batches; functions that use the model must be traced inside. Loss and metrics of all rows
     are then the same on every worker. `optimizer`: the compiled one if not given.

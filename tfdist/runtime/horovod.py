@@ -90,6 +90,9 @@ class Horovod:
                 reduced[index] = tf.cast(tf.ensure_shape(value, tensors[index].shape), tensors[index].dtype)
         return reduced
 
+    def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:
+        variable.assign(value)
+
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         return row[tf.newaxis] if self.size == 1 else tf.ensure_shape(self._hvd.allgather(row[tf.newaxis]), [self.size, row.shape[0]])
 

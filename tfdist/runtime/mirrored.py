@@ -105,6 +105,13 @@ class StrategyRuntime:
                 reduced[place] = total
         return reduced
 
+    def assign(self, variable: tf.Variable, value: Any) -> None:
+        # `variable.assign` inside `run` would combine the replicas' values, in the way that the variable was made with.
+        if isinstance(variable, tf.distribute.DistributedValues):
+            self.strategy.extended.update(variable, lambda copy, own: copy.assign(own), args=(value,))
+        else:
+            variable.assign(self.local(value)[0])
+
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         # Each adds its row to zeros. Not through the ring, which takes what it sums in the order of the backward pass.
         replica = tf.distribute.get_replica_context()

@@ -101,12 +101,17 @@ class Sockets(OneDevice):
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         @tf.custom_gradient
         def gathered(row: tf.Tensor):
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                return tf.reduce_sum(self.gather([upstream[tf.newaxis]])[0], 0)[self.rank]
-
-            return self.gather([row[tf.newaxis]])[0], gradient
+            return self.gather([row[tf.newaxis]])[0], self._own_row_of_sum
 
         return gathered(row)
+
+    def _own_row_of_sum(self, rows: tf.Tensor) -> tf.Tensor:
+        """The adjoint of gather_row, which is this one's: [workers, k] of each worker -> [k]."""
+        @tf.custom_gradient
+        def own(rows: tf.Tensor):
+            return tf.reduce_sum(self.gather([rows[tf.newaxis]])[0], 0)[self.rank], self.gather_row
+
+        return own(rows)
 
     def gather(self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
         """The rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.

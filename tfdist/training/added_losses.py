@@ -12,6 +12,7 @@ after, recomputation and pipelines for example, has means to deal with and nothi
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
+from tfdist.runtime.base import Runtime
 
 MEAN, SUM = "mean", "sum"
 _UNKNOWN, _WEAK, _OTHER = "0 on all rows", "the same on all rows", "other"
-_ROWS = 4  # that are tried, each alone and all together
+ROWS = 4  # that are tried, each alone and all together
 _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
 _CLEAR = 0.15  # a random mean must be known as well as that
@@ -98,7 +100,7 @@ class _Probe:
 
     def __init__(self, model: keras.Model, x: Any, take: Take, count: int):
         self.model, self.layers = model, list(model._flatten_layers())
-        self.rows = [number % count for number in range(_ROWS)]
+        self.rows = [number % count for number in range(ROWS)]
         self.x, self._take = x, take
         self.weights = [variable.numpy() for variable in model.trainable_variables]
         self.states = [variable.numpy() for variable in model.non_trainable_variables]
@@ -179,18 +181,18 @@ class _Probe:
 
     def _judged(self, weights: Sequence[np.ndarray], disturb: float, training: bool) -> dict[Key, str]:
         x = keras.tree.map_structure(lambda leaf: _sound(leaf, disturb), self._take(self.x, self.rows))
-        batches = [[place] for place in range(_ROWS)] + [list(range(_ROWS)), [0, 0, 1]]
+        batches = [[place] for place in range(ROWS)] + [list(range(ROWS)), [0, 0, 1]]
         batches = [self._take(x, batch) for batch in batches]
 
         def look(draw: int) -> list[dict[Key, float]]:
             return [self.values(batch, weights, draw, training) for batch in batches]
 
-        first, again = look(0), self.values(batches[_ROWS], weights, 1, training)
-        keys = first[_ROWS].keys()
+        first, again = look(0), self.values(batches[ROWS], weights, 1, training)
+        keys = first[ROWS].keys()
         if any(one.keys() != keys for one in first):
             return dict.fromkeys(keys, _OTHER)
         result = {key: _verdict([one[key] for one in first], self.tolerance) for key in keys}
-        random = [key for key in keys if again.get(key) != first[_ROWS][key] and result[key] == _OTHER]
+        random = [key for key in keys if again.get(key) != first[ROWS][key] and result[key] == _OTHER]
         if random:
             draws = [first, *(look(draw) for draw in range(1, _DRAWS))]
             result |= {key: _verdict_of_draws(np.array([[one[key] for one in draw] for draw in draws])) for key in random}
@@ -199,14 +201,14 @@ class _Probe:
 
 def _verdict(values: Sequence[float], tolerance: float) -> str:
     """`values`: of each row, of all of them, and of rows 0, 0, 1."""
-    rows, whole, three = np.array(values[:_ROWS]), values[_ROWS], values[_ROWS + 1]
+    rows, whole, three = np.array(values[:ROWS]), values[ROWS], values[ROWS + 1]
     scale = max(map(abs, values))
     if not np.isfinite(scale) or scale == 0:
         return _UNKNOWN  # what is not finite says as little
     total, of_three = rows.sum(), 2 * rows[0] + rows[1]
     if max(abs(whole - total), abs(three - of_three)) <= tolerance * scale:
         return SUM
-    if max(abs(whole - total / _ROWS), abs(three - of_three / 3)) <= tolerance * scale:
+    if max(abs(whole - total / ROWS), abs(three - of_three / 3)) <= tolerance * scale:
         return _WEAK if np.ptp(rows) <= tolerance * scale else MEAN
     return _OTHER
 
@@ -214,9 +216,9 @@ def _verdict(values: Sequence[float], tolerance: float) -> str:
 def _verdict_of_draws(draws: np.ndarray) -> str:
     """The same of what is random, [draws, values]: of its means, if they are known well enough to tell."""
     means, errors = draws.mean(0), draws.std(0) / np.sqrt(len(draws))
-    for scales, parts in ((SUM, 1), (MEAN, _ROWS)):
-        expected, uncertain = means[:_ROWS].sum() / parts, np.hypot(errors[_ROWS], np.linalg.norm(errors[:_ROWS]) / parts)
-        if abs(means[_ROWS] - expected) <= 4 * uncertain and uncertain <= _CLEAR * abs(expected):
+    for scales, parts in ((SUM, 1), (MEAN, ROWS)):
+        expected, uncertain = means[:ROWS].sum() / parts, np.hypot(errors[ROWS], np.linalg.norm(errors[:ROWS]) / parts)
+        if abs(means[ROWS] - expected) <= 4 * uncertain and uncertain <= _CLEAR * abs(expected):
             return scales
     return _OTHER
 
@@ -243,6 +245,24 @@ def _is_of_keras(layer: keras.Layer) -> bool:
 
 def _not_training(call: Callable) -> Callable:
     return lambda *arguments, **options: call(*arguments, **{**options, "training": False})
+
+
+def found_by_the_chief(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> tuple[AddedLoss, ...]:
+    """`added_losses` of the chief, with x = `rows()`, on every worker. A collective, if the model may add losses. Raises ConfigError."""
+    if not may_add(model):
+        return ()
+    told, layers = b"", list(model._flatten_layers())
+    if runtime.rank == 0:
+        try:
+            found = added_losses(model, rows())
+            told = json.dumps([[next(number for number, layer in enumerate(layers) if layer is one.layer), one.place, one.scales] for one in found]).encode()
+        except ConfigError as error:
+            told = json.dumps(str(error)).encode()
+    length = runtime.broadcast([np.array(len(told), np.int64)])[0]
+    told = json.loads(runtime.broadcast([np.frombuffer(told.ljust(int(length)), np.uint8)])[0].tobytes())
+    if isinstance(told, str):
+        raise ConfigError(told)
+    return tuple(AddedLoss(layers[number], place, scales) for number, place, scales in told)
 
 
 # -- sums as means -----------------------------------------------------------------------------------------------------
@@ -275,6 +295,8 @@ class SumsAsMeans:
             for each in keras.tree.flatten(loss) if factor is not None else ():
                 place = self._now.places.get(layer, 0)
                 self._now.places[layer] = (place + 1) % len(scales)  # every call of the model adds as many
+                if each.dtype in (tf.float16, tf.bfloat16):
+                    each = tf.cast(each, tf.float32)  # noqa: PLW2901 - the product could be too large
                 plain(each * tf.cast(factor, each.dtype) if scales[place] == SUM else each)
             if factor is None:
                 plain(loss)
