@@ -34,7 +34,7 @@ import numpy as np
 
 from tfdist.control import wire
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ClusterError
+from tfdist.control.exit_codes import ClusterError, PeerLostError
 from tfdist.control.packet_filter import bind_address
 from tfdist.control.preflight import bind_shared
 from tfdist.runtime.shared_memory import NOT_SHARED, OFFER_BYTES, OthersArrays, SharedArrays
@@ -51,6 +51,11 @@ _TOKEN, _NOTHING = memoryview(b"."), memoryview(b"")
 
 class RingError(RuntimeError):
     """A neighbour is gone, silent, or doing something else."""
+
+
+def lost(error: RingError) -> PeerLostError:
+    """The same for the user."""
+    return PeerLostError(f"{str(error).removeprefix(MARK)} Look at the log of that worker for the cause, then start all workers again.")
 
 
 class Ring:

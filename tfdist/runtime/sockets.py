@@ -30,7 +30,7 @@ from tfdist.runtime.encoding import Malformed, decode, encode
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.pulse import Pulse
 from tfdist.runtime.reducer import RingReducer, suits
-from tfdist.runtime.ring import MARK, Ring, RingError
+from tfdist.runtime.ring import Ring, RingError, lost
 
 
 class Sockets(OneDevice):
@@ -68,7 +68,7 @@ class Sockets(OneDevice):
             self._pulse = Pulse(Ring(cluster, exchange), patience)
             self._gradients = Ring(cluster, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto")
         except RingError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
         self._reducer = RingReducer(self._gradients, int(config.strategy.pack_mb * 2**20))
         batch_norm.synchronize_with(self)
 
@@ -206,11 +206,7 @@ class Sockets(OneDevice):
             with self._lock:
                 return self._front.all_gather(data, name)
         except RingError as error:
-            raise _lost(error) from error
-
-
-def _lost(error: RingError) -> PeerLostError:
-    return PeerLostError(f"{str(error).removeprefix(MARK)} Look at the log of that worker for the cause, then start all workers again.")
+            raise lost(error) from error
 
 
 def warn_about_gpus(runtime: Sockets) -> None:
