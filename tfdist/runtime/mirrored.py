@@ -21,6 +21,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.farewell import say_goodbye
 from tfdist.runtime.overdue import Overdue
 from tfdist.runtime.reducer import RingReducer, suits
+from tfdist.runtime.released import interpreter_released
 from tfdist.runtime.ring import MARK, Ring
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
@@ -196,7 +197,8 @@ class MultiWorker(StrategyRuntime):
                 service_leader="/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0",
                 heartbeat_timeout_in_ms=int(config.cluster.heartbeat_timeout * 1000),
                 cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000))
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        with interpreter_released():
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         runtime = cls("multi_worker", strategy, options, rank=cluster.rank, size=cluster.size)
         runtime.cluster = cluster
         runtime.watch_for_stuck_peers(config.strategy.collective_timeout)
