@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from tfdist.control import token
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.terminal import LineReader
 from tfdist.control.workers import JobResult, Worker, describe, guilt
@@ -47,6 +48,7 @@ class Job:
     def __init__(self, count: int, log_dir: Path, show: set[int] | None, grace: float, environment: Mapping[str, str] | None, output: TextIO | None):
         self.count, self.log_dir, self.show, self.grace = count, log_dir, show, grace
         self.environment = {name: value for name, value in (os.environ if environment is None else environment).items() if name != "TF_CONFIG"}
+        self.environment[token.VARIABLE] = self.environment.get(token.VARIABLE) or token.make()
         self.output = output or sys.stdout
         self.workers: list[Worker] = []
         self._lock = threading.Lock()

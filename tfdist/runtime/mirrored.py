@@ -18,6 +18,7 @@ from tensorflow.python.eager import context
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.packet_filter import own_address_only
 from tfdist.runtime.farewell import say_goodbye
 from tfdist.runtime.overdue import Overdue
 from tfdist.runtime.reducer import RingReducer, suits
@@ -85,8 +86,7 @@ class StrategyRuntime:
                 return False
             return True
 
-        host = cluster.address.rpartition(":")[0]
-        ring = Ring(self.rank, self.size, host, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
+        ring = Ring(cluster, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
         self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
 
     @property
@@ -105,6 +105,19 @@ class StrategyRuntime:
             for place, total in zip(places, sums, strict=True):
                 reduced[place] = total
         return reduced
+
+    def assign(self, variable: tf.Variable, value: Any) -> None:
+        # `variable.assign` inside `run` would combine the replicas' values, in the way that the variable was made with.
+        if isinstance(variable, tf.distribute.DistributedValues):
+            self.strategy.extended.update(variable, lambda copy, own: copy.assign(own), args=(value,))
+        else:
+            variable.assign(self.local(value)[0])
+
+    def gather_row(self, row: tf.Tensor) -> tf.Tensor:
+        # Each adds its row to zeros. Not through the ring, which takes what it sums in the order of the backward pass.
+        replica = tf.distribute.get_replica_context()
+        own = tf.scatter_nd([[self.replica_id()]], row[tf.newaxis], [self.replicas, row.shape[0]])
+        return replica.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)
@@ -197,7 +210,7 @@ class MultiWorker(StrategyRuntime):
                 service_leader="/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0",
                 heartbeat_timeout_in_ms=int(config.cluster.heartbeat_timeout * 1000),
                 cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000))
-        with interpreter_released():
+        with own_address_only(cluster.address, cluster.peers), interpreter_released():
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         runtime = cls("multi_worker", strategy, options, rank=cluster.rank, size=cluster.size)
         runtime.cluster = cluster

@@ -122,8 +122,16 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
             return super().compute_loss(*args, **kwargs)
 
     two = keras.Input((2,))
-    assert suits() and suits(metrics=["mae", keras.metrics.AUC()])
-    assert not suits(loss=keras.losses.MeanSquaredError(reduction="sum"))
+    losses, metrics = keras.losses, keras.metrics
+    assert suits() and suits(metrics=["mae", "accuracy", metrics.AUC(), metrics.R2Score(), metrics.OneHotMeanIoU(2)])
+    for loss in ("binary_crossentropy", losses.CosineSimilarity(), losses.huber, losses.CategoricalFocalCrossentropy(), losses.MeanSquaredError(reduction="mean")):
+        assert suits(loss=loss), loss
+    for loss in (losses.MeanSquaredError(reduction="sum"), losses.MeanSquaredError(reduction="mean_with_sample_weight"), losses.SparseCategoricalCrossentropy(ignore_class=1),
+                 losses.Dice(), "tversky", losses.Circle(), "hinge", losses.CosineSimilarity(axis=0), lambda y_true, y_pred: keras.ops.mean(y_true - y_pred, -1)):
+        assert not suits(loss=loss), loss
+    for metric in (lambda y_true, y_pred: keras.ops.mean(y_pred), metrics.MeanMetricWrapper(losses.dice), metrics.CosineSimilarity(axis=0), losses.dice,
+                   metrics.OneHotMeanIoU(2, axis=0), metrics.PearsonCorrelation()):
+        assert not suits(metrics=[metric]), metric
     assert not suits(Own([keras.Input((2,)), keras.layers.Dense(2)]))
     assert not suits(metrics=[Largest()])
     assert not suits(keras.Model(two, [keras.layers.Dense(2)(two), keras.layers.Dense(2)(two)]), loss=["mse", "mse"])
