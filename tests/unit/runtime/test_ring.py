@@ -17,7 +17,8 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import PeerLostError
 from tfdist.runtime.mirrored import StrategyRuntime
 from tfdist.runtime.reducer import RingReducer, _Site
-from tfdist.runtime.ring import Ring, RingError
+from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_error import RingError
 from tfdist.runtime.shared_memory import OthersArrays, SharedArrays
 
 
