@@ -6,8 +6,8 @@ weights over micro-batches and workers, which no worker knows alone. Legend: n s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,15 +15,8 @@ import tensorflow as tf
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import resolve
-
-
-class Scores(NamedTuple):
-    """Unreduced results; all tensors float32 of one shape, [n] or [n, T]."""
-
-    losses: tf.Tensor
-    weights: tf.Tensor
-    metrics: Mapping[str, tf.Tensor]  # name -> values, averaged with the same weights
-
+from tfdist.training.own_objective import own_objective
+from tfdist.training.scores import Scores
 
 Objective = Callable[[Any, Any, tf.Tensor], Scores]
 
@@ -81,8 +74,7 @@ def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
         name = "classification" if y_spec.dtype.is_integer else "regression"
     if name in OBJECTIVES:
         return OBJECTIVES[name](config)
-    # The step is traced without AutoGraph; a user's function may have an `if` on a tensor.
-    return tf.__internal__.autograph.tf_convert(resolve("objective", name, OBJECTIVES), tf.__internal__.autograph.control_status_ctx())
+    return own_objective(name, resolve("objective", name, OBJECTIVES))
 
 
 def weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
