@@ -37,14 +37,6 @@ _LOOPS = {"train": "train_function", "test": "test_function", "predict": "predic
 _KEPT_AS = "_tfdist_distributed"  # on the model itself: what was traced lives as long as it
 
 
-def refuse_what_cannot_be_spread(model: keras.Model) -> None:
-    """Raises ConfigError with the reason."""
-    if getattr(model, "_distribute_strategy", None) is not None:
-        raise ConfigError("The model was built inside a tf.distribute strategy's scope, which Keras 3 cannot train over workers: build it without a strategy; tfdist.fit spreads it itself.")
-    if isinstance(getattr(model, "optimizer", None), list):
-        raise ConfigError("The model was compiled with several optimizers: tfdist.fit needs one.")
-
-
 @functools.cache
 def _of_process(runtime: Sockets) -> tuple[Gradients, RandomNumbers]:
     """What all models of a process share."""
@@ -123,6 +115,7 @@ class DistributedModel:
 
         def step(batch: Any, spec: Any = None) -> Any:
             self._prepare(batch)
+            self._call.scales.example = keras.utils.unpack_x_y_sample_weight(batch)[0]
             if kind not in self._own_rows and kind != "predict":
                 self._own_rows[kind] = self._chooses_own_rows(kind, batch)
             if spec is not None and spec not in known and not self._model.run_eagerly:
@@ -184,21 +177,22 @@ class DistributedModel:
             else:
                 keras.src.backend.compute_output_spec(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         self._start()
+        self._ready = True  # a layer that is never used is never built
 
     def _chooses_own_rows(self, kind: str, batch: Any) -> bool:
         if self._model.run_eagerly:
             return False
         with self._call.alone():
-            chosen = own_rows.suits(self._model, batch)
+            chosen = own_rows.suits(self._model, batch) and all(self._call.of_the_batch(((keras.utils.unpack_x_y_sample_weight(batch)[0],), {})))
         if chosen and self._runtime.rank == 0:
             print(f"tfdist: {kind}: the outputs of a batch are more than {own_rows.LARGEST >> 20} MiB, so each worker computes loss and metrics of its own rows, and sums are reduced.", file=sys.stderr, flush=True)
         return chosen
 
     def _start(self) -> None:
         model = self._model
-        if self._optimizer is not None and not self._optimizer.built:
-            self._optimizer.build(model.trainable_variables)
         self._ready = all(layer.built for layer in model._flatten_layers())
+        if self._ready and self._optimizer is not None and not self._optimizer.built:
+            self._optimizer.build(model.trainable_variables)
         self.take_the_chiefs_variables()
         self._random_numbers.hold_the_chiefs(generator for layer in model._flatten_layers() for generator in layer._seed_generators)
 
