@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,8 +22,8 @@ from tfdist.batch_plan import BatchPlan, plan_batch
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.data import augment, pipeline
-from tfdist.data.sources.base import Split
+from tfdist.data import augment, contents, pipeline
+from tfdist.data.sources.base import SPLITS, Split
 from tfdist.data.sources.registry import load_split
 from tfdist.models.fused import fuse_batch_norm
 from tfdist.models.lookup import read_rows
@@ -30,11 +31,13 @@ from tfdist.models.registry import build_model
 from tfdist.planner import startup
 from tfdist.planner.layout import Layout
 from tfdist.planner.shapes import Weight
-from tfdist.planner.startup import Rooms
+from tfdist.planner.startup import MemoryLimits
+from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.added_losses import ROWS, SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.objectives import Objective, make_objective
@@ -76,9 +79,17 @@ class Job:
     step: TrainStep
     state: SpreadState | None = None  # where the state is spread over a mesh: how to bring it together
 
-    def iterators(self, consumed: int) -> list:
-        """One iterator of training micro-batches per local replica, from a position in the data order."""
-        return [iter(train_dataset(self.config, self.train_split, self.plan, self.runtime.first_replica + index, consumed))
+    @property
+    def stream_cut(self) -> int:
+        """Into how many streams a run that begins now cuts its data; see data/pipeline.py."""
+        return pipeline.stream_cut(self.train_split, self.plan)
+
+    def iterators(self, consumed: int, cut: int | None = None) -> list:
+        """One iterator of training micro-batches per local replica, from a position in the data order.
+
+        cut: `stream_cut` of the run that `consumed` was reached in; None: of this one.
+        """
+        return [iter(train_dataset(self.config, self.train_split, self.plan, self.runtime.first_replica + index, consumed, cut))
                 for index in range(self.runtime.local_replicas)]
 
     def evaluator(self) -> Evaluator | None:
@@ -88,26 +99,28 @@ class Job:
         return make_evaluator(self.config, self.runtime, self.model, self.objective, self.eval_split, self.plan.micro_batch, self.step.update.averaged)
 
 
-def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job:
+def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None) -> Job:
     """Builds every part of a run on a runtime. Raises TfdistError subclasses on what a user can mend.
 
-    rooms: the memory that the state must fit; None: is not checked.
+    limits: the memory that the state must fit; None: is not checked.
     """
-    train_split, eval_split = load_split(config.data, "train"), load_split(config.data, "eval")
+    train_split, eval_split = _load_splits(config, runtime)
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
 
     keras.utils.set_random_seed(config.run.seed)
     set_policy(config.precision)
     schedule = Schedule.create(config.schedule, config.run.steps)
+    batch_norm.synchronize_with(runtime)
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         _check_compiled(config, runtime, model)
-        if rooms:
-            _check_memory(config, runtime, model, rooms)
+        if limits:
+            _check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
+    added = _added_losses(config, runtime, model, train_split, plan)
     if isinstance(runtime, MeshRuntime):
         spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
         objective = spread.objective
@@ -132,9 +145,21 @@ def compose(config: Config, runtime: Runtime, rooms: Rooms | None = None) -> Job
         phase_every=config.telemetry.phase_every,
         small_gradients=config.parallel.compression == "bf16",
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
-    ), batch_spec, *((spread.update, spread.pipeline) if spread else ()))
+    ), batch_spec, *((spread.update, spread.pipeline) if spread else (None, None)), added)
     state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
     return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state)
+
+
+def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
+    """Both splits; all workers hold the same ones."""
+    found = []
+    for name in SPLITS:
+        # Whatever ran before, a source of the user's own that draws its split at random draws the same one.
+        keras.utils.set_random_seed(config.run.seed)
+        found.append(load_split(config.data, name))
+    for split in found:
+        contents.must_be_the_same(runtime, split)
+    return found
 
 
 def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
@@ -150,11 +175,11 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
     return config.replace(steps=steps, epochs=0.0, **batch).validate()
 
 
-def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
-    """The training micro-batches of one replica, from a position in the data order."""
+def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int, cut: int | None = None) -> tf.data.Dataset:
+    """The training micro-batches of one replica, from a position in the data order. cut: see `Job.iterators`."""
     return pipeline.train_dataset(
         split, plan=plan, replica=replica, seed=config.run.seed, shuffle=config.data.shuffle, consumed=consumed,
-        augment=augment.load_augmentation(config.data.augment), threads=config.data.reader_threads)
+        augment=augment.load_augmentation(config.data.augment), threads=config.data.reader_threads, cut=cut)
 
 
 def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objective: Objective, split: Split,
@@ -170,6 +195,19 @@ def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objecti
     return Evaluator(runtime, model, objective, datasets, averaged)
 
 
+def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
+    """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before the model is
+    spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean."""
+    slices = getattr(runtime, "workers", 1) if config.servers.ps_mode == "sync" else 1  # of parameter servers
+    if plan.replicas * plan.accumulation * slices == 1:
+        return SumsAsMeans(())
+
+    def rows() -> Any:
+        return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))[0]
+
+    return SumsAsMeans(found_by_the_chief(runtime, model, rows))
+
+
 def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
     """XLA cannot compile the collectives of a synchronised BatchNormalization."""
     synchronized = any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
@@ -177,16 +215,16 @@ def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> Non
         raise ConfigError("--jit_compile cannot compile synchronised BatchNormalization over several replicas: add --nosync_batchnorm, or drop --jit_compile.")
 
 
-def memory_rooms(cluster: Cluster) -> Rooms:
+def memory_limits(cluster: Cluster) -> MemoryLimits:
     """What memory this worker has, once its runtime has started."""
-    return startup.find_rooms(cluster, bool(tf.config.list_physical_devices("GPU")))
+    return startup.find_limits(cluster, bool(tf.config.list_physical_devices("GPU")))
 
 
-def _check_memory(config: Config, runtime: Runtime, model: keras.Model, rooms: Rooms) -> None:
+def _check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: MemoryLimits) -> None:
     """See planner/startup.py. Which variables pipe, model and expert divide is decided later: at best all of them."""
     mesh = runtime.mesh if isinstance(runtime, MeshRuntime) else Mesh.create(data=runtime.replicas)
     layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
-    startup.check(config, layout, [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables], rooms)
+    startup.check(config, layout, [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables], limits)
 
 
 def start_runtime(config: Config, cluster: Cluster) -> Runtime:

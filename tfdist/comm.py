@@ -26,6 +26,7 @@ from tfdist.control.cluster import Cluster, resolve_cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError
 from tfdist.control.launcher import LocalJob
 from tfdist.control.preflight import Preflight
+from tfdist.control.token import with_token
 
 if TYPE_CHECKING:
     from tfdist.runtime.base import Runtime
@@ -112,7 +113,7 @@ def stem(out: Path, label: str, count: int | str) -> Path:
 
 def measure_as_worker(config: Config, options: CommOptions, names: list[str], sizes: list[int], out: Path) -> None:
     """Measures as one worker of the cluster. Raises TfdistError subclasses; a lost peer is one."""
-    cluster = resolve_cluster(os.environ)
+    cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
     if cluster.role not in ("chief", "worker"):
         raise ClusterError(f"tfdist.comm runs on the workers, but TF_CONFIG's task type of this process is {cluster.role!r}: start it on the workers only.")
     if cluster.size < 2:

@@ -48,6 +48,7 @@ class ClusterConfig:
 
     startup_timeout: float = option(300.0, "Seconds to wait for every peer to appear.", least=1)
     heartbeat_timeout: float = option(10.0, "Seconds of silence after which a peer counts as dead.", least=1)
+    job_token_file: str = option("", "File (of mode 0600) with the secret by which the workers of a job know each other; without it TFDIST_JOB_TOKEN of the environment, which tfdist.launch sets.")
     step_timeout: float = option(600.0, "Seconds that one call of the training function (at most 100 steps) may take before the run counts as stuck. 0: no limit.", least=0)
     first_step_timeout: float = option(1800.0, "The same for the first call, which also traces and compiles.", least=0)
     eval_timeout: float = option(3600.0, "The same for one evaluation.", least=0)

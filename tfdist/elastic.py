@@ -28,15 +28,16 @@ from tfdist import session
 from tfdist.config import Config
 from tfdist.control.exit_codes import ExitCode, PeerLostError, StartupError
 from tfdist.control.membership import Member
+from tfdist.control.token import Secret
 from tfdist.guard import take_signals
 from tfdist.recovery import Memory
 
 _MOST_IN_A_ROW = 5  # groups that broke although none of their workers had died, without a newer copy
 
 
-def run(config: Config, command: str) -> ExitCode:
+def run(config: Config, command: str, secret: Secret) -> ExitCode:
     """Trains in one group of workers after another. Returns how the last one ended; raises what session.run raises."""
-    memory = Memory(Member(os.environ), take_signals(config.cluster))
+    memory = Memory(Member(os.environ, secret), take_signals(config.cluster))
     lost, in_a_row, before = False, 0, -1
     while True:
         step = memory.copy.step if memory.copy else -1

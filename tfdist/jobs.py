@@ -63,7 +63,7 @@ def kubernetes(options: argparse.Namespace, config: Config, train: list[str]) ->
     else:
         values = {"subdomain": options.name, "address": f"{options.name}-{{index}}.{options.name}:{_PORT}"}
     pod = _pod(options, config, _command(train), values)
-    return jobspecs.render("jobset" if options.jobset else "job", {**vars(options), "pod": pod, "backoff": options.max_restarts * options.workers})
+    return _with_fence("jobset" if options.jobset else "job", options, config, pod)
 
 
 def tfjob(options: argparse.Namespace, config: Config, train: list[str]) -> str:
@@ -71,10 +71,18 @@ def tfjob(options: argparse.Namespace, config: Config, train: list[str]) -> str:
     script = jobspecs.render("tfjob_command", {})
     lines = _pod(options, config, ["sh", "-c", script, "tfdist", *_command(train)], {"subdomain": "", "address": ""}).splitlines()
     # The operator sets TF_CONFIG and the restart policy, and knows its container by name and port.
-    first, last = lines.index("    env:"), lines.index("    ports:")
-    lines = [line for line in lines[:first] + lines[last:] if "restartPolicy" not in line]
+    first = lines.index("    env:")
+    token = lines.index("    - name: TFDIST_JOB_TOKEN  # by which the workers know each other")
+    lines = [line for line in [*lines[:first + 1], *lines[token:]] if "restartPolicy" not in line]
     pod = "\n".join(lines).replace("name: worker", "name: tensorflow").replace("containerPort:", "name: tfjob-port\n      containerPort:")
-    return jobspecs.render("tfjob", {**vars(options), "pod": pod, "backoff": options.max_restarts * options.workers})
+    return _with_fence("tfjob", options, config, pod)
+
+
+def _with_fence(template: str, options: argparse.Namespace, config: Config, pod: str) -> str:
+    """A template for Kubernetes, with what keeps strangers out."""
+    values = {**vars(options), "prometheus_port": config.telemetry.prometheus_port, "in_namespace": options.namespace and f" --namespace={options.namespace}"}
+    fence = {name: jobspecs.render(name, values).rstrip("\n") for name in ("network_policy", "token_note")}
+    return jobspecs.render(template, {**values, **fence, "pod": pod, "backoff": options.max_restarts * options.workers})
 
 
 def _command(train: list[str]) -> list[str]:

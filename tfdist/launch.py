@@ -26,13 +26,14 @@ import io
 import os
 import signal
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist import flags
 from tfdist.batch_plan import plan_batch
 from tfdist.config import Config
-from tfdist.control import exit_codes
+from tfdist.control import exit_codes, lease
 from tfdist.control.cluster import visible_gpus
 from tfdist.control.elastic import WorkerCount
 from tfdist.control.elastic_job import ElasticJob
@@ -81,6 +82,9 @@ def main(argv: list[str]) -> int:
     if not config.run.dry_run:
         config.validate()
     run_dir = Path(config.run.run_dir)
+    if not config.run.dry_run:
+        lease.refuse_if_held(run_dir)  # before anything is written to its logs
+        os.environ[lease.JOB_VARIABLE] = uuid.uuid4().hex
     if options.on == "ray":
         return launch_on_ray(["-m", "tfdist.train", *train], run_dir / "logs", options, config)
     standbys = Standbys()

@@ -3,11 +3,13 @@ parameter servers do is in runtime/parameter_server.py."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from tfdist import build
 from tfdist.batch_plan import plan_batch
 from tfdist.config import Config
+from tfdist.control import lease
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.data import augment, pipeline
@@ -24,6 +26,11 @@ from tfdist.training.remote_step import RemoteOptions, RemoteStep
 
 def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
     """Trains as the chief; returns how it ended. Raises TfdistError subclasses."""
+    with lease.held(build.run_folder(config), lease.job_identity(os.environ, cluster)):
+        return _run(config, cluster, command)
+
+
+def _run(config: Config, cluster: Cluster, command: str) -> ExitCode:
     config = parameter_server.prepare(config, cluster)
     guard = Guard(config, Cluster())  # the others neither step nor answer beacons; the runtime watches them
     session = None
@@ -67,7 +74,7 @@ class ServerSession(Session):
             self.parameters, job.model, job.objective,
             pipeline.batch_fetch(split, seed=self.config.run.seed, shuffle=self.config.data.shuffle, augment=augment.load_augmentation(self.config.data.augment)),
             build.train_dataset(self.config, split, job.plan, 0, 0).element_spec,
-            RemoteOptions(self.plan, self.config.run.seed, self.config.optimizer.clip_norm, options.max_staleness, options.staleness_scaling))
+            RemoteOptions(self.plan, self.config.run.seed, self.config.optimizer.clip_norm, options.max_staleness, options.staleness_scaling, job.step.options.weighted), job.step.added)
         self._say(f"{options.ps_mode}: {self.plan.describe()}; {self.parameters.describe()}")
 
     def _say(self, message: str) -> None:

@@ -83,6 +83,7 @@ class Recovery:
         self.losses = restore.LossContinuity()
         self.evaluation: dict[str, float] = {}
         self.run_id = ""
+        self.stream_cut = job.stream_cut  # or that of the run that is gone on with
         self._saved_step = self._copied_step = -1
         self._skipped = 0  # samples that rollbacks have passed over
         self._rollbacks = 0
@@ -162,17 +163,20 @@ class Recovery:
         return {"messages": messages, "manifest": dict(manifest), "in_parts": in_parts}, arrays
 
     def _adopt(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Checks a restored snapshot against its manifest and takes over what is not a variable. Returns warnings."""
+        """Checks a restored snapshot against its manifest and takes over what is not a variable. Returns messages."""
         step, plan = int(self.job.step.counter.numpy()), self.job.plan
         restore.check_consistency(manifest, step, plan.global_batch)
         warning = restore.check_learning_rate(manifest, self.learning_rate(), self.config.digest())
         self.clock.restore(manifest["clock"])
         self.losses = restore.LossContinuity(manifest.get("losses", ()))
+        split, replicas = self.job.train_split, manifest["replicas"]  # a manifest without a cut is of a version that always cut
+        self.stream_cut = manifest.get("stream_cut", replicas if split.size is None and replicas <= split.stream_shards else 1)
         state.restore_generator_states(manifest["generators"])
         # With another global batch (allowed by --allow_config_change) the position stays where it was.
         self._skipped = manifest["consumed"] - step * plan.global_batch
         self.evaluation, self._saved_step = manifest.get("metrics", {}), -1 if "in_memory" in manifest else step
-        return [warning] if warning else []
+        kept = self.stream_cut != self.job.stream_cut and f"{split.name} is read in {self.stream_cut} parts, as the run began, and all of it by every worker"
+        return [message for message in (warning, kept) if message]
 
     def rollback(self, step: int) -> tuple[list[str], int]:
         """From bad numbers before `step` back to the newest snapshot, and past all batches since then. A collective.
@@ -272,7 +276,7 @@ class Recovery:
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         return {
-            "consumed": self.position(step), "skipped_samples": self._skipped, "config_digest": self.config.digest(), "identity": self.config.identity(),
+            "consumed": self.position(step), "stream_cut": self.stream_cut, "skipped_samples": self._skipped, "config_digest": self.config.digest(), "identity": self.config.identity(),
             "workers": self.runtime.size, "replicas": self.runtime.replicas, "strategy": self.runtime.name,
             "versions": {name: flags.metadata_version(name) or flags.metadata_version(f"{name}-cpu") for name in ("tensorflow", "keras", "numpy")},
             "variables": self.state.table(), "generators": state.generator_states(), "clock": self.clock.state(),

@@ -6,7 +6,7 @@ Every worker runs this; what only the chief does (the files that all share) is b
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from tfdist import build, flags, results
 from tfdist.agreement import broadcast_json, must_agree
 from tfdist.artifacts.status import read_status, write_status
 from tfdist.config import Config, parse_profile_steps
+from tfdist.control import lease
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.guard import BETWEEN_STEPS, Guard
@@ -44,6 +45,11 @@ def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = 
 
     memory: of a process that may be in several groups of workers, one after the other; then also raises Regroup.
     """
+    with lease.held(build.run_folder(config), lease.job_identity(os.environ, cluster)) if cluster.is_chief else contextlib.nullcontext():
+        return _run(config, cluster, command, memory)
+
+
+def _run(config: Config, cluster: Cluster, command: str, memory: Memory | None) -> ExitCode:
     guard = Guard(config, cluster, memory.signals if memory else None)
     session = None
     try:
@@ -73,9 +79,11 @@ class Session:
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
         self.signals = guard.signals()
         guard.connect(runtime)
-        rooms = build.memory_rooms(cluster)
-        config, xla = tuned(config, runtime, self.folder, rooms) if config.model.jit_tune else (config, "")
-        self.job = build.compose(config, runtime, rooms)
+        # Before the data: other flags may mean other data, and again when all of them are known.
+        must_agree(runtime, "configuration", config.digest(), "give all workers the same flags")
+        limits = build.memory_limits(cluster)
+        config, xla = tuned(config, runtime, self.folder, limits) if config.model.jit_tune else (config, "")
+        self.job = build.compose(config, runtime, limits)
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
         self.clock = Clock()
@@ -107,12 +115,8 @@ class Session:
             self.observer(Event("restore", self.first_step, {"message": message}))
 
     def _agree_on_configuration(self) -> None:
-        """Workers with different flags would train different models, on each other's gradients; those with different
-        data would take samples twice and leave others out."""
+        """Workers with different flags would train different models, on each other's gradients."""
         must_agree(self.runtime, "configuration", self.config.digest(), "give all workers the same flags")
-        for split in filter(None, (self.job.train_split, self.job.eval_split)):
-            identity = hashlib.sha256(f"{split.size} {split.info.get('digest', '')}".encode()).hexdigest()[:16]
-            must_agree(self.runtime, f"{split.name} data", identity, "give all workers the same files and package versions")
 
     def _identify(self) -> tuple[str, int]:
         """(run id, attempt): one id over all restarts and ranks."""
@@ -133,7 +137,7 @@ class Session:
             recovery.save(0)  # so that there is something to go back to
         parts = Parts(
             step=self.job.step,
-            iterators=self.job.iterators(recovery.position(self.first_step)) if self.first_step < self.config.run.steps else [],
+            iterators=self.job.iterators(recovery.position(self.first_step), recovery.stream_cut) if self.first_step < self.config.run.steps else [],
             rhythm=TracedRhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
                                 traced=parse_profile_steps(self.config.telemetry.profile_steps)),
             global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, told=lambda: {"train/learning_rate": recovery.learning_rate(), **self.job.step.update.figures()},
@@ -167,7 +171,7 @@ class Session:
         messages, restored = self.recovery.rollback(step)
         for message in messages:
             self.observer(Event("warning", restored, {"message": message}))
-        return restored, self.job.iterators(self.recovery.position(restored))
+        return restored, self.job.iterators(self.recovery.position(restored), self.recovery.stream_cut)
 
     def _requests(self, step: int) -> Requests:
         """What this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""

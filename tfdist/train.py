@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tfdist import flags
 from tfdist.artifacts.status import read_status
-from tfdist.batch_plan import plan_batch
+from tfdist.batch_plan import check_given, plan_batch
 from tfdist.config import Config
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster, resolve_cluster
@@ -19,7 +19,11 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
+from tfdist.control.token import with_token
+from tfdist.data.sources.names import SOURCES
+from tfdist.models.names import MODELS
 from tfdist.planner import startup
+from tfdist.plugins import check_name
 
 USAGE = __doc__ + """
   python -m tfdist.train --flagfile=flags/digits_cnn.flags
@@ -35,10 +39,11 @@ def main(argv: list[str]) -> int:
 
         argv = wait_as_standby(sys.stdin)
     config = flags.parse(argv, usage=USAGE).config.validate()
-    cluster = resolve_cluster(os.environ)
+    _check_early(config)
     if config.run.dry_run:
-        print(dry_run(config, cluster))
+        print(dry_run(config, resolve_cluster(os.environ)))
         return 0
+    cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
     versions.check()
     versions.quiet()
     if cluster.role == "evaluator":
@@ -60,11 +65,18 @@ def main(argv: list[str]) -> int:
         versions.import_keras()
         from tfdist import elastic
 
-        return elastic.run(config, flags.main_command(argv))
+        return elastic.run(config, flags.main_command(argv), cluster.secret)
     with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
         versions.import_keras()
         from tfdist import session
     return session.run(config, cluster, flags.main_command(argv))
+
+
+def _check_early(config: Config) -> None:
+    """What can be told before TensorFlow is imported, which takes seconds. Raises ConfigError."""
+    check_given(config.batch)
+    check_name("model", config.model.model, MODELS)
+    check_name("source", config.data.source, SOURCES)
 
 
 def dry_run(config: Config, cluster: Cluster) -> str:

@@ -19,7 +19,7 @@ from tfdist import build
 from tfdist.agreement import broadcast_json
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.planner.startup import Rooms
+from tfdist.planner.startup import MemoryLimits
 from tfdist.runtime.base import Runtime
 from tfdist.telemetry.summary import write_summary
 
@@ -28,15 +28,15 @@ _WINDOWS, _WINDOW_S, _MOST_STEPS = 3, 0.5, 50
 _PAYS = 0.95  # of the time without: less is noise, and compiling takes time
 
 
-def tuned(config: Config, runtime: Runtime, run_dir: Path, rooms: Rooms | None = None) -> tuple[Config, str]:
+def tuned(config: Config, runtime: Runtime, run_dir: Path, limits: MemoryLimits | None = None) -> tuple[Config, str]:
     """(the configuration with the faster --jit_compile, a sentence about it). Every worker must call it.
 
-    rooms: as for `compose`.
+    limits: as for `compose`.
     """
     config = config.replace(jit_tune=False)
     found = broadcast_json(runtime, _read(run_dir / FILE) if runtime.rank == 0 else None)
     if found is None:
-        found = _measure(config, runtime, rooms)
+        found = _measure(config, runtime, limits)
         if runtime.rank == 0:
             write_summary(run_dir / FILE, found)
     return config.replace(jit_compile=found["jit_compile"]), found["message"]
@@ -50,10 +50,10 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _measure(config: Config, runtime: Runtime, rooms: Rooms | None) -> dict[str, Any]:
-    without = _seconds(config.replace(jit_compile=False), runtime, rooms)
+def _measure(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> dict[str, Any]:
+    without = _seconds(config.replace(jit_compile=False), runtime, limits)
     try:
-        compiled = _seconds(config.replace(jit_compile=True), runtime, rooms)
+        compiled = _seconds(config.replace(jit_compile=True), runtime, limits)
     except ConfigError as error:
         return {"jit_compile": False, "message": f"XLA is not used: {error}"}
     except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):  # on all workers alike, when it is compiled
@@ -62,10 +62,10 @@ def _measure(config: Config, runtime: Runtime, rooms: Rooms | None) -> dict[str,
     return {"jit_compile": pays, "message": f"XLA makes a step take {compiled * 1e3:.4g} ms in place of {without * 1e3:.4g} ms: {'' if pays else 'not '}used"}
 
 
-def _seconds(config: Config, runtime: Runtime, rooms: Rooms | None) -> float:
+def _seconds(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> float:
     """Of a step, by the chief's clock."""
     try:
-        job = build.compose(config, runtime, rooms)
+        job = build.compose(config, runtime, limits)
         iterators = job.iterators(0)
         job.step(iterators, 1)  # traces and compiles
         begun = time.monotonic()

@@ -43,6 +43,20 @@ def all_nan(split: str) -> tuple[np.ndarray, np.ndarray]:
     return x * (np.nan if split == "train" else 1), y
 
 
+def unseeded(split: str) -> tuple[np.ndarray, np.ndarray]:
+    """The same samples in an order that each process draws anew."""
+    x, y = clean(split)
+    order = np.random.default_rng().permutation(len(y))
+    return x[order], y[order]
+
+
+def seeded_by_the_run(split: str) -> tuple[np.ndarray, np.ndarray]:
+    """The same, drawn by NumPy's global generator."""
+    x, y = clean(split)
+    order = np.random.permutation(len(y))
+    return x[order], y[order]
+
+
 def empty(split: str) -> tuple[np.ndarray, np.ndarray]:
     """No samples."""
     return np.zeros([0, 8], "float32"), np.zeros([0], "int32")

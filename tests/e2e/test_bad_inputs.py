@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.e2e.job import CLUSTERS, train
+from tests.e2e.job import CLUSTERS, run, train
 
 pytestmark = pytest.mark.slow
 
@@ -48,3 +48,9 @@ def test_one_sentence_and_its_code(name, tmp_path):
     assert result.returncode == code, result.stderr
     assert len(told) == 1 and all(word in told[0] for word in words), result.stderr
     assert "Traceback" not in result.stderr and f"(exit code {code}," in told[0]
+
+
+def test_workers_with_different_data(tmp_path):
+    output = run(2, [*CLUSTERS, "--steps=5", f"--run_dir={tmp_path / 'run'}", "--source=tests.e2e.sources:unseeded", "--strategy=sockets"], code=4)
+    assert "Rank 1 and rank 0 hold different samples, or an order that differs, in tests.e2e.sources:unseeded/train" in output and "Traceback" not in output
+    assert "checkpoints  " in run(2, [*CLUSTERS, "--steps=5", f"--run_dir={tmp_path / 'run'}", "--source=tests.e2e.sources:seeded_by_the_run", "--strategy=sockets"])

@@ -46,7 +46,7 @@ def test_two_pods_find_each_other_train_and_go_on(pods, tmp_path):
     arguments = ["kubernetes", "--workers=2", "--image=tfdist", "--claim=runs", f"--mount={tmp_path}", "--name=digits", "--",
                  *CLUSTERS, "--steps=600", "--steps_per_loop=1", "--log_every=5", "--progress=none", f"--run_dir={tmp_path}/run"]
     text = subprocess.run([sys.executable, "-m", "tfdist.jobs", *arguments], env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
-    service, job = yaml.safe_load_all(text)
+    service, job, _ = yaml.safe_load_all(text)
     spec = job["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     names = [f"{job['metadata']['name']}-{index}.{spec['subdomain']}" for index in range(2)]  # as Kubernetes names the pods of an Indexed Job
@@ -54,7 +54,7 @@ def test_two_pods_find_each_other_train_and_go_on(pods, tmp_path):
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in zip(ADDRESSES, names, strict=True)))
 
     def start(index: int) -> subprocess.Popen:
-        environment = {**ENVIRONMENT, **{item["name"]: item["value"] for item in container["env"]}, "JOB_COMPLETION_INDEX": str(index)}
+        environment = {**ENVIRONMENT, **{item["name"]: item.get("value", "of-the-secret-" * 4) for item in container["env"]}, "JOB_COMPLETION_INDEX": str(index)}
         command = [sys.executable if piece == "python" else piece for piece in container["command"]]
         script = f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
         return subprocess.Popen(["ip", "netns", "exec", pods[index], "sh", "-c", script, "sh", *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -197,3 +197,25 @@ def test_a_notice_of_the_platform_saves_and_ends(tmp_path):
     server.shutdown()
     assert process.returncode == 42 and "about to be taken away" in output, output
     assert list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(tmp_path):
+    """Whether it is started by a launcher, which writes nothing to the first one's logs, or by hand."""
+    flags = [*CLUSTERS, "--steps=100000", "--log_every=1", "--progress=none", f"--run_dir={tmp_path}"]
+    first = start(2, flags)
+    try:
+        wait_for(lambda: workers_training(tmp_path) == 2)
+        log = (tmp_path / "logs" / "worker-0.log").read_bytes()
+        second, alone = start(2, flags, ("--max_restarts=3",)), train(flags)
+        output, _ = second.communicate(timeout=60)
+        for code, said in ((second.returncode, output), (alone.returncode, alone.stderr)):
+            assert code == 2 and f"--run_dir={tmp_path} is in use by another job (process " in said and "since 20" in said and "Traceback" not in said, said
+        assert first.poll() is None and (tmp_path / "logs" / "worker-0.log").read_bytes() == log
+        killed = json.loads((tmp_path / "lease.json").read_text())["pid"]
+        os.kill(int(killed), signal.SIGKILL)
+        first.communicate(timeout=60)
+        assert (tmp_path / "lease.json").exists()  # of the dead
+        run(2, [*flags, "--steps=5", "--resume=auto"])
+        assert not (tmp_path / "lease.json").exists()
+    finally:
+        first.kill()

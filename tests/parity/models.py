@@ -55,3 +55,28 @@ def table(num_outputs: int) -> keras.Model:
         keras.layers.Flatten(),
         keras.layers.Dense(num_outputs, dtype="float32"),
     ])
+
+
+class Penalty(keras.layers.Layer):
+    """Passes on what it gets, and adds a loss of its own: a mean over samples."""
+
+    def call(self, x):
+        self.add_loss(0.05 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def blocks(num_outputs: int) -> keras.Model:
+    """Three blocks that can be cut, computed again and spread over `model`, with losses of every kind in each: added, of activities
+    and of weights, one of them of a layer that the first and the last block share."""
+    regularizer = keras.regularizers.L2
+    shared = keras.layers.Dense(16, kernel_regularizer=regularizer(1e-2), name="shared")
+    inputs = keras.Input((8, 8, 1))
+    x = keras.layers.Dense(16, kernel_regularizer=regularizer(1e-2), name="start")(keras.layers.Flatten()(inputs))
+    for index in range(3):
+        name = f"block_{index:02d}"
+        y = keras.layers.LayerNormalization(name=f"{name}_norm_1")(x)
+        y = keras.layers.Dense(32, activation="tanh", name=f"{name}_mlp_up")(shared(y) if index != 1 else y)
+        y = keras.layers.Dense(16, activity_regularizer=regularizer(1e-2), name=f"{name}_mlp_down")(y)
+        x = keras.layers.Add(name=f"{name}_mlp_add")([x, Penalty(name=f"{name}_penalty")(y)])
+    outputs = keras.layers.Dense(num_outputs, kernel_regularizer=regularizer(1e-2), dtype="float32", name="outputs")(x)
+    return keras.Model(inputs, outputs)

@@ -1,9 +1,10 @@
-"""The alpha-beta model behind measured times: a + S / b by least squares, checked on sizes that it has not seen. Of six sizes
-or more the line may have a knee (`Line`), as it does on one host, where the caches are faster than the memory.
+"""The alpha-beta model behind measured times: a + S / b by least squares, checked on sizes that it has not seen. Of six
+sizes or more the line may have a knee (`Line`), as it does on one host, where the caches are faster than the memory.
 
-A collective of n members costs L messages one after the other and sends F * S bytes through each link: L alpha + F S / beta.
-The algorithms differ in L and F (planner/communication.py has their times). At one n they all fit a line a + S / b equally
-well and differ in what they say of the link; at several n the error of the joint fit tells which one is at work.
+A collective of n members costs L messages one after the other and sends F * S bytes through each link: L alpha + F S /
+beta. The algorithms differ in L and F (planner/communication.py has their times). At one n they all fit a line a + S /
+b equally well and differ in what they say of the link; at several n the error of the joint fit tells which one is at
+work.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ ALGORITHMS: dict[str, dict[str, Seconds]] = {
     "all_gather": {"ring": models.ring_pass, "halving_doubling": _half(models.halving_doubling_all_reduce)},
     "reduce_scatter": {"ring": models.ring_pass, "halving_doubling": _half(models.halving_doubling_all_reduce)},
     "all_to_all": {"pairwise": models.all_to_all},
-    "broadcast": {"tree": _half(models.tree_all_reduce), "ring": lambda n, size, link: (n - 1) * link.alpha + size / link.beta},
+    "broadcast": {
+        "tree": _half(models.tree_all_reduce),
+        "ring": lambda n, size, link: (n - 1) * link.alpha + size / link.beta,
+    },
 }
 
 
 @dataclass(frozen=True)
 class Line:
-    """seconds = alpha + size / beta of one collective at one number of members, with another slope for what is above a knee:
-    what does not fit into a cache any more travels at the speed of memory."""
+    """seconds = alpha + size / beta of one collective at one number of members, with another slope for what is above a
+    knee: what does not fit into a cache any more travels at the speed of memory."""
 
     alpha: float  # seconds
     beta: float  # bytes a second
@@ -54,7 +58,11 @@ class Line:
 
     def describe(self) -> str:
         line = f"{self.alpha * 1e6:.1f} us + bytes / {show_rate(self.beta)}"
-        return line if math.isinf(self.knee) else f"{line}; above {self.knee:,.0f} bytes {show_rate(1 / (1 / self.beta + self.beyond))}"
+        return (
+            line
+            if math.isinf(self.knee)
+            else f"{line}; above {self.knee:,.0f} bytes {show_rate(1 / (1 / self.beta + self.beyond))}"
+        )
 
 
 def show_rate(beta: float) -> str:
@@ -70,20 +78,30 @@ def split(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[
 
 
 def fit_line(measurements: Iterable[Measurement]) -> Line:
-    """Least squares over relative errors, so that small sizes count as much as large ones; no term negative. With a knee at
-    one of the sizes, or half-way between two, if the straight one errs and that leaves less than half of the squared error."""
+    """Least squares over relative errors, so that small sizes count as much as large ones; no term negative. With a
+    knee at one of the sizes, or half-way between two, if the straight one errs and that leaves less than half of the
+    squared error.
+    """
     found = sorted(measurements, key=lambda one: one.size)
     straight = _fit_with_knee(found, math.inf)
     sizes = [float(one.size) for one in found]
-    knees = sorted({*sizes[1:-1], *(math.sqrt(a * b) for a, b in zip(sizes[1:], sizes[2:], strict=False))}) if len(found) >= _FEWEST_FOR_A_KNEE else []
-    bent = min((_fit_with_knee(found, knee) for knee in knees), key=lambda line: _squared(line, found), default=straight)
+    knees = (
+        sorted({*sizes[1:-1], *(math.sqrt(a * b) for a, b in zip(sizes[1:], sizes[2:], strict=False))})
+        if len(found) >= _FEWEST_FOR_A_KNEE
+        else []
+    )
+    bent = min(
+        (_fit_with_knee(found, knee) for knee in knees), key=lambda line: _squared(line, found), default=straight
+    )
     errs = _squared(straight, found)
     return bent if errs > len(found) * _STRAIGHT_ENOUGH**2 and _squared(bent, found) < errs / 2 else straight
 
 
 def _fit_with_knee(found: Sequence[Measurement], knee: float) -> Line:
     rows = [(1.0, one.size, max(0.0, one.size - knee)) for one in found]
-    alpha, per_byte, beyond = least_squares(rows, [one.seconds for one in found], [0.0, 0.0, 0.0], [0, 1] if math.isinf(knee) else [0, 1, 2])
+    alpha, per_byte, beyond = least_squares(
+        rows, [one.seconds for one in found], [0.0, 0.0, 0.0], [0, 1] if math.isinf(knee) else [0, 1, 2]
+    )
     return Line(alpha, 1 / per_byte, knee, beyond)
 
 

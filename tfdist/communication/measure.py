@@ -1,4 +1,6 @@
-"""Times the collectives of a runtime over sizes, as NVIDIA's nccl-tests do (measurement.py says what sizes and bandwidths are)."""
+"""Times the collectives of a runtime over sizes, as NVIDIA's nccl-tests do (measurement.py says what sizes and
+bandwidths are).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ _ITEM = 4  # bytes of a float32
 Run = Callable[[int], np.ndarray]  # so many rounds, one after the other; returns the last result
 
 
-def measure(runtime: Runtime, found: Mapping[str, Collective], sizes: Sequence[int], repeats: int, tell: Callable[[str], None]) -> Iterator[list[Measurement]]:
+def measure(
+    runtime: Runtime, found: Mapping[str, Collective], sizes: Sequence[int], repeats: int, tell: Callable[[str], None]
+) -> Iterator[list[Measurement]]:
     """The measurements of one collective after the other, in order of size. Called by every worker in the same way.
 
-    All sizes take turns, `repeats` times, so that a slow minute of the machine does not fall on one of them alone. The result
-    at every size is checked once before.
+    All sizes take turns, `repeats` times, so that a slow minute of the machine does not fall on one of them alone. The
+    result at every size is checked once before.
 
     Args:
       found: name -> collective.
@@ -37,12 +41,19 @@ def measure(runtime: Runtime, found: Mapping[str, Collective], sizes: Sequence[i
         tell(f"{name} ({place} of {len(found)}): {len(counts)} sizes are traced and checked")
         runs = [_prepare(runtime, name, collective, n, count) for count in counts]
         first = [_timed(runtime, run, 3) for run in runs]
-        rounds = runtime.broadcast([np.array([max(1, min(_MOST_ROUNDS, int(_MEASUREMENT_SECONDS / seconds))) for seconds in first])])[0].tolist()
+        rounds = runtime.broadcast(
+            [np.array([max(1, min(_MOST_ROUNDS, int(_MEASUREMENT_SECONDS / seconds))) for seconds in first])]
+        )[0].tolist()
         expected = repeats * sum(count * seconds for count, seconds in zip(rounds, first, strict=True))
         tell(f"{name}: {repeats} measurements of each size, about {expected:.0f} s")
-        seconds = [[_timed(runtime, run, count) for run, count in zip(runs, rounds, strict=True)] for _ in range(repeats)]
+        seconds = [
+            [_timed(runtime, run, count) for run, count in zip(runs, rounds, strict=True)] for _ in range(repeats)
+        ]
         slowest = runtime.all_gather(np.array(seconds, np.float64)).max(axis=0)  # [repeats, sizes]
-        yield [Measurement(name, n, count * _ITEM, statistics.median(slowest[:, index])) for index, count in enumerate(counts)]
+        yield [
+            Measurement(name, n, count * _ITEM, statistics.median(slowest[:, index]))
+            for index, count in enumerate(counts)
+        ]
 
 
 def _timed(runtime: Runtime, run: Run, rounds: int) -> float:
@@ -60,7 +71,11 @@ def _prepare(runtime: Runtime, name: str, collective: Collective, n: int, count:
     """
     expected = _expected(name, n, count)
     mine = count // n if name == "all_gather" else count
-    run = _on_host(runtime, collective, mine) if collective.on_host else _in_graph(runtime, collective, mine, expected.size)
+    run = (
+        _on_host(runtime, collective, mine)
+        if collective.on_host
+        else _in_graph(runtime, collective, mine, expected.size)
+    )
     result = run(2)
     if not np.array_equal(result, expected):
         raise RuntimeError(f"{name} of {count} elements over {n} members gave {result}, not {expected}")

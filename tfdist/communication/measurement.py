@@ -8,8 +8,8 @@
 | all_to_all     | what each member puts in             | (n-1)/n                             |
 | broadcast      | the vector                           | 1                                   |
 
-Algorithm bandwidth is S / time; bus bandwidth is what the slowest link carries if the algorithm wastes nothing, so that it
-can be compared with the hardware's at any number n of members.
+Algorithm bandwidth is S / time; bus bandwidth is what the slowest link carries if the algorithm wastes nothing, so that
+it can be compared with the hardware's at any number n of members.
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 

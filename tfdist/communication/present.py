@@ -11,7 +11,18 @@ from pathlib import Path
 from tfdist.communication.fit import ALGORITHMS, Line, errors, explain, fit_line, show_rate, split
 from tfdist.communication.measurement import Measurement
 
-COLUMNS = ("runtime", "members", "collective", "through", "bytes", "seconds", "algorithm_gbs", "bus_gbs", "predicted_seconds", "in_fit")
+COLUMNS = (
+    "runtime",
+    "members",
+    "collective",
+    "through",
+    "bytes",
+    "seconds",
+    "algorithm_gbs",
+    "bus_gbs",
+    "predicted_seconds",
+    "in_fit",
+)
 FEWEST = 4  # sizes for a fit that can be checked
 _BLUE, _ORANGE, _GRAY = "#1f5fa8", "#d9730d", "#666666"
 
@@ -43,25 +54,43 @@ class Series:
 def table(series: Series) -> str:
     """The measurements, the fitted line with its errors, and what the algorithms make of it."""
     line, held = series.line(), series.held_out()
-    lines = ["", f"{series.collective}, {series.runtime}, {series.members} members, through {series.through}",
-             f"{'bytes':>12} {'us':>12} {'alg GB/s':>10} {'bus GB/s':>10}" + (f" {'fit us':>12} {'error':>7}" if line else "")]
+    lines = [
+        "",
+        f"{series.collective}, {series.runtime}, {series.members} members, through {series.through}",
+        f"{'bytes':>12} {'us':>12} {'alg GB/s':>10} {'bus GB/s':>10}"
+        + (f" {'fit us':>12} {'error':>7}" if line else ""),
+    ]
     for one in series.measurements:
-        row = f"{one.size:12,} {one.seconds * 1e6:12.1f} {one.algorithm_bandwidth / 1e9:10.3f} {one.bus_bandwidth / 1e9:10.3f}"
+        row = (
+            f"{one.size:12,} {one.seconds * 1e6:12.1f} {one.algorithm_bandwidth / 1e9:10.3f}"
+            f" {one.bus_bandwidth / 1e9:10.3f}"
+        )
         if line:
-            row += f" {line.seconds(one.size) * 1e6:12.1f} {line.seconds(one.size) / one.seconds - 1:+7.0%}{'  held out' if one in held else ''}"
+            row += (
+                f" {line.seconds(one.size) * 1e6:12.1f}"
+                f" {line.seconds(one.size) / one.seconds - 1:+7.0%}{'  held out' if one in held else ''}"
+            )
         lines.append(row)
     if line:
         off = [abs(error) for error in errors(lambda one: line.seconds(one.size), held)]
-        lines.append(f"fit: {line.describe()}; {sum(error <= 0.25 for error in off)} of {len(off)} sizes held out within 25 %, worst {max(off):.0%}")
+        lines.append(
+            f"fit: {line.describe()}; {sum(error <= 0.25 for error in off)} of {len(off)} sizes held out within 25 %,"
+            f" worst {max(off):.0%}"
+        )
         lines += explanations(series.collective, series.measurements)
     return "\n".join([*lines, ""])
 
 
 def explanations(collective: str, measurements: Sequence[Measurement]) -> list[str]:
-    """A line for each algorithm: the link that it would need, and its error, which tells algorithms apart over several numbers of members only."""
+    """A line for each algorithm: the link that it would need, and its error, which tells algorithms apart over several
+    numbers of members only.
+    """
     several = len({one.members for one in measurements}) > 1
-    return [f"  as {found.algorithm}: a link of {found.link.alpha * 1e6:.1f} us and {show_rate(found.link.beta)}" + (f", median error {found.error:.0%}" if several else "")
-            for found in explain(collective, measurements)]
+    return [
+        f"  as {found.algorithm}: a link of {found.link.alpha * 1e6:.1f} us and {show_rate(found.link.beta)}"
+        + (f", median error {found.error:.0%}" if several else "")
+        for found in explain(collective, measurements)
+    ]
 
 
 def write_csv(path: Path, results: Sequence[Series]) -> None:
@@ -72,31 +101,70 @@ def write_csv(path: Path, results: Sequence[Series]) -> None:
         for series in results:
             line, held = series.line(), series.held_out()
             for one in series.measurements:
-                writer.writerow({
-                    "runtime": series.runtime, "members": one.members, "collective": one.collective, "through": series.through, "bytes": one.size,
-                    "seconds": one.seconds, "algorithm_gbs": f"{one.algorithm_bandwidth / 1e9:.6f}", "bus_gbs": f"{one.bus_bandwidth / 1e9:.6f}",
-                    "predicted_seconds": f"{line.seconds(one.size):.9f}" if line else "", "in_fit": int(one not in held) if line else ""})
+                writer.writerow(
+                    {
+                        "runtime": series.runtime,
+                        "members": one.members,
+                        "collective": one.collective,
+                        "through": series.through,
+                        "bytes": one.size,
+                        "seconds": one.seconds,
+                        "algorithm_gbs": f"{one.algorithm_bandwidth / 1e9:.6f}",
+                        "bus_gbs": f"{one.bus_bandwidth / 1e9:.6f}",
+                        "predicted_seconds": f"{line.seconds(one.size):.9f}" if line else "",
+                        "in_fit": int(one not in held) if line else "",
+                    }
+                )
 
 
 def read_csv(path: Path) -> list[Series]:
     """What `write_csv` wrote."""
     with open(path, newline="", encoding="utf-8") as file:
-        rows = [(row["runtime"], row["through"], Measurement(row["collective"], int(row["members"]), int(row["bytes"]), float(row["seconds"]))) for row in csv.DictReader(file)]
-    return [Series(runtime, through, [one for _, _, one in group])
-            for (runtime, through, _, _), group in groupby(rows, key=lambda row: (*row[:2], row[2].collective, row[2].members))]
+        rows = [
+            (
+                row["runtime"],
+                row["through"],
+                Measurement(row["collective"], int(row["members"]), int(row["bytes"]), float(row["seconds"])),
+            )
+            for row in csv.DictReader(file)
+        ]
+    return [
+        Series(runtime, through, [one for _, _, one in group])
+        for (runtime, through, _, _), group in groupby(
+            rows, key=lambda row: (*row[:2], row[2].collective, row[2].members)
+        )
+    ]
 
 
 def draw(path: Path, results: Sequence[Series]) -> None:
     """Time and bus bandwidth over size, a column per collective."""
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(2, len(results), figsize=(4.0 * len(results), 7), dpi=100, squeeze=False, sharex="col")
+    figure, axes = pyplot.subplots(
+        2, len(results), figsize=(4.0 * len(results), 7), dpi=100, squeeze=False, sharex="col"
+    )
     for (upper, lower), series in zip(axes.T, results, strict=True):
         held, line = series.held_out(), series.line()
-        for label, part, marker in (("in the fit", [one for one in series.measurements if one not in held], "o"), ("held out", held, "x")):
-            upper.plot([one.size for one in part], [one.seconds * 1e3 for one in part], marker, color=_BLUE, label=label)
-        lower.plot([one.size for one in series.measurements], [one.bus_bandwidth / 1e9 for one in series.measurements], "o-", color=_BLUE, markersize=4)
+        for label, part, marker in (
+            ("in the fit", [one for one in series.measurements if one not in held], "o"),
+            ("held out", held, "x"),
+        ):
+            upper.plot(
+                [one.size for one in part], [one.seconds * 1e3 for one in part], marker, color=_BLUE, label=label
+            )
+        lower.plot(
+            [one.size for one in series.measurements],
+            [one.bus_bandwidth / 1e9 for one in series.measurements],
+            "o-",
+            color=_BLUE,
+            markersize=4,
+        )
         if line:
-            upper.plot([one.size for one in series.measurements], [line.seconds(one.size) * 1e3 for one in series.measurements], color=_ORANGE, label=line.describe().replace("; ", "\n"))
+            upper.plot(
+                [one.size for one in series.measurements],
+                [line.seconds(one.size) * 1e3 for one in series.measurements],
+                color=_ORANGE,
+                label=line.describe().replace("; ", "\n"),
+            )
         upper.set(xscale="log", yscale="log", ylabel="milliseconds", title=f"{series.collective}\n{series.through}")
         upper.legend(frameon=False, fontsize=7)
         lower.set(xscale="log", ylim=(0, None), xlabel="bytes", ylabel="bus bandwidth, GB/s")
@@ -105,7 +173,9 @@ def draw(path: Path, results: Sequence[Series]) -> None:
 
 
 def draw_models(path: Path, together: Sequence[Series]) -> None:
-    """Time over size at several numbers of members, a panel per collective, each with the one link that explains all best."""
+    """Time over size at several numbers of members, a panel per collective, each with the one link that explains all
+    best.
+    """
     pyplot = _pyplot()
     names = list(dict.fromkeys(series.collective for series in together))
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.0 * len(names), 4), dpi=100, squeeze=False)
@@ -114,9 +184,23 @@ def draw_models(path: Path, together: Sequence[Series]) -> None:
         best = explain(name, [one for series in some for one in series.measurements])[0]
         for series, marker in zip(some, "os^Dv*" * len(some), strict=False):
             sizes = [one.size for one in series.measurements]
-            axis.plot(sizes, [one.seconds * 1e3 for one in series.measurements], marker, color=_BLUE, markersize=4, label=f"{series.members} members")
-            axis.plot(sizes, [ALGORITHMS[name][best.algorithm](series.members, size, best.link) * 1e3 for size in sizes], color=_GRAY, linewidth=1)
-        axis.plot([], [], color=_GRAY, label=f"{best.algorithm}: {best.link.alpha * 1e6:.0f} us, {show_rate(best.link.beta)}")
+            axis.plot(
+                sizes,
+                [one.seconds * 1e3 for one in series.measurements],
+                marker,
+                color=_BLUE,
+                markersize=4,
+                label=f"{series.members} members",
+            )
+            axis.plot(
+                sizes,
+                [ALGORITHMS[name][best.algorithm](series.members, size, best.link) * 1e3 for size in sizes],
+                color=_GRAY,
+                linewidth=1,
+            )
+        axis.plot(
+            [], [], color=_GRAY, label=f"{best.algorithm}: {best.link.alpha * 1e6:.0f} us, {show_rate(best.link.beta)}"
+        )
         axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="milliseconds", title=name)
         axis.legend(frameon=False, fontsize=8)
     _finish(figure, axes, together[0].runtime, path)

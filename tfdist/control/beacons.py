@@ -1,7 +1,7 @@
 """What the workers of a job tell each other beside the training: where each one is, and why one failed.
 
 Every worker sends a small UDP datagram to every other about once a second: rank, section, calls, where its main thread
-is. So when something is stuck, or a peer is lost, each worker can name the rank that is the cause, whatever became of
+is. A stranger's are dropped (datagrams.py). So when something is stuck, or a peer is lost, each worker can name the rank that is the cause, whatever became of
 TensorFlow's own connections; and the words of the first that failed reach every log. Losing a datagram does no harm.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
@@ -16,11 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tfdist.control import datagrams, wire
 from tfdist.control.cluster import Cluster
+from tfdist.control.packet_filter import bind_address, marked_only
+from tfdist.control.terminal import printable
 from tfdist.control.watchdog import Watchdog, main_thread_at
 
-ENDPOINT_BYTES = 320  # a host name has at most 253, plus a port
-_MOST_BYTES = 1200  # a datagram that fits into one packet on any network
+ENDPOINT_BYTES = 320  # a host name has at most 253, plus a port and a nonce
+_MOST_WORDS = 400  # bytes as JSON, of an error and of a place: so that a report fits into a datagram
 _SILENT_INTERVALS = 3.0
 _REPEAT = 3  # of an error: datagrams may be lost
 
@@ -57,8 +61,10 @@ class Beacons:
         self._lock = threading.Lock()
         self._error, self._error_time, self._secondary = "", 0.0, False
         self._closed = threading.Event()
-        self._socket, port = _open()
-        endpoints = exchange(f"{cluster.address.rpartition(':')[0]}:{port}")
+        self._socket = _open(bind_address(cluster.address, cluster.peers))
+        endpoints = exchange(wire.endpoint(cluster.address.rpartition(":")[0], self._socket))
+        self._seals, self._sending = datagrams.Seals(cluster.secret, cluster.rank, "beacons", *endpoints), threading.Lock()
+        marked_only(self._socket, self._seals.mark)
         self._peers = {rank: _resolve(endpoint, self._socket.family) for rank, endpoint in enumerate(endpoints) if rank != cluster.rank}
         self._reports = {rank: Report(time.monotonic()) for rank in self._peers}
         for target in (self._send_always, self._receive_always):
@@ -141,12 +147,13 @@ class Beacons:
 
     def _send(self) -> None:
         message: dict[str, Any] = {name: value for name, value in vars(self._own()).items() if name != "heard"}
-        for name in ("at", "error"):
-            message[name] = message[name][:_MOST_BYTES // 3]
-        data = json.dumps(message).encode()
-        for address in self._peers.values():
-            with contextlib.suppress(OSError):  # a peer that is gone, or a network that is down: others will tell
-                self._socket.sendto(data, address)
+        for name in ("section", "at", "error"):
+            message[name] = _shortened(message[name])
+        with self._sending:  # so that the stamps rise
+            data = self._seals.seal(json.dumps(message).encode())
+            for address in self._peers.values():
+                with contextlib.suppress(OSError):  # a peer that is gone, or a network that is down: others will tell
+                    self._socket.sendto(data, address)
 
     def _send_always(self) -> None:
         while not self._closed.is_set():
@@ -156,33 +163,61 @@ class Beacons:
     def _receive_always(self) -> None:
         while not self._closed.is_set():
             try:
-                message = json.loads(self._socket.recv(65536))
-                report = Report(time.monotonic(), **message)
+                opened = self._seals.open(self._socket.recv(datagrams.MOST_BYTES + 1))
             except OSError:
                 if self._closed.wait(0.1):
                     return
                 continue
-            except (ValueError, TypeError):  # not one of ours
-                continue
-            with self._lock:
-                if report.rank in self._reports:
-                    self._reports[report.rank] = report
+            report = opened and parse_report(*opened, self.cluster.size)
+            if report:
+                with self._lock:
+                    if report.rank in self._reports:
+                        self._reports[report.rank] = report
 
 
-def _open() -> tuple[socket.socket, int]:
-    """A UDP socket on all interfaces, and its port."""
+def _shortened(text: str) -> str:
+    """As much of a text as `_MOST_WORDS` bytes of JSON can hold."""
+    while (excess := len(json.dumps(text)) - _MOST_WORDS) > 0:
+        text = text[:-(excess // 12 + 1)]  # a character takes up to twelve
+    return text
+
+
+def parse_report(rank: int, data: bytes, size: int) -> Report | None:
+    """What rank `rank` of `size` has sent, fit to be printed; None for anything that is no report."""
+    try:
+        message = wire.parse_object(data)
+    except ValueError:
+        return None
+    waiting_for = message.pop("waiting_for", None)
+    report = Report(time.monotonic(), waiting_for=waiting_for)
+    expected = {name: type(value) for name, value in vars(report).items() if name not in ("heard", "waiting_for")}
+    if message.get("rank") != rank or {name: type(value) for name, value in message.items()} != expected:
+        return None
+    if waiting_for is not None and (type(waiting_for) is not int or not 0 <= waiting_for < size):
+        return None
+    for name, value in message.items():
+        setattr(report, name, printable(value) if isinstance(value, str) else value)
+    return report if math.isfinite(report.seconds) and math.isfinite(report.error_time) else None
+
+
+def _open(host: str) -> socket.socket:
+    """A UDP socket at an IP address of this machine; "": on all interfaces."""
+    if host:
+        opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
+        opened.bind((host, 0))
+        return opened
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             opened = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
             opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             opened.bind(("", 0))
-            return opened, opened.getsockname()[1]
+            return opened
     opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     opened.bind(("", 0))
-    return opened, opened.getsockname()[1]
+    return opened
 
 
 def _resolve(endpoint: str, family: int) -> tuple:
-    host, _, port = endpoint.rpartition(":")
+    host, port = wire.address_of(endpoint)
     flags = socket.AI_V4MAPPED | socket.AI_ALL if family == socket.AF_INET6 else 0
-    return socket.getaddrinfo(host.strip("[]"), int(port), family, socket.SOCK_DGRAM, flags=flags)[0][4]
+    return socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM, flags=flags)[0][4]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tfdist.control.exit_codes import ClusterError, ConfigError
 from tfdist.control.resolvers import kubernetes_addresses, slurm_addresses
+from tfdist.control.token import Secret
 
 TRAINING_ROLES = ("chief", "worker")  # in rank order
 ROLES = (*TRAINING_ROLES, "ps", "evaluator")
@@ -35,6 +36,7 @@ class Cluster:
     spec: Mapping[str, list[str]] = field(default_factory=dict)  # role -> addresses
     started_by: str = ""  # a launcher that tells ranks but no addresses (control/horovod_env.py)
     told_local_rank: int = 0  # by that launcher
+    secret: Secret = field(default=Secret(), compare=False, repr=False)  # by which its processes know each other
     is_broken: Callable[[], bool] | None = field(default=None, compare=False, repr=False)  # of a group after which this process may join others (membership.py): whether one of it has died
 
     @property

@@ -14,6 +14,7 @@ from tfdist.control.cluster import divide_cores
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 from tfdist.control.launcher import LocalJob
 from tfdist.control.membership import Groups
+from tfdist.control.token import VARIABLE, Secret
 from tfdist.control.workers import JobResult, Worker, describe
 
 _LONGEST_WAIT_SECONDS = 60.0
@@ -31,7 +32,7 @@ class ElasticJob(LocalJob):
     def __init__(self, command: Sequence[str], workers: int, log_dir: Path, *, wanted: int, least: int, losses: int, **options: Any):
         super().__init__(command, workers, log_dir, **options)
         self.wanted, self.least, self.most_losses = wanted, least, losses
-        self.groups = Groups()
+        self.groups = Groups(Secret(self.environment[VARIABLE].strip().encode()))
         self.started_at_once = wanted
         self._losses = self._failed_starts = 0  # in a row
         self._step = -1  # of the newest copy that a group went on from

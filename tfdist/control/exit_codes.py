@@ -6,6 +6,8 @@ same table, and a test compares the two.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import enum
 import os
 import sys
@@ -106,11 +108,17 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
     """Runs a command's `main(argv)` and ends the process with the code that its result or error means.
 
     A TfdistError is shown as its sentence; anything unexpected with its traceback. After an error the process ends at
-    once: TensorFlow's orderly shutdown waits for peers that may be gone.
+    once: TensorFlow's orderly shutdown waits for peers that may be gone. After success threads and exit functions come to
+    their end as in any Python program, but the code is decided: nothing that TensorFlow's own threads find, now that
+    others leave too, and no destructor changes it.
     """
+    decided: list[int] = []
+    atexit.register(_end_with, decided)  # the first to be registered is the last to be called
     try:
         code = int(main(argv) or 0)
     except SystemExit as end:  # --help
+        if end.code in (None, 0):
+            decided.append(0)
         raise SystemExit(end.code) from None
     except KeyboardInterrupt:
         print("tfdist: interrupted.", file=sys.stderr)
@@ -123,8 +131,16 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
         print(f"tfdist: error: unexpected {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} "
               f"(exit code {ExitCode.INTERNAL.value}, INTERNAL)", file=sys.stderr)
         code = ExitCode.INTERNAL
+    decided.append(code)
     if code == ExitCode.OK:
         raise SystemExit(0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    _end_with(decided)
+
+
+def _end_with(decided: list[int]) -> None:
+    """Ends the process at once, if it has been decided how."""
+    if decided:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may be listening any more
+                stream.flush()
+        os._exit(decided[0])

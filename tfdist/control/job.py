@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from tfdist.control import token
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.terminal import LineReader
 from tfdist.control.workers import JobResult, Worker, describe, guilt
@@ -27,8 +28,10 @@ _CAUSE_KNOWN_SECONDS = 1.0
 _CAUSE_UNKNOWN_SECONDS = 3.0
 _FAILURE_GRACE_SECONDS = 10.0  # after a failure nothing new can be saved: what is being written may be finished
 _ERROR = "tfdist: error: "  # how a command begins the sentence that names its error
-# What TensorFlow's C++ says at every import whatever its log level. Kept in the log files, not shown.
-_NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.")
+# What TensorFlow's C++ says at every start, whatever its log level, about logging itself and about processors and GPUs
+# that are not there. Kept in the log files, not shown.
+_NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.", "cpu_feature_guard.cc:", "To enable the following instructions:",
+          "cudart_stub.cc:", "cuda_platform.cc:", "cuda_executor.cc:", "computation_placer.cc:", "Unable to register cuDNN factory", "Unable to register cuBLAS factory", "Unable to register cuFFT factory")
 
 
 class Job:
@@ -45,6 +48,7 @@ class Job:
     def __init__(self, count: int, log_dir: Path, show: set[int] | None, grace: float, environment: Mapping[str, str] | None, output: TextIO | None):
         self.count, self.log_dir, self.show, self.grace = count, log_dir, show, grace
         self.environment = {name: value for name, value in (os.environ if environment is None else environment).items() if name != "TF_CONFIG"}
+        self.environment[token.VARIABLE] = self.environment.get(token.VARIABLE) or token.make()
         self.output = output or sys.stdout
         self.workers: list[Worker] = []
         self._lock = threading.Lock()

@@ -1,9 +1,9 @@
 """Who is in the group that trains, while processes come and go: the launcher decides (Groups), each worker asks (Member).
 
-One TCP connection per worker, JSON lines:
+One TCP connection per worker, which begins as control/wire.py has it, the slot (which process of the job this is) in place
+of a rank; then JSON lines:
 
-  worker -> launcher   {"slot": 1, "token": ...}      once: which process of the job this is
-                       {"ready": 40, "lost": true}    in no group now, with a copy of the state of step 40 (-1: none);
+  worker -> launcher   {"ready": 40, "lost": true}    in no group now, with a copy of the state of step 40 (-1: none);
                                                       lost: its group broke, it did not leave in order
   launcher -> worker   {"group": 3, "workers": ["host:port", ...], "rank": 1}
                        {"leave": true}                end the group at its next boundary, all together: another is wanted
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import socket
 import threading
 import time
@@ -27,11 +26,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tfdist.control import wire
 from tfdist.control.cluster import Cluster, parse_tf_config
-from tfdist.control.exit_codes import PeerLostError
+from tfdist.control.exit_codes import ClusterError, PeerLostError
+from tfdist.control.token import Secret
 
-VARIABLE = "TFDIST_ELASTIC"  # host:port/slot/token of the launcher's Groups
+VARIABLE = "TFDIST_ELASTIC"  # host:port/slot of the launcher's Groups
 _CONNECT_SECONDS = 30.0
+_LAUNCHER = -1  # its rank in handshakes
+_LONGEST_LINE = 65536  # bytes
 
 
 @dataclass
@@ -39,7 +42,7 @@ class Seat:
     """One worker, as the launcher sees it."""
 
     connection: socket.socket
-    slot: int = -1  # of the job; -1: it has not said
+    slot: int  # of the job
     group: int = 0  # the last that it was in; 0: none yet
     rank: int = -1  # there
     copy: int | None = None  # set: it waits for a group, with a copy of this step
@@ -73,29 +76,24 @@ class Formed:
 class Groups:
     """The launcher's part. Never waits: `look` and `form` are called again and again."""
 
-    def __init__(self) -> None:
-        self._token = secrets.token_hex(8)
+    def __init__(self, secret: Secret) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.setblocking(False)
+        self._reception = wire.Reception(self._listener, wire.Lock.of(secret, "membership"), _LAUNCHER, lambda slot: slot >= 0)
         self._all: list[Seat] = []
         self.number = 0  # groups formed
         self.broken_since: float | None = None  # monotonic seconds since when some of a broken group wait for others of it
 
     def invitation(self, slot: int) -> dict[str, str]:
         """What a worker's environment must hold."""
-        return {VARIABLE: f"127.0.0.1:{self._listener.getsockname()[1]}/{slot}/{self._token}"}
+        return {VARIABLE: f"127.0.0.1:{self._listener.getsockname()[1]}/{slot}"}
 
     @property
     def seats(self) -> dict[int, Seat]:
-        return {seat.slot: seat for seat in self._all if seat.slot >= 0}
+        return {seat.slot: seat for seat in self._all}
 
     def look(self) -> None:
         """Takes what the workers have said."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._all.append(Seat(connection))
+        self._all += [Seat(arrival.connection, arrival.rank) for arrival in self._reception.poll(0)]
         for seat in list(self._all):
             self._read(seat)
         waits_for_others = any(seat.lost for seat in self._all) and any(seat.busy for seat in self._all)
@@ -103,17 +101,14 @@ class Groups:
 
     def _read(self, seat: Seat) -> None:
         with contextlib.suppress(OSError):
-            while data := seat.connection.recv(65536):
-                seat.unread += data
+            seat.unread += seat.connection.recv(_LONGEST_LINE)
         *lines, seat.unread = seat.unread.split(b"\n")
         for line in lines:
-            if seat.slot < 0:
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # somebody else has knocked at this port
-                    message = json.loads(line)
-                    seat.slot = message["slot"] if message["token"] == self._token else -1
-            else:
-                message = json.loads(line)
-                seat.copy, seat.lost, seat.told = message["ready"], message["lost"], set()
+            with contextlib.suppress(ValueError):
+                message = wire.parse_object(line)
+                if type(message.get("ready")) is int and type(message.get("lost")) is bool:
+                    seat.copy, seat.lost, seat.told = message["ready"], message["lost"], set()
+        seat.unread = seat.unread[-_LONGEST_LINE:]
 
     def remove(self, slot: int) -> None:
         """Its process has ended. The others of its group need not wait for it."""
@@ -161,6 +156,7 @@ class Groups:
 
     def close(self) -> None:
         """Ends all connections."""
+        self._reception.close()
         self._listener.close()
         for seat in self._all:
             seat.connection.close()
@@ -169,16 +165,18 @@ class Groups:
 class Member:
     """A worker's part. `leave` and `broken` may be read at any time; `join` waits."""
 
-    def __init__(self, environment: Mapping[str, str]):
-        endpoint, slot, token = environment[VARIABLE].split("/")
-        host, _, port = endpoint.rpartition(":")
+    def __init__(self, environment: Mapping[str, str], secret: Secret):
+        address, slot = environment[VARIABLE].split("/")
+        self._secret = secret
         self.leave = self.broken = False
         self._changed = threading.Condition()
         self._told: dict[str, Any] | None = None
         self._gone = False
-        self._connection = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
+        try:
+            self._connection = wire.connect(address, wire.Lock.of(secret, "membership"), int(slot), _LAUNCHER, time.monotonic() + _CONNECT_SECONDS)
+        except wire.Mismatch as mismatch:
+            raise ClusterError(f"The launcher at {address} {mismatch}") from None
         self._connection.settimeout(None)
-        self._say(slot=int(slot), token=token)
         threading.Thread(target=self._listen, name="tfdist-member", daemon=True).start()
 
     def join(self, copy: int, lost: bool) -> Cluster | None:
@@ -196,7 +194,7 @@ class Member:
         if "group" not in told:
             return None
         cluster = {"cluster": {"worker": told["workers"]}, "task": {"type": "worker", "index": told["rank"]}}
-        return replace(parse_tf_config(json.dumps(cluster)), is_broken=lambda: self.broken)
+        return replace(parse_tf_config(json.dumps(cluster)), is_broken=lambda: self.broken, secret=self._secret)
 
     def _say(self, **message: Any) -> None:
         try:

@@ -25,6 +25,7 @@ _KNOCK_SECONDS = 2.0  # for one attempt to connect
 _PAUSE_SECONDS = 0.1  # between attempts
 _REPORT_SECONDS = 10.0  # between lines that say who is missing
 _KNOCKS_AT_ONCE = 32
+_KNOCKS_A_LOOK = 4096
 
 
 def _print_to_stderr(line: str) -> None:
@@ -137,6 +138,22 @@ def bind_everywhere(port: int) -> socket.socket:
     raise AssertionError("every family either returns or raises")
 
 
+def bind_shared(port: int, host: str) -> socket.socket:
+    """The same at one IP address of this machine; "": all."""
+    if not host:
+        return bind_everywhere(port)
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
 def _listen(cluster: Cluster) -> socket.socket:
     """A socket that answers knocks at this worker's port."""
     host, _, port = cluster.address.rpartition(":")
@@ -160,7 +177,7 @@ def _listen(cluster: Cluster) -> socket.socket:
 def _take_knocks(listener: socket.socket) -> None:
     """Empties the queue of connections: in a large cluster it would fill up, and later peers would get no answer."""
     with contextlib.suppress(BlockingIOError):
-        while True:
+        for _ in range(_KNOCKS_A_LOOK):  # who knocks without end must not stop us
             connection, _ = listener.accept()
             # Closed by a reset: an orderly close would keep the port in TIME_WAIT when TensorFlow wants it.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -13,6 +13,15 @@ _BAR_SECONDS = 10.0  # a line that is written over and over (a progress bar) is 
 _CONTROL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
+# In what another process says of itself: also colours, line ends, and what turns the direction of writing.
+_UNPRINTABLE = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Another process's words as part of a line: what could forge lines, or act on a terminal, is replaced."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 class LineReader:
     """Turns raw output into lines fit for a terminal: whole, not endless, without control characters."""
 

@@ -26,8 +26,15 @@ STREAM_WINDOW = 1024  # samples of a stream that are kept in memory and shuffled
 STREAM_WINDOW_BYTES = 2**28  # fewer, if they would take more memory
 
 
+def stream_cut(split: Split, plan: BatchPlan) -> int:
+    """Into how many streams a run with this plan cuts a split: into as many as there are replicas, if it is a stream of files
+    enough and they take equal parts of each batch; else 1, which is not at all."""
+    can = split.size is None and 1 < plan.replicas <= split.stream_shards and plan.even
+    return plan.replicas if can else 1
+
+
 def train_dataset(split: Split, *, plan: BatchPlan, replica: int, seed: int, shuffle: bool, consumed: int,
-                  augment: augmentation.Augmentation | None = None, threads: int = 0) -> tf.data.Dataset:
+                  augment: augmentation.Augmentation | None = None, threads: int = 0, cut: int | None = None) -> tf.data.Dataset:
     """The endless micro-batches of one replica: step 0 micro-batch 0, step 0 micro-batch 1, ..., counted from `consumed`.
 
     `consumed` is reached in constant time; it need not be a multiple of the global batch. n is static if the plan is even.
@@ -37,10 +44,13 @@ def train_dataset(split: Split, *, plan: BatchPlan, replica: int, seed: int, shu
     are large), repeated, and cut by position, so that the global batches are the same at any number of replicas; every
     replica reads (and decodes) all of it, and `consumed` is reached by reading on. If the stream can be cut into enough
     shards (files), each replica reads and repeats its own: less reading, but which samples make a batch then depends on
-    the number of replicas, and shards of different length end their passes at different times.
+    `cut`, the number of shards, and shards of different length end their passes at different times. None: as `stream_cut`
+    says. A run keeps its cut: with another number of replicas, each reads all the shards and takes its part of the same
+    batches. A cut anew would begin in the middle of other shards: some samples would come twice in a pass, others never.
     """
     if split.size is None:
-        dataset = _stream_batches(split, plan, replica, seed, shuffle, consumed, augment)
+        cut = stream_cut(split, plan) if cut is None else cut
+        dataset = _stream_batches(split, plan, replica, seed, shuffle, consumed, augment, cut)
     else:
         dataset = _indexed_batches(split, plan, replica, seed, shuffle, consumed, augment, threads)
     return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
@@ -151,27 +161,25 @@ def _shaper(rows: int | None, spec: tuple | None) -> Callable[..., Sample]:
 
 
 def _stream_batches(split: Split, plan: BatchPlan, replica: int, seed: int, shuffle: bool, consumed: int,
-                    augment: augmentation.Augmentation | None) -> tf.data.Dataset:
+                    augment: augmentation.Augmentation | None, cut: int) -> tf.data.Dataset:
     """The micro-batches of a stream: numbered samples, the replica's own among them, cut to the plan's lengths."""
     bounds = [plan.slice(micro, replica) for micro in range(plan.accumulation)]
     lengths = [stop - start for start, stop in bounds]
-    by_shard = 1 < plan.replicas <= split.stream_shards
-    stream = split.stream(replica, plan.replicas) if by_shard else split.stream(0, 1)
-    if not list(stream.take(1)):  # repeated, it would end at once, on this replica alone
-        raise DataError(f"{split.name} has no samples for replica {replica} of {plan.replicas}: check --source_args and --data_dir.")
-    endless = _window_shuffled(stream, split.sample_bytes, seed) if shuffle else stream.repeat()
-    if by_shard:
-        own = consumed * sum(lengths) // plan.global_batch
-        # Numbers that no other replica has, so that no two samples share an augmentation.
-        numbered = endless.enumerate().skip(own).map(lambda i, sample: (i * plan.replicas + replica, sample))
+    if plan.global_batch % cut or (cut > 1 and cut > split.stream_shards):
+        raise DataError(
+            f"{split.name}: this run has read the stream in {cut} parts, one for each worker that it began with, but there are {split.stream_shards} files now "
+            f"and --global_batch={plan.global_batch}: go on with the files, and the batch, that it began with.")
+    if cut == plan.replicas and plan.even:
+        numbered = _shard(split, replica, cut, seed, shuffle, consumed // cut)
     else:
         starts, stops = (list(ends) for ends in zip(*bounds, strict=True))
 
-        def is_own(number: tf.Tensor, sample: Sample) -> tf.Tensor:
-            offset = (number - consumed) % plan.global_batch
+        def is_own(position: tf.Tensor, _) -> tf.Tensor:
+            offset = position % plan.global_batch
             return tf.reduce_any((offset >= starts) & (offset < stops))
 
-        numbered = endless.enumerate().skip(consumed).filter(is_own)
+        own = _all_shards(split, plan, cut, seed, shuffle, consumed).enumerate().filter(is_own)
+        numbered = own.map(lambda _, numbered: numbered)
 
     shaped = _shaper(plan.micro_batch if plan.even else None, split.element_spec if augment is None else None)
 
@@ -182,6 +190,26 @@ def _stream_batches(split: Split, plan: BatchPlan, replica: int, seed: int, shuf
 
     batched = numbered.batch(sum(lengths)).rebatch(lengths) if len(set(lengths)) > 1 else numbered.batch(lengths[0])
     return batched.map(_plain(finish), num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _shard(split: Split, shard: int, cut: int, seed: int, shuffle: bool, own: int) -> tf.data.Dataset:
+    """One of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample). No two shards share a
+    number, so that no two samples share an augmentation."""
+    stream = split.stream(shard, cut)
+    if not list(stream.take(1)):  # repeated, it would end at once, on this replica alone
+        raise DataError(f"{split.name} has no samples for replica {shard} of {cut}: check --source_args and --data_dir.")
+    endless = _window_shuffled(stream, split.sample_bytes, seed) if shuffle else stream.repeat()
+    return endless.enumerate().skip(own).map(lambda i, sample: (i * cut + shard, sample))
+
+
+def _all_shards(split: Split, plan: BatchPlan, cut: int, seed: int, shuffle: bool, consumed: int) -> tf.data.Dataset:
+    """All the shards as one: global batch after global batch, each with equal parts of all shards, from `consumed` on."""
+    shards = [_shard(split, shard, cut, seed, shuffle, consumed // cut) for shard in range(cut)]
+    if cut == 1:
+        return shards[0]
+    parts = plan.accumulation * cut  # of a global batch: those of the first micro-batch, then those of the second, as `cut` replicas take them
+    rows = plan.global_batch // (parts if plan.global_batch % parts == 0 else cut)
+    return tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(cut).flat_map(lambda shard: tf.data.Dataset.from_tensors(shard).repeat(rows)).repeat())
 
 
 def _window_shuffled(stream: tf.data.Dataset, sample_bytes: int, seed: int) -> tf.data.Dataset:

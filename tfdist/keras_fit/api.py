@@ -16,6 +16,7 @@ from tfdist.config import Config
 from tfdist.control.cluster import resolve_cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
+from tfdist.control.token import with_token
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.backup import EpochBackup
 from tfdist.keras_fit.callbacks import arrange
@@ -25,18 +26,18 @@ from tfdist.runtime.errors import explain
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.sockets import Sockets, warn_about_gpus
 
-_OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb")
+_OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb", "job_token_file")
 # What a call must have in common on all workers, beside its data; `verbose` and the callbacks may differ.
 _COMMON = ("batch_size", "epochs", "validation_split", "shuffle", "class_weight", "initial_epoch", "steps_per_epoch", "steps", "validation_steps", "validation_batch_size", "validation_freq")
 _runtime: OneDevice | None = None  # of this process, made once
 _calls = 0  # of this process that all workers make together
 
 
-def init(**options: float) -> OneDevice:
+def init(**options: float | str) -> OneDevice:
     """Joins the other workers that TF_CONFIG lists; alone without it. Done by the first fit, evaluate or predict if not before.
 
     Args: options, by the names and with the meaning of the flags: startup_timeout, heartbeat_timeout,
-    collective_timeout (seconds), pack_mb (MB).
+    collective_timeout (seconds), pack_mb (MB), job_token_file.
     Raises: ClusterError, StartupError, ConfigError.
     """
     global _runtime
@@ -45,7 +46,7 @@ def init(**options: float) -> OneDevice:
             if name not in _OPTIONS:
                 raise ConfigError(f"tfdist.init({name}=...) is not an option: use {', '.join(_OPTIONS)}.")
         config = Config().replace(**options)
-        cluster = resolve_cluster(os.environ)
+        cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
         if cluster.rank < 0:
             raise ClusterError('TF_CONFIG: task.type is "evaluator", which takes no part in tfdist.fit: list chief and worker only.')
         if cluster.size > 1:
@@ -140,7 +141,7 @@ def predict(model: keras.Model, x: Any, batch_size: int | None = None, verbose: 
 @contextlib.contextmanager
 def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iterator[None]:
     """For training loops of your own: inside, `model(x)` computes this worker's rows of x and returns all rows, and
-    `optimizer.apply` takes the mean gradient over all workers.
+    `tape.gradient` returns the gradients over the rows of all workers.
 
     Give every worker the same batches; functions that use the model must be traced inside. Loss and metrics of all rows
     are then the same on every worker. `optimizer`: the compiled one if not given.

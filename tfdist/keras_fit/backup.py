@@ -19,9 +19,7 @@ from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.keras_fit import backup_file
-from tfdist.keras_fit.model import DistributedModel
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.sockets import Sockets
 
 FILE = "tfdist-backup"
 _NOT_STATE = ("model", "params", "validation_data", "append_header")  # the last: whether a CSV file has its header yet
@@ -88,8 +86,6 @@ class EpochBackup(keras.callbacks.Callback):
             raise CheckpointError(f"{self._path} is of another model or optimizer: remove it, or give BackupAndRestore another folder.")
         for variable, value in zip(variables, self._state["variables"], strict=True):
             variable.assign(value)
-        if isinstance(self._runtime, Sockets):
-            DistributedModel.of(self.model, self._runtime).own_random_numbers()
         for callback, state in zip(self._others, self._state["callbacks"], strict=False):
             callback.__dict__.update(state)
         # Keras' own way for a callback to say where to begin; a run that had been stopped has no epochs left.

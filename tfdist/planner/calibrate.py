@@ -1,13 +1,13 @@
 """Measured figures of finished runs in place of assumptions: how fast this machine computes and communicates.
 
-A run folder tells its flags (flags.txt), its workers and replicas, and how long its steps took (logs/rank-0.jsonl). Step
-times of runs are fitted to
+A run folder tells its flags (flags.txt), its workers and replicas, and how long its steps took (logs/rank-0.jsonl).
+Step times of runs are fitted to
 
     seconds = crowding x (fixed + work / rate + traffic / beta)
 
-with work in operations on one device, traffic in bytes a step, and as crowding the workers that share a processor: least
-squares over relative errors, no term negative. One run gives the rate alone; runs of two sizes also the fixed cost; a run
-with several workers also the bandwidth. Terms that the runs cannot tell apart keep their assumed values.
+with work in operations on one device, traffic in bytes a step, and as crowding the workers that share a processor:
+least squares over relative errors, no term negative. One run gives the rate alone; runs of two sizes also the fixed
+cost; a run with several workers also the bandwidth. Terms that the runs cannot tell apart keep their assumed values.
 """
 
 from __future__ import annotations
@@ -49,18 +49,25 @@ def read_run(folder: str) -> Measured:
         config = flags.parse([f"--flagfile={Path(folder) / flags.FLAGS_FILE}"]).config
         records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--calibrate={folder} is no run folder that can be read ({error}): give the --run_dir of a finished run.") from None
+        raise ConfigError(
+            f"--calibrate={folder} is no run folder that can be read ({error}): give the --run_dir of a finished run."
+        ) from None
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
     start = next((record["values"] for record in records if record["kind"] == "start"), {})
     rates = [record["values"]["perf/steps_per_s"] for record in records if record["kind"] == "train"][_WARM_UP:]
     if not rates or "workers" not in start:
-        raise ConfigError(f"--calibrate={folder} holds fewer than two log lines of its last attempt: train for longer, or lower --log_every.")
+        raise ConfigError(
+            f"--calibrate={folder} holds fewer than two log lines of its last attempt: train for longer, or lower"
+            " --log_every."
+        )
     return Measured(folder, config, start["workers"], start["replicas"], 1 / statistics.median(rates))
 
 
 def terms(model: ModelShape, replicas: int, global_batch: int, hardware: Hardware) -> tuple[float, float, float]:
-    """(1, operations, bytes) of one step on the slowest device, data parallelism only; times the crowding, if processors are shared."""
+    """(1, operations, bytes) of one step on the slowest device, data parallelism only; times the crowding, if
+    processors are shared.
+    """
     layout = Layout(data=replicas, micro_batch=-(-global_batch // replicas))
     crowding = hardware.crowding(replicas)
     traffic = 2 * (replicas - 1) / replicas * KERAS.gradient * model.parameters
@@ -86,7 +93,12 @@ def calibrate(hardware: Hardware, runs: Sequence[Measured], shape: Callable[[Con
     found = fit(rows, [run.step_s for run in runs], known, free)
     updates = {"step_ms": found[0] * 1e3, "efficiency": 1 / (found[1] * peak), "overlap": 0.0}
     if 2 in free:
-        updates |= {"network_gbs": 1e-9 / found[2] / hardware.cards, "link_gbs": 1e-9 / found[2], "network_us": 0.0, "link_us": 0.0}
+        updates |= {
+            "network_gbs": 1e-9 / found[2] / hardware.cards,
+            "link_gbs": 1e-9 / found[2],
+            "network_us": 0.0,
+            "link_us": 0.0,
+        }
     else:
         updates.pop("overlap")
     return dataclasses.replace(hardware, **updates)
@@ -96,8 +108,12 @@ def _bandwidth(hardware: Hardware) -> float:
     return hardware.node_gbs if hardware.per_node == 1 else min(hardware.link_gbs, hardware.node_gbs)
 
 
-def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float], free: Sequence[int]) -> list[float]:
-    """Coefficients c >= 0 with rows @ c = seconds, least squares over relative errors; those not in `free` stay as `known`."""
+def fit(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float], free: Sequence[int]
+) -> list[float]:
+    """Coefficients c >= 0 with rows @ c = seconds, least squares over relative errors; those not in `free` stay as
+    `known`.
+    """
     import numpy as np
     from scipy.optimize import nnls
 

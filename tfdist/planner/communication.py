@@ -2,7 +2,7 @@
 
 Legend: n members, S bytes (of the whole vector), alpha seconds of latency, beta bytes a second in one direction.
 
-    ring                2 (n-1) alpha       + 2 (n-1)/n S / beta    Patarasuk and Yuan 2009; what NCCL and our socket ring do
+    ring                2 (n-1) alpha       + 2 (n-1)/n S / beta    Patarasuk and Yuan 2009; of NCCL and our sockets
     tree                2 ceil(log2 n) (alpha + S / beta)           reduce to the root, broadcast back
     halving_doubling    2 log2 n alpha      + 2 (n-1)/n S / beta    Rabenseifner; Thakur, Rabenseifner and Gropp 2005
     hierarchical        reduce-scatter in the node, all-reduce of S / g between nodes, all-gather in the node
@@ -36,14 +36,19 @@ def tree_all_reduce(n: int, size: float, link: Link) -> float:
 
 
 def halving_doubling_all_reduce(n: int, size: float, link: Link) -> float:
-    """Seconds. Members beyond a power of two first hand their vector to a neighbour, and get the sum back at the end."""
+    """Seconds. Members beyond a power of two first hand their vector to a neighbour, and get the sum back at the
+    end.
+    """
     power = 2 ** int(math.log2(n))
     extra = 2 * (link.alpha + size / link.beta) if power != n else 0.0
     return extra + 2 * math.log2(power) * link.alpha + 2 * (power - 1) / power * size / link.beta
 
 
 FLAT: dict[str, Callable[[int, float, Link], float]] = {
-    "ring": ring_all_reduce, "tree": tree_all_reduce, "halving_doubling": halving_doubling_all_reduce}
+    "ring": ring_all_reduce,
+    "tree": tree_all_reduce,
+    "halving_doubling": halving_doubling_all_reduce,
+}
 ALGORITHMS = (*FLAT, "hierarchical")
 
 
@@ -65,7 +70,9 @@ def hierarchical_all_reduce(nodes: int, local: int, size: float, inside: Link, b
 
 @dataclass(frozen=True)
 class Group:
-    """Devices that communicate: `size` in all, `local` of them in one node; `rivals` such groups share a node's network."""
+    """Devices that communicate: `size` in all, `local` of them in one node; `rivals` such groups share a node's
+    network.
+    """
 
     size: int
     local: int
@@ -88,7 +95,14 @@ class Group:
         """The slowest link of a ring or tree over all members."""
         if self.nodes == 1:
             return self.inside(hardware)
-        return Link(hardware.network_us * 1e-6, min(hardware.link_gbs, hardware.node_gbs / self.rivals) * 1e9 if self.local > 1 else hardware.node_gbs / self.rivals * 1e9)
+        return Link(
+            hardware.network_us * 1e-6,
+            (
+                min(hardware.link_gbs, hardware.node_gbs / self.rivals) * 1e9
+                if self.local > 1
+                else hardware.node_gbs / self.rivals * 1e9
+            ),
+        )
 
     def between(self, hardware: Hardware) -> Link:
         """What one member gets of the node's network when all use it."""
@@ -100,7 +114,9 @@ def all_reduce_seconds(group: Group, size: float, hardware: Hardware) -> dict[st
     if group.size == 1:
         return dict.fromkeys(ALGORITHMS, 0.0)
     times = {name: seconds(group.size, size, group.flat(hardware)) for name, seconds in FLAT.items()}
-    times["hierarchical"] = hierarchical_all_reduce(group.nodes, group.local, size, group.inside(hardware), group.between(hardware))
+    times["hierarchical"] = hierarchical_all_reduce(
+        group.nodes, group.local, size, group.inside(hardware), group.between(hardware)
+    )
     return times
 
 
@@ -111,5 +127,7 @@ def pass_seconds(group: Group, size: float, hardware: Hardware) -> float:
     flat = ring_pass(group.size, size, group.flat(hardware))
     if group.nodes == 1 or group.local == 1:
         return flat
-    two = ring_pass(group.local, size, group.inside(hardware)) + ring_pass(group.nodes, size / group.local, group.between(hardware))
+    two = ring_pass(group.local, size, group.inside(hardware)) + ring_pass(
+        group.nodes, size / group.local, group.between(hardware)
+    )
     return min(flat, two)

@@ -52,9 +52,17 @@ def estimate(plan: Plan, layout: Layout) -> Estimate:
     held = _memory(plan, layout)
     step = step_time(plan.model, plan.config, layout, plan.hardware, plan.algorithm)
     rate = layout.global_batch / step.total
-    expected = reliability(checkpoint_bytes(plan), layout.devices, plan.hardware.mtbf_hours, plan.hardware.storage_gbs, asynchronous=plan.config.checkpoint.async_save)
+    expected = reliability(
+        checkpoint_bytes(plan),
+        layout.devices,
+        plan.hardware.mtbf_hours,
+        plan.hardware.storage_gbs,
+        asynchronous=plan.config.checkpoint.async_save,
+    )
     days = plan.samples / (rate * expected.availability) / DAY if plan.samples and expected.availability else 0.0
-    return Estimate(layout, held, step, rate, mfu(plan.model, plan.config, layout, plan.hardware, step.total), expected, days)
+    return Estimate(
+        layout, held, step, rate, mfu(plan.model, plan.config, layout, plan.hardware, step.total), expected, days
+    )
 
 
 def _memory(plan: Plan, layout: Layout) -> Memory:
@@ -63,8 +71,14 @@ def _memory(plan: Plan, layout: Layout) -> Memory:
 
 def checkpoint_bytes(plan: Plan) -> float:
     """Of one snapshot: parameters, optimizer state and constants, whatever the layout."""
-    return sum(part.repeat * (KERAS.parameter * (part.parameters + part.constants) + KERAS.slot * sum(slot_elements(plan.config.optimizer, weight) for weight in part.weights))
-               for part in plan.model.parts)
+    return sum(
+        part.repeat
+        * (
+            KERAS.parameter * (part.parameters + part.constants)
+            + KERAS.slot * sum(slot_elements(plan.config.optimizer, weight) for weight in part.weights)
+        )
+        for part in plan.model.parts
+    )
 
 
 def zero_table(plan: Plan, layout: Layout) -> list[Memory]:
@@ -74,15 +88,25 @@ def zero_table(plan: Plan, layout: Layout) -> list[Memory]:
 
 def recompute_table(plan: Plan, layout: Layout) -> dict[str, float]:
     """Bytes of activations without and with recompute."""
-    return {name: _memory(plan, dataclasses.replace(layout, recompute=again)).activations for name, again in (("kept", False), ("recomputed", True))}
+    return {
+        name: _memory(plan, dataclasses.replace(layout, recompute=again)).activations
+        for name, again in (("kept", False), ("recomputed", True))
+    }
 
 
 def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float]]:
-    """{"in one node" or "over all devices": {algorithm: seconds}} of one all-reduce of the gradients over the data axis."""
+    """{"in one node" or "over all devices": {algorithm: seconds}} of one all-reduce of the gradients over the data
+    axis.
+    """
     stride = layout.pipe * layout.model
-    size = KERAS.gradient * max(sum(part.repeat * layout.elements(part) for part in parts) for parts in plan.model.stages(layout.pipe))
+    size = KERAS.gradient * max(
+        sum(part.repeat * layout.elements(part) for part in parts) for parts in plan.model.stages(layout.pipe)
+    )
     local = max(1, min(layout.replicas, plan.hardware.per_node // stride))
-    groups = {f"in one node, over {local}": Group.of(local, stride, plan.hardware), f"over all {layout.replicas} replicas": Group.of(layout.replicas, stride, plan.hardware)}
+    groups = {
+        f"in one node, over {local}": Group.of(local, stride, plan.hardware),
+        f"over all {layout.replicas} replicas": Group.of(layout.replicas, stride, plan.hardware),
+    }
     return {name: all_reduce_seconds(group, size, plan.hardware) for name, group in groups.items() if group.size > 1}
 
 
@@ -104,16 +128,41 @@ def scaling(plan: Plan, layout: Layout) -> list[dict[str, float]]:
 
 def as_json(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> dict[str, Any]:
     """The plan as plain values: bytes, seconds, fractions. `estimates`: the best first."""
+
     def one(found: Estimate, reason: str) -> dict[str, Any]:
-        return {"layout": {**dataclasses.asdict(found.layout), "devices": found.layout.devices, "global_batch": found.layout.global_batch}, "reason": reason, "fits": found.fits(plan.hardware),
-                "memory_bytes": dataclasses.asdict(found.memory), "step_s": {**dataclasses.asdict(found.step), "total": found.step.total}, "samples_per_s": found.samples_per_s,
-                "tokens_per_s": found.samples_per_s * plan.model.tokens, "mfu": found.mfu, "days": found.days,
-                "reliability": {**dataclasses.asdict(found.reliability), "availability": found.reliability.availability}}
+        return {
+            "layout": {
+                **dataclasses.asdict(found.layout),
+                "devices": found.layout.devices,
+                "global_batch": found.layout.global_batch,
+            },
+            "reason": reason,
+            "fits": found.fits(plan.hardware),
+            "memory_bytes": dataclasses.asdict(found.memory),
+            "step_s": {**dataclasses.asdict(found.step), "total": found.step.total},
+            "samples_per_s": found.samples_per_s,
+            "tokens_per_s": found.samples_per_s * plan.model.tokens,
+            "mfu": found.mfu,
+            "days": found.days,
+            "reliability": {**dataclasses.asdict(found.reliability), "availability": found.reliability.availability},
+        }
 
     best = estimates[0].layout
     return {
-        "model": {"name": plan.model.name, "parameters": plan.model.parameters, "forward_flops_per_sample": plan.model.flops, "tokens_per_sample": plan.model.tokens, "source": plan.model.source},
-        "hardware": dataclasses.asdict(plan.hardware), "devices": plan.devices, "samples": plan.samples,
+        "model": {
+            "name": plan.model.name,
+            "parameters": plan.model.parameters,
+            "forward_flops_per_sample": plan.model.flops,
+            "tokens_per_sample": plan.model.tokens,
+            "source": plan.model.source,
+        },
+        "hardware": dataclasses.asdict(plan.hardware),
+        "devices": plan.devices,
+        "samples": plan.samples,
         "plans": [one(found, reason) for found, reason in zip(estimates, reasons, strict=True)],
-        "zero_bytes": [dataclasses.asdict(each) for each in zero_table(plan, best)], "activation_bytes": recompute_table(plan, best),
-        "all_reduce_s": communication_table(plan, best), "algorithms": list(ALGORITHMS), "scaling": scaling(plan, best)}
+        "zero_bytes": [dataclasses.asdict(each) for each in zero_table(plan, best)],
+        "activation_bytes": recompute_table(plan, best),
+        "all_reduce_s": communication_table(plan, best),
+        "algorithms": list(ALGORITHMS),
+        "scaling": scaling(plan, best),
+    }

@@ -18,7 +18,10 @@ from tfdist.control.exit_codes import ConfigError
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device, the node it is in, and the network between nodes. What is an assumption says so; --calibrate measures."""
+    """A device, the node it is in, and the network between nodes.
+
+    What is an assumption says so; --calibrate measures.
+    """
 
     name: str
     memory_gb: float  # of one device
@@ -37,15 +40,20 @@ class Hardware:
     overlap: float = 0.8  # part of the backward pass behind which communication can hide (assumed)
     step_ms: float = 2.0  # fixed cost of an optimizer step (assumed)
     storage_gbs: float = 2.0  # what one job writes to the checkpoint storage (assumed)
-    mtbf_hours: float = 50_000.0  # of one device with its share of everything else: Llama 3 405B saw 419 failures in 54 days on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)
+    # of one device with its share of everything else: Llama 3 405B saw 419 failures in 54 days on 16,384 GPUs
+    # (arXiv:2407.21783, section 3.3.4)
+    mtbf_hours: float = 50_000.0
     copies: int = 0  # of a tensor that travels, in what carries it: of gRPC two where it is sent, two where it arrives
-    shared: int = 0  # processors for all workers together (a CPU machine): more workers than this share them; 0: each has its own
+    shared: int = (
+        0  # processors for all workers together (a CPU machine): more workers than this share them; 0: each has its own
+    )
 
     def tflops(self, precision: str) -> float:
         return self.float32_tflops if precision == "float32" else self.half_tflops
 
     def crowding(self, workers: int) -> int:
-        """Workers on the fullest processor. The launcher gives each worker whole cores (cluster.divide_cores), and all wait
+        """Workers on the fullest processor. The launcher gives each worker whole cores (cluster.divide_cores), and all
+        wait
         for the slowest: 3 workers on 2 processors take as long as 4."""
         return max(1, -(-workers // self.shared)) if self.shared else 1
 
@@ -55,29 +63,54 @@ class Hardware:
         return self.network_gbs * self.cards
 
 
-DEVICES: dict[str, Hardware] = {device.name: device for device in (
-    Hardware("v100", 32, 125, 15.7, 900, 150, network_gbs=12.5, cards=4, bfloat16=False),
-    Hardware("t4", 16, 65, 8.1, 320, 12, per_node=4, network_gbs=6.25, cards=1, bfloat16=False),
-    Hardware("l4", 24, 121, 60, 300, 24, per_node=8, network_gbs=12.5, cards=1),
-    Hardware("a10g", 24, 70, 35, 600, 24, per_node=8, network_gbs=12.5, cards=1),
-    Hardware("l40s", 48, 362, 183, 864, 24, per_node=8, network_gbs=25, cards=2),
-    Hardware("a100-40", 40, 312, 156, 1555, 300, network_gbs=25),
-    Hardware("a100", 80, 312, 156, 2039, 300, network_gbs=25),
-    Hardware("h100", 80, 989, 495, 3350, 450, network_gbs=50),
-    Hardware("h200", 141, 989, 495, 4800, 450, network_gbs=50),
-    Hardware("b200", 180, 2250, 1125, 8000, 900, network_gbs=50),
-    Hardware("cpu", 8, 0.05, 0.1, 20, 5, per_node=1, network_gbs=1.25, cards=1, network_us=50, reserved_gb=0.5, efficiency=0.5, overlap=0.5, step_ms=3.0, copies=4),
-)}
+DEVICES: dict[str, Hardware] = {
+    device.name: device
+    for device in (
+        Hardware("v100", 32, 125, 15.7, 900, 150, network_gbs=12.5, cards=4, bfloat16=False),
+        Hardware("t4", 16, 65, 8.1, 320, 12, per_node=4, network_gbs=6.25, cards=1, bfloat16=False),
+        Hardware("l4", 24, 121, 60, 300, 24, per_node=8, network_gbs=12.5, cards=1),
+        Hardware("a10g", 24, 70, 35, 600, 24, per_node=8, network_gbs=12.5, cards=1),
+        Hardware("l40s", 48, 362, 183, 864, 24, per_node=8, network_gbs=25, cards=2),
+        Hardware("a100-40", 40, 312, 156, 1555, 300, network_gbs=25),
+        Hardware("a100", 80, 312, 156, 2039, 300, network_gbs=25),
+        Hardware("h100", 80, 989, 495, 3350, 450, network_gbs=50),
+        Hardware("h200", 141, 989, 495, 4800, 450, network_gbs=50),
+        Hardware("b200", 180, 2250, 1125, 8000, 900, network_gbs=50),
+        Hardware(
+            "cpu",
+            8,
+            0.05,
+            0.1,
+            20,
+            5,
+            per_node=1,
+            network_gbs=1.25,
+            cards=1,
+            network_us=50,
+            reserved_gb=0.5,
+            efficiency=0.5,
+            overlap=0.5,
+            step_ms=3.0,
+            copies=4,
+        ),
+    )
+}
 
 # GB/s per card in one direction, and microseconds. InfiniBand HDR 200, NDR 400, XDR 800 Gbit/s; Ethernet by its Gbit/s.
 NETWORKS: dict[str, tuple[float, float]] = {
-    "ib-hdr": (25.0, 6.0), "ib-ndr": (50.0, 6.0), "ib-xdr": (100.0, 6.0),
-    "ethernet-10": (1.25, 30.0), "ethernet-25": (3.125, 30.0), "ethernet-100": (12.5, 20.0), "ethernet-400": (50.0, 15.0),
+    "ib-hdr": (25.0, 6.0),
+    "ib-ndr": (50.0, 6.0),
+    "ib-xdr": (100.0, 6.0),
+    "ethernet-10": (1.25, 30.0),
+    "ethernet-25": (3.125, 30.0),
+    "ethernet-100": (12.5, 20.0),
+    "ethernet-400": (50.0, 15.0),
 }
 
 
 def load_hardware(text: str) -> Hardware:
-    """`NAME`, `NAME,key=value,...`, `key=value,...` with at least name, or the path of a JSON object with the same keys.
+    """`NAME`, `NAME,key=value,...`, `key=value,...` with at least name, or the path of a JSON object with the same
+    keys.
 
     Keys are the fields of Hardware, and `network`, a name of NETWORKS. In a JSON file "base" is the NAME.
     Raises ConfigError for an unknown name or key, or a value that cannot be.
@@ -86,9 +119,14 @@ def load_hardware(text: str) -> Hardware:
         try:
             values: dict[str, Any] = json.loads(Path(text).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"--hardware={text} cannot be read as JSON ({error}): give a file that holds one object, or a name of {', '.join(DEVICES)}.") from None
+            raise ConfigError(
+                f"--hardware={text} cannot be read as JSON ({error}): give a file that holds one object, or a name of"
+                f" {', '.join(DEVICES)}."
+            ) from None
         if not isinstance(values, dict):
-            raise ConfigError(f"--hardware={text} holds no JSON object: write for example {{\"base\": \"h100\", \"per_node\": 4}}.")
+            raise ConfigError(
+                f'--hardware={text} holds no JSON object: write for example {{"base": "h100", "per_node": 4}}.'
+            )
         base = values.pop("base", None)
     else:
         first, _, rest = text.partition(",")
@@ -99,23 +137,46 @@ def load_hardware(text: str) -> Hardware:
 
 def _with(text: str, base: str | None, values: dict[str, Any]) -> Hardware:
     if base is not None and base not in DEVICES:
-        raise ConfigError(f"--hardware={text}: {base!r} is not in the table: use {', '.join(DEVICES)}, or key=value,key=value for your own.")
+        raise ConfigError(
+            f"--hardware={text}: {base!r} is not in the table: use {', '.join(DEVICES)}, or key=value,key=value for"
+            " your own."
+        )
     fields = {field.name: field for field in dataclasses.fields(Hardware)}
     network = values.pop("network", None)
     if network is not None:
         if network not in NETWORKS:
-            raise ConfigError(f"--hardware={text}: network={network} is not in the table: use {', '.join(NETWORKS)}, or network_gbs and network_us.")
+            raise ConfigError(
+                f"--hardware={text}: network={network} is not in the table: use {', '.join(NETWORKS)}, or network_gbs"
+                " and network_us."
+            )
         values = {**dict(zip(("network_gbs", "network_us"), NETWORKS[network], strict=True)), **values}
     for name, value in values.items():
         if name not in fields:
             raise ConfigError(f"--hardware={text}: {name!r} is not known: use {', '.join(fields)} or network.")
-        if name not in ("name", "bfloat16") and not (isinstance(value, int | float) and not isinstance(value, bool) and value >= 0):
+        if name not in ("name", "bfloat16") and not (
+            isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        ):
             raise ConfigError(f"--hardware={text}: {name}={value!r} must be a number, 0 or more.")
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in values]
     if base is None and missing:
-        raise ConfigError(f"--hardware={text} lacks {', '.join(missing)}: add them, or begin with a name of the table, for example h100,{text}.")
+        raise ConfigError(
+            f"--hardware={text} lacks {', '.join(missing)}: add them, or begin with a name of the table, for example"
+            f" h100,{text}."
+        )
     hardware = dataclasses.replace(DEVICES[base], **values) if base else Hardware(**values)
-    for name in ("memory_gb", "half_tflops", "float32_tflops", "memory_gbs", "link_gbs", "per_node", "network_gbs", "cards", "efficiency", "storage_gbs", "mtbf_hours"):
+    for name in (
+        "memory_gb",
+        "half_tflops",
+        "float32_tflops",
+        "memory_gbs",
+        "link_gbs",
+        "per_node",
+        "network_gbs",
+        "cards",
+        "efficiency",
+        "storage_gbs",
+        "mtbf_hours",
+    ):
         if not getattr(hardware, name) > 0:
             raise ConfigError(f"--hardware={text}: {name}={getattr(hardware, name)} must be above 0.")
     return hardware

@@ -16,8 +16,8 @@ from tfdist.planner.shapes import ModelShape, Part, Weight
 
 _WORKING_TENSORS = 2  # of the largest size, that a layer's backward pass holds besides what was saved
 _UPDATE_TENSORS = 2  # of a variable's size, that the update rule holds on its way
-# Packs in memory on their way, besides what is kept, by ZeRO stage: one that comes, one that goes; at stage 2 two of each, and at
-# stage 3 none, where layers take their place.
+# Packs in memory on their way, besides what is kept, by ZeRO stage: one that comes, one that goes; at stage 2 two of
+# each, and at stage 3 none, where layers take their place.
 _PACKS = (2, 2, 4, 0)
 
 
@@ -55,8 +55,11 @@ def shard_states(parameters: float, slots: float, recipe: Recipe, zero: int, dev
     """`parameters` elements with `slots` elements of optimizer state, on each of `devices` data-parallel devices."""
     assert zero in (0, 1, 2, 3), zero
     return States(
-        recipe.parameter * parameters / (devices if zero >= 3 else 1), recipe.gradient * parameters / (devices if zero >= 2 else 1),
-        recipe.slot * slots / (devices if zero >= 1 else 1), (recipe.master + (recipe.copy if zero in (1, 2) else 0)) * parameters / (devices if zero >= 1 else 1))
+        recipe.parameter * parameters / (devices if zero >= 3 else 1),
+        recipe.gradient * parameters / (devices if zero >= 2 else 1),
+        recipe.slot * slots / (devices if zero >= 1 else 1),
+        (recipe.master + (recipe.copy if zero in (1, 2) else 0)) * parameters / (devices if zero >= 1 else 1),
+    )
 
 
 def slot_elements(optimizer: OptimizerConfig, weight: Weight) -> int:
@@ -69,7 +72,9 @@ def slot_elements(optimizer: OptimizerConfig, weight: Weight) -> int:
         factors = n // weight.shape[-1] + n // weight.shape[-2] if len(weight.shape) >= 2 else 2
         return n * (1 + average) + factors
     if name == "muon":  # Adam for all but matrices, and for embeddings
-        adam = len(weight.shape) != 2 or (options.get("exclude_embeddings", True) and "embedding" in weight.path.lower())
+        adam = len(weight.shape) != 2 or (
+            options.get("exclude_embeddings", True) and "embedding" in weight.path.lower()
+        )
         return n * (1 + adam + average)
     each = {"adam": 2, "adamw": 2, "lion": 1, "lamb": 2}[name] + bool(options.get("amsgrad"))
     return n * (each + average)
@@ -96,45 +101,92 @@ class Memory:
 
     def items(self) -> dict[str, float]:
         """By the names that are shown."""
-        return {"parameters": self.parameters, "gradients": self.gradients, "optimizer state": self.optimizer, "master weights": self.master,
-                "activations": self.activations, "buffers": self.buffers, "reserved": self.reserved}
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer,
+            "master weights": self.master,
+            "activations": self.activations,
+            "buffers": self.buffers,
+            "reserved": self.reserved,
+        }
 
 
-def memory(model: ModelShape, config: Config, layout: Layout, reserved: float = 0.0, recipe: Recipe = KERAS, copies: int = 0) -> Memory:
+def memory(
+    model: ModelShape, config: Config, layout: Layout, reserved: float = 0.0, recipe: Recipe = KERAS, copies: int = 0
+) -> Memory:
     """The fullest device of a layout. `copies`: of what travels, in what carries it."""
     stages = model.stages(layout.pipe)
-    found = [_stage_memory(parts, stage, config, layout, reserved, recipe, copies) for stage, parts in enumerate(stages)]
+    found = [
+        _stage_memory(parts, stage, config, layout, reserved, recipe, copies) for stage, parts in enumerate(stages)
+    ]
     return max(found, key=lambda each: each.peak)
 
 
-def _stage_memory(parts: Sequence[Part], stage: int, config: Config, layout: Layout, reserved: float, recipe: Recipe, copies: int) -> Memory:
+def _stage_memory(
+    parts: Sequence[Part], stage: int, config: Config, layout: Layout, reserved: float, recipe: Recipe, copies: int
+) -> Memory:
     elements = sum(part.repeat * layout.elements(part) for part in parts)
-    slots = sum(part.repeat * slot_elements(config.optimizer, weight) / layout.divisor(weight.axis) for part in parts for weight in part.weights)
+    slots = sum(
+        part.repeat * slot_elements(config.optimizer, weight) / layout.divisor(weight.axis)
+        for part in parts
+        for weight in part.weights
+    )
     states = shard_states(elements, slots, recipe, layout.zero, layout.replicas)
     constants = 4.0 * sum(part.repeat * part.constants for part in parts)
     held, working = saved_bytes(parts, layout, stage)
-    largest = max((elements / layout.divisor(axis) for part in parts for axis, elements in part.largest_weights.items()), default=0)
+    largest = max(
+        (elements / layout.divisor(axis) for part in parts for axis, elements in part.largest_weights.items()),
+        default=0,
+    )
     layer = recipe.parameter * max((layout.elements(part) for part in parts), default=0)
     pack = min(max(config.strategy.pack_mb * 2**20, recipe.gradient * largest), recipe.gradient * elements)
-    packs, transport = (_PACKS[layout.zero] * pack, copies * (layer if layout.zero >= 3 else pack)) if layout.replicas > 1 else (0.0, 0.0)
-    # Of stage 3: the layer in use and the one on its way, a gradient whole and as received, and the shards of what they are made of or become.
+    packs, transport = (
+        (_PACKS[layout.zero] * pack, copies * (layer if layout.zero >= 3 else pack))
+        if layout.replicas > 1
+        else (0.0, 0.0)
+    )
+    # Of stage 3: the layer in use and the one on its way, a gradient whole and as received, and the shards of what they
+    # are made of or become.
     gathered = (4 + 3 / layout.replicas) * layer if layout.zero >= 3 else 0.0
     # Of several micro-batches, sums are kept, to which each layer's gradient is added as soon as it is there.
     accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
     # Nothing is updated before all gradients are judged, and what is updated travels afterwards.
-    updating = states.gradients + max(packs, _UPDATE_TENSORS * recipe.slot * largest / (layout.replicas if layout.zero else 1))
+    updating = states.gradients + max(
+        packs, _UPDATE_TENSORS * recipe.slot * largest / (layout.replicas if layout.zero else 1)
+    )
     backward = accumulated + _backward_peak(parts, held, working, layout, recipe, states.gradients, packs)
     steady = states.parameters + states.optimizer + states.master + constants + transport + gathered + reserved
-    buffers = constants + transport + packs + gathered + working + sum(part.repeat * part.fixed / layout.model for part in parts)
-    return Memory(states.parameters, states.gradients, states.optimizer, states.master, sum(held), buffers, reserved, steady + max(updating, backward), stage)
+    buffers = (
+        constants
+        + transport
+        + packs
+        + gathered
+        + working
+        + sum(part.repeat * part.fixed / layout.model for part in parts)
+    )
+    return Memory(
+        states.parameters,
+        states.gradients,
+        states.optimizer,
+        states.master,
+        sum(held),
+        buffers,
+        reserved,
+        steady + max(updating, backward),
+        stage,
+    )
 
 
 def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int = 0) -> tuple[list[float], float]:
-    """(bytes of activations that each part holds when the backward pass begins, bytes that the largest layer works with).
+    """(bytes of activations that each part holds when the backward pass begins, bytes that the largest layer works
+    with).
 
-    Stage k of a pipeline of p holds min(micro-batches, p - k) micro-batches (1F1B: Narayanan et al. 2019). With recompute
-    a block holds its input alone, and one block at a time is computed again (Chen et al. 2016, arXiv:1604.06174).
+    Stage k of a pipeline of p holds min(micro-batches, p - k) micro-batches (1F1B: Narayanan et al. 2019). With
+    recompute a block holds its input alone, and one block at a time is computed again (Chen et al. 2016,
+    arXiv:1604.06174).
     """
+
     def whole(part: Part) -> float:
         return (part.saved - part.divided + part.divided / layout.model) * layout.micro_batch
 
@@ -143,13 +195,24 @@ def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int = 0) -> tuple[
     if not layout.recompute:
         return [part.repeat * whole(part) * in_flight for part in parts], working
     again = max((whole(part) for part in parts if part.block), default=0.0)
-    return [part.repeat * (part.output * layout.micro_batch if part.block else whole(part)) * in_flight for part in parts], working + again
+    return [
+        part.repeat * (part.output * layout.micro_batch if part.block else whole(part)) * in_flight for part in parts
+    ], working + again
 
 
-def _backward_peak(parts: Sequence[Part], held: Sequence[float], working: float, layout: Layout, recipe: Recipe, gradients: float, packs: float) -> float:
+def _backward_peak(
+    parts: Sequence[Part],
+    held: Sequence[float],
+    working: float,
+    layout: Layout,
+    recipe: Recipe,
+    gradients: float,
+    packs: float,
+) -> float:
     """The backward pass goes through the parts from the last: their gradients appear, their activations go.
 
-    Repetitions of a part change both by the same step, so that the highest point is at the first or at the last of them.
+    Repetitions of a part change both by the same step, so that the highest point is at the first or at the last of
+    them.
     """
     fixed = sum(part.repeat * part.fixed / layout.model for part in parts)
     left, grown, peak = sum(held), 0.0, 0.0

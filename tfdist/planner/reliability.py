@@ -1,7 +1,7 @@
 """Failures and snapshots: how often to save, what saving and failing cost. Seconds and bytes.
 
-Legend: delta, seconds that training stands still for a save; M, mean time between failures of the whole job; tau, seconds
-of training between two saves; R, seconds from a failure to training again.
+Legend: delta, seconds that training stands still for a save; M, mean time between failures of the whole job; tau,
+seconds of training between two saves; R, seconds from a failure to training again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ def young_interval(delta: float, mtbf: float) -> float:
 
 
 def daly_interval(delta: float, mtbf: float) -> float:
-    """Daly 2006, equation 37: Young's with the next terms of the series, less the save itself; M if saving takes over 2 M."""
+    """Daly 2006, equation 37: Young's with the next terms of the series, less the save itself; M if saving takes over 2
+    M.
+    """
     if delta >= 2 * mtbf:
         return mtbf
     ratio = delta / (2 * mtbf)
@@ -42,7 +44,16 @@ class Reliability:
         return max(0.0, 1.0 - self.saving - self.lost)
 
 
-def reliability(checkpoint: float, devices: int, mtbf_hours: float, storage_gbs: float, *, asynchronous: bool, copy_gbs: float = 10.0, restart: float = 180.0) -> Reliability:
+def reliability(
+    checkpoint: float,
+    devices: int,
+    mtbf_hours: float,
+    storage_gbs: float,
+    *,
+    asynchronous: bool,
+    copy_gbs: float = 10.0,
+    restart: float = 180.0,
+) -> Reliability:
     """Of a job on `devices`, each of which fails (with its share of everything else) every `mtbf_hours`.
 
     asynchronous: training waits for the copy to host memory only (at `copy_gbs`, assumed), but saves cannot be closer
@@ -52,4 +63,13 @@ def reliability(checkpoint: float, devices: int, mtbf_hours: float, storage_gbs:
     write = checkpoint / (storage_gbs * 1e9)
     stall = checkpoint / (copy_gbs * 1e9) if asynchronous else write
     interval = max(daly_interval(stall, mtbf), write if asynchronous else 0.0)
-    return Reliability(mtbf, checkpoint, write, stall, interval, young_interval(stall, mtbf), stall / (interval + stall), min(1.0, (interval / 2 + restart) / mtbf))
+    return Reliability(
+        mtbf,
+        checkpoint,
+        write,
+        stall,
+        interval,
+        young_interval(stall, mtbf),
+        stall / (interval + stall),
+        min(1.0, (interval / 2 + restart) / mtbf),
+    )

@@ -26,14 +26,17 @@ class Wish:
 
 
 def parse_mesh(text: str) -> dict[str, int] | None:
-    """"data=8,pipe=2" -> {"data": 8, "pipe": 2}; "auto" -> None. Raises ConfigError."""
+    """ "data=8,pipe=2" -> {"data": 8, "pipe": 2}; "auto" -> None. Raises ConfigError."""
     if text == "auto":
         return None
     sizes: dict[str, int] = {}
     for piece in text.split(","):
         name, _, size = piece.partition("=")
         if name not in ("data", "pipe", "model", "expert") or not size.isdecimal() or int(size) < 1 or name in sizes:
-            raise ConfigError(f"--mesh={text}: {piece!r} is not an axis with its size: write for example data=8,pipe=2,model=4 (axes data, pipe, model, expert), or auto.")
+            raise ConfigError(
+                f"--mesh={text}: {piece!r} is not an axis with its size: write for example data=8,pipe=2,model=4 (axes"
+                " data, pipe, model, expert), or auto."
+            )
         sizes[name] = int(size)
     return sizes
 
@@ -41,11 +44,18 @@ def parse_mesh(text: str) -> dict[str, int] | None:
 def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
     """Every possible layout. Raises ConfigError if a fixed mesh does not suit the model or the number of devices."""
     model, devices = plan.model, plan.devices
-    meshes = [wish.mesh] if wish.mesh else [
-        {"data": devices // (pipe * tensor * expert), "pipe": pipe, "model": tensor, "expert": expert}
-        for pipe in _divisors(devices) if pipe <= max(1, model.blocks)
-        for tensor in _divisors(devices // pipe) if tensor <= plan.hardware.per_node
-        for expert in _divisors(devices // pipe // tensor)]
+    meshes = (
+        [wish.mesh]
+        if wish.mesh
+        else [
+            {"data": devices // (pipe * tensor * expert), "pipe": pipe, "model": tensor, "expert": expert}
+            for pipe in _divisors(devices)
+            if pipe <= max(1, model.blocks)
+            for tensor in _divisors(devices // pipe)
+            if tensor <= plan.hardware.per_node
+            for expert in _divisors(devices // pipe // tensor)
+        ]
+    )
     for mesh in meshes:
         problem = _problem(plan, mesh)
         if problem:
@@ -55,8 +65,12 @@ def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
         replicas = mesh.get("data", 1) * mesh.get("expert", 1)
         for micro_batch, micro_batches in _batches(plan.config, replicas, mesh.get("pipe", 1)):
             for zero in [wish.zero] if wish.zero is not None else range(4) if replicas > 1 else [0]:
-                for recompute in [wish.recompute] if wish.recompute is not None else [False, True] if model.blocks else [False]:
-                    yield Layout(**mesh, zero=zero, recompute=recompute, micro_batch=micro_batch, micro_batches=micro_batches)
+                for recompute in (
+                    [wish.recompute] if wish.recompute is not None else [False, True] if model.blocks else [False]
+                ):
+                    yield Layout(
+                        **mesh, zero=zero, recompute=recompute, micro_batch=micro_batch, micro_batches=micro_batches
+                    )
 
 
 def _problem(plan: Plan, mesh: dict[str, int]) -> str:
@@ -69,9 +83,15 @@ def _problem(plan: Plan, mesh: dict[str, int]) -> str:
     if size != plan.devices:
         return f"--mesh={text} makes {size} devices, but --devices={plan.devices}: change one of them."
     if tensor > 1 and ("model" not in plan.model.axes or plan.model.heads % tensor):
-        return f"--mesh={text}: model={tensor} must divide the attention heads, of which {plan.model.name} has {plan.model.heads if 'model' in plan.model.axes else 'none that can be divided'}."
+        return (
+            f"--mesh={text}: model={tensor} must divide the attention heads, of which {plan.model.name} has"
+            f" {plan.model.heads if 'model' in plan.model.axes else 'none that can be divided'}."
+        )
     if pipe > max(1, plan.model.blocks):
-        return f"--mesh={text}: pipe={pipe} is more than the {plan.model.blocks} blocks at which {plan.model.name} can be cut."
+        return (
+            f"--mesh={text}: pipe={pipe} is more than the {plan.model.blocks} blocks at which {plan.model.name} can be"
+            " cut."
+        )
     if expert > 1 and "expert" not in plan.model.axes:
         return f"--mesh={text}: expert={expert}, but {plan.model.name} has no experts."
     return ""
@@ -82,8 +102,8 @@ def _divisors(n: int) -> list[int]:
 
 
 def _batches(config: Config, replicas: int, pipe: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, micro-batches) for a number of replicas. What the flags fix is kept; with --global_batch alone, every
-    division into powers of two is tried."""
+    """(micro-batch, micro-batches) for a number of replicas. What the flags fix is kept; with --global_batch alone,
+    every division into powers of two is tried."""
     batch = config.batch
     if batch.global_batch and not batch.micro_batch and not batch.accumulation:
         accumulation = 1
@@ -102,12 +122,17 @@ def _batches(config: Config, replicas: int, pipe: int) -> Iterator[tuple[int, in
 def search(plan: Plan, wish: Wish = Wish()) -> tuple[list[Estimate], list[str]]:  # noqa: B008 - frozen
     """(up to three estimates, the best first, one for each mesh; a reason for each).
 
-    If none fits: the one that needs the least, and why it does not fit. Raises ConfigError if there is no layout at all.
+    If none fits: the one that needs the least, and why it does not fit. Raises ConfigError if there is no layout at
+    all.
     """
     found = [estimate(plan, layout) for layout in layouts(plan, wish)]
     if not found:
         batch = plan.config.batch
-        raise ConfigError(f"No layout of --devices={plan.devices} suits the batch (--global_batch={batch.global_batch}, --micro_batch={batch.micro_batch}, --accumulation={batch.accumulation}): raise --global_batch, or use fewer devices.")
+        raise ConfigError(
+            f"No layout of --devices={plan.devices} suits the batch (--global_batch={batch.global_batch},"
+            f" --micro_batch={batch.micro_batch}, --accumulation={batch.accumulation}): raise --global_batch, or use"
+            " fewer devices."
+        )
     fitting = [each for each in found if each.fits(plan.hardware)]
     if not fitting:
         least = min(found, key=lambda each: each.memory.peak)
@@ -123,27 +148,57 @@ def search(plan: Plan, wish: Wish = Wish()) -> tuple[list[Estimate], list[str]]:
 
 def _complexity(found: Estimate) -> tuple:
     layout = found.layout
-    return (layout.pipe > 1) + (layout.model > 1) + (layout.expert > 1), layout.recompute, layout.zero, layout.pipe * layout.model, layout.micro_batches
+    return (
+        (layout.pipe > 1) + (layout.model > 1) + (layout.expert > 1),
+        layout.recompute,
+        layout.zero,
+        layout.pipe * layout.model,
+        layout.micro_batches,
+    )
 
 
 def _reason(plan: Plan, found: Estimate, best: Estimate, everything: list[Estimate]) -> str:
     room = plan.hardware.memory_gb * 1e9
-    costs = {"the pipeline's bubble": found.step.bubble, "traffic inside the model": found.step.tensor, "gradients that the backward pass does not hide": found.step.exposed, "the update": found.step.update}
+    costs = {
+        "the pipeline's bubble": found.step.bubble,
+        "traffic inside the model": found.step.tensor,
+        "gradients that the backward pass does not hide": found.step.exposed,
+        "the update": found.step.update,
+    }
     cost = max(costs, key=costs.get)
     share = costs[cost] / found.step.total
-    pieces = ["the fastest that fits" if found is best else f"{found.samples_per_s / best.samples_per_s:.0%} of the best one's speed",
-              f"{found.memory.peak / 1e9:.3g} of {plan.hardware.memory_gb:g} GB", f"it loses most to {cost}, {share:.1%} of a step" if share > 0.005 else "it computes nearly all the time"]
+    pieces = [
+        (
+            "the fastest that fits"
+            if found is best
+            else f"{found.samples_per_s / best.samples_per_s:.0%} of the best one's speed"
+        ),
+        f"{found.memory.peak / 1e9:.3g} of {plan.hardware.memory_gb:g} GB",
+        f"it loses most to {cost}, {share:.1%} of a step" if share > 0.005 else "it computes nearly all the time",
+    ]
     simpler = dataclasses.replace(found.layout, zero=0)
-    if found.layout.zero and (other := next((each for each in everything if each.layout == simpler), None)) and other.memory.peak > room:
+    if (
+        found.layout.zero
+        and (other := next((each for each in everything if each.layout == simpler), None))
+        and other.memory.peak > room
+    ):
         pieces.append(f"without ZeRO it would need {other.memory.peak / 1e9:.3g} GB")
     kept = dataclasses.replace(found.layout, recompute=False)
-    if found.layout.recompute and (other := next((each for each in everything if each.layout == kept), None)) and other.memory.peak > room:
+    if (
+        found.layout.recompute
+        and (other := next((each for each in everything if each.layout == kept), None))
+        and other.memory.peak > room
+    ):
         pieces.append(f"without recompute it would need {other.memory.peak / 1e9:.3g} GB")
     return "; ".join(pieces)
 
 
 def _does_not_fit(plan: Plan, least: Estimate) -> str:
     largest = max(least.memory.items().items(), key=lambda item: item[1])
-    cure = {"activations": "lower --micro_batch or --sequence_length", "reserved": "use a larger device"}.get(largest[0], "use more devices or a larger one")
-    return (f"does not fit, because even {least.layout.describe()} needs {least.memory.peak / 1e9:.3g} GB on a device of {plan.hardware.memory_gb:g} GB, "
-            f"{largest[1] / 1e9:.3g} GB of it for {largest[0]}: {cure}")
+    cure = {"activations": "lower --micro_batch or --sequence_length", "reserved": "use a larger device"}.get(
+        largest[0], "use more devices or a larger one"
+    )
+    return (
+        f"does not fit, because even {least.layout.describe()} needs {least.memory.peak / 1e9:.3g} GB on a device of"
+        f" {plan.hardware.memory_gb:g} GB, {largest[1] / 1e9:.3g} GB of it for {largest[0]}: {cure}"
+    )

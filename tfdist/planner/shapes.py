@@ -56,7 +56,10 @@ class Part:
     @cached_property
     def elements(self) -> dict[str, int]:
         """Parameters of one repetition by the axis that can divide them."""
-        return {axis: sum(weight.elements for weight in self.weights if weight.axis == axis) for axis in {weight.axis for weight in self.weights}}
+        return {
+            axis: sum(weight.elements for weight in self.weights if weight.axis == axis)
+            for axis in {weight.axis for weight in self.weights}
+        }
 
     @cached_property
     def largest_weights(self) -> dict[str, int]:
@@ -110,7 +113,8 @@ def _cut(parts: Sequence[Part], pipe: int, total: float) -> list[list[Part]]:
     at, done, left, has_block = 0, 0.0, sum(part.repeat for part in parts if part.block), False
     for part in itertools.chain.from_iterable(itertools.repeat(each, each.repeat) for each in parts):
         due = (done + part.flops / 2) * pipe >= (at + 1) * total
-        # A stage begins with a block: when its share of the work is reached, or when each later stage needs one of those left.
+        # A stage begins with a block: when its share of the work is reached, or when each later stage needs one of
+        # those left.
         if part.block and has_block and at < pipe - 1 and (due or left < pipe - at):
             at, has_block = at + 1, False
         last = stages[at][-1] if stages[at] else None
@@ -125,9 +129,19 @@ def _cut(parts: Sequence[Part], pipe: int, total: float) -> list[list[Part]]:
 def from_json(values: Mapping[str, Any], tokens: int = 1) -> ModelShape:
     """What `python -m tfdist.training.count` printed."""
     parts = tuple(
-        Part(part["name"], tuple(Weight(path, tuple(shape), "expert" if "expert" in path else "") for path, shape in part["weights"]),
-             part["constants"], part["flops"], sum(part["saved"]), 0.0, max(part["saved"], default=0.0), part["fixed"], part["output"])
-        for part in values["parts"])
+        Part(
+            part["name"],
+            tuple(Weight(path, tuple(shape), "expert" if "expert" in path else "") for path, shape in part["weights"]),
+            part["constants"],
+            part["flops"],
+            sum(part["saved"]),
+            0.0,
+            max(part["saved"], default=0.0),
+            part["fixed"],
+            part["output"],
+        )
+        for part in values["parts"]
+    )
     return ModelShape(values["name"], parts, tokens, source="graph")
 
 
@@ -152,7 +166,11 @@ def sample_of(config: Config, shape: str = "", outputs: int = 0) -> Sample | Non
         found = Sample((data.sequence_length,), 256)
     elif data.source == "synthetic":
         text = options.get("task", "image") == "text"
-        found = Sample((data.sequence_length,), options.get("vocab", 50_257)) if text else Sample(tuple(options.get("shape", (224, 224, 3))), options.get("classes", 1000))
+        found = (
+            Sample((data.sequence_length,), options.get("vocab", 50_257))
+            if text
+            else Sample(tuple(options.get("shape", (224, 224, 3))), options.get("classes", 1000))
+        )
     elif "image_size" in options and outputs:
         found = Sample((options["image_size"], options["image_size"], 3), outputs)
     if shape:
@@ -161,7 +179,9 @@ def sample_of(config: Config, shape: str = "", outputs: int = 0) -> Sample | Non
         except ValueError:
             sizes = (0,)
         if min(sizes) < 1:
-            raise ConfigError(f"--input_shape={shape} must be whole numbers, for example 224,224,3 for images or 1024 for tokens.")
+            raise ConfigError(
+                f"--input_shape={shape} must be whole numbers, for example 224,224,3 for images or 1024 for tokens."
+            )
         if not outputs and not found:
             raise ConfigError(f"--input_shape={shape} needs --outputs=N, the number of classes or tokens.")
         found = Sample(sizes, outputs or found.outputs)

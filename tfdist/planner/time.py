@@ -49,13 +49,17 @@ class StepTime:
         return self.compute + self.bubble + self.tensor + self.exposed + self.update + self.fixed
 
 
-def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardware, algorithm: str = "auto") -> StepTime:
+def step_time(
+    model: ModelShape, config: Config, layout: Layout, hardware: Hardware, algorithm: str = "auto"
+) -> StepTime:
     """The step of a layout on a hardware."""
     stages = model.stages(layout.pipe)
     slowest = max(sum(part.repeat * part.flops for part in parts) for parts in stages)
     passes = 4 if layout.recompute and any(part.block for part in model.parts) else 3
     rate = hardware.tflops(config.precision.precision) * 1e12 * hardware.efficiency
-    crowding = hardware.crowding(layout.devices)  # of all there is to do: on shared processors launches and copies are work, too
+    crowding = hardware.crowding(
+        layout.devices
+    )  # of all there is to do: on shared processors launches and copies are work, too
     one = passes * slowest * layout.micro_batch / layout.model / rate * crowding
     compute, bubble = one * layout.micro_batches, one * (layout.pipe - 1)
     seconds, name = gradient_seconds(stages, layout, hardware, algorithm)
@@ -63,11 +67,21 @@ def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardw
     # Each micro-batch's backward pass can hide the traffic of stages 2 and 3, the last one's that of stages 0 and 1.
     windows = layout.micro_batches if layout.zero >= 2 else 1
     exposed = max(seconds - hardware.overlap * one * 2 / passes * windows, seconds * 0.02)
-    return StepTime(compute, bubble, _inner_seconds(stages, config, layout, hardware) * crowding, seconds, exposed if seconds else 0.0,
-                    _update_seconds(stages, config, layout, hardware) * crowding, hardware.step_ms * 1e-3 * crowding, name)
+    return StepTime(
+        compute,
+        bubble,
+        _inner_seconds(stages, config, layout, hardware) * crowding,
+        seconds,
+        exposed if seconds else 0.0,
+        _update_seconds(stages, config, layout, hardware) * crowding,
+        hardware.step_ms * 1e-3 * crowding,
+        name,
+    )
 
 
-def gradient_seconds(stages: list[list[Part]], layout: Layout, hardware: Hardware, algorithm: str = "auto") -> tuple[float, str]:
+def gradient_seconds(
+    stages: list[list[Part]], layout: Layout, hardware: Hardware, algorithm: str = "auto"
+) -> tuple[float, str]:
     """(seconds a step, algorithm) of the traffic over the data axis, float32."""
     group = Group.of(layout.replicas, layout.pipe * layout.model, hardware)
     size = KERAS.gradient * max(sum(part.repeat * layout.elements(part) for part in parts) for parts in stages)
@@ -78,8 +92,8 @@ def gradient_seconds(stages: list[list[Part]], layout: Layout, hardware: Hardwar
         name = min(times, key=times.get) if algorithm == "auto" else algorithm
         return times[name], name
     once = pass_seconds(group, size, hardware)
-    # 1: reduce-scatter of gradients, all-gather of parameters; 2: the first after each micro-batch; 3: the parameters also
-    # twice in each micro-batch, for the forward and the backward pass.
+    # 1: reduce-scatter of gradients, all-gather of parameters; 2: the first after each micro-batch; 3: the parameters
+    # also twice in each micro-batch, for the forward and the backward pass.
     passes = {1: 2, 2: layout.micro_batches + 1, 3: 3 * layout.micro_batches}[layout.zero]
     return passes * once, "reduce-scatter and all-gather"
 
@@ -89,9 +103,16 @@ def _inner_seconds(stages: list[list[Part]], config: Config, layout: Layout, har
     seconds = 0.0
     blocks = max((sum(part.repeat for part in parts if part.block) for parts in stages), default=0)
     output = max((part.output for parts in stages for part in parts if part.block), default=0.0) * layout.micro_batch
-    if layout.model > 1:  # two all-reduces forward and two backward for each block (Shoeybi et al. 2019), two more if recomputed
+    if (
+        layout.model > 1
+    ):  # two all-reduces forward and two backward for each block (Shoeybi et al. 2019), two more if recomputed
         group = Group.of(layout.model, 1, hardware)
-        seconds += blocks * (6 if layout.recompute else 4) * min(all_reduce_seconds(group, output, hardware).values()) * layout.micro_batches
+        seconds += (
+            blocks
+            * (6 if layout.recompute else 4)
+            * min(all_reduce_seconds(group, output, hardware).values())
+            * layout.micro_batches
+        )
     if layout.pipe > 1:
         group = Group.of(layout.pipe, layout.model, hardware)
         link = group.flat(hardware)
@@ -105,11 +126,18 @@ def _inner_seconds(stages: list[list[Part]], config: Config, layout: Layout, har
 
 def _update_seconds(stages: list[list[Part]], config: Config, layout: Layout, hardware: Hardware) -> float:
     """The update reads and writes parameters and slots and reads gradients: bound by memory bandwidth."""
+
     def moved_by(part: Part) -> float:
         each = KERAS.parameter * 2 + KERAS.gradient
-        return part.repeat * sum((each * weight.elements + 2 * KERAS.slot * slot_elements(config.optimizer, weight)) / layout.divisor(weight.axis) for weight in part.weights)
+        return part.repeat * sum(
+            (each * weight.elements + 2 * KERAS.slot * slot_elements(config.optimizer, weight))
+            / layout.divisor(weight.axis)
+            for weight in part.weights
+        )
 
-    moved = sum(moved_by(part) for part in max(stages, key=lambda parts: sum(part.repeat * part.parameters for part in parts)))
+    moved = sum(
+        moved_by(part) for part in max(stages, key=lambda parts: sum(part.repeat * part.parameters for part in parts))
+    )
     return moved / (layout.replicas if layout.zero else 1) / (hardware.memory_gbs * 1e9)
 
 

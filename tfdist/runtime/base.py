@@ -50,6 +50,13 @@ class Runtime(Protocol):
         a row may be there several times. bfloat16 travels in two bytes an element, and may come back as float32. A runtime that is not used with training/update.py's DataParallel need not know them.
         """
 
+    def gather_row(self, row: tf.Tensor) -> tf.Tensor:
+        """Inside the `fn` of `run`: [replicas, k], float32 or float64, the row [k] of every replica, in one order on all. Its
+        gradient is that of the sum of all replicas' losses. For rows of a few thousand elements."""
+
+    def assign(self, variable: tf.Variable, value: Any) -> None:
+        """Outside of `run`: sets every local replica's copy of the variable to its own value of a per-replica value."""
+
     # Between steps, on host values. Every worker must call these in the same order.
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:

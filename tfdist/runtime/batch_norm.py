@@ -1,35 +1,57 @@
-"""Moments over the rows of all workers, for BatchNormalization(synchronized=True) on the sockets runtime.
+"""Moments over the rows of all replicas, for BatchNormalization(synchronized=True) on every runtime.
 
-Keras asks tf.distribute for its synchronised moments; where there is no tf.distribute strategy it would silently take
-those of this worker's rows alone. Here the one function that asks is replaced (tests/parity covers it: a Keras that
-renames it fails there, and at once with an AttributeError here).
+Keras asks tf.distribute for its synchronised moments. Where there is no tf.distribute strategy it would silently take those
+of this worker's rows alone; with one it takes E[x^2] - E[x]^2, which has no digits left where the mean is large; and with a
+mask it does not ask at all. So what Keras calls is replaced (the tests in tests/unit/runtime and tests/parity fail if Keras
+renames it).
 
-Each worker contributes (count, mean, variance) of its rows; together (Chan, Golub and LeVeque 1979)
+Each replica contributes (count, mean, variance) of its rows; together (Chan, Golub and LeVeque 1979)
     mean = sum c_r m_r / C        variance = sum c_r (v_r + (m_r - mean)^2) / C
-which does not lose digits as E[x^2] - E[x]^2 does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Iterator, Sequence
 
+import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn  # not public, and there is no public way
 
-if TYPE_CHECKING:
-    from tfdist.runtime.sockets import Sockets
+from tfdist.control.exit_codes import UnsupportedError
+from tfdist.runtime.base import Runtime
+
+_of_keras = getattr(keras.layers.BatchNormalization, "_moments", None)
+_apart = False
 
 
-def synchronize_with(runtime: Sockets) -> None:
-    """From now on synchronised moments are over the workers of `runtime`."""
-    if not hasattr(nn, "_compute_moments_sync"):
-        raise AttributeError("keras.src.backend.tensorflow.nn has no _compute_moments_sync any more: runtime/batch_norm.py must be adapted to this Keras.")
+def synchronize_with(runtime: Runtime) -> None:
+    """From now on synchronised moments are over the replicas of `runtime`. Raises UnsupportedError for another Keras."""
+    if not hasattr(nn, "_compute_moments_sync") or _of_keras is None:
+        raise UnsupportedError(f"Keras {keras.__version__} synchronises BatchNormalization in an unknown way: install keras~=3.15.")
+
+    def of_layer(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        if mask is None or not layer.synchronized:
+            return _of_keras(layer, inputs, mask)
+        return moments(runtime, inputs, layer._reduction_axes, mask=mask)
+
     nn._compute_moments_sync = lambda x, axes, keepdims: moments(runtime, x, axes, keepdims)
+    keras.layers.BatchNormalization._moments = of_layer
 
 
-def moments(runtime: Sockets, x: tf.Tensor, axes: Sequence[int], keepdims: bool = False, mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
-    """(mean, variance) of x over `axes` and over all workers, with the gradient through all of them.
+@contextlib.contextmanager
+def each_alone() -> Iterator[None]:
+    """Within it moments are over this process's rows alone: what one worker tries, others need not try."""
+    global _apart
+    _apart = True
+    try:
+        yield
+    finally:
+        _apart = False
+
+
+def moments(runtime: Runtime, x: tf.Tensor, axes: Sequence[int], keepdims: bool = False, mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+    """(mean, variance) of x over `axes` and over all replicas, with the gradient through all of them.
 
     mask: bool, x's shape without the last dim; only where it is true does x count.
     """
@@ -37,13 +59,13 @@ def moments(runtime: Sockets, x: tf.Tensor, axes: Sequence[int], keepdims: bool 
         mean, variance = tf.nn.moments(x, axes, keepdims=keepdims)
         count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(mean), x.dtype)
     else:
-        weights = tf.broadcast_to(tf.cast(mask, x.dtype)[..., tf.newaxis], tf.shape(x))
-        mean, variance = tf.nn.weighted_moments(x, axes, weights, keepdims=keepdims)
-        count = tf.reduce_sum(weights) / tf.cast(tf.size(mean), x.dtype)
-        mean, variance = (tf.where(count > 0, value, tf.zeros_like(value)) for value in (mean, variance))
-    if runtime.rows_count is not None:
-        count *= tf.cast(runtime.rows_count, x.dtype)
-    rows = _gather(runtime, tf.concat([[count], tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0)[tf.newaxis])
+        count, mean, variance = _masked(x, axes, keepdims, mask)
+    rows_count = getattr(runtime, "rows_count", None)
+    if rows_count is not None:
+        count *= tf.cast(rows_count, x.dtype)
+    if _apart:
+        return mean, variance
+    rows = runtime.gather_row(tf.concat([[count], tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0))
     share = tf.math.divide_no_nan(rows[:, :1], tf.reduce_sum(rows[:, :1]))
     means, variances = tf.split(rows[:, 1:], 2, axis=1)
     all_mean = tf.reduce_sum(share * means, 0)
@@ -51,14 +73,15 @@ def moments(runtime: Sockets, x: tf.Tensor, axes: Sequence[int], keepdims: bool 
     return tf.reshape(all_mean, tf.shape(mean)), tf.reshape(all_variance, tf.shape(variance))
 
 
-def _gather(runtime: Sockets, row: tf.Tensor) -> tf.Tensor:
-    """[1, k] of each worker -> [workers, k]; its adjoint is the sum of the workers' upstream gradients, own row."""
-
-    @tf.custom_gradient
-    def gather(row):
-        def gradient(upstream):
-            return tf.reduce_sum(runtime.gather([upstream[tf.newaxis]])[0], 0)[runtime.rank:runtime.rank + 1]
-
-        return runtime.gather([row])[0], gradient
-
-    return gather(row)
+def _masked(x: tf.Tensor, axes: Sequence[int], keepdims: bool, mask: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """(count, mean, variance) of where the mask is true; zeros, and no gradient, where it is true nowhere. What stands at the
+    other places may be NaN."""
+    chosen = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
+    x = tf.where(chosen, x, tf.zeros_like(x))
+    count = tf.reduce_sum(tf.cast(chosen, x.dtype), axes, keepdims=True)
+    divisor = tf.maximum(count, 1.0)
+    mean = tf.reduce_sum(x, axes, keepdims=True) / divisor
+    difference = tf.where(chosen, x - tf.stop_gradient(mean), tf.zeros_like(x))
+    variance = tf.reduce_sum(tf.square(difference), axes, keepdims=True) / divisor
+    one = tf.reshape(count, [-1])[0]
+    return (one, mean, variance) if keepdims else (one, tf.squeeze(mean, axes), tf.squeeze(variance, axes))

@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn  # see _synchronize_batchnorm
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import UnsupportedError
 from tfdist.runtime import horovod_start
 
 _CHUNK = 1 << 26  # bytes per host collective, to bound its memory
@@ -36,7 +34,6 @@ class Horovod:
         self._group_bytes, self._compress = group_bytes, compress
         self.rank = self.first_replica = hvd.rank()
         self.size = self.replicas = hvd.size()
-        _synchronize_batchnorm(self)
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> Horovod:
@@ -93,6 +90,12 @@ class Horovod:
                 reduced[index] = tf.cast(tf.ensure_shape(value, tensors[index].shape), tensors[index].dtype)
         return reduced
 
+    def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:
+        variable.assign(value)
+
+    def gather_row(self, row: tf.Tensor) -> tf.Tensor:
+        return row[tf.newaxis] if self.size == 1 else tf.ensure_shape(self._hvd.allgather(row[tf.newaxis]), [self.size, row.shape[0]])
+
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)
         if self.size == 1:
@@ -121,27 +124,6 @@ class Horovod:
 
     def close(self) -> None:
         self._hvd.shutdown()
-
-
-def _synchronize_batchnorm(runtime: Horovod) -> None:
-    """Lets a synchronised BatchNormalization sum over Horovod's ranks.
-
-    Keras sums over the replicas of tf.distribute, of which there is one here, and would silently take each rank's own
-    statistics. There is no public place to say otherwise. The parity tests fail if Keras stops calling this function.
-    """
-    if not hasattr(keras_nn, "_compute_moments_sync"):
-        raise UnsupportedError("--strategy=horovod does not know how this Keras synchronises BatchNormalization: install Keras 3.15.")
-
-    def moments(x: tf.Tensor, axes: Sequence[int], keepdims: bool) -> tuple[tf.Tensor, tf.Tensor]:
-        """Mean and variance of x over `axes` and all ranks; the gradient of the sum over ranks is the sum over ranks."""
-        count = tf.reduce_sum(tf.ones_like(x), axis=axes, keepdims=True)
-        sums = [tf.reduce_sum(x, axis=axes, keepdims=True), tf.reduce_sum(tf.square(x), axis=axes, keepdims=True), count]
-        total, squares, count = runtime._sum(sums)
-        mean = tf.math.divide_no_nan(total, count)
-        variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-        return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
-
-    keras_nn._compute_moments_sync = moments
 
 
 def _groups(tensors: list[tf.Tensor], most_bytes: int) -> list[list[int]]:

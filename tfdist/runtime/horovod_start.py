@@ -20,7 +20,8 @@ from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import PeerLostError, StartupError, UnsupportedError
 from tfdist.control.horovod_env import PORT, WRITTEN, Placement, placement
-from tfdist.control.preflight import bind_everywhere
+from tfdist.control.packet_filter import bind_address
+from tfdist.control.preflight import bind_everywhere, bind_shared
 
 _PAUSE_SECONDS = 0.1
 # Horovod 0.28.1 writes past the end of a vector when it is started again in a process in which these were set.
@@ -126,7 +127,7 @@ def _open_port(cluster: Cluster, place: Placement) -> Iterator[None]:
     Rank 0: the rendezvous server, if it is ours. The others: knocks of peers that are still in the preflight.
     """
     if place.serve and cluster.rank == 0:
-        server = _rendezvous_server(place.server[1])
+        server = _rendezvous_server(place.server[1], bind_address(cluster.address, cluster.peers))
         try:
             yield
         finally:
@@ -140,7 +141,7 @@ def _open_port(cluster: Cluster, place: Placement) -> Iterator[None]:
         yield
 
 
-def _rendezvous_server(port: int):
+def _rendezvous_server(port: int, host: str = ""):
     """Horovod's server on a port that a launcher may hold for us."""
     import threading
 
@@ -152,7 +153,7 @@ def _rendezvous_server(port: int):
 
         def server_bind(self) -> None:
             self.socket.close()
-            self.socket = bind_everywhere(self.server_address[1])  # shares the port with its reservation
+            self.socket = bind_shared(self.server_address[1], host)  # shares the port with its reservation
             self.server_address = self.socket.getsockname()[:2]
             self.server_name, self.server_port = self.server_address
 

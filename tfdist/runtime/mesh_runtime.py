@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
@@ -23,8 +22,6 @@ from tfdist.runtime.collectives import Group
 from tfdist.runtime.hierarchical import HierarchicalGroup
 from tfdist.runtime.mesh import AXES, REPLICA_AXES, Mesh
 from tfdist.runtime.mirrored import MultiWorker
-from tfdist.runtime.overdue import Overdue
-from tfdist.runtime.ring import MARK
 
 _BYTES_AT_ONCE = 1 << 24
 
@@ -43,7 +40,6 @@ class MeshRuntime:
         self.leads = not any(self.coordinates[axis] for axis in AXES if axis not in REPLICA_AXES)
         self._nccl = bool(tf.config.list_logical_devices("GPU"))
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._overdue = Overdue(timeout, self._give_up) if timeout and self.size > 1 else None
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> MeshRuntime:
@@ -98,24 +94,7 @@ class MeshRuntime:
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
         with _Replica(self.group(*REPLICA_AXES)) if self.replicas > 1 else contextlib.nullcontext():
-            return fn(*args) if self._overdue is None else self._watched(fn, args)
-
-    def _watched(self, fn: Callable, args: Sequence) -> Any:
-        """`fn(*args)`, begun and ended for overdue.py, when the graph runs it."""
-        with tf.control_dependencies(_tensors(args)):
-            begun = tf.numpy_function(self._overdue.begin, [], [])
-        with tf.control_dependencies([begun]):
-            result = fn(*tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, tuple(args)))
-        with tf.control_dependencies(_tensors(result)):
-            tf.numpy_function(self._overdue.end, [], [])
-        return result
-
-    def _give_up(self) -> None:
-        others = sorted({rank for group in self._groups.values() for rank in group.ranks} - {self.rank})
-        context.context().abort_collective_ops(
-            tf.errors.DEADLINE_EXCEEDED,
-            f"{MARK}rank {self.rank} has waited for more than --collective_timeout={self._timeout:g} s in a step for one of ranks {', '.join(map(str, others))}, "
-            "which is stuck or much slower.")
+            return self._world.watched(lambda fn, args: fn(*args), fn, args)
 
     def per_replica(self, values: Sequence) -> Any:
         (value,) = values
@@ -129,6 +108,12 @@ class MeshRuntime:
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [self.group(*REPLICA_AXES).all_reduce(tensor) for tensor in tensors]
+
+    def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:
+        variable.assign(value)
+
+    def gather_row(self, row: tf.Tensor) -> tf.Tensor:
+        return self.group(*REPLICA_AXES).all_gather(row[tf.newaxis])
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
@@ -149,10 +134,6 @@ class MeshRuntime:
 
     def close(self) -> None:
         self._world.close()
-
-
-def _tensors(nest: Any) -> list[tf.Tensor]:
-    return [leaf for leaf in tf.nest.flatten(nest) if tf.is_tensor(leaf)]
 
 
 class _Replica(tf.distribute.ReplicaContext):

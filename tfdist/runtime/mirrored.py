@@ -18,8 +18,11 @@ from tensorflow.python.eager import context
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.packet_filter import own_address_only
+from tfdist.runtime.farewell import say_goodbye
+from tfdist.runtime.overdue import Overdue
 from tfdist.runtime.reducer import RingReducer, suits
-from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring import MARK, Ring
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 _CHUNK = 1 << 24  # int32 elements (64 MiB) per host collective, to bound its memory
@@ -40,13 +43,18 @@ class StrategyRuntime:
         self.local_replicas = self.replicas // size
         self.first_replica = rank * self.local_replicas
         self._reducer: RingReducer | None = None
+        self._overdue: Overdue | None = None
         self._sum_function = tf.function(self._sum_of_first_replicas, autograph=False, reduce_retracing=True)
 
     def scope(self) -> AbstractContextManager:
         return self.strategy.scope()
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
-        return self.strategy.run(fn, args=tuple(args))
+        return self.watched(self.strategy.run, fn, args)
+
+    def watched(self, run: Callable, fn: Callable, args: Sequence) -> Any:
+        """`run(fn, args)`, under the watch over collectives that do not end, if there is one."""
+        return self._overdue.watched(run, fn, args) if self._overdue else run(fn, tuple(args))
 
     def per_replica(self, values: Sequence) -> Any:
         if len(values) == 1:
@@ -77,8 +85,7 @@ class StrategyRuntime:
                 return False
             return True
 
-        host = cluster.address.rpartition(":")[0]
-        ring = Ring(self.rank, self.size, host, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
+        ring = Ring(cluster, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
         self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
 
     @property
@@ -97,6 +104,19 @@ class StrategyRuntime:
             for place, total in zip(places, sums, strict=True):
                 reduced[place] = total
         return reduced
+
+    def assign(self, variable: tf.Variable, value: Any) -> None:
+        # `variable.assign` inside `run` would combine the replicas' values, in the way that the variable was made with.
+        if isinstance(variable, tf.distribute.DistributedValues):
+            self.strategy.extended.update(variable, lambda copy, own: copy.assign(own), args=(value,))
+        else:
+            variable.assign(self.local(value)[0])
+
+    def gather_row(self, row: tf.Tensor) -> tf.Tensor:
+        # Each adds its row to zeros. Not through the ring, which takes what it sums in the order of the backward pass.
+        replica = tf.distribute.get_replica_context()
+        own = tf.scatter_nd([[self.replica_id()]], row[tf.newaxis], [self.replicas, row.shape[0]])
+        return replica.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)
@@ -161,6 +181,23 @@ class Mirrored(StrategyRuntime):
 class MultiWorker(StrategyRuntime):
     """MultiWorkerMirroredStrategy. The cluster must have passed control/preflight.py."""
 
+    cluster: Cluster
+
+    def watch_for_stuck_peers(self, timeout: float) -> None:
+        """From now on a collective that does not end in `timeout` seconds is an error that says so; 0: never."""
+        def give_up() -> None:
+            context.context().abort_collective_ops(
+                tf.errors.DEADLINE_EXCEEDED,
+                f"{MARK}rank {self.rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks "
+                f"{', '.join(str(rank) for rank in range(self.size) if rank != self.rank)}, which is stuck or much slower.")
+
+        if timeout and self.size > 1:
+            self._overdue = Overdue(timeout, give_up)
+
+    def close(self) -> None:
+        if self.size > 1:
+            say_goodbye(self.cluster, self.strategy)
+
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> MultiWorker:
         options = communication_options(config.strategy)
@@ -172,8 +209,11 @@ class MultiWorker(StrategyRuntime):
                 service_leader="/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0",
                 heartbeat_timeout_in_ms=int(config.cluster.heartbeat_timeout * 1000),
                 cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000))
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        with own_address_only(cluster.address, cluster.peers):
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         runtime = cls("multi_worker", strategy, options, rank=cluster.rank, size=cluster.size)
+        runtime.cluster = cluster
+        runtime.watch_for_stuck_peers(config.strategy.collective_timeout)
         choice = config.strategy.communication
         suits = cluster.size > 1 and runtime.local_replicas == 1 and not tf.config.list_logical_devices("GPU")
         if choice == "socket" and not suits:
@@ -184,11 +224,10 @@ class MultiWorker(StrategyRuntime):
 
 
 def communication_options(config: StrategyConfig) -> tf.distribute.experimental.CommunicationOptions:
-    """The flags of the strategy component as TensorFlow's options."""
+    """The flags of the strategy component as TensorFlow's options; of time-outs overdue.py says why there is none."""
     kinds = tf.distribute.experimental.CommunicationImplementation
     return tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=int(config.pack_mb * 2**20),
-        timeout_seconds=config.collective_timeout or None,
         implementation={"auto": kinds.AUTO, "socket": kinds.AUTO, "ring": kinds.RING, "nccl": kinds.NCCL}[config.communication])
 
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
+from tfdist.control.packet_filter import own_address_only
 from tfdist.control.presence import Watch, await_all
 from tfdist.runtime.one_device import OneDevice
 
@@ -36,7 +37,8 @@ class ParameterServer(OneDevice):
         self._missing: set[str] = set()  # workers
         tf.get_logger().setLevel("CRITICAL")  # who is lost is told in a sentence; TensorFlow would add pages
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(_spec(cluster), task_type="chief", task_id=0, rpc_layer="grpc")
-        self._strategy = tf.distribute.ParameterServerStrategy(resolver)
+        with own_address_only(*_addresses(cluster)):
+            self._strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
 
     @classmethod
@@ -132,7 +134,8 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
     options.gpu_options.allow_growth = True
     if config.run.deterministic:
         tf.config.experimental.enable_op_determinism()
-    tf.distribute.Server(_spec(cluster), job_name=cluster.role, task_index=cluster.index, protocol="grpc", config=options)
+    with own_address_only(*_addresses(cluster)):
+        tf.distribute.Server(_spec(cluster), job_name=cluster.role, task_index=cluster.index, protocol="grpc", config=options)
     signal.signal(signal.SIGTERM, on_term)
     print(f"tfdist: {cluster.describe()}, at {cluster.spec[cluster.role][cluster.index]}; waiting for the chief.", flush=True)
     chief = cluster.others("chief")
@@ -146,6 +149,11 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
         print("tfdist: the run is finished.", flush=True)
         return ExitCode.OK
     raise PeerLostError(f"Lost {', '.join(chief)} before the run was finished: look at its log for the cause.")
+
+
+def _addresses(cluster: Cluster) -> tuple[str, list[str]]:
+    """This process's address, and those of all."""
+    return cluster.spec[cluster.role][cluster.index], [address for addresses in cluster.spec.values() for address in addresses]
 
 
 def _spec(cluster: Cluster) -> tf.train.ClusterSpec:

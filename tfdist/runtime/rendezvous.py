@@ -1,7 +1,7 @@
-"""How plain processes find each other: at the chief's TF_CONFIG address, over TCP, one line of JSON each way.
+"""How plain processes find each other: at the chief's TF_CONFIG address, over TCP, by control/wire.py.
 
-A worker connects to the chief and says who it is and where its ring listens; when all have, the chief answers each with
-the endpoints of all. Connections that say nothing are the knocks of control/preflight.py, and are dropped.
+A worker connects to the chief, says who it is and where its ring listens; when all have, the chief answers each with the
+endpoints of all, as JSON. Connections that say nothing are the knocks of control/preflight.py, and are dropped.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import errno
 import json
 import socket
 import time
+from typing import Any
 
+from tfdist.control import wire
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, StartupError
-from tfdist.control.preflight import bind_everywhere
+from tfdist.control.packet_filter import bind_address
+from tfdist.control.preflight import bind_shared
+from tfdist.control.terminal import printable
 
-_PATIENCE = 5.0  # seconds for a line that has begun
+_PATIENCE = 5.0  # seconds for an attempt to be let in, and for an answer to leave
 _PAUSE = 0.1  # seconds between attempts
 
 
@@ -24,7 +28,7 @@ def exchange(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
     """The endpoint of every worker in rank order, once all have called this.
 
     Raises: StartupError if someone does not appear within `timeout` seconds or this worker's port is taken;
-    ClusterError if the workers' TF_CONFIGs list different addresses.
+    ClusterError if the workers' TF_CONFIGs list different addresses, or their job tokens differ.
     """
     # Every worker answers at its own port meanwhile, for peers that still knock there.
     with _listen(cluster) as listener:
@@ -36,7 +40,7 @@ def exchange(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
 def _listen(cluster: Cluster) -> socket.socket:
     port = cluster.address.rpartition(":")[2]
     try:
-        listener = bind_everywhere(int(port))
+        listener = bind_shared(int(port), bind_address(cluster.address, cluster.peers))
         listener.listen(4096)
     except OSError as error:
         reason = "is in use on this machine" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
@@ -47,61 +51,71 @@ def _listen(cluster: Cluster) -> socket.socket:
 def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: float) -> list[str]:
     """The chief's part."""
     deadline = time.monotonic() + timeout
-    listener.settimeout(_PAUSE)
     endpoints, connections = {0: endpoint}, {}
     with contextlib.ExitStack() as stack:
+        reception = stack.enter_context(wire.Reception(listener, wire.Lock.of(cluster.secret, "rendezvous"), 0, lambda rank: 0 < rank < cluster.size))
         while len(endpoints) < cluster.size:
             if time.monotonic() > deadline:
                 names = ", ".join(cluster.name(rank) for rank in range(cluster.size) if rank not in endpoints)
-                raise StartupError(f"{names} did not appear within {timeout:g} s: start all workers, check that {cluster.address} can be reached from each, or raise --startup_timeout.")
-            try:
-                connection = stack.enter_context(listener.accept()[0])
+                raise StartupError(" ".join([f"{names} did not appear within {timeout:g} s: start all workers, check that {cluster.address} can be reached from each, or raise --startup_timeout.",
+                                             *(f"Turned away: {note}" for note in reception.notes)]))
+            for arrival in reception.poll(_PAUSE):
+                connection = stack.enter_context(arrival.connection)
                 connection.settimeout(_PATIENCE)
-                hello = json.loads(_read_line(connection))
-                rank, peers, theirs = hello["rank"], hello["peers"], hello["endpoint"]
-            except (OSError, ValueError, KeyError):
-                continue
-            endpoints[rank], connections[rank] = theirs, connection
-            if peers != list(cluster.peers):
-                problem = f"TF_CONFIG of rank {rank} lists {', '.join(peers)}, that of the chief {', '.join(cluster.peers)}: give all workers the same cluster."
-                _answer(connections, {"error": problem})
-                raise ClusterError(problem)
+                hello = _parse_hello(arrival.message)
+                if hello is None:
+                    continue
+                if arrival.rank in connections:  # if it has only tried again, nobody listens there any more
+                    _answer({arrival.rank: connections[arrival.rank]}, {"error": f"Another process says that it is rank {arrival.rank}, too: give each worker its own task.index in TF_CONFIG."})
+                peers, endpoints[arrival.rank] = hello
+                connections[arrival.rank] = connection
+                if peers != list(cluster.peers):
+                    problem = f"TF_CONFIG of rank {arrival.rank} lists {printable(', '.join(peers))}, that of the chief {', '.join(cluster.peers)}: give all workers the same cluster."
+                    _answer(connections, {"error": problem})
+                    raise ClusterError(problem)
         table = [endpoints[rank] for rank in range(cluster.size)]
         _answer(connections, {"endpoints": table})
     return table
 
 
+def _parse_hello(message: bytes) -> tuple[list[str], str] | None:
+    """(the addresses that a worker's TF_CONFIG lists, its endpoint), or None for anything else."""
+    with contextlib.suppress(ValueError):
+        hello = wire.parse_object(message)
+        peers, endpoint = hello.get("peers"), hello.get("endpoint")
+        if _is_texts(peers) and isinstance(endpoint, str):
+            return peers, endpoint
+    return None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def _report(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
     """The part of the others."""
     deadline = time.monotonic() + timeout
-    host, _, port = cluster.peers[0].rpartition(":")
-    hello = json.dumps({"rank": cluster.rank, "peers": list(cluster.peers), "endpoint": endpoint}).encode() + b"\n"
+    lock = wire.Lock.of(cluster.secret, "rendezvous")
+    hello = json.dumps({"peers": list(cluster.peers), "endpoint": endpoint}).encode()
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE) as connection:
-            connection.sendall(hello)
-            connection.settimeout(max(deadline - time.monotonic(), _PAUSE))
-            answer = json.loads(_read_line(connection))
+        try:
+            with wire.connect(cluster.peers[0], lock, cluster.rank, 0, min(time.monotonic() + _PATIENCE, deadline), hello) as connection:
+                answer = wire.read_message(connection, deadline)
             if "error" in answer:
-                break
-            return answer["endpoints"]
+                raise ClusterError(printable(str(answer["error"])))
+            if _is_texts(answer.get("endpoints")) and len(answer["endpoints"]) == cluster.size:
+                return answer["endpoints"]
+        except wire.Mismatch as mismatch:
+            raise ClusterError(f"The chief, {cluster.name(0)}, {mismatch}") from None
+        except ClusterError:
+            raise
+        except (OSError, ValueError):  # nobody there yet, or nobody of ours
+            pass
         time.sleep(_PAUSE)
-    else:
-        raise StartupError(f"The chief, {cluster.name(0)}, did not answer within {timeout:g} s: start all workers, check that its address can be reached from here, or raise --startup_timeout.")
-    raise ClusterError(answer["error"])
+    raise StartupError(f"The chief, {cluster.name(0)}, did not answer within {timeout:g} s: start all workers, check that its address can be reached from here, or raise --startup_timeout.")
 
 
 def _answer(connections: dict[int, socket.socket], message: dict) -> None:
     for connection in connections.values():
         with contextlib.suppress(OSError):
-            connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    """A line that ends in a newline; ValueError if the connection ends before it does."""
-    line = b""
-    while not line.endswith(b"\n"):
-        part = connection.recv(65536)
-        if not part:
-            raise ValueError("closed")
-        line += part
-    return line
+            wire.send_message(connection, message)

@@ -24,12 +24,19 @@ import mmap
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
 
+from tfdist.control import wire
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ClusterError
+from tfdist.control.packet_filter import bind_address
+from tfdist.control.preflight import bind_shared
 from tfdist.runtime.shared_memory import NOT_SHARED, OFFER_BYTES, OthersArrays, SharedArrays
 
 MARK = "tfdist ring: "  # in the text of every error raised here, for runtime/errors.py
@@ -38,6 +45,8 @@ _WHERE = 2  # of these, the last
 _BLOCK = struct.Struct("!12sIQ")  # what a gathered block is, its stamp, its bytes: the first two must agree on all ranks
 _SEND_BYTES = 1 << 20
 _GOODBYE = "end"  # in the place of what is gathered
+_LARGEST_BLOCK = 1 << 36
+_MEETING_SECONDS, _ATTEMPT_SECONDS = 60.0, 20.0
 _TOKEN, _NOTHING = memoryview(b"."), memoryview(b"")
 
 
@@ -49,22 +58,21 @@ class Ring:
     """Connections to both neighbours, and the all-reduce over them.
 
     Args:
-      exchange: hands this worker's endpoint "host:port" to all and returns all endpoints in rank order (a collective).
-      host: name or address under which the other workers reach this one.
+      cluster: this worker's place among the others, and the secret by which they know each other.
+      exchange: hands this worker's endpoint to all and returns all endpoints in rank order (a collective).
       timeout: seconds after which a neighbour that sends nothing is an error; 0: never.
       is_alive: asked about a neighbour's rank whenever that has been silent for `patience` seconds. A process that has
         ended closes its connections, but one that is stopped, or whose machine is gone, does not.
       share: arrays made by `empty` may be read in place by a neighbour on this host. The same on all ranks.
     """
 
-    def __init__(self, rank: int, size: int, host: str, exchange: Callable[[str], Sequence[str]], timeout: float = 0.0,
+    def __init__(self, cluster: Cluster, exchange: Callable[[str], Sequence[str]], timeout: float = 0.0,
                  is_alive: Callable[[int], bool] = lambda rank: True, patience: float = 10.0, share: bool = False):
-        self.rank, self.size, self.timeout, self.is_alive, self.patience = rank, size, timeout, is_alive, patience
-        with socket.create_server(("", 0), backlog=1) as listener:
-            endpoints = exchange(f"{host}:{listener.getsockname()[1]}")
-            right_host, _, right_port = endpoints[(rank + 1) % size].rpartition(":")
-            self.right = _connect(right_host, int(right_port), rank)
-            self.left = _accept(listener, (rank - 1) % size)
+        self.rank, self.size, self.timeout, self.is_alive, self.patience = cluster.rank, cluster.size, timeout, is_alive, patience
+        with bind_shared(0, bind_address(cluster.address, cluster.peers)) as listener:
+            listener.listen(128)
+            endpoints = exchange(wire.endpoint(cluster.address.rpartition(":")[0], listener))
+            self.right, self.left = _meet_neighbours(cluster, listener, endpoints)
         for connection in (self.right, self.left):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
@@ -175,6 +183,8 @@ class Ring:
                 raise RingError(f"{MARK}ConfigError: Rank {self.rank} is at {name!r}, rank {other} at {their_name!r}: the workers do not run the same program, or their data does not end at the same batch.")
             if their_stamp != stamp:
                 raise RingError(f"{MARK}DataError: Rank {self.rank} and rank {other} hold different {name}: the data must come in the same order on all workers; seed what shuffles it.")
+            if length > _LARGEST_BLOCK:
+                raise RingError(f"{MARK}rank {other} announces {length} bytes of {name}, which cannot be: the workers do not run the same program.")
             received = bytearray(length)
             self._pass_on(memoryview(mine), memoryview(received))
             blocks[(self.rank - step - 1) % self.size] = received
@@ -242,27 +252,42 @@ def _bytes(array: np.ndarray) -> memoryview:
     return memoryview(array.view(np.uint8)) if array.size else _NOTHING
 
 
-def _connect(host: str, port: int, rank: int, patience: float = 60.0) -> socket.socket:
-    deadline = time.monotonic() + patience
+def _meet_neighbours(cluster: Cluster, listener: socket.socket, endpoints: Sequence[str]) -> tuple[socket.socket, socket.socket]:
+    """Connections to the right and from the left. Both at the same time, since each side waits for the other's proof."""
+    lock = wire.Lock.of(cluster.secret, "ring", *endpoints)
+    rank, right, left = cluster.rank, (cluster.rank + 1) % cluster.size, (cluster.rank - 1) % cluster.size
+    deadline, given_up = time.monotonic() + _MEETING_SECONDS, threading.Event()
+    with ThreadPoolExecutor(1, "tfdist-ring-accept") as pool:
+        accepting = pool.submit(_accept, listener, lock, rank, left, lambda: time.monotonic() > deadline or given_up.is_set())
+        try:
+            connection = _connect(endpoints[right], lock, rank, right, deadline)
+        except wire.Mismatch as mismatch:
+            given_up.set()
+            raise ClusterError(f"{cluster.name(right)} {mismatch}") from None
+        except BaseException:
+            given_up.set()
+            raise
+        try:
+            return connection, accepting.result()
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _connect(endpoint: str, lock: wire.Lock, rank: int, expected: int, deadline: float) -> socket.socket:
     while True:
         try:
-            connection = socket.create_connection((host, port), timeout=patience)
-            connection.sendall(struct.pack("!I", rank))
-            return connection
+            return wire.connect(endpoint, lock, rank, expected, min(deadline, time.monotonic() + _ATTEMPT_SECONDS))
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RingError(f"{MARK}{host}:{port} cannot be reached ({error}): open the ephemeral ports between workers, or use --communication=ring.") from None
+                raise RingError(f"{MARK}{endpoint.partition('/')[0]} cannot be reached ({error}): open the ephemeral ports between workers, or use --communication=ring.") from None
             time.sleep(0.05)
 
 
-def _accept(listener: socket.socket, expected: int, patience: float = 60.0) -> socket.socket:
-    listener.settimeout(patience)
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise RingError(f"{MARK}rank {expected} did not connect within {patience:g} s: open the ephemeral ports between workers, or use --communication=ring.") from None
-        connection.settimeout(patience)
-        if connection.recv(4, socket.MSG_WAITALL) == struct.pack("!I", expected):
-            return connection
-        connection.close()
+def _accept(listener: socket.socket, lock: wire.Lock, rank: int, expected: int, is_over: Callable[[], bool]) -> socket.socket:
+    with wire.Reception(listener, lock, rank, lambda other: other == expected) as reception:
+        while not is_over():
+            for arrival in reception.poll(0.1):
+                return arrival.connection
+    notes = "".join(f" Turned away: {note}" for note in reception.notes)
+    raise RingError(f"{MARK}rank {expected} did not connect within {_MEETING_SECONDS:g} s: open the ephemeral ports between workers, or use --communication=ring.{notes}")

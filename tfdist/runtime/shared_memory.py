@@ -12,6 +12,7 @@ import mmap
 import os
 import secrets
 import struct
+from typing import BinaryIO
 
 import numpy as np
 
@@ -72,12 +73,21 @@ class OthersArrays:
         self._pid, descriptor, token = _OFFER.unpack(offer)
         self._open: dict[int, np.ndarray] = {}
         self.readable = False
-        with contextlib.suppress(OSError), open(f"/proc/{self._pid}/fd/{descriptor}", "rb") as file:
-            self.readable = file.read() == token
+        with contextlib.suppress(OSError), self._file(descriptor) as file:
+            self.readable = file.read(len(token) + 1) == token
+
+    def _file(self, descriptor: int) -> BinaryIO:
+        """Raises OSError unless it is such an array: to open anything else may wait, or have effects."""
+        path = f"/proc/{self._pid}/fd/{descriptor}"
+        if not os.readlink(path).startswith("/memfd:tfdist-"):
+            raise OSError(f"{path} is no array of tfdist")
+        return open(path, "rb")
 
     def get(self, serial: int, descriptor: int, length: int) -> np.ndarray:
         """The array, read-only float32 [length]. Raises OSError if its process has ended."""
         if serial not in self._open:
-            with open(f"/proc/{self._pid}/fd/{descriptor}", "rb") as file:
+            with self._file(descriptor) as file:
+                if os.fstat(file.fileno()).st_size < 4 * length:
+                    raise OSError("it is shorter than it should be")
                 self._open[serial] = np.frombuffer(mmap.mmap(file.fileno(), max(4 * length, 4), access=mmap.ACCESS_READ), np.float32, length)
         return self._open[serial]

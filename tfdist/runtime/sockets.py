@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import pickle
 import sys
 import threading
 import zlib
@@ -24,8 +23,10 @@ import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, TfdistError
+from tfdist.control.exit_codes import ConfigError, PeerLostError, TfdistError
+from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm, rendezvous
+from tfdist.runtime.encoding import Malformed, decode, encode
 from tfdist.runtime.errors import of_ring
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.pulse import Pulse
@@ -59,17 +60,16 @@ class Sockets(OneDevice):
         self._lock = threading.Lock()
         self._last: dict[str, tf.Operation] = {}
         timeout, patience = config.strategy.collective_timeout, config.cluster.heartbeat_timeout
-        host = cluster.address.rpartition(":")[0]
         startup = config.cluster.startup_timeout
         self._pulse, self._reducer, self._gradients = None, None, None
         try:
-            self._front = Ring(self.rank, self.size, host, lambda endpoint: rendezvous.exchange(cluster, endpoint, startup), timeout, self._is_alive, patience)
+            self._front = Ring(cluster, lambda endpoint: rendezvous.exchange(cluster, endpoint, startup), timeout, self._is_alive, patience)
 
             def exchange(endpoint: str) -> list[str]:
                 return [bytes(other).decode() for other in self._front.all_gather(endpoint.encode(), "endpoint")]
 
-            self._pulse = Pulse(Ring(self.rank, self.size, host, exchange), patience)
-            self._gradients = Ring(self.rank, self.size, host, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto")
+            self._pulse = Pulse(Ring(cluster, exchange), patience)
+            self._gradients = Ring(cluster, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto")
         except RingError as error:
             raise _lost(error) from error
         self._reducer = RingReducer(self._gradients, int(config.strategy.pack_mb * 2**20))
@@ -100,6 +100,21 @@ class Sockets(OneDevice):
             rows = self.gather([tensors[index][tf.newaxis] for index in others])
             reduced |= {index: tf.reduce_sum(stack, axis=0) for index, stack in zip(others, rows, strict=True)}
         return [reduced[index] for index in range(len(tensors))]
+
+    def gather_row(self, row: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def gathered(row: tf.Tensor):
+            return self.gather([row[tf.newaxis]])[0], self._own_row_of_sum
+
+        return gathered(row)
+
+    def _own_row_of_sum(self, rows: tf.Tensor) -> tf.Tensor:
+        """The adjoint of gather_row, which is this one's: [workers, k] of each worker -> [k]."""
+        @tf.custom_gradient
+        def own(rows: tf.Tensor):
+            return tf.reduce_sum(self.gather([rows[tf.newaxis]])[0], 0)[self.rank], self.gather_row
+
+        return own(rows)
 
     def gather(self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
         """The rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
@@ -158,8 +173,23 @@ class Sockets(OneDevice):
         return received
 
     def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
-        """The chief's value, which must be picklable, on every worker; that of the others does not count."""
-        return pickle.loads(self._host_gather(pickle.dumps(value) if self.rank == 0 else b"", name)[0])
+        """The chief's value (see encoding.py) on every worker; that of the others does not count.
+
+        Raises ConfigError on all workers if it is of no kind that can be sent.
+        """
+        problem, data = None, b""
+        if self.rank == 0:
+            try:
+                data = encode([value])
+            except ConfigError as error:  # all must hear of it: they would wait
+                problem, data = error, encode(str(error))
+        try:
+            found = decode(self._host_gather(data, name)[0])
+        except Malformed as error:
+            raise PeerLostError(f"What rank 0 has sent as {name} cannot be read ({printable(str(error))}): give all workers the same version of tfdist.") from None
+        if isinstance(found, str):
+            raise problem or ConfigError(printable(found))
+        return found[0]
 
     def barrier(self) -> None:
         self._host_gather(b"", "barrier")
@@ -168,7 +198,7 @@ class Sockets(OneDevice):
         """Raises ConfigError if not all workers are about to do the same; otherwise returns when all are."""
         for rank, other in enumerate(self._host_gather(call.encode(), "call")):
             if bytes(other) != call.encode():
-                raise ConfigError(f"Rank {self.rank} is at {call}, rank {rank} at {bytes(other).decode(errors='replace')}: all workers must make the same calls of tfdist, with the same arguments, in the same order.")
+                raise ConfigError(f"Rank {self.rank} is at {call}, rank {rank} at {printable(bytes(other).decode(errors='replace'))}: all workers must make the same calls of tfdist, with the same arguments, in the same order.")
 
     def leave(self) -> None:
         """Tells the neighbour that this script has come to its end, in case it waits for this worker."""

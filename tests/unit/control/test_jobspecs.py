@@ -35,8 +35,8 @@ def worker_of(pod):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_indexed_job_fits_the_schemas(variant, capsys):
     validate = pytest.importorskip("kubernetes_validate").validate
-    service, job = documents(capsys, "kubernetes", *POD, *VARIANTS[variant])
-    for document in (service, job):
+    service, job, policy = documents(capsys, "kubernetes", *POD, *VARIANTS[variant])
+    for document in (service, job, policy):
         for version in ("1.29", "1.32", "1.36"):
             validate(document, version, strict=True)
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] and service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
@@ -48,14 +48,14 @@ def test_an_indexed_job_fits_the_schemas(variant, capsys):
 def test_the_schemas_would_notice(capsys):
     """That validating does anything."""
     package = pytest.importorskip("kubernetes_validate")
-    _, job = documents(capsys, "kubernetes", *POD)
+    _, job, _ = documents(capsys, "kubernetes", *POD)
     job["spec"]["completion"] = 4
     with pytest.raises(package.ValidationError):
         package.validate(job, "1.32", strict=True)
 
 
 def test_exit_codes_decide_whether_a_job_starts_again(capsys):
-    _, job = documents(capsys, "kubernetes", *POD)
+    _, job, _ = documents(capsys, "kubernetes", *POD)
     rules = {tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
     assert rules[(42,)] == "Ignore"
     (fatal,) = (set(codes) for codes, action in rules.items() if action == "FailJob")
@@ -66,7 +66,7 @@ def test_exit_codes_decide_whether_a_job_starts_again(capsys):
 def test_a_jobset_fits_its_schema(variant, capsys):
     jobsets = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set_spec")
     validate = pytest.importorskip("kubernetes_validate").validate
-    (document,) = documents(capsys, "kubernetes", "--jobset", *POD, *VARIANTS[variant])
+    document, _ = documents(capsys, "kubernetes", "--jobset", *POD, *VARIANTS[variant])
     assert (document["apiVersion"], document["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     read = jobsets.JobsetV1alpha2JobSetSpec.from_dict(document["spec"])
     assert read.to_dict() == document["spec"]  # a field that it does not know would be lost
@@ -79,7 +79,7 @@ def test_a_jobset_fits_its_schema(variant, capsys):
 def test_a_tfjob_fits_its_schema(variant, capsys):
     models = pytest.importorskip("kubeflow.training.models")
     client = pytest.importorskip("kubernetes.client").ApiClient()
-    (document,) = documents(capsys, "tfjob", *POD, *VARIANTS[variant])
+    document, _ = documents(capsys, "tfjob", *POD, *VARIANTS[variant])
     known = {**{name: getattr(models, name) for name in dir(models) if name.startswith("Kubeflow")}}
     import kubernetes.client.models as core
 
@@ -106,17 +106,43 @@ def test_a_tfjob_tells_its_operator_in_the_operators_codes(capsys):
 
 @pytest.mark.parametrize("kind", [[], ["--jobset"]])
 def test_pods_are_given_their_cluster_and_their_time(kind, capsys):
-    document = documents(capsys, "kubernetes", *kind, *POD, "--grace=77", "--gpus=2", "--rdma=rdma/hca=1")[-1]
+    document = documents(capsys, "kubernetes", *kind, *POD, "--grace=77", "--gpus=2", "--rdma=rdma/hca=1")[-2]
     job = document["spec"]["replicatedJobs"][0]["template"] if kind else document
     pod = job["spec"]["template"]["spec"]
     worker = worker_of(pod)
     assert pod["terminationGracePeriodSeconds"] == 77 and pod["restartPolicy"] == "Never"
     assert worker["command"] == ["python", "-m", "tfdist.train", *TRAIN]
     assert worker["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": "2", "rdma/hca": "1"}
-    addresses, rank = kubernetes_addresses({**{item["name"]: item["value"] for item in worker["env"]}, "JOB_COMPLETION_INDEX": "3"})
+    addresses, rank = kubernetes_addresses({**{item["name"]: item["value"] for item in worker["env"] if "value" in item}, "JOB_COMPLETION_INDEX": "3"})
     prefix = "first-run-workers-0-" if kind else "first-run-"
     assert rank == 3 and addresses == [f"{prefix}{index}.first-run:2222" for index in range(4)]
     assert {mount["mountPath"] for mount in worker["volumeMounts"]} == {"/dev/shm", "/runs"}
+
+
+@pytest.mark.parametrize("kind", [["kubernetes"], ["kubernetes", "--jobset"], ["tfjob"]])
+def test_only_the_pods_of_the_job_are_let_in_and_share_its_secret(kind, capsys):
+    *_, workload, policy = documents(capsys, *kind, *POD, "--namespace=ml", "--name=digits")
+    text = json.dumps(workload)
+    labels = {"tfdist-job": "digits"}
+    assert json.dumps({"metadata": {"labels": labels}})[1:-1] in text
+    assert policy["kind"] == "NetworkPolicy" and policy["metadata"] == {"name": "digits", "namespace": "ml"}
+    assert policy["spec"] == {"podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}]}
+    assert json.dumps({"name": "TFDIST_JOB_TOKEN", "valueFrom": {"secretKeyRef": {"name": "digits-token", "key": "token", "optional": True}}}) in text
+    assert "kubectl create secret generic digits-token --namespace=ml" in written(capsys, *kind, *POD, "--namespace=ml", "--name=digits")
+    policy = list(yaml.safe_load_all(written(capsys, *kind, *POD, train=[*TRAIN, "--prometheus_port=9400"])))[-1]
+    assert policy["spec"]["ingress"][1:] == [{"ports": [{"port": 9400, "protocol": "TCP"}]}]
+
+
+def test_a_batch_script_makes_a_secret_for_each_start(capsys, tmp_path):
+    (tmp_path / "job.sh").write_text(written(capsys, "slurm"))
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "token $TFDIST_JOB_TOKEN"\n')
+    (tmp_path / "srun").chmod(0o755)
+
+    def token(**environment):
+        return subprocess.run(["bash", tmp_path / "job.sh"], env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment}, capture_output=True, text=True).stdout.split()[1]
+
+    assert len(token()) == 64 and int(token(), 16) and token() != token()
+    assert token(TFDIST_JOB_TOKEN="your own") == "your"
 
 
 def test_a_batch_script_is_a_shell_script(capsys, tmp_path):

@@ -57,6 +57,15 @@ def alive(pid):
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
+def test_what_tensorflow_says_at_every_start_is_in_the_log_alone(tmp_path):
+    noise = ["WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+             "I0000 00:00:1795359106.545568    9321 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be used.",
+             "E0000 00:00:1795359108.157280    9321 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: UNKNOWN ERROR (303)"]
+    made, output = job(tmp_path, f"print(*{noise}, 'step 1', sep='\\n')\n", workers=1)
+    assert run(made).code == 0 and output.getvalue() == "[worker 0] step 1\n"
+    assert all(line in (tmp_path / "logs" / "worker-0.log").read_text() for line in noise)
+
+
 def test_output_is_prefixed_and_logged(tmp_path):
     made, output = job(tmp_path, "print('hello from', rank); print('x' * 100_000, flush=True); sys.stdout.buffer.write(b'\\xff bytes \\x1b[2J'); sys.stdout.flush()")
     result = run(made)

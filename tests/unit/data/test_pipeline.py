@@ -181,6 +181,41 @@ def test_stream_cut_by_shards():
     np.testing.assert_array_equal(np.concatenate([x for x, _, _ in resumed]), found[1][12:])
 
 
+@pytest.mark.parametrize(("cut", "replicas", "accumulation", "window"), [(2, 1, 1, 1024), (2, 3, 1, 8), (2, 4, 2, 1024), (3, 2, 1, 8), (3, 1, 2, 8), (4, 2, 3, 1024), (4, 8, 1, 8)])
+def test_a_stream_keeps_its_cut_when_it_goes_on_with_other_workers(monkeypatch, cut, replicas, accumulation, window):
+    """The same global batches, with the same augmentation, as on the workers that it began with; so each sample once a pass."""
+    monkeypatch.setattr(pipeline, "STREAM_WINDOW", window)
+
+    def draw(x, y, seeds):
+        return tf.stack([tf.cast(x, tf.float32), order.uniform(seeds, 0)], 1), y
+
+    split = stream(48, stream_shards=4)
+
+    def run(replicas, accumulation, steps, consumed):
+        plan = BatchPlan(24, accumulation, replicas)
+        found = [np.concatenate([x for x, _, _ in micro_batches(split, plan, r, steps * accumulation, consumed=consumed, cut=cut, augment=draw)]) for r in range(replicas)]
+        parts = [part.reshape(steps, -1, 2) for part in found]
+        return np.concatenate(parts, axis=1)
+
+    def in_any_order(batches):
+        return [sorted(map(tuple, batch)) for batch in batches.tolist()]
+
+    assert pipeline.stream_cut(split, BatchPlan(24, 1, cut)) == cut
+    whole = run(cut, 1, 4, 0)
+    assert in_any_order(np.concatenate([run(cut, 1, 1, 0), run(replicas, accumulation, 3, 24)])) == in_any_order(whole)
+    np.testing.assert_array_equal(np.sort(whole[:2, :, 0].reshape(-1)), np.arange(48))
+    if accumulation == 1 and cut > 1:  # the cut it would have taken anew is another one, and would have read some twice
+        assert in_any_order(np.concatenate([micro_batches(split, BatchPlan(24, 1, 1), 0, 1, consumed=24, cut=1, augment=draw)[0][0]])[None]) != in_any_order(whole[1:2])
+
+
+def test_a_stream_is_cut_only_into_equal_parts_of_a_batch():
+    split = stream(48, stream_shards=4)
+    assert [pipeline.stream_cut(split, BatchPlan(24, 1, replicas)) for replicas in (1, 2, 3, 4, 5, 6)] == [1, 2, 3, 4, 1, 1]
+    assert pipeline.stream_cut(split, BatchPlan(24, 5, 2)) == pipeline.stream_cut(numbered(48), BatchPlan(24, 1, 2)) == 1
+    with pytest.raises(DataError, match="has read the stream in 4 parts.* 3 files now"):
+        micro_batches(stream(48, stream_shards=3), BatchPlan(24, 1, 2), 0, 1, cut=4)
+
+
 def test_empty_stream_does_not_end_silently():
     with pytest.raises(DataError, match="no samples for replica 0 of 1"):
         micro_batches(stream(0), BatchPlan(2, 1, 1), 0, 1)

@@ -45,6 +45,32 @@ class Batches(keras.utils.PyDataset):
     def __len__(self): return 2
     def __getitem__(self, i): return x[:4], y[:4]
 
+class Items(Rows):
+    def __init__(self, item): self.item, self.n = item, 400
+    def __getitem__(self, i): return self.item(i)
+
+def other(at, first, then): return lambda split: Items(lambda i: then if i == at else first)
+fractions = lambda split: Items(lambda i: (i, (0, 0.5, 1.7)[i % 3]))
+mixed = lambda split: Items(lambda i: ({"b": i % 2 == 0, "a": "word"}, np.float32(1) if i else 3))
+float_late, float_whole = other(301, (1.0, 0), (1.0, 1.5)), other(301, (1.0, 0), (1.0, 2.0))
+too_large, negative = other(301, (1, np.int32(1)), (1, 2**40)), other(301, (np.uint8(1), 1), (np.int64(-1), 1))
+infinite = other(301, (1, np.float32(1)), (1, 1e300))
+fewer_digits = other(301, (1, np.float32(1)), (1, 0.1))
+nothing_there, text_late = other(301, (1, 1), (1, None)), other(301, (1, 1), (1, "a"))
+weight_missing, other_keys = other(301, (1, 1, 0.5), (1, 1)), other(301, ({"a": 1, "b": 2}, 1), ({"a": 1}, 1))
+wrong_shape, no_sample = other(301, (np.zeros(3), 1), (np.zeros(1), 1)), other(301, (1, 1), 7)
+nothing_at_0, mixed_text = other(0, (1, 1), (1, None)), lambda split: Items(lambda i: (1, "a" if i % 2 else 1))
+def fails(i):
+    if i == 301: raise KeyError("label")
+    return 1, 1
+failing = lambda split: Items(fails)
+class Shuffled:
+    calls = 0
+def unseeded():
+    Shuffled.calls += 1
+    order = np.random.default_rng().permutation(40)
+    return (order[:30], order[:30] % 4), (order[30:], order[30:] % 4)
+
 def rows(split): return Rows()
 def weighted_rows(split): return [(np.ones(3) * i, i % 2, 0.5) for i in range(10)]
 def ragged(split): return Ragged()
@@ -55,6 +81,8 @@ def only_one(): return x, y
 def batches(split): return Batches()
 def batched(split): return dataset(split).batch(4)
 def triple_dataset(split): return tf.data.Dataset.range(4)
+def shuffled_dataset(split): return dataset(split).shuffle(20)
+def noisy_dataset(split): return dataset(split).map(lambda x, y: (x + tf.random.normal([2]), y))
 def empty_dataset(split): return dataset(split).take(0)
 def none(split): return None
 def one_array(split): return x
@@ -131,6 +159,9 @@ def test_split():
     ("batches", "is a Keras PyDataset, which yields batches"),
     ("batched", "not batches"),
     ("triple_dataset", "must be (x, y) or (x, y, w)"),
+    ("shuffled_dataset", "first samples are others at a second look"),
+    ("nothing_at_0", "item 0 of user_data_module:nothing_at_0/train has y = None"),
+    ("mixed_text", "have text for y, others numbers"),
     ("empty_dataset", "is an empty tf.data.Dataset"),
     ("none", "is a NoneType: return"),
     ("one_array", "is a ndarray: return"),
@@ -165,8 +196,48 @@ def test_a_missing_import_inside_the_users_module_is_not_hidden():
         load_split(DataConfig(source="user_broken_module:f"), "train")
 
 
+def test_the_type_holds_all_of_the_items():
+    split = load("fractions")
+    assert split.element_spec[1].dtype == tf.float64 and values(split, 0, 1, 2, 301) == ([0, 1, 2, 301], [0, 0.5, 1.7, 0.5])
+    split = load("mixed")
+    assert values(split, 0, 1) == ({"a": [b"word", b"word"], "b": [True, False]}, [3, 1])
+    assert values(load("fewer_digits"), 301) == ([1], [np.float32(0.1)])
+
+
+@pytest.mark.parametrize(("function", "words"), [
+    ("float_late", "has y = 1.5 (float64), which int64, the type of the first items, cannot hold"),
+    ("float_whole", "has y = 2. (float64), which int64"),
+    ("too_large", "has y = 1099511627776 (int64), which int32"),
+    ("negative", "has x = -1 (int64), which uint8"),
+    ("infinite", "has y = 1.e+300 (float64), which float32"),
+    ("nothing_there", "has y = None, which is neither numbers nor text"),
+    ("text_late", "has y = 'a' (<U1), which int64"),
+    ("weight_missing", "is (int, int), item 0 is (int, int, float): give all items the same parts, weights too"),
+    ("other_keys", "is ({'a': int}, int), item 0 is ({'a': int, 'b': int}, int)"),
+    ("wrong_shape", "has x of shape (1,), item 0 has (3,)"),
+    ("no_sample", "is a int: __getitem__ must return (x, y) or (x, y, w)"),
+    ("failing", "in fails: KeyError: 'label'"),
+])
+def test_an_item_that_does_not_fit_is_named_and_never_truncated(function, words):
+    with pytest.raises(DataError) as error:
+        load(function).fetch(tf.constant([5, 301], tf.int64))
+    sentence = str(error.value)
+    assert sentence.startswith(f"--source: item 301 of user_data_module:{function}/train ") and words in sentence
+    if function == "failing":
+        assert "user_data_module.py:" in sentence
+
+
+def test_a_function_that_returns_both_splits_is_called_once():
+    train, held_out = (values(load("unseeded", split), *range(size))[0] for split, size in (("train", 30), ("eval", 10)))
+    assert sorted(train + held_out) == list(range(40)) and sys.modules["user_data_module"].Shuffled.calls == 1
+
+
+def test_a_stream_may_draw_noise():
+    assert load("noisy_dataset").size is None
+
+
 def test_an_item_of_another_shape_is_not_broadcast():
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"DataError: .*item 3 .* has shape \(1,\), item 0 has \(5,\)"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"DataError: .*item 3 .* has x of shape \(1,\), item 0 has \(5,\)"):
         list(pipeline.eval_dataset(load("ragged"), batch=5, replica=0, replicas=1)[0])
 
 

@@ -138,7 +138,7 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
     for loss in ("binary_crossentropy", losses.CosineSimilarity(), losses.huber, losses.CategoricalFocalCrossentropy(), losses.MeanSquaredError(reduction="mean")):
         assert suits(loss=loss), loss
     for loss in (losses.MeanSquaredError(reduction="sum"), losses.MeanSquaredError(reduction="mean_with_sample_weight"),
-                 losses.Dice(), "tversky", losses.Circle(), "hinge", losses.CosineSimilarity(axis=0), lambda y_true, y_pred: keras.ops.mean(y_true - y_pred, -1)):
+                 losses.Dice(), "tversky", "hinge", losses.CosineSimilarity(axis=0), lambda y_true, y_pred: keras.ops.mean(y_true - y_pred, -1)):
         assert not suits(loss=loss), loss
     for metric in (lambda y_true, y_pred: keras.ops.mean(y_pred), metrics.MeanMetricWrapper(losses.dice), metrics.CosineSimilarity(axis=0), losses.dice,
                    metrics.OneHotMeanIoU(2, axis=0), metrics.PearsonCorrelation()):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.job import ENVIRONMENT
 from tfdist import flags
-from tfdist.planner import formulas, shapes
+from tfdist.planner import formulas, shapes, transformer_formulas
 from tfdist.planner.memory import slot_elements
 
 keras = pytest.importorskip("keras")
@@ -66,7 +66,7 @@ def test_formula_and_graph_agree(name, counted):
 def test_sizes_are_those_of_the_models():
     from tfdist.models import transformer, vit
 
-    for mine, theirs in ((formulas.TRANSFORMERS, transformer.SIZES), (formulas.VITS, vit.SIZES)):
+    for mine, theirs in ((transformer_formulas.TRANSFORMERS, transformer.SIZES), (transformer_formulas.VITS, vit.SIZES)):
         assert mine == {name: (shape.layers, shape.width, shape.heads) for name, shape in theirs.items()}
 
 

@@ -12,7 +12,7 @@ from tfdist.control.exit_codes import ExitCode, MemoryShortError
 from tfdist.planner import startup
 from tfdist.planner.layout import Layout
 from tfdist.planner.shapes import Weight
-from tfdist.planner.startup import Room, Rooms, check, least_states
+from tfdist.planner.startup import MemoryLimit, MemoryLimits, check, least_states
 
 P = 1_000_000
 WEIGHTS = [(Weight("kernel", (500, 1000)), 2)]
@@ -31,18 +31,18 @@ def test_stages_and_parts_divide():
     assert least_states(BASE, Layout(model=2), [(Weight("kernel", (500, 1000), "model"), 1), (Weight("bias", (500_000,)), 1)]).total == 16 * P * 0.75
 
 
-def refuse(config, layout, limit, **room):
-    rooms = (Room(limit, "the memory limit of its cgroup", **room),)
+def refuse(config, layout, limit, **options):
+    limits = (MemoryLimit(limit, "the memory limit of its cgroup", **options),)
     with pytest.raises(MemoryShortError) as error:
-        check(config, layout, WEIGHTS, Rooms(rooms, rooms))
+        check(config, layout, WEIGHTS, MemoryLimits(limits, limits))
     return str(error.value)
 
 
 def test_what_fits_passes_and_what_does_not_is_told_with_the_cure():
-    layout, rooms = Layout(data=4), lambda limit, **more: Rooms(*[(Room(limit, "it", **more),)] * 2)
-    check(BASE, layout, WEIGHTS, rooms(16e6))
-    check(BASE, layout, WEIGHTS, rooms(20e6, in_use=4e6))
-    check(BASE, layout, WEIGHTS, rooms(32e6, sharers=2))
+    layout, limits = Layout(data=4), lambda limit, **more: MemoryLimits(*[(MemoryLimit(limit, "it", **more),)] * 2)
+    check(BASE, layout, WEIGHTS, limits(16e6))
+    check(BASE, layout, WEIGHTS, limits(20e6, in_use=4e6))
+    check(BASE, layout, WEIGHTS, limits(32e6, sharers=2))
     said = refuse(BASE, layout, 15.9e6)
     assert all(word in said for word in ("1,000,000 parameters", "16 MB", "--optimizer=adamw", "--zero=0", "cgroup gives 15.9 MB", "use --zero=1, with which these take 8 MB")), said
     assert "use --zero=3, with which these take 4 MB" in refuse(BASE, layout, 7.9e6)
@@ -55,24 +55,24 @@ def test_what_fits_passes_and_what_does_not_is_told_with_the_cure():
 
 def test_what_is_offloaded_counts_in_host_memory():
     config, layout = BASE.replace(zero=1, offload="optimizer"), Layout(data=2, zero=1)
-    device, host = (Room(6.1e6, "the GPU's memory"),), (Room(6.1e6, "the machine's memory"),)
-    check(config, layout, WEIGHTS, Rooms(device, host))
+    device, host = (MemoryLimit(6.1e6, "the GPU's memory"),), (MemoryLimit(6.1e6, "the machine's memory"),)
+    check(config, layout, WEIGHTS, MemoryLimits(device, host))
     with pytest.raises(MemoryShortError, match="the optimizer state of .* but the machine's memory"):
-        check(config, layout, WEIGHTS, Rooms(device, (Room(5.9e6, "the machine's memory"),)))
+        check(config, layout, WEIGHTS, MemoryLimits(device, (MemoryLimit(5.9e6, "the machine's memory"),)))
     with pytest.raises(MemoryShortError, match="the parameters and gradients of .* but the GPU's memory"):
-        check(config, layout, WEIGHTS, Rooms((Room(5.9e6, "the GPU's memory"),), host))
+        check(config, layout, WEIGHTS, MemoryLimits((MemoryLimit(5.9e6, "the GPU's memory"),), host))
 
 
 def test_limits_are_found():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (123 << 30, before[1]))
-        rooms = startup.host_rooms(Cluster(peers=("a:1", "b:1", "a:2"), size=3), in_use=5.0)
+        limits = startup.host_limits(Cluster(peers=("a:1", "b:1", "a:2"), size=3), in_use=5.0)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
-    assert (rooms[0].limit, rooms[0].in_use) == (123 << 30, 5.0) and "ulimit -d" in rooms[0].source
-    assert rooms[-1].sharers == 2 and rooms[-1].limit > 1e8  # the machine itself
-    assert 1e6 < startup.anonymous_bytes() < rooms[-1].limit
+    assert (limits[0].size, limits[0].in_use) == (123 << 30, 5.0) and "ulimit -d" in limits[0].source
+    assert limits[-1].sharers == 2 and limits[-1].size > 1e8  # the machine itself
+    assert 1e6 < startup.anonymous_bytes() < limits[-1].size
 
 
 @pytest.mark.parametrize("name, text, swap, limit", [("memory.max", "max\n", "0\n", float("inf")), ("memory.max", "1000\n", "max\n", 1500), ("memory.max", "1000\n", "100\n", 1100),

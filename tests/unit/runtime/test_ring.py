@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.control.cluster import Cluster
 from tfdist.runtime.reducer import RingReducer, _Site
 from tfdist.runtime.ring import Ring, RingError
 from tfdist.runtime.shared_memory import OthersArrays, SharedArrays
@@ -29,12 +30,17 @@ class Endpoints:
         return exchange
 
 
+def place(rank, size):
+    peers = tuple(f"127.0.0.1:{2000 + rank}" for rank in range(size))
+    return Cluster("worker", rank, rank, size, peers, {"worker": list(peers)})
+
+
 def on_every_rank(size, function, timeout=20.0, share=False):
     """[function(ring) of every rank]"""
     endpoints = Endpoints(size)
 
     def run(rank):
-        ring = Ring(rank, size, "127.0.0.1", endpoints.exchange(rank), timeout, share=share)
+        ring = Ring(place(rank, size), endpoints.exchange(rank), timeout, share=share)
         try:
             return function(ring)
         finally:

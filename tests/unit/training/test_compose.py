@@ -1,23 +1,29 @@
 """What a mesh refuses, as sentences; a mesh of one worker is the model as it is."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfdist import build
-from tfdist.config import Config
+from tfdist.config import Config, OptimizerConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training.parallel.compose import _check, _pieces, compose_mesh
+from tfdist.training.optimizer import make_optimizer
+from tfdist.training.parallel.compose import _check, _check_slots, _pieces, compose_mesh
 from tfdist.training.parallel.expert import spread_experts
 from tfdist.training.parallel.pipeline import divide
 from tfdist.training.parallel.segments import cut_into_blocks
 from tfdist.training.parallel.sequence import spread_sequence
+from tfdist.training.parallel.shards import build_optimizer, empty_like, shard_variables
+from tfdist.training.parallel.tensor import spread_layers
 from tfdist.training.parallel.zero import sharded_update
+from tfdist.training.schedule import Schedule
 
 BASE = Config().replace(strategy="mesh", steps=2, source="synthetic", source_args="task=text,vocab=17,samples=16,eval_samples=4", sequence_length=4,
                         model="transformer", model_args="layers=2,width=8,heads=2", global_batch=4, eval_samples=4, ema=0.9)
@@ -80,6 +86,38 @@ def test_variables_that_must_stay_whole():
             sharded_update(runtime, model, keras.optimizers.SGD(), stage)
 
 
+@pytest.mark.parametrize("options, words", [
+    ({"kernel_regularizer": "l2"}, ["mlp_up/kernel", "regularizer", "--weight_decay"]),
+    ({"kernel_constraint": "max_norm"}, ["mlp_up/kernel", "constraint", "data="]),
+    ({"activity_regularizer": "l2"}, ["mlp_up", "activity regularizer"]),
+])
+def test_layers_that_must_stay_whole(options, words):
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, name="block_00_mlp_up", **options)])
+    with pytest.raises(ConfigError) as error:
+        spread_layers(model, Group((0, 1), 0, tasks=("a", "b")))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("spread", [lambda variables: shard_variables(variables, [Group((0,), 0, tasks=("a",))] * len(variables)), lambda variables: [empty_like(each) for each in variables]])
+def test_shards_decay_as_the_whole_variables_do(spread):
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, name="first"), keras.layers.Dense(2, name="second")])
+    optimizer = make_optimizer(OptimizerConfig(optimizer="adamw", weight_decay=0.1, weight_decay_exclude="bias,second/kernel"), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+    shards = spread(model.trainable_variables)
+    assert [optimizer._use_weight_decay(shard.value) for shard in shards] == [True, False, False, False]
+    assert [(shard.path, len(shard.shape)) for shard in shards] == [(variable.path, len(shard.shape)) for variable, shard in zip(model.trainable_variables, shards, strict=True)]
+
+
+def test_adafactor_is_refused_on_a_pipeline():
+    runtime = build.start_runtime(BASE, Cluster())
+    runtime.mesh = Mesh.create(pipe=2)
+    model, optimizer = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)]), keras.optimizers.Adafactor()
+    update = SimpleNamespace(owners=build_optimizer(optimizer, model.trainable_variables))
+    with pytest.raises(ConfigError, match="pipe=2.*--optimizer=adafactor"):
+        _check_slots(optimizer, update, runtime)
+    muon = keras.optimizers.Muon()
+    _check_slots(muon, SimpleNamespace(owners=build_optimizer(muon, model.trainable_variables)), runtime)
+
+
 def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
     pair = Group((0, 1), 0, tasks=("a", "b"))
     spec = tf.TensorSpec([4], tf.int32)
@@ -89,7 +127,7 @@ def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
     with pytest.raises(ConfigError, match="expert=2, which does not divide the 3 experts"):
         spread_experts(three, pair)
     runtime = Alone(Mesh.create(pipe=2))
-    with pytest.raises(ConfigError, match="pipe=2.*balance loss"):
+    with pytest.raises(ConfigError, match="pipe=2.*experts drop"):
         _pieces(BASE, runtime, three)
     lone = build.start_runtime(BASE, Cluster())
     lone.mesh = Mesh.create(expert=2)

@@ -9,6 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tests.e2e.job import ENVIRONMENT
+from tfdist import build
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.transformer import transformer
 from tfdist.training.parallel.recompute import recomputed
@@ -78,12 +81,65 @@ def test_the_second_pass_is_there_and_changes_no_state():
     np.testing.assert_allclose(layer.moving_mean.numpy(), [1.0, 2.0])
 
 
+class Half(keras.layers.Layer):
+    """A frozen and a trained weight, a state that it moves and one that it leaves alone."""
+
+    def build(self, shape):
+        for name, trainable in (("frozen", False), ("trained", True), ("moved", False), ("left", False)):
+            setattr(self, name, self.add_weight(shape=shape[1:], initializer="random_normal", trainable=trainable, name=name))
+
+    def call(self, x):
+        self.moved.assign(self.moved + 1)
+        return x * self.frozen + self.trained * self.moved * self.left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"recompute": "block"}, {"strategy": "mesh", "zero": 3}, {"strategy": "mesh", "zero": 3, "recompute": "block"}])
+def test_bfloat16_leaves_frozen_float32_weights_alone(changes):
+    """And moves those that the layer moves by the right amount, in all 24 bits."""
+    config = Config().replace(strategy="one_device", steps=3, source="digits", model=f"{__name__}:half", global_batch=24, accumulation=1, precision="bfloat16", optimizer="sgd")
+    keras.backend.clear_session()
+    plain, job = (build.compose(each, build.start_runtime(each, Cluster())) for each in (config, config.replace(**changes)))
+    plain.step(plain.iterators(0), 3)
+    before = {variable.path: variable.numpy() for variable in job.model.non_trainable_variables}
+    job.step(job.iterators(0), 3)
+    for variable, expected in zip(job.model.non_trainable_variables, plain.model.non_trainable_variables, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), expected.numpy())
+        assert ("moved" in variable.path) == (variable.numpy() != before[variable.path]).any(), variable.path
+    shards = job.step.update.sources()
+    for ours, theirs in zip(shards, plain.model.trainable_variables, strict=True):  # of bfloat16's products, in another order
+        np.testing.assert_allclose(np.ravel(ours), np.ravel(theirs.numpy()), atol=1e-2)
+
+
+def half(num_outputs):
+    inputs = keras.Input((8, 8, 1))
+    x = keras.layers.Flatten()(inputs)
+    y = Half(name="block_00_half")(keras.layers.LayerNormalization(name="block_00_norm_1")(x))
+    x = keras.layers.Add(name="block_00_mlp_add")([x, y])
+    return keras.Model(inputs, keras.layers.Dense(num_outputs, dtype="float32")(x))
+
+
 def test_the_blocks_of_a_model():
     model = transformer(x_spec=tf.TensorSpec([8], tf.int32), num_outputs=31, layers=3, width=16, heads=2)
     segments = cut_into_blocks(model, "--recompute=block")
     assert [segment.gives for segment in segments] == [("start",), ("block_00",), ("block_01",), ("block_02",), ("outputs",)]
     with pytest.raises(ConfigError, match="--recompute=block"):
         cut_into_blocks(keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)]), "--recompute=block")
+
+
+@pytest.mark.slow
+def test_micro_batches_are_taken_in_order():
+    """Each has its own dropout masks: with the second batch taken first the loss of a step is another one."""
+    config = Config().replace(strategy="one_device", steps=1, source="synthetic", source_args="task=text,vocab=61,samples=64,eval_samples=4", sequence_length=8, model="transformer",
+                              model_args="layers=1,width=32,heads=4,dropout=0.1", global_batch=16, accumulation=2, optimizer="sgd", recompute="attention")
+    keras.backend.clear_session()
+    job = build.compose(config, build.start_runtime(config, Cluster()))
+    weights, losses = job.model.get_weights(), set()
+    for _ in range(8):
+        job.model.set_weights(weights)
+        job.step.counter.assign(0)
+        losses.add(job.step(job.iterators(0), 1).means["loss"])
+    assert len(losses) == 1
 
 
 PEAK = """

@@ -16,6 +16,8 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.checksums import checksum
+from tfdist.runtime.host import host_view
 
 Sample = tuple  # (x, y) or (x, y, w): nests of tensors; w, the weight, is float32, a scalar or one per token
 SPLITS = ("train", "eval")
@@ -41,6 +43,7 @@ class Split:
         the stored one, taken while decoding. For images that are stored larger than they are used.
     cheap: making a sample costs little more than copying it, for example because it is in memory.
     fixed: a benchmark's split: the pipeline makes the first batches once and returns them for ever.
+    contents: checksums of what the split holds, where there is a better way than to read some samples (contents.py).
     """
 
     name: str
@@ -54,6 +57,7 @@ class Split:
     fetch_cropped: Callable[[tf.Tensor, tf.Tensor], Sample] | None = None
     cheap: bool = False
     fixed: bool = False
+    contents: Callable[[], list[int]] | None = None
 
     @property
     def sample_bytes(self) -> int:
@@ -121,7 +125,10 @@ def array_split(name: str, arrays: tuple, *, num_classes: int | None = None, inf
     spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), tensors)
     if scale:
         spec = (tf.nest.map_structure(scaled_spec, spec[0]), *spec[1:])
-    return Split(name, sizes.pop(), spec, fetch, num_classes, dict(info or {}), cheap=True)
+    def contents() -> list[int]:
+        return [checksum(host_view(tensor)) for tensor in tf.nest.flatten(tensors)]
+
+    return Split(name, sizes.pop(), spec, fetch, num_classes, dict(info or {}), cheap=True, contents=contents)
 
 
 def scaled(x: tf.Tensor) -> tf.Tensor:

@@ -47,7 +47,7 @@ def load(config: DataConfig, split: str) -> Split:
     else:
         fetch, spec = _tokens(length, outputs, seed), (tf.TensorSpec([length], tf.int32),) * 2
     size = options["eval_samples"] if split == "eval" else options["samples"]
-    return Split(f"synthetic/{split}", size, spec, fetch, outputs, cheap=True, fixed=options["fixed"])
+    return Split(f"synthetic/{split}", size, spec, fetch, outputs, cheap=True, fixed=options["fixed"], contents=list)
 
 
 def _images(shape: tuple[int, ...], classes: int, seed: int) -> Callable[[tf.Tensor], Sample]:

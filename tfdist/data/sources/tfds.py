@@ -32,6 +32,7 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import DataError, UnsupportedError
+from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
 from tfdist.data.sources.base import Sample, Split, array_split, read_options, scaled, scaled_spec
 from tfdist.data.sources.records import RecordFiles, read_in_graph
@@ -73,7 +74,8 @@ def load(config: DataConfig, split: str) -> Split:
         return decoder.finish(*decoder.stored(read_in_graph(read, indices)), seeds)
 
     cropped = fetch if decoder.image_size else None
-    return Split(name, size, decoder.spec, fetch, decoder.num_classes, fetch_cropped=cropped)
+    return Split(name, size, decoder.spec, fetch, decoder.num_classes, fetch_cropped=cropped,
+                 contents=lambda: [checksum_of(read(sampled_rows(size)))])
 
 
 class _Decoder:

@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
 from tfdist.data.sources.base import Sample, Split, read_options, scaled
 from tfdist.data.sources.records import RecordFiles, read_in_graph
@@ -72,12 +73,13 @@ def load(config: DataConfig, split: str) -> Split:
     _try(parse, first, name)
     if options["stream"]:
         stream = _stream(paths, compression, parse)
-        return Split(name, None, spec, num_classes=classes, info=info, stream=stream, stream_shards=len(paths))
+        return Split(name, None, spec, num_classes=classes, info=info, stream=stream, stream_shards=len(paths), contents=lambda: _files(paths))
 
     def fetch(indices: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
         return parse(read_in_graph(files.read, indices), seeds)
 
-    return Split(name, len(files), spec, fetch, classes, info, fetch_cropped=fetch if x.kind == "image" else None)
+    return Split(name, len(files), spec, fetch, classes, info, fetch_cropped=fetch if x.kind == "image" else None,
+                 contents=lambda: [*_files(paths), checksum_of(files.read(sampled_rows(len(files))))])
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,11 @@ def _paths(data_dir: str, options: dict, split: str, required: bool = True) -> l
             f"--data_dir={data_dir} has no file {' or '.join(patterns)} for {split}: check the folder, or set "
             f"--source_args={split}=PATTERN.")
     return []
+
+
+def _files(paths: list[str]) -> list[int]:
+    """A checksum of the files' names and sizes."""
+    return [checksum_of(f"{os.path.basename(path)} {tf.io.gfile.stat(path).length}".encode() for path in paths)]
 
 
 def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:

@@ -6,14 +6,19 @@ everything). It returns the data of one split:
 
   (x, y) or (x, y, w)      arrays with one row a sample, or nests (tuples, dicts) of such arrays
   an object                with __len__ and __getitem__(i) -> (x, y) or (x, y, w): a sample each, all of one shape and
-                           type. It may be called from several threads at once. `num_classes` is read from it if it
-                           has one
+                           type (objects.py says how it is found). It may be called from several threads at once.
+                           `num_classes` is read from it if it has one
   tf.data.Dataset          of single samples, not of batches, the same at every pass: it must not be shuffled, repeated
-                           or sharded, that is done here. It is read as a stream (see pipeline.py for what is lost)
+                           or sharded, that is done here, and is refused if its first samples are others at a second look. It is read as a stream (see pipeline.py for what is lost)
   Split                    anything else (tfdist/data/sources/base.py)
 
 or of both: {"train": ..., "eval": ...}, or a pair of pairs, as keras.datasets.*.load_data() returns them. A function
 that does not declare `split` must return both: one set of data for both would be training on what is evaluated on.
+It is called once then, else once for each split.
+
+Python's, NumPy's and TensorFlow's random numbers start from --seed at each call, so that a split drawn from them is the same
+on all workers and after a restart. What is drawn from elsewhere must have a seed of its own: workers compare what they hold
+(tfdist/data/contents.py), and differences end the run.
 
 w is the weight of a sample (or of each of its tokens), float32. Integer y of rank 1 gives the number of classes.
 """
@@ -31,7 +36,9 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data.sources.base import Sample, Split, array_split
+from tfdist.data.contents import checksums
+from tfdist.data.sources.base import Split, array_split
+from tfdist.data.sources.objects import object_split
 from tfdist.plugins import own_code, resolve
 
 
@@ -39,8 +46,13 @@ def load(config: DataConfig, split: str) -> Split:
     """See above. Raises ConfigError for a function that is missing or options it does not take, DataError for its data."""
     function = resolve("source", config.source, {})
     arguments, takes_split = _arguments(function, config, split)
-    with own_code("source", config.source):
-        result = function(**arguments)
+    result = _called.pop(config, None) if split == "eval" else None
+    if result is None:
+        with own_code("source", config.source):
+            result = function(**arguments)
+        _called.clear()
+        if split == "train" and not takes_split:
+            _called[config] = result
     name = f"{config.source}/{split}"
     if isinstance(result, dict) and set(result) == {"train", "eval"}:
         pair = (result["train"], result["eval"])
@@ -56,6 +68,11 @@ def load(config: DataConfig, split: str) -> Split:
     # Classes are counted over both, since one split may lack the last of them.
     classes = [_count_classes(part) for part in pair]
     return found if None in classes else dataclasses.replace(found, num_classes=max(classes))
+
+
+# What a function that returns both splits has returned for "train", until "eval" is asked for: a split that it draws anew at
+# each call would put samples that are trained on into the evaluation.
+_called: dict[DataConfig, Any] = {}
 
 
 def _arguments(function: Callable, config: DataConfig, split: str) -> tuple[dict[str, Any], bool]:
@@ -88,51 +105,19 @@ def _split(name: str, data: Any) -> Split:
     if isinstance(data, tuple) and len(data) in (2, 3):
         arrays = tf.nest.map_structure(np.asarray, data)
         if len(data) == 3:
-            arrays = (*arrays[:2], tf.nest.map_structure(lambda w: w.astype(np.float32), arrays[2]))
+            try:
+                arrays = (*arrays[:2], tf.nest.map_structure(lambda w: w.astype(np.float32), arrays[2]))
+            except (ValueError, TypeError) as error:
+                raise DataError(f"--source: the weights of {name} are no numbers ({error}): return (x, y, w) with one number a sample, or token, in w.") from None
         return array_split(name, arrays, num_classes=_count_classes(data))
     if isinstance(data, keras.utils.PyDataset):
         raise DataError(f"--source: {name} is a Keras PyDataset, which yields batches: return single samples instead.")
     is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if is_sequence and not isinstance(data, (dict, str, bytes, np.ndarray)):
-        return _object_split(name, data)
+        return object_split(name, data)
     raise DataError(
         f"--source: {name} is a {type(data).__name__}: return (x, y) arrays, an object with __len__ and __getitem__, "
         "a tf.data.Dataset or a Split.")
-
-
-def _object_split(name: str, data: Any) -> Split:
-    """Random access through data[i], in Python."""
-    if not len(data):
-        raise DataError(f"--source: {name} is an empty {type(data).__name__}.")
-    first = data[0]
-    if not isinstance(first, tuple) or len(first) not in (2, 3):
-        raise DataError(f"--source: item 0 of {name} is a {type(first).__name__}: __getitem__ must return (x, y) or (x, y, w).")
-    spec = tf.nest.map_structure(_spec, first)
-    if len(first) == 3:
-        spec = (*spec[:2], tf.nest.map_structure(lambda s: tf.TensorSpec(s.shape, tf.float32), spec[2]))
-    flat_spec = tf.nest.flatten(spec)
-
-    def rows(indices: np.ndarray) -> list[np.ndarray]:
-        columns = [np.empty([len(indices), *s.shape], s.dtype.as_numpy_dtype) for s in flat_spec]
-        for row, index in enumerate(indices):
-            item = data[int(index)]
-            tf.nest.assert_same_structure(first, item)
-            for column, s, value in zip(columns, flat_spec, tf.nest.flatten(item), strict=True):
-                if np.shape(value) != tuple(s.shape):  # an assignment would broadcast it
-                    raise DataError(
-                        f"--source: item {index} of {name} has shape {np.shape(value)}, item 0 has {tuple(s.shape)}: give all "
-                        "one shape.")
-                column[row] = value
-        return columns
-
-    def fetch(indices: tf.Tensor) -> Sample:
-        # stateful=False: otherwise op determinism forbids reading in parallel.
-        columns = tf.numpy_function(rows, [indices], [s.dtype for s in flat_spec], stateful=False)
-        for column, s in zip(columns, flat_spec, strict=True):
-            column.set_shape([*indices.shape, *s.shape])
-        return tf.nest.pack_sequence_as(spec, columns)
-
-    return Split(name, len(data), spec, fetch, getattr(data, "num_classes", None))
 
 
 def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
@@ -149,12 +134,13 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
     def stream(shard: int, shards: int) -> tf.data.Dataset:
         return data.shard(shards, shard) if shards > 1 else data
 
-    return Split(name, None, spec, stream=stream)
-
-
-def _spec(value: Any) -> tf.TensorSpec:
-    array = np.asarray(value)
-    return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))
+    split = Split(name, None, spec, stream=stream)
+    first, again = checksums(split), checksums(split)
+    if not any(a == b for a, b in zip(first, again, strict=False)):
+        raise DataError(
+            f"--source: {name} is a tf.data.Dataset whose first samples are others at a second look: each worker reads all of it and keeps "
+            "its share, and a run that goes on reads up to where it was, so it must be the same at every pass; drop its shuffle(), tfdist shuffles.")
+    return split
 
 
 def _is_pair_of_pairs(value: Any) -> bool:

@@ -62,6 +62,7 @@ def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optim
         update = MeshUpdate(runtime, model, optimizer, compression=parallel.compression, compression_after=parallel.compression_after, **options)
     pipeline = None
     if pieces:
+        _check_slots(optimizer, update, runtime)
         schedule = make_schedule(parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, parallel.pipe_chunks)
         pipeline = Pipeline(runtime, model, pieces, schedule, update.trainable, update.stages, update.sources, update.holders_of_weights(), width)
     elif parallel.recompute != "none":
@@ -75,7 +76,7 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
     if degree == 1:
         return []
     if has_experts(model):
-        raise ConfigError(f"--mesh has pipe={degree}, whose stages cannot bring the balance loss of experts to the end of the model yet: use data=, expert= or model= instead.")
+        raise ConfigError(f"--mesh has pipe={degree}, whose stages cannot bring what experts drop to the end of the model yet: use data=, expert= or model= instead.")
     whole = segments.cut_into_blocks(model, f"--mesh has pipe={degree}")
     again = config.parallel.recompute == "block"
     return divide([segment._replace(again=again and segment.gives[0].startswith("block_")) for segment in whole], degree * chunks, config.parallel.pipe_cut)
@@ -112,6 +113,12 @@ def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
         raise ConfigError(f"--recompute=attention does not go with pipe={degree}: use --recompute=block.")
     if config.model.jit_compile:
         raise ConfigError(f"--jit_compile cannot compile what the stages of pipe={degree} send each other: drop it.")
+
+
+def _check_slots(optimizer: keras.Optimizer, update: MeshUpdate, runtime: MeshRuntime) -> None:
+    """State that is of no variable's shape (Adafactor's sums over rows) would be of another size on each stage."""
+    if any(len(variable.shape) and id(variable) not in update.owners for variable in optimizer.variables):
+        raise ConfigError(f"--mesh has pipe={runtime.mesh.degree('pipe')}, over which the state of --optimizer={optimizer.name} cannot be spread, as it has not the shapes of the variables: use another optimizer, or data= only.")
 
 
 def _check_compression(config: Config, runtime: MeshRuntime) -> None:

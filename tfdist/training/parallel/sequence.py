@@ -73,6 +73,9 @@ def spread_sequence(model: keras.Model, group: Group) -> tuple[dict[int, Part], 
     """
     if not any(layer.name == "embed_tokens" for layer in model.layers) or has_experts(model):
         raise ConfigError(f"--sequence_parallel is for --model=transformer without experts, which {model.name} is not here: drop it.")
+    for layer in model._flatten_layers(include_self=False):
+        if layer.activity_regularizer is not None:
+            raise ConfigError(f"--sequence_parallel gives each worker some of the positions only, but {layer.name} has an activity regularizer, which needs all: drop one of them.")
     length = model.inputs[0].shape[1]
     if length % group.size:
         raise ConfigError(f"--sequence_parallel spreads the {length} positions over model={group.size}, which does not divide them: choose another --sequence_length, or drop it.")

@@ -10,6 +10,7 @@ data-parallel run's, and names (for --weight_decay_exclude) still fit. Several t
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -55,20 +56,23 @@ def _padded(vector: tf.Tensor, end: int) -> tf.Tensor:
 
 
 def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]) -> list[keras.Variable]:
-    """One variable [length] for each, with this member's part of its value, shared out over its group. It keeps the name."""
-    shards = []
-    for variable, group in zip(variables, groups, strict=True):
-        shard = keras.Variable(Layout([variable.shape], group).cut(variable.numpy(), 0), dtype=variable.dtype, name=variable.name, autocast=variable._autocast)
-        shard._path = variable.path  # slots are named after it
-        shards.append(shard)
-    return shards
+    """One variable [length] for each, with this member's part of its value, shared out over its group. It keeps the names."""
+    return [named_like(variable, Layout([variable.shape], group).cut(variable.numpy(), 0)) for variable, group in zip(variables, groups, strict=True)]
 
 
 def empty_like(variable: keras.Variable) -> keras.Variable:
-    """A variable [0] with the same name."""
-    empty = keras.Variable(np.zeros([0], variable.dtype), dtype=variable.dtype, name=variable.name)
-    empty._path = variable.path
-    return empty
+    """A variable without elements with the same names, and as many dims: some optimizers choose by these."""
+    return named_like(variable, np.zeros([0] * len(variable.shape), variable.dtype))
+
+
+def named_like(whole: keras.Variable, value: np.ndarray) -> keras.Variable:
+    """A variable of another value with the path of `whole`, after which slots are named, and TensorFlow's name for it, at
+    which Keras' optimizers look for what does not decay."""
+    folder = whole.value.name.rpartition("/")[0]
+    with tf.name_scope(f"{folder}/") if folder else contextlib.nullcontext():
+        variable = keras.Variable(value, dtype=whole.dtype, name=whole.name, autocast=whole._autocast)
+    variable._path = whole.path
+    return variable
 
 
 def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> dict[int, int]:

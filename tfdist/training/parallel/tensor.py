@@ -80,6 +80,8 @@ def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
     """A Dense layer [in, out] -> [in, out / m]. `blocks`: out is that many matrices side by side, each of which is cut."""
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
+        if layer.activity_regularizer is not None:
+            raise ConfigError(f"--mesh has model={group.size}, but {layer.name} has an activity regularizer, of whose activations each worker would have a part: give it to a layer behind it, or drop it.")
         inner = layer.call
         parts = cut(layer, layer._kernel, 1, group, blocks)
         if layer.bias is not None:
@@ -217,6 +219,9 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
 def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
     """Cuts a variable of the layer along `dim` down to this member's part, in place. Returns its id -> its Part."""
     size = variable.shape[dim]
+    for kind in ("regularizer", "constraint"):
+        if getattr(variable, kind) is not None:
+            raise ConfigError(f"--mesh spreads {variable.path} over {group.size} workers, but it has a {kind}, which needs the whole variable: drop it ({'--weight_decay does much the same' if kind == 'regularizer' else 'or give the workers to data='}).")
     if size // blocks < group.size:
         raise ConfigError(f"--mesh has model={group.size}, but {variable.path} has only {size // blocks} to share out: lower the degree.")
     block = np.arange(size).reshape(blocks, -1)
@@ -225,5 +230,6 @@ def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, bl
     part = Part(tuple(variable.shape), dim, places, group.index)
     value = variable.numpy()
     variable._shape = part.local_shape
-    variable._initialize(tf.Variable(part.cut(value), trainable=variable.trainable, name=variable.name))
+    name = variable.value.name.partition(":")[0]  # at which optimizers look for what does not decay
+    variable._initialize(tf.Variable(part.cut(value), trainable=variable.trainable, name=name))
     return {id(variable): part}

@@ -1,0 +1,182 @@
+"""A case of tfdist.fit: the same program with Keras' functions, which is the oracle, and with tfdist's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.fuzz import data, models
+from tests.fuzz.oracle import POLICIES, is_number, once
+
+FLOAT = {False: "float32", True: "float64"}
+
+
+def masked_mean(y, outputs):
+    """A loss of a user's own that is no mean over rows: a mean over those with a class above 0."""
+    inside = tf.cast(tf.reshape(y, [-1]) > 0, outputs.dtype)
+    losses = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+    return tf.reduce_sum(losses * tf.reshape(inside, tf.shape(losses))) / (tf.reduce_sum(inside) + 1e-3)
+
+
+def largest(y, outputs):
+    """A metric that is one number for the whole batch."""
+    return tf.reduce_max(outputs)
+
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    "entropy": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    "entropy_sum": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
+    "ignore_class": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0),
+    "masked_mean": lambda: masked_mean,
+    "mse": lambda: "mse", "huber": lambda: keras.losses.Huber(), "cosine": lambda: keras.losses.CosineSimilarity(),
+    "dice": lambda: keras.losses.Dice(), "tversky": lambda: keras.losses.Tversky(),
+}
+METRICS: dict[str, Callable[[], Any]] = {
+    "accuracy": lambda: "accuracy", "top_k": lambda: keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_k"), "largest": lambda: largest,
+    "iou": lambda: keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou"), "mae": lambda: "mae", "r2": lambda: keras.metrics.R2Score(name="r2"), "rmse": lambda: keras.metrics.RootMeanSquaredError(name="rmse"),
+}
+CALLBACKS: dict[str, Callable[[], Any]] = {
+    "early_stopping": lambda: keras.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=0.05),
+    "plateau": lambda: keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=0, factor=0.5, min_delta=0.1),
+    "scheduler": lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7),
+    "swap_ema": lambda: keras.callbacks.SwapEMAWeights(),
+}
+
+
+def run(case: Mapping[str, Any], functions: Any, double: bool = False, eager: bool = False) -> dict[str, np.ndarray]:
+    """functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not."""
+    keras.backend.clear_session()
+    model = _model(case, double)
+    _compile(case, model, eager)
+    fit, parts = case["fit"], _cast(data.arrays(case), double)
+    validation = _cast(data.arrays(case, "eval"), double)
+    options: dict[str, Any] = {name: fit[name] for name in ("epochs", "initial_epoch", "steps_per_epoch", "validation_freq") if name in fit}
+    if fit.get("validation") == "data":
+        options["validation_data"] = validation
+    elif fit.get("validation") == "split":
+        options["validation_split"] = 0.3
+    if "class_weight" in fit:
+        options["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.0}
+    options["callbacks"] = [CALLBACKS[name]() for name in fit.get("callbacks", ())]
+    keras.utils.set_random_seed(case["seed"])
+    history = functions.fit(model, **_given(case, parts), **options, verbose=0)
+    found = {f"loss/{name}": np.array(values, np.float64) for name, values in history.history.items()}
+    found |= {f"model/{index:04d}": np.asarray(variable.value).astype(np.float64) for index, variable in enumerate(once(model.variables)) if is_number(variable)}
+    if case["fit"].get("evaluate"):
+        x, y, *w = validation
+        scores = functions.evaluate(model, x, y, sample_weight=w[0] if w else None, batch_size=5, return_dict=True, verbose=0)
+        found |= {f"eval/{name}": np.array(value, np.float64) for name, value in scores.items()}
+        predicted = functions.predict(model, x, batch_size=6, verbose=0)
+        found |= {f"predict/{index}": np.asarray(value, np.float64) for index, value in enumerate(keras.tree.flatten(predicted))}
+    return found
+
+
+def _model(case: Mapping[str, Any], double: bool) -> keras.Model:
+    keras.config.set_floatx("float32")
+    policy = POLICIES[case["compile"].get("precision", "float32")]
+
+    def build(double: bool) -> keras.Model:
+        keras.utils.set_random_seed(case["seed"])
+        keras.config.set_dtype_policy("float64" if double else policy)
+        return models.build(case["model"], double)
+
+    single = build(False)
+    if not double:
+        return single
+    keras.config.set_floatx("float64")
+    model = build(True)
+    for variable, value in zip(model.variables, single.variables, strict=True):
+        variable.assign(tf.cast(value.value, variable.dtype))
+    return model
+
+
+def _compile(case: Mapping[str, Any], model: keras.Model, eager: bool) -> None:
+    options = case["compile"]
+    optimizer = {"sgd": keras.optimizers.SGD, "momentum": lambda rate, **more: keras.optimizers.SGD(rate, momentum=0.9, **more), "adam": keras.optimizers.Adam,
+                 "adamw": keras.optimizers.AdamW}[options["optimizer"]]
+    arguments = {name: options[name] for name in ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "use_ema", "ema_momentum", "weight_decay") if name in options}
+    loss, metrics = LOSSES[options["loss"]](), [METRICS[name]() for name in options["metrics"]]
+    if case["model"]["head"] == "dict":
+        loss, metrics = {"kind": LOSSES["entropy"](), "size": "mse"}, {"kind": ["accuracy"], "size": ["mae"]}
+    model.compile(optimizer(options["learning_rate"], **arguments), loss=loss, metrics=metrics if not options.get("weighted_metrics") else None,
+                  weighted_metrics=metrics if options.get("weighted_metrics") else None, run_eagerly=eager, jit_compile=bool(options.get("jit_compile")) and not eager,
+                  steps_per_execution=1 if eager else options.get("steps_per_execution", 1))
+
+
+def _cast(parts: tuple, double: bool) -> tuple:
+    return keras.tree.map_structure(lambda value: value.astype(FLOAT[double]) if value.dtype.kind == "f" else value, parts)
+
+
+class Pages(keras.utils.PyDataset):
+    """Batches of rows in their order."""
+
+    def __init__(self, parts: tuple, batch: int):
+        super().__init__()
+        self.parts, self.batch = parts, batch
+
+    def __len__(self) -> int:
+        return -(-len(keras.tree.flatten(self.parts)[0]) // self.batch)
+
+    def __getitem__(self, index: int) -> tuple:
+        return _rows(self.parts, index * self.batch, (index + 1) * self.batch)
+
+
+def _rows(parts: tuple, start: int, stop: int) -> tuple:
+    return keras.tree.map_structure(lambda value: value[start:stop], parts)
+
+
+def _given(case: Mapping[str, Any], parts: tuple) -> dict[str, Any]:
+    """x, y, sample_weight and what belongs to them, for each kind of data."""
+    kind, batch, shuffle = case["data"]["source"], case["fit"]["batch_size"], case["fit"].get("shuffle", False)
+    endless = "steps_per_epoch" in case["fit"]
+    if kind == "arrays":
+        x, y, *w = parts
+        return {"x": x, "y": y, "sample_weight": w[0] if w else None, "batch_size": batch, "shuffle": shuffle}
+    if kind == "dataset":
+        dataset = tf.data.Dataset.from_tensor_slices(parts)
+        dataset = dataset.shuffle(100, seed=5) if shuffle else dataset
+        return {"x": (dataset.repeat() if endless else dataset).batch(batch)}
+    if kind == "pages":
+        return {"x": Pages(parts, batch), "shuffle": False}
+    return {"x": _generator(parts, batch)}
+
+
+def _generator(parts: tuple, batch: int) -> Iterator[tuple]:
+    size = len(keras.tree.flatten(parts)[0])
+    while True:
+        for start in range(0, size, batch):
+            yield _rows(parts, start, start + batch)
+
+
+@contextlib.contextmanager
+def large_outputs(wanted: bool) -> Iterator[None]:
+    """Within it outputs of any size count as too large to be passed around."""
+    from tfdist.keras_fit import own_rows
+
+    before = own_rows.LARGEST
+    own_rows.LARGEST = 0 if wanted else before
+    try:
+        yield
+    finally:
+        own_rows.LARGEST = before
+
+
+def on_workers(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
+    """The case with tfdist's functions, in a worker."""
+    import tfdist
+    from tfdist.keras_fit import api
+
+    api._runtime = runtime  # that this process has joined already
+    with large_outputs(bool(case["fit"].get("large"))):
+        return {"arrays": run(case, tfdist), "replicas": []}
+
+
+def references(case: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(plain Keras in the precision of the case, in float64)"""
+    eager = case["model"]["head"] != "dict"  # Keras 3.15 counts the first batch twice in the shown losses of several outputs, when it runs eagerly
+    return run(case, keras.Model, eager=eager), run(case, keras.Model, double=True, eager=eager)

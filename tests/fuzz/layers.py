@@ -1,0 +1,86 @@
+"""Layers of the fuzzer's models, that Keras does not ship: losses of their own, state of their own, constants."""
+
+from __future__ import annotations
+
+import keras
+from keras import ops
+
+
+class MeanLoss(keras.layers.Layer):
+    """Adds the mean over rows of x^2 to the loss."""
+
+    def __init__(self, rate: float = 0.3, **options):
+        super().__init__(**options)
+        self.rate, self.supports_masking = rate, True
+
+    def call(self, x):
+        self.add_loss(self.rate * ops.mean(ops.square(x)))
+        return x
+
+
+class SumLoss(MeanLoss):
+    """Adds the sum over rows of x^2 to the loss."""
+
+    def call(self, x):
+        self.add_loss(self.rate * ops.sum(ops.square(x)))
+        return x
+
+
+class Counter(keras.layers.Layer):
+    """State of its own that is the same on all workers: how often it was called in training."""
+
+    supports_masking = True
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1.0)
+        return x
+
+
+class RunningMean(keras.layers.Layer):
+    """State of its own that hangs on the rows which a worker sees."""
+
+    supports_masking = True
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x, training=False):
+        if training:
+            mean = ops.mean(x, axis=tuple(range(len(x.shape) - 1)))
+            self.mean.assign(0.8 * self.mean + 0.2 * ops.cast(mean, self.mean.dtype))
+        return x
+
+
+class Positions(keras.layers.Layer):
+    """Adds a table that is looked up by constants, as in Keras' transformer example; along the dim before the last."""
+
+    def __init__(self, length: int, width: int, **options):
+        super().__init__(**options)
+        self.length = length
+        self.table = keras.layers.Embedding(length, width, name="positions")
+        self.supports_masking = True
+
+    def build(self, shape):
+        self.table.build((self.length,))
+
+    def call(self, x):
+        return x + ops.cast(self.table(ops.arange(self.length)), x.dtype)
+
+
+class Twice(keras.layers.Layer):
+    """Looks its table up twice: the numbers, and other numbers made of them."""
+
+    def __init__(self, rows: int, width: int, **options):
+        super().__init__(**options)
+        self.rows = rows
+        self.table = keras.layers.Embedding(rows, width, name="twice")
+
+    def build(self, shape):
+        self.table.build(shape)
+
+    def call(self, ids):
+        return self.table(ids) - 0.5 * self.table((ids * 3 + 1) % self.rows)

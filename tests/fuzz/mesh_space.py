@@ -1,0 +1,97 @@
+"""What can be drawn for --strategy=mesh: axes, shards of state, pipelines; and the models that can be spread so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+AXES = ("pipe", "data", "expert", "model")
+ELEMENTWISE = ("sgd", "momentum", "adam", "adamw", "lion")
+# workers -> meshes
+MESHES = {2: ["", "", "", "", "data=2", "pipe=2", "pipe=2", "model=2", "expert=2"], 3: [""], 4: ["", "pipe=2,data=2", "data=2,model=2", "pipe=2,model=2", "data=2,expert=2"]}
+
+
+def draw(chance: random.Random, workers: int, model: dict[str, Any], data: dict[str, Any], options: dict[str, Any]) -> None:
+    """Adds to the options, and changes model and data to suit."""
+    mesh = chance.choice(MESHES[workers])
+    degree = degrees(mesh, workers)
+    if mesh:
+        options["mesh"] = mesh
+    if degree["model"] > 1 or degree["expert"] > 1 or degree["pipe"] > 1 and chance.random() < 0.4:
+        arguments = "layers=2,width=8,heads=2,num_outputs=12" + (",experts=4,capacity=2.0,balance=0.1" if degree["expert"] > 1 else "")
+        model.clear()
+        model.update(inputs="steps", blocks=[], head="tokens", embedding="embedding", builtin=arguments)
+        options.update(objective="classification", label_smoothing=chance.choice([None, 0.1]))
+        for name in ("constant", "offset", "nan"):
+            data.pop(name, None)
+        options["optimizer"] = chance.choice(["sgd", "momentum", "adam"])
+        options["learning_rate"] = 0.01 if options["optimizer"] == "adam" else 0.1
+    elif degree["pipe"] > 1:
+        model["blocks"] = [block if isinstance(block, list) else [block] for block in model["blocks"]]
+        while len(model["blocks"]) < 2:
+            model["blocks"].append(chance.choice([["dense"], ["mean_loss"], ["layer_norm"]]))
+    if degree["pipe"] > 1:
+        options["pipe_schedule"] = chance.choice([None, "gpipe"])
+        options["jit_compile"] = None
+    if degree["data"] * degree["expert"] > 1 and chance.random() < 0.6:
+        options["zero"] = chance.choice([1, 2, 3])
+        options["compression"] = None
+        if options["zero"] < 3 and chance.random() < 0.2:
+            options["offload"] = "optimizer"
+        if options["zero"] == 3:
+            options["jit_compile"] = None
+    elif not mesh and chance.random() < 0.15:
+        options.update(all_reduce="hierarchical", workers_per_host=2 if workers == 4 else 1, compression=None)
+    if degree["model"] > 1 and degree["pipe"] == 1 and options.get("zero") != 3 and chance.random() < 0.4:
+        options["sequence_parallel"] = True
+    if "builtin" in model:
+        options["recompute"] = chance.choice([None, None, "block", "attention"] if degree["pipe"] == 1 else [None, "block"])
+    if options.get("compression") and mesh not in ("", "data=2"):
+        options["compression"] = None
+
+
+def can_shard(case: Mapping[str, Any]) -> bool:
+    """Whether --zero goes with the rest of a case on a mesh of data only."""
+    options = case["options"]
+    return options["optimizer"] in ELEMENTWISE and not options.get("compression") and not options.get("jit_compile") and "mesh" not in options
+
+
+def degrees(mesh: str, workers: int) -> dict[str, int]:
+    """The length of each axis."""
+    given = {axis: int(length) for axis, length in (part.split("=") for part in mesh.split(",") if part)}
+    rest = workers
+    for length in given.values():
+        rest //= length
+    return {axis: given.get(axis, rest if axis == "data" and "data" not in given else 1) for axis in AXES}
+
+
+def replicas(options: Mapping[str, Any], workers: int) -> int:
+    degree = degrees(options.get("mesh", ""), workers)
+    return degree["data"] * degree["expert"]
+
+
+def conflicts(case: Mapping[str, Any], blocks: list[str], workers: int) -> str:
+    """Why a case on a mesh is not allowed; "" if it is."""
+    options, model = case["options"], case["model"]
+    degree = degrees(options.get("mesh", ""), workers)
+    if (options.get("zero") or degree["model"] > 1 or degree["expert"] > 1) and options["optimizer"] not in ELEMENTWISE:
+        return "an optimizer that does not treat every element on its own"
+    even = options["global_batch"] % (options["accumulation"] * degree["data"] * degree["expert"]) == 0
+    if (degree["pipe"] > 1 or degree["expert"] > 1) and not even:
+        return "micro-batches of different size"
+    if degree["pipe"] > 1 and (model["inputs"] == "both" or model["head"] == "dict"):
+        return "a pipeline takes one tensor and gives one"
+    if degree["pipe"] > 1 and set(blocks) & {"batch_norm", "counter", "running_mean", "spectral"}:
+        return "state in stages is not looked at yet"
+    if degree["expert"] > 1 and (case["data"]["weights"] != "none" or case["data"].get("padded")):
+        return "balance losses with weights"
+    if options.get("compression") not in (None, "bf16", "fp16"):
+        return "a lossy compression"
+    return ""
+
+
+def features(case: Mapping[str, Any]) -> list[str]:
+    options, model = case["options"], case["model"]
+    return [f"mesh:{options.get('mesh') or 'data'}", f"zero:{options.get('zero', 0)}"] + [f"mesh.{name}" for name in ("pipe_schedule", "offload", "all_reduce", "sequence_parallel") if name in options] + (
+        ["model:transformer"] if "builtin" in model else [])

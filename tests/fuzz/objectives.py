@@ -1,0 +1,14 @@
+"""Objectives of the fuzzer's models with several outputs, given to tfdist as `tests.fuzz.objectives:NAME`."""
+
+from __future__ import annotations
+
+
+def both(outputs, y, w):
+    """Classes and a value."""
+    import tensorflow as tf
+
+    from tfdist.training.objectives import Scores
+
+    kind = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y["kind"], logits=tf.cast(outputs["kind"], tf.float32))
+    size = tf.reduce_mean(tf.square(tf.cast(outputs["size"], tf.float32) - y["size"]), -1)
+    return Scores(kind + 0.5 * size, w, {"size_error": size})

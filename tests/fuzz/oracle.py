@@ -1,0 +1,186 @@
+"""What tfdist.train should compute, written without it: a plain loop in one process, Keras' own losses and optimizers, NumPy.
+
+Eager, so that nothing is traced. In float32 or, to see how much rounding matters, all in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.fuzz import data, models
+
+POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
+
+
+class Reference:
+    """One run of a case."""
+
+    def __init__(self, case: Mapping[str, Any], double: bool = False, turned: bool = False):
+        """turned: the rows of each micro-batch are taken in reverse, which changes nothing but the rounding."""
+        self.case, self.options, self.double, self.turned = case, case["options"], double, turned
+        keras.backend.clear_session()
+        keras.config.set_floatx("float32")
+        initial = self._model(False)
+        self.float = "float64" if double else "float32"
+        if double:
+            keras.config.set_floatx("float64")
+            self.model = self._model(True)
+            for variable, value in zip(self.model.variables, initial.variables, strict=True):
+                variable.assign(tf.cast(value.value, variable.dtype))
+        else:
+            self.model = initial
+        self.optimizer = self._optimizer()
+        self.optimizer.build(self.model.trainable_variables)
+        self.parts = data.arrays(case)
+        self.scale = float(self.options.get("loss_scale_initial", 32768.0)) if self.options.get("precision") == "float16" else 1.0
+
+    def _model(self, double: bool) -> keras.Model:
+        keras.utils.set_random_seed(self.options.get("seed", 0))
+        keras.config.set_dtype_policy("float64" if double else POLICIES[self.options.get("precision", "float32")])
+        return models.build(self.case["model"], double)
+
+    def _optimizer(self) -> keras.optimizers.Optimizer:
+        options, kind = self.options, self.options.get("optimizer", "adamw")
+        arguments: dict[str, Any] = {"learning_rate": options["learning_rate"], "weight_decay": options.get("weight_decay") or None}
+        if options.get("ema"):
+            arguments |= {"use_ema": True, "ema_momentum": options["ema"], "ema_overwrite_frequency": None}
+        make = {"sgd": keras.optimizers.SGD, "momentum": keras.optimizers.SGD, "adam": keras.optimizers.Adam, "adamw": keras.optimizers.Adam,
+                "lion": keras.optimizers.Lion, "lamb": keras.optimizers.Lamb, "adafactor": keras.optimizers.Adafactor}[kind]
+        optimizer = make(**arguments, **({"momentum": 0.9} if kind == "momentum" else {}))
+        excluded = options.get("weight_decay_exclude", "bias,gamma,beta")
+        if options.get("weight_decay") and excluded:
+            optimizer.exclude_from_weight_decay(var_names=excluded.split(","))
+        return optimizer
+
+    # -- a run -----------------------------------------------------------------------------------------------------
+
+    def run(self, order: np.ndarray) -> dict[str, np.ndarray]:
+        """Trains; `order`: the samples of all steps, one after the other. The result: name -> array."""
+        batch = self.options["global_batch"]
+        found: dict[str, np.ndarray] = {}
+        norm, skipped, step = 0.0, 0, 0
+        for call, count in enumerate(self.case["calls"]):
+            sums = np.zeros(2)
+            for _ in range(count):
+                loss, weight, norm, finite = self._step(order[step * batch:(step + 1) * batch], step)
+                step += 1
+                skipped += not finite
+                sums += [loss, weight] if finite else 0
+            found[f"loss/{call}"] = np.array(sums[0] / sums[1] if sums[1] else np.nan)
+            found[f"norm/{call}"] = np.array(norm)
+        found["skipped"] = np.array(float(skipped))
+        found |= {f"model/{index:04d}": variable.numpy().astype("float64") for index, variable in enumerate(once(self.model.variables)) if is_number(variable)}
+        return found | self._evaluate()
+
+    def _step(self, rows: np.ndarray, step: int) -> tuple[float, float, float, bool]:
+        """(sum of losses, sum of weights, norm, whether all was finite)."""
+        accumulation = self.options.get("accumulation", 1)
+        before = [variable.value.numpy() for variable in self.model.non_trainable_variables]
+        total, gradients, loss_sum, weight_sum = 0.0, None, 0.0, 0.0
+        for micro in range(accumulation):
+            own = rows[micro * len(rows) // accumulation:(micro + 1) * len(rows) // accumulation]
+            grads, loss, weight = self._micro(own[::-1] if self.turned else own)
+            gradients = grads if gradients is None else [a + b for a, b in zip(gradients, grads, strict=True)]
+            loss_sum, weight_sum = loss_sum + loss, weight_sum + weight
+        total = weight_sum or math.inf
+        gradients = [gradient / tf.cast(total * self.scale, gradient.dtype) for gradient in gradients]
+        norm = math.sqrt(sum(float(tf.reduce_sum(tf.square(tf.cast(gradient, tf.float64)))) for gradient in gradients))
+        finite = math.isfinite(norm) and math.isfinite(loss_sum)
+        if finite or not self._may_skip:
+            clip = self.options.get("clip_norm", 0.0)
+            factor = clip / norm if clip and norm > clip else 1.0
+            self.optimizer.learning_rate = self._learning_rate(int(self.optimizer.iterations.numpy()))
+            self.optimizer.apply([gradient * tf.cast(factor, gradient.dtype) for gradient in gradients], self.model.trainable_variables)
+        else:
+            for variable, value in zip(self.model.non_trainable_variables, before, strict=True):
+                variable.assign(value)
+            self.scale /= 2 if self.options.get("precision") == "float16" else 1
+        return loss_sum, weight_sum, norm, finite
+
+    @property
+    def _may_skip(self) -> bool:
+        return self.options.get("on_nan") == "skip" or self.options.get("precision") == "float16"
+
+    def _micro(self, rows: np.ndarray) -> tuple[list[tf.Tensor], float, float]:
+        x, y, w = self._batch(self.parts, rows)
+        with tf.GradientTape() as tape:
+            losses, weights, _ = self._scores(self.model(x, training=True), y, w)
+            loss, weight = tf.reduce_sum(losses * weights), tf.reduce_sum(weights)
+            added = tf.add_n([tf.cast(term, self.float) for term in self.model.losses]) if self.model.losses else tf.zeros([], self.float)
+            total = (loss + weight * added) * tf.cast(self.scale, self.float)
+        gradients = tape.gradient(total, [variable.value for variable in self.model.trainable_variables], unconnected_gradients="zero")
+        return [tf.convert_to_tensor(gradient) for gradient in gradients], float(loss), float(weight)
+
+    def _batch(self, parts: tuple, rows: np.ndarray) -> tuple:
+        def take(part: Any) -> Any:
+            if isinstance(part, dict):
+                return {name: take(value) for name, value in part.items()}
+            value = part[rows]
+            return tf.constant(value, self.float if value.dtype.kind == "f" else None)
+
+        x, y, *w = (take(part) for part in parts)
+        return x, y, w[0] if w else tf.ones([len(rows)], self.float)
+
+    def _scores(self, outputs: Any, y: Any, w: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]:
+        """(losses, weights of the same shape, metrics)."""
+        outputs = tf.nest.map_structure(lambda output: tf.cast(output, self.float), outputs)
+
+        def entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+            smoothing, classes = self.options.get("label_smoothing", 0.0), logits.shape[-1]
+            target = tf.one_hot(y, classes, dtype=logits.dtype) * (1 - smoothing) + smoothing / classes
+            return keras.losses.categorical_crossentropy(target, logits, from_logits=True)
+
+        def squared(y: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+            return tf.reduce_mean(tf.square(value - y), -1)
+
+        head = self.case["model"]["head"]
+        if head == "dict":
+            size = squared(y["size"], outputs["size"])
+            losses, metrics = entropy(y["kind"], outputs["kind"]) + 0.5 * size, {"size_error": size}
+        elif head == "values":
+            losses, metrics = squared(y, outputs), {"absolute_error": tf.reduce_mean(tf.abs(outputs - y), -1)}
+        else:
+            right = tf.equal(tf.argmax(outputs, -1), tf.cast(y, tf.int64))
+            losses, metrics = entropy(y, outputs), {"accuracy": tf.cast(right, self.float)}
+        return losses, tf.broadcast_to(w if w.shape.rank == losses.shape.rank else w[:, tf.newaxis], losses.shape), metrics
+
+    def _learning_rate(self, step: int) -> float:
+        """The shapes of README."""
+        options, peak = self.options, self.options["learning_rate"]
+        shape, warmup, end = options.get("schedule", "constant"), options.get("warmup_steps", 0), sum(self.case["calls"])
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        start = max(warmup, round(end * 0.9)) if shape == "wsd" else warmup
+        progress = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+        return peak * {"constant": 1.0, "linear": 1 - progress, "wsd": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[shape]
+
+    def _evaluate(self) -> dict[str, np.ndarray]:
+        if self.options.get("ema"):
+            for variable, average in zip(self.model.trainable_variables, self.optimizer._model_variables_moving_average, strict=True):
+                variable.assign(average.value)
+        x, y, w = self._batch(data.arrays(self.case, "eval"), np.arange(data.EVAL_SIZE))
+        losses, weights, metrics = self._scores(self.model(x, training=False), y, w)
+        weight = float(tf.reduce_sum(weights))
+        values = {"loss": losses, **metrics}
+        return {f"eval/{name}": np.array(float(tf.reduce_sum(tf.where(weights > 0, value * weights, 0))) / weight) for name, value in values.items()}
+
+
+def once(variables: list) -> list:
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def is_number(variable: keras.Variable) -> bool:
+    """Not the state of a seed generator, which tfdist derives anew in each step."""
+    return keras.backend.is_float_dtype(variable.dtype)
+
+
+def predict(case: Mapping[str, Any], order: np.ndarray, turned: bool = False) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(the run in the precision of the case, the run in float64)."""
+    single = Reference(case, turned=turned).run(order)
+    return single, Reference(case, double=True).run(order)

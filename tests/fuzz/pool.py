@@ -1,0 +1,98 @@
+"""Groups of worker processes that live through hundreds of cases: starting TensorFlow takes longer than a case.
+
+A group that dies or does not answer is ended, and started anew for the next case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.job import ENVIRONMENT
+from tests.fuzz.space import group_of
+from tests.fuzz.worker import KEY
+from tfdist.control.launcher import LocalJob
+
+START_SECONDS, CASE_SECONDS, OTHERS_SECONDS = 120.0, 120.0, 20.0
+
+
+class Group:
+    """The processes of one kind: "local", "sockets", "tensorflow", "horovod", "servers"."""
+
+    def __init__(self, kind: str, workers: int):
+        self._folder = tempfile.TemporaryDirectory(prefix="tfdist-fuzz-")
+        with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
+            port = str(listener.address[1])
+            servers = 1 if kind == "servers" else 0
+            self._job = LocalJob([sys.executable, "-m", "tests.fuzz.worker", port, kind], workers, Path(self._folder.name), pin=False, environment=ENVIRONMENT, show=set(), servers=servers)
+            self._job.start()
+            listener._listener._socket.settimeout(START_SECONDS)
+            connections = [listener.accept() for _ in range(1 if servers else workers)]  # of servers, the chief
+        ranks = {connection.recv(): connection for connection in connections}
+        self._connections: list[Connection] = [ranks[rank] for rank in sorted(ranks)]
+
+    def run(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers of all ranks; of one that is gone or hangs {"failed": ..., "gone": True}: the group is then of no use any more."""
+        with contextlib.suppress(OSError):
+            for connection in self._connections:
+                connection.send(case)
+        answers: dict[int, dict] = {}
+        deadline = time.monotonic() + CASE_SECONDS
+        while len(answers) < len(self._connections) and time.monotonic() < deadline:
+            waiting = [connection for rank, connection in enumerate(self._connections) if rank not in answers]
+            for connection in wait(waiting, timeout=1.0):
+                rank = self._connections.index(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except (EOFError, ConnectionError):
+                    answers[rank] = {"failed": f"the process of rank {rank} ended: {self._last_words(rank)}", "gone": True}
+            if any("arrays" not in found for found in answers.values()):
+                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
+        return [answers.get(rank, {"failed": f"rank {rank} did not answer", "gone": True}) for rank in range(len(self._connections))]
+
+    def _last_words(self, rank: int) -> str:
+        log = Path(self._folder.name) / f"worker-{rank}.log"
+        return log.read_text(errors="replace")[-2000:] if log.exists() else ""
+
+    def close(self) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError, ValueError):
+                connection.send(None)
+        self._job.kill()
+        self._folder.cleanup()
+
+
+class Pool:
+    """All groups, each started when a case first needs it. Threads may share it; a group runs one case at a time."""
+
+    def __init__(self):
+        self._groups: dict[tuple[str, int], Group] = {}
+        self._locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+
+    def start(self, runtimes: Iterable[str]) -> None:
+        """The groups of these runtimes, now. Their processes end with the thread that started them."""
+        for key in sorted({group_of(name) for name in runtimes} - set(self._groups)):
+            self._groups[key] = Group(*key)
+
+    def run(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers of all ranks."""
+        key = group_of(case["runtime"])
+        with self._locks[key]:
+            self.start([case["runtime"]])
+            answers = self._groups[key].run(case)
+            failed = sum("failed" in answer for answer in answers)
+            if any("gone" in answer for answer in answers) or 0 < failed < len(answers):  # where all failed alike, none waits for another
+                self._groups.pop(key).close()
+        return answers
+
+    def close(self) -> None:
+        while self._groups:
+            self._groups.popitem()[1].close()

@@ -1,0 +1,69 @@
+"""The runtimes of one worker process of the fuzzer: each made once, however many cases it then runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+
+MOST_DEVICES = 3  # of mirrored
+PATIENCE = {"collective_timeout": 60.0, "heartbeat_timeout": 60.0}
+
+
+class Runtimes:
+    """Makes what a case needs."""
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        self._made: dict[str, Any] = {}
+
+    def get(self, case: Mapping[str, Any]) -> Any:
+        """The runtime of a case; one for all cases with the same, but for meshes, which are made anew over the same cluster."""
+        kind, _, count = case["runtime"].partition(":")
+        if kind == "mirrored":
+            return self._once(case["runtime"], lambda: self._mirrored(int(count)))
+        if kind == "mesh":
+            return self._mesh(case)
+        kind = "sockets" if kind == "fit" else kind
+        return self._once(kind, lambda: self._start(kind))
+
+    def _once(self, name: str, make) -> Any:
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def _start(self, kind: str) -> Any:
+        from tfdist import build
+
+        config = Config().replace(strategy=kind, steps=1, **PATIENCE)
+        if kind == "parameter_server":
+            from tfdist.runtime import parameter_server
+
+            config = parameter_server.prepare(config, self.cluster)
+        return build.start_runtime(config, self.cluster)
+
+    def _mesh(self, case: Mapping[str, Any]) -> Any:
+        from tfdist.runtime.mesh import Mesh
+        from tfdist.runtime.mesh_runtime import MeshRuntime
+
+        world = self._once("multi_worker", lambda: self._start("multi_worker"))
+        return MeshRuntime(Mesh.parse(case["options"].get("mesh", ""), self.cluster.size), self.cluster, world, PATIENCE["collective_timeout"])
+
+    def _mirrored(self, devices: int) -> Any:
+        """As tfdist.runtime.mirrored makes it; but some of the devices that this process has."""
+        import tensorflow as tf
+
+        from tfdist.runtime.mirrored import Mirrored, communication_options
+
+        strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(devices)])
+        return Mirrored("mirrored", strategy, communication_options(Config().strategy), rank=0, size=1)
+
+
+def prepare_devices() -> None:
+    """Before TensorFlow starts: as many virtual devices as any runtime here needs."""
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * MOST_DEVICES)

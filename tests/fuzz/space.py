@@ -1,0 +1,209 @@
+"""What can be drawn, and which of it goes together.
+
+A case is a dict that JSON can hold: {"kind", "seed", "runtime", "model", "data", "options", "calls"}. A *feature* is a text
+such as "block:batch_norm" or "option:ema"; coverage.py counts how often each was drawn with each runtime.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.fuzz import fit_space, mesh_space, models
+
+# name of a runtime -> (kind of process group, workers, replicas)
+RUNTIMES: dict[str, tuple[str, int, int]] = {
+    "one_device": ("local", 1, 1),
+    "mirrored:2": ("local", 1, 2),
+    "mirrored:3": ("local", 1, 3),
+    "sockets:2": ("sockets", 2, 2),
+    "sockets:3": ("sockets", 3, 3),
+    "multi_worker:2": ("tensorflow", 2, 2),
+    "multi_worker:3": ("tensorflow", 3, 3),
+    "mesh:2": ("tensorflow", 2, 2),
+    "mesh:3": ("tensorflow", 3, 3),
+    "mesh:4": ("tensorflow", 4, 4),
+    "horovod:2": ("horovod", 2, 2),
+    "parameter_server:2": ("servers", 2, 2),
+    "fit:2": ("sockets", 2, 2),
+    "fit:3": ("sockets", 3, 3),
+}
+
+MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
+MOVABLE = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2", "multi_worker:3", "horovod:2")  # on which any run can go on
+
+
+def group_of(runtime: str) -> tuple[str, int]:
+    """(kind of process group, workers) in which a runtime lives."""
+    return RUNTIMES[runtime][:2]
+
+
+def draw(seed: int, number: int, runtimes: Sequence[str]) -> dict[str, Any]:
+    """Case `number` of a seed; always the same."""
+    chance = random.Random(f"{seed}/{number}")
+    runtime = runtimes[number % len(runtimes)]
+    while True:
+        case = _fit(chance, runtime) if runtime.startswith("fit") else _train(chance, runtime)
+        if not conflicts(case):
+            return case
+
+
+def _maybe(chance: random.Random, probability: float, value: Any, otherwise: Any = None) -> Any:
+    return value if chance.random() < probability else otherwise
+
+
+def _train(chance: random.Random, runtime: str) -> dict[str, Any]:
+    workers = RUNTIMES[runtime][1]
+    model = draw_model(chance)
+    data = draw_data(chance, model)
+    options = draw_options(chance, model)
+    if runtime.startswith("mesh"):
+        mesh_space.draw(chance, workers, model, data, options)
+    least = options["accumulation"] * replicas_of(runtime, options)
+    options["global_batch"] = chance.randint(least, max(least, 12))
+    if data["source"] == "dataset":
+        options["shuffle"] = False
+    case = {"kind": "train", "seed": chance.randrange(10**6), "runtime": runtime, "model": model, "data": data,
+            "options": {name: value for name, value in sorted(options.items()) if value is not None}, "calls": chance.choice([[3], [1, 2], [2, 1], [1, 1, 1], [2]])}
+    again = chance.random()
+    if len(case["calls"]) > 1 and not runtime.startswith("parameter_server"):
+        case |= {"resumed": True} if again < 0.15 else {"moved": chance.choice([name for name in MOVABLE if name != runtime])} if again < 0.25 else {}
+    return case
+
+
+def replicas_of(runtime: str, options: Mapping[str, Any]) -> int:
+    """Copies of the model."""
+    _, workers, replicas = RUNTIMES[runtime]
+    return mesh_space.replicas(options, workers) if runtime.startswith("mesh") else replicas
+
+
+def _fit(chance: random.Random, runtime: str) -> dict[str, Any]:
+    model = draw_model(chance)
+    model["blocks"] = [name for block in model["blocks"] for name in ([block] if isinstance(block, str) else block)]
+    data = draw_data(chance, model)
+    return {"kind": "fit", "seed": chance.randrange(10**6), "runtime": runtime, "model": model, "data": data, **fit_space.draw(chance, model, data)}
+
+
+def draw_model(chance: random.Random) -> dict[str, Any]:
+    inputs = chance.choice(["rows", "rows", "grid", "steps", "steps", "both"])
+    shape = models.shape_of(inputs)
+    fitting = [name for name, (shapes, _) in models.BLOCKS.items() if shape in shapes.split() and name != "block"]
+    weights = [3 if name in ("batch_norm", "mean_loss", "activity_loss") else 0.3 if name in ("running_mean", "dropout") else 1 for name in fitting]
+    blocks: list = chance.choices(fitting, weights, k=chance.randint(1, 3))
+    if shape != "grid" and chance.random() < 0.15:
+        blocks = [[block] for block in blocks]
+    head = chance.choice(["classes", "classes", "values", "dict"] if shape != "steps" else ["classes", "values", "tokens", "tokens", "dict"])
+    model = {"inputs": inputs, "blocks": blocks, "head": head}
+    if inputs in ("steps", "both"):
+        model["embedding"] = chance.choice(list(models.EMBEDDINGS))
+    return model
+
+
+def draw_data(chance: random.Random, model: Mapping[str, Any]) -> dict[str, Any]:
+    data: dict[str, Any] = {"size": chance.randint(13, 40), "source": chance.choices(["arrays", "object", "dataset"], [4, 2, 1])[0],
+                            "weights": chance.choice(["none", "none", "samples", "zeros", *(["tokens", "token_zeros"] if model["head"] == "tokens" else [])])}
+    if model["inputs"] in ("rows", "grid", "both"):
+        data |= _maybe(chance, 0.15, {"constant": True}, {}) | _maybe(chance, 0.1, {"offset": chance.choice([100, 1000])}, {})
+        data |= _maybe(chance, 0.1, {"nan": chance.randrange(100)}, {})
+    if model["inputs"] in ("steps", "both"):
+        data |= _maybe(chance, 0.5, {"padded": True}, {})
+    return data | _maybe(chance, 0.2, {"duplicates": True}, {})
+
+
+def draw_options(chance: random.Random, model: Mapping[str, Any]) -> dict[str, Any]:
+    optimizer = chance.choices(["sgd", "momentum", "adam", "adamw", "lion", "lamb", "adafactor"], [6, 4, 3, 2, 0.5, 0.5, 0.5])[0]
+    return {
+        "optimizer": optimizer, "learning_rate": chance.choice([0.3, 0.1]) if optimizer in ("sgd", "momentum") else 0.01,
+        "accumulation": chance.choice([1, 1, 2, 3]),
+        "clip_norm": _maybe(chance, 0.3, chance.choice([0.1, 0.5])),
+        "ema": _maybe(chance, 0.2, 0.7),
+        "weight_decay": _maybe(chance, 0.3, 0.1),
+        "weight_decay_exclude": _maybe(chance, 0.2, chance.choice(["", "dense", "kernel", "table"])),
+        "precision": chance.choices([None, "bfloat16", "float16"], [8, 1, 1])[0],
+        "loss_scale_initial": 1024.0,
+        "on_nan": _maybe(chance, 0.3, "skip"),
+        "jit_compile": _maybe(chance, 0.08, True),
+        "recompute": _maybe(chance, 0.7, "block") if isinstance(model["blocks"][0], list) else None,
+        "schedule": _maybe(chance, 0.3, chance.choice(["linear", "cosine", "wsd"])),
+        "warmup_steps": _maybe(chance, 0.2, 1),
+        "label_smoothing": _maybe(chance, 0.2, 0.1) if model["head"] in ("classes", "tokens") else None,
+        "shuffle": _maybe(chance, 0.3, False),
+        "compression": _maybe(chance, 0.08, "bf16"),
+        "objective": "tests.fuzz.objectives:both" if model["head"] == "dict" else None,
+    }
+
+
+def flat_blocks(case: Mapping[str, Any]) -> list[str]:
+    return [name for block in case["model"]["blocks"] for name in ([block] if isinstance(block, str) else block)]
+
+
+def conflicts(case: Mapping[str, Any]) -> str:
+    """Why a case cannot be compared, or is not allowed; "" if it can."""
+    if case["kind"] == "fit":
+        return fit_space.conflicts(case, flat_blocks(case))
+    options, data, blocks, runtime = case["options"], case["data"], flat_blocks(case), case["runtime"]
+    several = RUNTIMES[runtime][1] > 1 or RUNTIMES[runtime][2] > 1
+    if runtime.startswith("mesh") and (why := mesh_space.conflicts(case, blocks, RUNTIMES[runtime][1])):
+        return why
+    if runtime.startswith("parameter_server") and (why := _server_conflicts(case, blocks)):
+        return why
+    if "moved" in case and (why := _moved_conflicts(case, blocks)):
+        return why
+    if "nan" in data and options.get("on_nan") != "skip":
+        return "a NaN ends the run"
+    if "nan" in data and "running_mean" in blocks:
+        return "state of its own turns NaN"
+    if options.get("jit_compile") and several and "batch_norm" in blocks:
+        return "XLA cannot compile synchronised BatchNormalization"
+    if options.get("jit_compile") and ("lstm" in blocks or "nan" in data):
+        return "slow to compile"
+    if options.get("compression") and (not several or runtime.startswith("horovod") or options["optimizer"] not in ("sgd", "momentum")):
+        return "for several replicas only"
+    if options.get("warmup_steps", 0) >= sum(case["calls"]) and options.get("schedule"):
+        return "no step to decay"
+    if data["size"] < options["global_batch"]:
+        return "fewer samples than a batch"
+    if "dropout" in blocks and ("resumed" not in case or "moved" in case):
+        return "each replica has masks of its own, and the oracle others"
+    return ""
+
+
+def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
+    options = case["options"]
+    if set(blocks) & {"batch_norm", "counter", "running_mean", "spectral"}:
+        return "statistics are of what one worker has"
+    if options.get("precision") == "float16" or options["optimizer"] == "adafactor" or options.get("jit_compile") or options.get("compression") or options.get("recompute"):
+        return "not with parameter servers"
+    return "not found by number" if case["data"]["source"] != "arrays" else ""
+
+
+def _moved_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
+    there = {**case, "runtime": case["moved"], "options": {name: value for name, value in case["options"].items() if name not in MESH_ONLY}}
+    del there["moved"]
+    least = case["options"]["accumulation"] * RUNTIMES[case["moved"]][2]
+    if case["options"].get("compression") or case["options"]["global_batch"] < least or "batch_norm" in blocks and case["options"].get("jit_compile"):
+        return "not there"
+    return conflicts(there)
+
+
+def features(case: Mapping[str, Any]) -> list[str]:
+    """What was drawn, for the counts."""
+    model, data = case["model"], case["data"]
+    found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
+    found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
+    found += [f"data:{name}" for name in data if name not in ("size", "source", "weights")] + [f"source:{data['source']}", f"weights:{data['weights']}"]
+    found += fit_space.features(case) if case["kind"] == "fit" else _train_features(case)
+    return sorted(set(found))
+
+
+def _train_features(case: Mapping[str, Any]) -> list[str]:
+    options = case["options"]
+    found = [f"optimizer:{options['optimizer']}", f"precision:{options.get('precision', 'float32')}"]
+    found += [f"option:{name}" for name in options if name not in MESH_ONLY and name not in ("optimizer", "precision", "learning_rate", "global_batch", "accumulation", "loss_scale_initial", "objective", "shuffle")]
+    found += ["option:accumulation"] if options["accumulation"] > 1 else []
+    found += ["option:unshuffled"] if options.get("shuffle") is False else []
+    found += ["option:steps_per_loop"] if max(case["calls"]) > 1 else []
+    found += ["oracle:resumed"] if "resumed" in case else ["oracle:moved"] if "moved" in case else []
+    found += mesh_space.features(case) if case["runtime"].startswith("mesh") else []
+    return found + (["data:uneven"] if options["global_batch"] % (options["accumulation"] * replicas_of(case["runtime"], options)) else [])

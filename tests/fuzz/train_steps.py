@@ -1,0 +1,94 @@
+"""Models with a train_step of their own, as users of tfdist.fit write them."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+
+class _Own(keras.Model):
+    def parts(self, data):
+        x, y, w = keras.utils.unpack_x_y_sample_weight(data)
+        return x, y, w
+
+    def apply(self, tape, loss):
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
+
+    def told(self, loss):
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+        return {"loss": loss}
+
+
+class GradientPenalty(_Own):
+    """Gradients with respect to the inputs enter the loss."""
+
+    def train_step(self, data):
+        x, y, w = self.parts(data)
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = self(x, training=True)
+                value = tf.reduce_sum(tf.square(outputs))
+            penalty = tf.reduce_mean(tf.square(tf.reduce_sum(tf.square(inner.gradient(value, x)), -1)))
+            loss = self.compute_loss(x, y, outputs, w) + 0.01 * penalty
+        self.apply(tape, loss)
+        return self.told(loss)
+
+
+class Adversarial(_Own):
+    """Trains on inputs that were moved along the sign-free gradient of the loss."""
+
+    def train_step(self, data):
+        x, y, w = self.parts(data)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            loss = self.compute_loss(x, y, self(x, training=True), w)
+        x = x + 0.3 * inner.gradient(loss, x)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True), w)
+        self.apply(tape, loss)
+        return self.told(loss)
+
+
+class TwoUpdates(_Own):
+    """One scaled loss, two updates."""
+
+    def train_step(self, data):
+        x, y, w = self.parts(data)
+        variables = self.trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(x, y, outputs, w)
+            scaled = self.optimizer.scale_loss(loss)
+            second = 0.5 * loss
+        values = [variable.value for variable in variables]
+        self.optimizer.apply(tape.gradient(scaled, values), variables)
+        self.optimizer.apply(tape.gradient(second, values), variables)
+        return self.told(loss)
+
+
+class TwoCalls(_Own):
+    """The model is called on two batches of one step: the mean of both is the loss."""
+
+    def train_step(self, data):
+        x, y, w = self.parts(data)
+        with tf.GradientTape() as tape:
+            first = self.compute_loss(x, y, self(x, training=True), w)
+            loss = 0.5 * (first + self.compute_loss(x, y, self(0.5 * x, training=True), w))
+        self.apply(tape, loss)
+        return self.told(loss)
+
+
+class WeightsInTheLoss(_Own):
+    """The loss takes weights directly, beside the outputs."""
+
+    def train_step(self, data):
+        x, y, w = self.parts(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True), w)
+            loss += 0.01 * tf.add_n([tf.reduce_sum(tf.square(variable.value)) for variable in self.trainable_variables])
+        self.apply(tape, loss)
+        return self.told(loss)

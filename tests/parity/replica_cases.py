@@ -1,0 +1,222 @@
+"""Models with state, masks and added losses on one, two and three replicas of one process, against a plain Keras loop.
+
+    python -m tests.parity.replica_cases OUT.json      writes {case: {replicas: largest difference / what rounding allows}}
+
+One process runs all cases: a model and its tracing take about a second, starting TensorFlow takes four.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from tfdist.batch_plan import BatchPlan
+from tfdist.config import OptimizerConfig, PrecisionConfig
+from tfdist.runtime import batch_norm
+from tfdist.runtime.mirrored import StrategyRuntime
+from tfdist.runtime.one_device import OneDevice
+from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
+from tfdist.training.objectives import regression
+from tfdist.training.optimizer import make_optimizer
+from tfdist.training.precision import LossScale
+from tfdist.training.schedule import Schedule
+from tfdist.training.step import StepOptions, TrainStep
+
+BATCH, STEPS, RATE = 13, 4, 0.05  # 13 rows divide neither by two replicas nor by three
+ROUNDING = 2e-5  # of weights and statistics of about 1, after some steps of sums in float32 in another order
+
+
+@dataclass(frozen=True)
+class Case:
+    """`model` is built anew for each run; the data are the same for all."""
+
+    model: Callable[[], keras.Model]
+    x: np.ndarray
+    weighted: bool = False
+    accumulation: int = 1
+    bound: float = ROUNDING
+    nan_step: int | None = None  # in which one sample is NaN; it is skipped
+    options: dict = field(default_factory=dict)
+
+
+def normal(*shape, scale=1.0, offset=0.0):
+    return (offset + scale * np.random.default_rng(0).normal(size=(BATCH * STEPS, *shape))).astype("float32")
+
+
+def tokens():
+    """[n, 6] of numbers; 0, which is masked, fills some rows from a place on, one of them from the first."""
+    random = np.random.default_rng(1)
+    ids = random.integers(1, 9, (BATCH * STEPS, 6))
+    ids[np.arange(6) >= random.integers(0, 7, BATCH * STEPS)[:, None]] = 0
+    return ids.astype("int32")
+
+
+def chain(shape, *parts, dtype="float32"):
+    x = y = layers.Input(shape, dtype=dtype)
+    for part in parts:
+        y = part(y)
+    return keras.Model(x, y)
+
+
+def masked_batch_norm():
+    return chain((6,), layers.Embedding(9, 5, mask_zero=True), layers.BatchNormalization(momentum=0.5), layers.LSTM(4), layers.Dense(1), dtype="int32")
+
+
+def plain_batch_norm():
+    return chain((7,), layers.BatchNormalization(momentum=0.5, epsilon=1e-5), layers.Dense(3, activation="tanh"), layers.Dense(1))
+
+
+class Adds(keras.layers.Layer):
+    """A mean and a sum over rows, and what weights give."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        each = keras.ops.sum(keras.ops.reshape(keras.ops.square(self.scale * x), (keras.ops.shape(x)[0], -1)), -1)
+        self.add_loss(0.02 * keras.ops.mean(each))
+        self.add_loss(0.005 * keras.ops.sum(each))
+        self.add_loss(0.1 * keras.ops.sum(keras.ops.square(self.scale)))
+        return self.scale * x
+
+
+def adds_between_batch_norms():
+    return chain((7,), layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"), layers.BatchNormalization(), Adds(), layers.Dense(4, activity_regularizer="l1"),
+                 layers.BatchNormalization(), layers.Dense(1))
+
+
+def adds_behind_a_mask():
+    return chain((6,), layers.Embedding(9, 5, mask_zero=True), layers.BatchNormalization(), layers.LSTM(4, return_sequences=True, activity_regularizer="l2"),
+                 layers.BatchNormalization(), Adds(), layers.LSTM(3), layers.Dense(1), dtype="int32")
+
+
+def adds():
+    return chain((7,), layers.Dense(5, activation="tanh", activity_regularizer="l2"), Adds(), layers.Dense(1, kernel_regularizer="l2"))
+
+
+CASES: dict[str, Case] = {
+    "adds_between_batch_norms": Case(adds_between_batch_norms, normal(7)),
+    "adds_between_batch_norms_weighted": Case(adds_between_batch_norms, normal(7), weighted=True),
+    "adds_behind_a_mask": Case(adds_behind_a_mask, tokens(), bound=5e-5),
+    "adds_accumulation": Case(adds, normal(7), accumulation=2),
+    "adds_accumulation_weighted": Case(adds, normal(7), accumulation=2, weighted=True),
+    "adds_weighted_jit": Case(adds, normal(7), weighted=True, options={"jit_compile": True}),
+    "nan_skip_batch_norm": Case(plain_batch_norm, normal(7), nan_step=1, options={"skip_non_finite": True}),
+    "nan_skip_weighted": Case(adds_between_batch_norms, normal(7), nan_step=1, weighted=True, options={"skip_non_finite": True}),
+    "batch_norm_mask": Case(masked_batch_norm, tokens()),
+    "batch_norm_offset": Case(plain_batch_norm, normal(7, offset=2000.0), bound=3e-4),  # of numbers of 2000 float32 keeps 1e-4
+    "batch_norm": Case(plain_batch_norm, normal(7)),
+}
+
+
+def data_of(case):
+    y = np.random.default_rng(2).normal(size=(len(case.x), 1)).astype("float32")
+    w = np.random.default_rng(3).choice([0.0, 0.2, 1.0, 7.0], len(case.x)).astype("float32") if case.weighted else np.ones(len(case.x), "float32")
+    if case.nan_step is not None:
+        y[case.nan_step * BATCH + 3], w[case.nan_step * BATCH + 3] = np.nan, 1.0
+        case.x[case.nan_step * BATCH + 3] = np.nan
+    return case.x, y, w
+
+
+def synchronized(model):
+    for layer in model._flatten_layers():
+        if isinstance(layer, layers.BatchNormalization):
+            layer.synchronized = True
+    return model
+
+
+def state(model):
+    return [variable.numpy().astype("float64") for variable in model.variables if "seed" not in variable.path]
+
+
+def by_keras(case):
+    """One device, the whole batch at once, nothing of tfdist."""
+    keras.utils.set_random_seed(1)
+    model, optimizer = case.model(), keras.optimizers.SGD(RATE)
+    shown = []
+    for step in range(STEPS):
+        if step == case.nan_step:
+            shown.append([0.0, 0.0])
+            continue
+        x, y, w = (part[step * BATCH:(step + 1) * BATCH] for part in data_of(case))
+        with tf.GradientTape() as tape:
+            error = tf.reduce_mean((tf.cast(model(x, training=True), tf.float32) - y) ** 2, 1)
+            loss = tf.reduce_sum(w * error) / tf.reduce_sum(w)
+            added = tf.add_n([tf.cast(term, tf.float32) for term in model.losses]) if model.losses else tf.constant(0.0)
+            total = loss + added
+        sources = [variable.value for variable in model.trainable_variables]
+        optimizer.apply(tape.gradient(total, sources), model.trainable_variables)
+        shown.append([float(loss), float(added)])
+    return state(model), shown
+
+
+def by_tfdist(case, runtime):
+    keras.utils.set_random_seed(1)
+    batch_norm.synchronize_with(runtime)
+    plan = BatchPlan(BATCH, case.accumulation, runtime.replicas)
+    with runtime.scope():
+        model = synchronized(case.model())
+        optimizer = make_optimizer(OptimizerConfig(optimizer="sgd"), Schedule("constant", RATE, 0, 10, 0.1, 0.0))
+        scale = LossScale(PrecisionConfig())
+        optimizer.build(model.trainable_variables)
+    parts = data_of(case)
+    spec = tuple(tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in parts)
+
+    def batches(replica):
+        for step in range(STEPS):
+            for micro in range(plan.accumulation):
+                start, stop = (step * BATCH + bound for bound in plan.slice(micro, replica))
+                yield tuple(part[start:stop] for part in parts)
+
+    added = SumsAsMeans(found_by_the_chief(runtime, model, lambda: case.x[:4]))
+    step = TrainStep(runtime, model, optimizer, regression(), scale, StepOptions(plan, 0, weighted=case.weighted, **case.options), spec, added=added)
+    iterators = [iter(tf.data.Dataset.from_generator(lambda replica=replica: batches(replica), output_signature=spec)) for replica in range(runtime.replicas)]
+    shown = [step(iterators, 1).means for _ in range(STEPS)]
+    return state(model), [np.nan_to_num([means["loss"], means.get("regularization", 0.0)]) if number == case.nan_step else [means["loss"], means.get("regularization", 0.0)]
+                          for number, means in enumerate(shown)]
+
+
+class Mirrored(tf.distribute.MirroredStrategy):
+    """TensorFlow knows groups of devices by a number, from 1 on for every strategy of a process."""
+
+    def __init__(self, count):
+        self._collective_key_base = 1000 * count
+        super().__init__([f"CPU:{index}" for index in range(count)])
+
+
+def mirrored(count):
+    return StrategyRuntime("mirrored", Mirrored(count), tf.distribute.experimental.CommunicationOptions(), rank=0, size=1)
+
+
+def difference(case, found, expected):
+    """In units of the bound."""
+    pairs = [*zip(found[0], expected[0], strict=True), (np.array(found[1]), np.array(expected[1]))]
+    return max(float(np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b)))) for a, b in pairs) / case.bound
+
+
+def main(out: Path, names: list[str]) -> None:
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3)
+    runtimes = {1: OneDevice(), 2: mirrored(2), 3: mirrored(3)}
+    results = {}
+    for name in names or CASES:
+        case, results[name] = CASES[name], {}
+        expected = by_keras(case)
+        for count, runtime in runtimes.items():
+            try:
+                results[name][count] = difference(case, by_tfdist(case, runtime), expected)
+            except Exception:  # noqa: BLE001 - one case must not hide the others
+                results[name][count] = traceback.format_exc(limit=-3)[-2000:]
+    out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,173 @@
+"""The lease of a run folder: who gets it, who is refused, what survives a crash."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+
+import pytest
+
+from tfdist.control import lease
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.lease import FILE, Lease, Owner, held, job_identity, refuse_if_held
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tfdist.control import lease
+with lease.held(Path(sys.argv[1]), ""):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    for name, seconds in (("_RENEW_SECONDS", 0.1), ("_DEAD_SECONDS", 1.0), ("_TO_END_SECONDS", 0.3), ("_LOOK_SECONDS", 0.02)):
+        monkeypatch.setattr(lease, name, seconds)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def stranger(**changes):
+    """An owner on another machine."""
+    return replace(Owner.myself(""), host="node7", pid="31", machine="another boot", id="1", **changes)
+
+
+def test_a_second_job_is_refused_with_a_sentence_that_names_the_first(tmp_path, holder):
+    for attempt in (lambda: Lease(tmp_path, "").take(), lambda: refuse_if_held(tmp_path)):
+        with pytest.raises(ConfigError) as refused:
+            attempt()
+        assert all(word in str(refused.value) for word in (str(tmp_path), f"process {holder.pid} on ", "since 20", "choose another folder"))
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_job_that_was_killed_is_followed_at_once(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)  # not waited for: what is left of it still has its number
+    begun = time.monotonic()
+    with held(tmp_path, ""):
+        assert json.loads((tmp_path / FILE).read_text())["pid"] == str(os.getpid())
+    assert time.monotonic() - begun < 0.3 and not list(tmp_path.iterdir())
+
+
+def test_a_job_that_is_stopped_lives(tmp_path, holder):
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(ConfigError, match="in use by another job"):
+        Lease(tmp_path, "").take()
+
+
+def test_another_process_with_the_number_of_a_dead_owner_is_not_that_owner(tmp_path):
+    (tmp_path / FILE).write_text(json.dumps(asdict(replace(Owner.myself(""), started="1"))))
+    with held(tmp_path, ""):
+        pass
+
+
+def test_an_owner_on_another_machine_is_dead_when_it_does_not_renew(tmp_path, capfd):
+    (tmp_path / FILE).write_text(json.dumps(asdict(stranger())))
+    begun = time.monotonic()
+    with held(tmp_path, ""):
+        assert 1.0 <= time.monotonic() - begun < 3
+    assert "process 31 on node7" in capfd.readouterr().err
+
+
+def test_an_owner_on_another_machine_that_renews_lives(tmp_path):
+    first = Lease(tmp_path, "other")
+    first.owner = stranger(job="other")
+    first.take()
+    try:
+        begun = time.monotonic()
+        with pytest.raises(ConfigError, match="process 31 on node7"):
+            Lease(tmp_path, "").take()
+        assert time.monotonic() - begun < 3
+    finally:
+        first.give_back()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_job_on_another_machine_goes_on_at_once_and_the_old_owner_ends(tmp_path):
+    told, heard = [], threading.Event()
+    first = Lease(tmp_path, "slurm 17.0", on_loss=lambda sentence: (told.append(sentence), heard.set()))
+    first.owner = stranger(job="slurm 17.0")
+    first.take()
+    begun = time.monotonic()
+    with held(tmp_path, "slurm 17.0"):
+        assert time.monotonic() - begun < 0.5
+        assert heard.wait(5) and "has been taken over by process" in told[0]
+    first.give_back()
+
+
+def test_only_one_of_many_gets_it(tmp_path):
+    """Also of a dead owner's, for which all reach at once."""
+    for _ in range(8):
+        (tmp_path / FILE).write_text(json.dumps(asdict(replace(Owner.myself(""), started="1"))))
+        leases = [Lease(tmp_path, "") for _ in range(6)]
+
+        def take(one):
+            try:
+                one.take()
+            except ConfigError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(6) as pool:
+            taken = list(pool.map(take, leases))
+        holder = json.loads((tmp_path / FILE).read_text())["id"]
+        assert [one.owner.id == holder for one in leases] == taken, taken
+        for one in leases:
+            one.give_back()
+        assert not list(tmp_path.iterdir())
+
+
+def test_without_links(tmp_path, monkeypatch):
+    def link(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", link)
+    with held(tmp_path, ""), pytest.raises(ConfigError, match="in use"):
+        Lease(tmp_path, "").take()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", "\x00" * 100, '{"host": {}}', "9" * 10_000, json.dumps({"pid": 7})])
+def test_a_damaged_lease_is_no_lease(tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    with held(tmp_path, ""):
+        assert Owner.read((tmp_path / FILE).read_text())
+
+
+def test_it_is_renewed_and_made_again(tmp_path):
+    with held(tmp_path, ""):
+        path = tmp_path / FILE
+        first = path.read_text()
+        path.unlink()
+        deadline = time.monotonic() + 5
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert Owner.read(path.read_text()) == Owner.read(first)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Lease(tmp_path / "gone", "").take()
+
+
+def test_what_tells_a_job_from_others():
+    addresses = Cluster("worker", 0, 0, 2, ("a:1", "b:1"), {"worker": ["a:1", "b:1"]})
+    local = Cluster("worker", 0, 0, 2, ("127.0.0.1:1", "127.0.0.1:2"), {"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
+    assert job_identity({lease.JOB_VARIABLE: "x", "SLURM_JOB_ID": "1"}, local) == "launcher x"
+    assert job_identity({"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}, local) == "slurm 17.0"
+    assert job_identity({}, addresses) == job_identity({}, addresses) != job_identity({}, replace(addresses, peers=("a:1", "c:1"))) != ""
+    assert job_identity({}, local) == job_identity({}, Cluster()) == ""

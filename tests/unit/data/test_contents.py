@@ -1,0 +1,162 @@
+"""Workers that hold different data are told so before they train; those that hold the same pass, whatever kind of data it is."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.config import Config
+from tfdist.control.exit_codes import DataError
+from tfdist.data import checksums
+from tfdist.data.contents import must_be_the_same
+from tfdist.data.sources.base import Split, array_split
+from tfdist.data.sources.objects import object_split
+
+
+class Workers:
+    """`all_gather` between threads, each a worker."""
+
+    def __init__(self, size):
+        self.size, self.rows, self.barrier = size, [None] * size, threading.Barrier(size, timeout=20)
+
+    def runtime(self, rank):
+        class Runtime:
+            size = self.size
+
+            def all_gather(_, array):
+                self.rows[rank] = array
+                self.barrier.wait()
+                found = np.stack(self.rows)
+                self.barrier.wait()
+                return found
+
+        return Runtime()
+
+
+def compared(*splits):
+    """What each worker is told about its split; "" if all is well."""
+    workers, told = Workers(len(splits)), [None] * len(splits)
+
+    def work(rank):
+        try:
+            must_be_the_same(workers.runtime(rank), splits[rank])
+            told[rank] = ""
+        except DataError as error:
+            told[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(splits))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(told)) == 1  # all come to the same verdict, or some would wait for the others
+    return told[0]
+
+
+X, Y = np.random.default_rng(0).normal(size=(300, 8)).astype(np.float32), np.arange(300) % 4
+
+
+def shuffled(seed):
+    order = np.random.default_rng(seed).permutation(300)
+    return X[order], Y[order]
+
+
+class Items:
+    def __init__(self, x, y, noise=None):
+        self.x, self.y, self.noise = x, y, noise
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + (self.noise.normal() if self.noise else 0), self.y[index]
+
+
+def stream(x, y):
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    return Split("mine:data/train", None, data.element_spec, stream=lambda shard, shards: data.shard(shards, shard))
+
+
+KINDS = {
+    "arrays": lambda x, y: array_split("mine:data/train", (x, y)),
+    "object": lambda x, y: object_split("mine:data/train", Items(x, y)),
+    "stream": stream,
+    "split of the user's": lambda x, y: Split("mine:data/train", len(x), (tf.TensorSpec([8]), tf.TensorSpec([], tf.int64)), lambda at: (tf.gather(x, at), tf.gather(y, at))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_split_that_is_drawn_without_a_seed(kind):
+    make = KINDS[kind]
+    assert compared(make(*shuffled(1)), make(*shuffled(1)), make(*shuffled(1))) == ""
+    sentence = compared(make(*shuffled(1)), make(*shuffled(1)), make(*shuffled(2)))
+    assert sentence.startswith("Rank 2 and rank 0 hold different samples") and "in mine:data/train" in sentence and "np.random.default_rng(0)" in sentence
+    assert compared(*[make(*shuffled(seed)) for seed in (1, 2, 3)]).startswith("Rank 1, 2 and rank 0")
+    labels = compared(make(X, Y), make(X, Y[::-1].copy()))  # the same x
+    assert labels.startswith("Rank 1 and rank 0 hold different samples")
+
+
+def test_sizes_and_types():
+    make = KINDS["arrays"]
+    assert compared(make(X, Y), make(X[:299], Y[:299])).startswith("Rank 1 has 299 samples in mine:data/train, rank 0 has 300")
+    assert "hold different samples" in compared(make(X, Y), make(X, Y.astype(np.float32)))
+    assert "hold different samples" in compared(make(X, Y), array_split("mine:data/train", (X, Y, np.ones(300))))
+
+
+def test_one_element_of_an_array_is_enough():
+    """Images with black borders: the first rows, the last ones, and most of the rest are the same."""
+    x = np.zeros([300, 28, 28, 1], np.uint8)
+    other = x.copy()
+    other[137, 14, 14] = 1
+    assert compared(array_split("a", (x, Y)), array_split("a", (other, Y))).startswith("Rank 1")
+    weights = np.ones(300, np.float32)
+    assert compared(array_split("a", (X, Y, weights)), array_split("a", (X, Y, np.where(np.arange(300) == 5, 2, weights)))).startswith("Rank 1")
+    assert compared(array_split("a", (X.astype(str), Y)), array_split("a", ((X + 1).astype(str), Y))).startswith("Rank 1")
+
+
+def test_large_arrays_are_sampled(monkeypatch):
+    monkeypatch.setattr(checksums, "FULL_BYTES", 1000)
+    monkeypatch.setattr(checksums, "PART_BYTES", 640)
+    make = KINDS["arrays"]
+    assert compared(make(*shuffled(1)), make(*shuffled(1))) == ""
+    assert compared(make(*shuffled(1)), make(*shuffled(2))).startswith("Rank 1")
+    last = X.copy()
+    last[-1] = 0
+    assert compared(make(X, Y), make(last, Y)).startswith("Rank 1")
+
+
+def test_noise_that_is_drawn_at_each_reading_is_no_difference():
+    noisy = [object_split("a", Items(X, Y, np.random.default_rng())) for _ in range(2)]
+    assert compared(*noisy) == ""
+    assert compared(noisy[0], object_split("a", Items(*shuffled(2), np.random.default_rng()))).startswith("Rank 1")  # its labels
+
+
+def test_a_stream_that_is_shuffled_at_each_pass():
+    def split(seed):
+        data = tf.data.Dataset.from_tensor_slices((X, np.arange(300))).shuffle(300, seed=seed)
+        return Split("a", None, data.element_spec, stream=lambda shard, shards: data)
+
+    assert compared(split(1), split(2)).startswith("Rank 1")
+
+
+def test_the_users_function_finds_the_same_seeds_whatever_ran_before(tmp_path, monkeypatch):
+    (tmp_path / "unseeded_split.py").write_text(
+        "import random, numpy as np, tensorflow as tf\n"
+        "def data(split):\n"
+        "    order = np.random.permutation(40)[:30] if split == 'train' else np.random.permutation(40)[30:]\n"
+        "    return np.stack([order, [random.random()] * len(order), tf.random.uniform([len(order)]).numpy()], 1), order % 4\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from tfdist.build import _load_splits
+    from tfdist.runtime.one_device import OneDevice
+
+    def loaded():
+        return [split.fetch(tf.range(split.size, dtype=tf.int64))[0].numpy() for split in _load_splits(Config().replace(source="unseeded_split:data", seed=3), OneDevice)]
+
+    first = loaded()
+    np.random.normal(size=7), tf.random.uniform([3])
+    for a, b in zip(first, loaded(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert sorted([*first[0][:, 0], *first[1][:, 0]]) == list(range(40))  # nothing that is trained on is evaluated on

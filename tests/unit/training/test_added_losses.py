@@ -1,0 +1,177 @@
+"""How added losses scale with rows, found out by running a model on a few of them."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.training.added_losses import MEAN, SUM, SumsAsMeans, added_losses, may_add
+
+X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
+
+
+class Adds(keras.layers.Layer):
+    """Adds some functions of its input (and of a weight that is 0 at the start)."""
+
+    def __init__(self, *functions, only_training=False, **options):
+        super().__init__(**options)
+        self.functions, self.only_training = functions, only_training
+
+    def build(self, shape):
+        self.gate = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, x, training=None):
+        if training or not self.only_training:
+            for function in self.functions:
+                self.add_loss(function(x, self.gate))
+        return x
+
+
+class Draws(keras.layers.Layer):
+    """The reparametrisation of a variational autoencoder, and its two losses."""
+
+    def __init__(self, total, **options):
+        super().__init__(**options)
+        self.seeds, self.total, self.out = keras.random.SeedGenerator(3), total, layers.Dense(5)
+
+    def call(self, x):
+        mean, log_variance = x[:, :2], x[:, 2:4]
+        self.add_loss(ops.mean(ops.square(mean) + ops.exp(log_variance) - log_variance))
+        z = mean + ops.exp(log_variance / 2) * keras.random.normal(ops.shape(mean), seed=self.seeds)
+        y = self.out(z)
+        self.add_loss(self.total(ops.sum(ops.square(y - x), -1)))
+        return y
+
+
+def model_of(*parts, size=5):
+    keras.utils.set_random_seed(0)
+    x = y = layers.Input((size,))
+    for part in parts:
+        y = part(y)
+    return keras.Model(x, y)
+
+
+def scales(model, x=X):
+    return [one.scales for one in added_losses(model, x)]
+
+
+def state(model):
+    return [variable.numpy() for variable in model.variables]
+
+
+def a_sum(x, _):
+    return ops.sum(x**2)
+
+
+def a_mean(x, _):
+    return ops.mean(x**2)
+
+
+def the_largest(x, _):
+    return ops.max(x)
+
+
+def mean_of_the_positive(x, _):
+    return ops.sum(ops.relu(x)) / (1.0 + ops.sum(ops.cast(x > 0, "float32")))
+
+
+def square_of_the_mean(x, _):
+    return ops.mean(x) ** 2
+
+
+def closed(x, gate):
+    return ops.sum(gate * x**2)
+
+
+def of_weights(_, gate):
+    return ops.exp(gate)
+
+
+def never_more_than_0(x, _):
+    return ops.sum(ops.relu(-1.0 - x**2))
+
+
+def test_a_model_of_kerass_layers_adds_nothing():
+    model = model_of(layers.Dense(4, kernel_regularizer="l2"), layers.Dropout(0.5))
+    assert not may_add(model) and added_losses(model, X) == ()
+
+
+def test_sums_and_means_in_the_order_of_model_losses():
+    first, second = Adds(a_sum, a_mean, of_weights), Adds(a_mean, closed)
+    model = model_of(layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"), first, layers.BatchNormalization(), layers.Dropout(0.5), second, first)
+    before = state(model)
+    found = added_losses(model, X)
+    assert [(one.layer.name, one.place, one.scales) for one in found] == [
+        (model.layers[1].name, 0, MEAN), *((first.name, place, scales) for place, scales in enumerate((SUM, MEAN, MEAN, SUM, MEAN, MEAN))),
+        (second.name, 0, MEAN), (second.name, 1, SUM)]
+    for value, now in zip(before, state(model), strict=True):
+        np.testing.assert_array_equal(value, now)
+    model(X, training=True)
+    assert len(model.losses) == len(found) + 1  # and a weight regularizer
+    assert "add_loss" not in vars(first) and "call" not in vars(model.layers[1])
+
+
+@pytest.mark.parametrize("function", [the_largest, mean_of_the_positive, square_of_the_mean, never_more_than_0], ids=lambda function: function.__name__)
+def test_anything_else_is_refused(function):
+    with pytest.raises(ConfigError, match="loss number 2 that layer odd adds"):
+        added_losses(model_of(Adds(a_mean, function, name="odd")), X)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_few_rows_will_do(rows):
+    assert scales(model_of(layers.Dense(3), Adds(a_sum, a_mean, closed)), X[:rows]) == [SUM, MEAN, SUM]
+
+
+def test_alike_rows_and_nan_do_not_confuse():
+    assert scales(model_of(Adds(a_sum, a_mean)), np.ones([4, 5], "float32")) == [SUM, MEAN]
+    assert scales(model_of(Adds(a_sum, a_mean)), np.full([4, 5], np.nan, "float32")) == [SUM, MEAN]
+
+
+def test_only_in_training_behind_dropout_and_batch_statistics():
+    model = model_of(layers.Dense(5), layers.BatchNormalization(), layers.GaussianNoise(1.0), layers.Dropout(0.5), Adds(a_sum, a_mean, only_training=True))
+    assert scales(model) == [SUM, MEAN]
+
+
+def test_what_is_random_is_judged_by_its_mean():
+    assert scales(model_of(layers.Dense(5), Draws(ops.mean))) == [MEAN, MEAN]
+    assert scales(model_of(layers.Dense(5), Draws(ops.sum))) == [MEAN, SUM]
+
+
+def test_states_that_keras_does_not_know():
+    class Counts(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.calls = tf.Variable(0.0)
+
+        def call(self, x):
+            self.calls.assign_add(1.0)
+            self.add_loss(ops.sum(x))
+            return x
+
+    layer = Counts()
+    model = model_of(layer)
+    before = float(layer.calls)
+    assert scales(model) == [SUM] and float(layer.calls) == before
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float64"])
+def test_in_every_precision(policy):
+    keras.config.set_dtype_policy(policy)
+    try:
+        assert scales(model_of(layers.Dense(5), Adds(a_sum, a_mean))) == [SUM, MEAN]
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_sums_become_means_within_counting_only():
+    layer = Adds(a_mean, a_sum)
+    model = model_of(layer)
+    counted = SumsAsMeans(added_losses(model, X))
+    with counted.counting(3.0):
+        for _ in range(2):
+            model(X, training=True)
+            np.testing.assert_allclose(model.losses, [np.mean(X**2), 3 * np.sum(X**2)], rtol=1e-6)
+    model(X)
+    np.testing.assert_allclose(model.losses, [np.mean(X**2), np.sum(X**2)], rtol=1e-6)

@@ -1,0 +1,55 @@
+"""Datagrams that only the workers of one job can have made, in this meeting, and each only once.
+
+  mark (8 bytes), HMAC-SHA256 of all that follows (16), rank (4), stamp (8), data
+
+The mark is the same for all and kept from strangers by nothing but their not having seen one: it lets the kernel drop their
+floods (packet_filter.py). The stamp is the sender's clock in nanoseconds. It must rise, so that none counts twice; and one
+that took much longer than the fastest has was held back by somebody, and does not count. The clocks need not agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+import time
+
+from tfdist.control.token import Secret
+
+MOST_BYTES = 1400  # a datagram that fits into one packet on any network
+MARK_BYTES = 8
+_CODE_BYTES = 16
+_HEAD = struct.Struct("!iQ")  # rank, stamp
+_LONGEST_DELAY = 30 * 10**9  # nanoseconds beyond the fastest
+
+
+class Seals:
+    """Seals and opens the datagrams of one meeting: `context` is what only its workers know, beside the secret."""
+
+    def __init__(self, secret: Secret, rank: int, purpose: str, *context: str):
+        self._key, self._rank = secret.key(purpose, *context), rank
+        self.mark = secret.key(f"{purpose} mark", *context)[:MARK_BYTES]
+        self._sent = 0
+        self._newest: dict[int, int] = {}  # rank -> stamp
+        self._fastest: dict[int, int] = {}  # rank -> least difference of our clock and its stamp
+
+    def seal(self, data: bytes) -> bytes:
+        self._sent = max(self._sent + 1, time.monotonic_ns())
+        body = _HEAD.pack(self._rank, self._sent) + data
+        return self.mark + self._code(body) + body
+
+    def open(self, datagram: bytes) -> tuple[int, bytes] | None:
+        """(the rank that sent it, the data); None if it is none of ours, or counts no more."""
+        code, body = datagram[MARK_BYTES:MARK_BYTES + _CODE_BYTES], datagram[MARK_BYTES + _CODE_BYTES:]
+        if len(body) < _HEAD.size or len(datagram) > MOST_BYTES or not hmac.compare_digest(code, self._code(body)):
+            return None
+        rank, stamp = _HEAD.unpack_from(body)
+        took = time.monotonic_ns() - stamp
+        self._fastest[rank] = min(self._fastest.get(rank, took), took)
+        if stamp <= self._newest.get(rank, -1) or took - self._fastest[rank] > _LONGEST_DELAY:
+            return None
+        self._newest[rank] = stamp
+        return rank, body[_HEAD.size:]
+
+    def _code(self, body: bytes) -> bytes:
+        return hmac.digest(self._key, self.mark + body, hashlib.sha256)[:_CODE_BYTES]

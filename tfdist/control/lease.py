@@ -1,0 +1,276 @@
+"""RUN_DIR/lease.json: which job trains in a run folder. A second job there is refused; a dead owner's lease is taken over.
+
+Two jobs in one folder would write each other's snapshots and logs and both end well. So the chief holds a lease while it
+trains. It says who holds it (host, process, since when) and is renewed every two seconds. An owner is dead
+
+    on the same machine     when there is no process of its number that was started when it says (it has 5 seconds to go)
+    on another              when it has not renewed the lease for 20 seconds of the observer's own clock
+
+An owner of the same job (one launcher with its restarts, one Slurm step with its requeues, one list of addresses) has been
+ended by whoever starts the job again: on another machine too its lease is taken over without a wait; should it be alive it
+finds that out when it next renews, and ends. Works on shared file systems: a lease comes to be by link(2), which is atomic on NFS too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError, ExitCode
+
+FILE = "lease.json"
+JOB_VARIABLE = "TFDIST_JOB_ID"  # the launcher's name for all attempts of a job
+_RENEW_SECONDS = 2.0
+_DEAD_SECONDS = 20.0  # without renewal
+_TO_END_SECONDS = 5.0  # that an owner on the same machine has, which may have been killed a moment ago
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lease. All are text, so that a lease of any version can be shown."""
+
+    host: str
+    pid: str
+    since: str
+    job: str  # "": nothing to go by
+    machine: str  # changes with every boot and every container: only within one are process numbers comparable
+    started: str  # of the process, in the kernel's ticks
+    id: str
+
+    @classmethod
+    def myself(cls, job: str) -> Owner:
+        pid = str(os.getpid())
+        return cls(socket.gethostname(), pid, time.strftime("%Y-%m-%d %H:%M:%S %Z"), job, _machine(), _started(pid), uuid.uuid4().hex)
+
+    @classmethod
+    def read(cls, text: str) -> Owner | None:
+        """None if this is no lease."""
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            found = json.loads(text)
+            return cls(**{field.name: str(found[field.name]) for field in fields(cls)})
+        return None
+
+    def describe(self) -> str:
+        return f"process {_printable(self.pid)} on {_printable(self.host)}, since {_printable(self.since)}"
+
+    def is_here(self) -> bool:
+        """Whether it is, or was, on this machine."""
+        return bool(self.machine) and self.machine == _machine()
+
+    def runs_here(self) -> bool:
+        """Of an owner on this machine."""
+        return bool(self.started) and _started(self.pid) == self.started
+
+
+def job_identity(environ: Mapping[str, str], cluster: Cluster) -> str:
+    """What tells attempts of one job from another job; "" if nothing does."""
+    if environ.get(JOB_VARIABLE):
+        return f"launcher {environ[JOB_VARIABLE]}"
+    if environ.get("SLURM_JOB_ID"):
+        return f"slurm {environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
+    if any(not address.startswith(("127.", "localhost:", "[::1]")) for address in cluster.peers):
+        return f"addresses {hashlib.sha256(' '.join(cluster.peers).encode()).hexdigest()[:16]}"
+    return ""
+
+
+@contextlib.contextmanager
+def held(folder: Path, job: str) -> Iterator[None]:
+    """The lease of `folder` for the time of the context. Raises ConfigError if another job holds it."""
+    lease = Lease(folder, job)
+    lease.take()
+    try:
+        yield
+    finally:
+        lease.give_back()
+
+
+def refuse_if_held(folder: Path) -> None:
+    """Raises ConfigError if a process that lives on this machine trains in `folder`. Only looks."""
+    begun = time.monotonic()
+    with contextlib.suppress(OSError):  # its workers will say
+        while (owner := Owner.read(_read(folder / FILE))) and owner.is_here() and owner.runs_here():
+            if time.monotonic() - begun > _TO_END_SECONDS:
+                raise _refusal(folder, owner)
+            time.sleep(_LOOK_SECONDS)
+
+
+class Lease:
+    """The lease of one folder, as its chief has it.
+
+    on_loss: called in a thread when another has taken it over; ends the process.
+    """
+
+    def __init__(self, folder: Path, job: str, on_loss: Callable[[str], None] | None = None):
+        self._folder, self._path, self.owner = folder, folder / FILE, Owner.myself(job)
+        self._on_loss, self._released = on_loss or _end, threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="tfdist-lease", daemon=True)
+
+    def take(self) -> None:
+        """Raises ConfigError if another job holds it, or if the folder cannot be written."""
+        begun, seen, changed, said = time.monotonic(), "", 0.0, False  # seen: the lease when it last changed
+        try:
+            while not self._put():
+                text, now = _read(self._path), time.monotonic()
+                if not text:  # gone in this moment, or not yet written
+                    time.sleep(_LOOK_SECONDS)
+                    continue
+                owner, renewed = Owner.read(text), False
+                if text != seen:
+                    renewed = owner is not None and owner == Owner.read(seen)
+                    seen, changed = text, now
+                if self._is_free(owner, now - changed):
+                    self._remove(text)
+                    continue
+                if owner and (now - begun > _TO_END_SECONDS if owner.is_here() else renewed):
+                    raise _refusal(self._folder, owner)
+                if owner and not owner.is_here() and not said:
+                    said = True
+                    print(f"tfdist: {self._path} names {owner.describe()}; looking for at most {_DEAD_SECONDS:g} s whether it still lives.", file=sys.stderr, flush=True)
+                time.sleep(_LOOK_SECONDS)
+        except OSError as error:
+            raise ConfigError(f"--run_dir={self._folder} cannot be used ({error.strerror}: {error.filename}): choose a folder that can be read and written, or make room there.") from None
+        self._thread.start()
+
+    def _is_free(self, owner: Owner | None, unchanged: float) -> bool:
+        """Whether a lease that has not changed for so many seconds may be taken over."""
+        if owner is None:  # damaged, or just being written
+            return unchanged > _RENEW_SECONDS
+        if owner.is_here():
+            return not owner.runs_here()
+        return bool(owner.job and owner.job == self.owner.job) or unchanged > _DEAD_SECONDS
+
+    def _put(self) -> bool:
+        """Makes the lease ours, if there is none. Raises OSError."""
+        written = self._folder / f".{FILE}.{self.owner.id}"
+        descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            _write(descriptor, self._text())
+            try:
+                os.link(written, self._path)
+                return True
+            except FileExistsError:
+                return os.stat(written).st_nlink == 2  # NFS: the answer to a link that was made may get lost
+            except OSError:  # a file system without links
+                return self._put_exclusively()
+        finally:
+            os.close(descriptor)
+            os.unlink(written)
+
+    def _put_exclusively(self) -> bool:
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            _write(descriptor, self._text())
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _remove(self, text: str) -> None:
+        """Takes a dead owner's lease away; if somebody else was faster, and it is another's now, puts that back."""
+        aside = self._folder / f".{FILE}.{self.owner.id}.dead"
+        try:
+            os.rename(self._path, aside)
+        except FileNotFoundError:
+            return
+        with contextlib.suppress(OSError):
+            if Owner.read(_read(aside)) != Owner.read(text):
+                os.link(aside, self._path)
+        os.unlink(aside)
+
+    def _text(self) -> str:
+        return json.dumps({**asdict(self.owner), "renewed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}, indent=1)
+
+    def _keep(self) -> None:
+        while not self._released.wait(_RENEW_SECONDS):
+            with contextlib.suppress(OSError):  # a full disk, a file server that is away: then later
+                if not self._renew() and not self._released.is_set():
+                    owner = Owner.read(_read(self._path))
+                    self._on_loss(f"{self._folder} has been taken over by {owner.describe() if owner else 'another job'}, since this process, which was stopped or cut off, "
+                                  "seemed dead: it ends, the other goes on.")
+                    return
+
+    def _renew(self) -> bool:
+        """Writes the time, in place. False: the lease is another's. Raises OSError."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR)
+        except FileNotFoundError:  # somebody cleaned up
+            return self._put()
+        try:
+            owner = Owner.read(os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
+            if owner is not None and owner.id != self.owner.id:
+                return False
+            _write(descriptor, self._text())  # as long as before
+            return True
+        finally:
+            os.close(descriptor)
+
+    def give_back(self) -> None:
+        """Removes the lease, if it is still ours."""
+        self._released.set()
+        if self._thread.is_alive():
+            self._thread.join(_RENEW_SECONDS)
+        with contextlib.suppress(OSError):
+            owner = Owner.read(_read(self._path))
+            if owner and owner.id == self.owner.id:
+                self._path.unlink()
+
+
+def _end(sentence: str) -> None:
+    print(f"tfdist: error: {sentence} (exit code {ExitCode.CONFIG.value}, {ExitCode.CONFIG.name})", file=sys.stderr, flush=True)
+    os._exit(ExitCode.CONFIG)
+
+
+def _refusal(folder: Path, owner: Owner | None) -> ConfigError:
+    who = owner.describe() if owner else "another process"
+    return ConfigError(f"--run_dir={folder} is in use by another job ({who}): choose another folder, or end that job first.")
+
+
+def _write(descriptor: int, text: str) -> None:
+    data = text.encode()
+    os.pwrite(descriptor, data, 0)
+    os.ftruncate(descriptor, len(data))
+    os.fsync(descriptor)
+
+
+def _read(path: Path) -> str:
+    """"" if there is none. Raises OSError."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 16)
+    except FileNotFoundError:
+        return ""
+
+
+def _printable(text: str) -> str:
+    return "".join(character for character in text[:100] if character.isprintable())
+
+
+def _machine() -> str:
+    """"": not known."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: str) -> str:
+    """When a process was started, in ticks since the boot; "" if there is none, or only what is left of it."""
+    try:
+        status = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
+        return "" if status[0] in "ZX" else status[19]
+    except (OSError, IndexError, ValueError):
+        return ""

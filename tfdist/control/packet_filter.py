@@ -1,0 +1,156 @@
+"""Sockets at which the kernel drops what is not for us, before this process sees any of it (SO_ATTACH_FILTER; Linux).
+
+TensorFlow's gRPC server listens on all interfaces whatever its address is, and asks nobody who he is. `own_address_only`
+finds its listening socket and lets in only what is sent to the worker's own address, as if the server had been bound to
+it: for a local job, only what comes from this machine. Needs no privilege. `marked_only` keeps a flood of datagrams from
+strangers out of the receive buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import socket
+import stat
+import struct
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+from tfdist.control.token import host_of, is_loopback
+
+_ATTACH_FILTER = 26  # SO_ATTACH_FILTER, of <asm-generic/socket.h>
+_LOOK_SECONDS, _LOOK_AGAIN_SECONDS = 0.005, 0.1
+_LOAD_WORD, _LOAD_BYTE, _SHIFT, _EQUAL, _RETURN = 0x20, 0x30, 0x74, 0x15, 0x06  # of classic BPF
+_NETWORK = 0x100000000 - 0x100000  # offset of the IP header: SKF_NET_OFF
+_VERSION, _TO_V4, _TO_V6 = _NETWORK, _NETWORK + 16, _NETWORK + 24
+_UDP_HEADER = 8
+_ALL, _NOTHING = 0xFFFFFFFF, 0
+_Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
+
+
+def bind_address(address: str, peers: Iterable[str]) -> str:
+    """The IP address to listen at for host:port, so that all `peers` (host:port) can still reach it; "": all interfaces.
+
+    Only where all hosts are IP addresses of one kind, and this one is of this machine. A name is no ground to decide on: here
+    it may mean another address than for the peers (127.0.1.1 in /etc/hosts).
+    """
+    try:
+        own, *others = (ipaddress.ip_address("127.0.0.1" if host == "localhost" else host) for host in map(host_of, [address, *peers]))
+        if any(other.version != own.version or other.is_loopback != own.is_loopback for other in others):
+            return ""
+        with socket.socket(_family(own), socket.SOCK_DGRAM) as probe:
+            probe.bind((str(own), 0))
+        return str(own)
+    except (ValueError, OSError):
+        return ""
+
+
+def _family(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
+    return socket.AF_INET6 if address.version == 6 else socket.AF_INET
+
+
+@contextlib.contextmanager
+def own_address_only(address: str, peers: Iterable[str]) -> Iterator[None]:
+    """While the body starts servers that listen on all interfaces: narrows these down to the host of `address`.
+
+    The filter is there as soon as the socket is seen, a few milliseconds after it is made.
+    """
+    host = bind_address(address, peers)
+    if not host or not sys.platform.startswith("linux"):
+        yield
+        return
+    known, done = _sockets(), threading.Event()
+
+    def look() -> None:
+        pause = _LOOK_SECONDS
+        while True:
+            last = done.is_set()
+            if _narrow(to_address(host), known):
+                pause = _LOOK_AGAIN_SECONDS  # gRPC may make more of the kind
+            if last:
+                return
+            done.wait(pause)
+
+    watcher = threading.Thread(target=look, name="tfdist-narrow", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _sockets() -> dict[int, int]:
+    """Identity (inode) -> descriptor of the sockets of this process."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = int(name)
+    return found
+
+
+def _narrow(program: Sequence[_Instruction], known: dict[int, int]) -> bool:
+    """Attaches the program to the sockets that listen and are not known yet; whether there was one."""
+    found_one = False
+    for identity, descriptor in _sockets().items():
+        if identity not in known:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if found.family not in (socket.AF_INET, socket.AF_INET6) or (not listens and _is_connected(found)):
+                    known[identity] = descriptor
+                elif listens:
+                    attach(found, program)
+                    known[identity] = descriptor
+                    found_one = True
+    return found_one
+
+
+def _is_connected(found: socket.socket) -> bool:
+    try:
+        found.getpeername()
+    except OSError:
+        return False
+    return True
+
+
+def attach(target: socket.socket, program: Sequence[_Instruction]) -> None:
+    """Raises OSError where the kernel does not take it."""
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
+    target.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code)))
+
+
+def to_address(host: str) -> list[_Instruction]:
+    """Lets in what is sent to this IP address of ours, or to this machine's loopback."""
+    own = ipaddress.ip_address(host)
+    v4 = [] if own.version == 6 or is_loopback(host) else [[(_LOAD_WORD, _TO_V4, int(own))]]
+    v6 = [] if own.version == 4 else [[(_LOAD_WORD, _TO_V6 + 4 * at, int.from_bytes(own.packed[4 * at:4 * at + 4], "big")) for at in range(4)]]
+    loopback = [(_LOAD_WORD, _TO_V6 + 4 * at, int(at == 3)) for at in range(4)]
+    if4 = [(_LOAD_BYTE, 0, 0, _TO_V4), (_EQUAL, 0, 1, 127), (_RETURN, 0, 0, _ALL)]
+    for checks in v4:
+        if4 += _if_all(checks)
+    if6 = [instruction for checks in [*v6, loopback] for instruction in _if_all(checks)]
+    drop = [(_RETURN, 0, 0, _NOTHING)]
+    head = [(_LOAD_BYTE, 0, 0, _VERSION), (_SHIFT, 0, 0, 4), (_EQUAL, 0, len(if4) + 1, 4)]
+    return [*head, *if4, *drop, *if6, *drop]
+
+
+def _if_all(checks: Sequence[tuple[int, int, int]]) -> list[_Instruction]:
+    """Lets in what has these values at these places, and goes on to the next instruction otherwise."""
+    program: list[_Instruction] = []
+    for index, (load, place, value) in enumerate(checks):
+        program += [(load, 0, 0, place), (_EQUAL, 0, 2 * (len(checks) - index) - 1, value)]
+    return [*program, (_RETURN, 0, 0, _ALL)]
+
+
+def marked_only(target: socket.socket, mark: bytes) -> None:
+    """Lets in only datagrams that begin with these 8 bytes, where the kernel can look."""
+    words = struct.unpack("!II", mark)
+    program = [*_if_all([(_LOAD_WORD, _UDP_HEADER + 4 * at, word) for at, word in enumerate(words)]), (_RETURN, 0, 0, _NOTHING)]
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError):
+            attach(target, program)
