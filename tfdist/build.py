@@ -228,10 +228,10 @@ def _check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: 
     startup.check(config, layout, [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables], limits)
 
 
-def start_runtime(config: Config, cluster: Cluster) -> Runtime:
-    """The environment, then the runtime."""
+def start_runtime(config: Config, cluster: Cluster, began: float | None = None) -> Runtime:
+    """The environment, then the runtime. `began`: since when peers have been waited for (control/connecting.py)."""
     prepare_environment(config)
-    return create_runtime(config, cluster)
+    return create_runtime(config, cluster, began)
 
 
 def run_folder(config: Config) -> Path:

@@ -6,7 +6,7 @@ import tensorflow as tf
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, ExitCode, PeerLostError
 from tfdist.runtime.errors import explain
-from tfdist.runtime.ring import MARK
+from tfdist.runtime.ring_error import MARK
 
 CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
 
