@@ -48,9 +48,8 @@ def plan_batch(batch: BatchConfig, replicas: int) -> BatchPlan:
     Beside --global_batch alone, --micro_batch is the most that a replica takes at a time.
     Raises ConfigError on a contradiction, on nothing given, or if a micro-batch would be empty.
     """
+    check_given(batch)
     total, micro, accumulation = batch.global_batch, batch.micro_batch, batch.accumulation
-    if not total and not micro:
-        raise ConfigError("The batch size is not given: set --global_batch (samples per step over all workers) or --micro_batch.")
     if total and micro and not accumulation:
         # As many as are needed, so that fewer workers bear the same global batch without needing more memory each.
         return _checked(BatchPlan(total, max(1, -(-total // (micro * replicas))), replicas))
@@ -61,6 +60,12 @@ def plan_batch(batch: BatchConfig, replicas: int) -> BatchPlan:
             f"--global_batch={total} contradicts --micro_batch={micro} x --accumulation={accumulation} x {replicas} replicas "
             f"= {micro * accumulation * replicas}: drop one of the three.")
     return _checked(BatchPlan(total, accumulation, replicas))
+
+
+def check_given(batch: BatchConfig) -> None:
+    """Raises ConfigError without any batch size."""
+    if not batch.global_batch and not batch.micro_batch:
+        raise ConfigError("The batch size is not given: set --global_batch (samples per step over all workers) or --micro_batch.")
 
 
 def _checked(plan: BatchPlan) -> BatchPlan:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import re
-import textwrap
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, TfdistError
-
-_NOT_OWN = re.compile(rf"site-packages/(keras|tensorflow)/|^<|^{re.escape(str(Path(__file__).parent))}/")
+from tfdist.control.own_lines import failure
 
 
 @contextmanager
@@ -29,33 +28,66 @@ def own_code(flag: str, name: str) -> Iterator[None]:
         raise ConfigError(f"--{flag}={name} {failure(error)}") from error
 
 
-def failure(error: BaseException) -> str:
-    """"failed at FILE:LINE, in FUNCTION: what": the user's own line in which an error arose, and what it says."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _NOT_OWN.search(frame.filename)]
-    at = f" at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
-    return f"failed{at}: {type(error).__name__}: {textwrap.shorten(str(error), 600)}"
+def check_name(flag: str, name: str, known: Mapping[str, Any]) -> None:
+    """Whether there can be such a part; imports nothing. Raises ConfigError, naming the flag."""
+    module, colon, _ = name.partition(":")
+    if name in known:
+        return
+    if not colon:
+        raise ConfigError(f"--{flag}={name} is unknown: use {', '.join(known)}, or package.module:function.")
+    if _is_path(module):
+        if not (module.endswith(".py") and Path(module).is_file()):
+            raise ConfigError(f"--{flag}={name}: there is no Python file {module}: give an existing one, or write package.module:function.")
+    elif not (top := module.partition(".")[0]).isidentifier() or (top not in sys.modules and importlib.util.find_spec(top) is None):
+        raise _no_module(flag, name, module)
+
+
+def check_takes(flag: str, name: str, function: Callable, wanted: Sequence[str], otherwise: str) -> None:
+    """Raises ConfigError unless `function` can be called with arguments `wanted`, by position. `otherwise`: what to do then."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions do not tell
+        return
+    try:
+        signature.bind(*wanted)
+    except TypeError:
+        raise ConfigError(f"--{flag}={name} takes {signature}: {otherwise}.") from None
 
 
 def resolve(flag: str, name: str, known: Mapping[str, Any]) -> Callable:
-    """`name` as a function: what `known` has under it, a function or "module:function", or itself "module:function".
+    """`name` as a function: what `known` has under it, a function or "module:function", or itself "module:function" or
+    "path/of/a/file.py:function".
 
     Raises ConfigError, naming the flag, for an unknown name or a module that cannot be imported.
     """
+    check_name(flag, name, known)
     target = known.get(name, name)
     if not isinstance(target, str):
         return target
-    module, colon, function = target.partition(":")
-    if not colon:
-        raise ConfigError(f"--{flag}={name} is unknown: use {', '.join(known)}, or package.module:function.")
+    module, _, function = target.partition(":")
+    file = Path(module).resolve() if _is_path(module) else None
+    if file:
+        module = file.stem
+        if str(file.parent) not in sys.path:
+            sys.path.insert(0, str(file.parent))
     with own_code(flag, name):
         try:
             found = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
                 raise  # the module is there, but something that it imports is not
-            raise ConfigError(
-                f"--{flag}={name}: there is no module {module!r} on the Python path; start the command in its folder, or set "
-                "PYTHONPATH.") from error
+            raise _no_module(flag, name, module) from error
+    if file and Path(getattr(found, "__file__", None) or "").resolve() != file:
+        raise ConfigError(f"--{flag}={name}: Python has another module {module!r} ({getattr(found, '__file__', 'built in')}): give the file another name.")
     if not callable(getattr(found, function, None)):
         raise ConfigError(f"--{flag}={name}: the module {module} has no function {function!r}.")
     return getattr(found, function)
+
+
+def _is_path(module: str) -> bool:
+    return "/" in module or "\\" in module or module.endswith(".py")
+
+
+def _no_module(flag: str, name: str, module: str) -> ConfigError:
+    return ConfigError(
+        f"--{flag}={name}: there is no module {module!r} on the Python path; start the command in its folder, or set PYTHONPATH.")

@@ -74,7 +74,7 @@ class ServerSession(Session):
             self.parameters, job.model, job.objective,
             pipeline.batch_fetch(split, seed=self.config.run.seed, shuffle=self.config.data.shuffle, augment=augment.load_augmentation(self.config.data.augment)),
             build.train_dataset(self.config, split, job.plan, 0, 0).element_spec,
-            RemoteOptions(self.plan, self.config.run.seed, self.config.optimizer.clip_norm, options.max_staleness, options.staleness_scaling))
+            RemoteOptions(self.plan, self.config.run.seed, self.config.optimizer.clip_norm, options.max_staleness, options.staleness_scaling, job.step.options.weighted), job.step.added)
         self._say(f"{options.ps_mode}: {self.plan.describe()}; {self.parameters.describe()}")
 
     def _say(self, message: str) -> None:
@@ -94,7 +94,9 @@ class ServerSession(Session):
         servers = Servers(self.step, self.runtime.call, self.runtime.news, self.runtime.workers, self.config.servers.backup_workers, loop.on_nan == "skip")
         self.trainer = (Synchronous if self.config.servers.ps_mode == "sync" else Asynchronous)(parts, servers)
         self.guard.watchdog.enter(BETWEEN_STEPS)
-        return self._finish(self.trainer.train(self.first_step))
+        with self.diagnosis.naming():
+            ending = self.trainer.train(self.first_step)
+        return self._finish(ending)
 
     def _summary(self, ending: Ending, verdict: str) -> dict[str, Any]:
         return {**super()._summary(ending, verdict), "workers": self.runtime.workers, "parameter_servers": len(self.runtime.devices), **self.trainer.staleness.values()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tfdist import flags
 from tfdist.artifacts.status import read_status
-from tfdist.batch_plan import plan_batch
+from tfdist.batch_plan import check_given, plan_batch
 from tfdist.config import Config
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster, resolve_cluster
@@ -20,7 +20,10 @@ from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
 from tfdist.control.token import with_token
+from tfdist.data.sources.names import SOURCES
+from tfdist.models.names import MODELS
 from tfdist.planner import startup
+from tfdist.plugins import check_name
 
 USAGE = __doc__ + """
   python -m tfdist.train --flagfile=flags/digits_cnn.flags
@@ -36,6 +39,7 @@ def main(argv: list[str]) -> int:
 
         argv = wait_as_standby(sys.stdin)
     config = flags.parse(argv, usage=USAGE).config.validate()
+    _check_early(config)
     if config.run.dry_run:
         print(dry_run(config, resolve_cluster(os.environ)))
         return 0
@@ -62,10 +66,17 @@ def main(argv: list[str]) -> int:
         from tfdist import elastic
 
         return elastic.run(config, flags.main_command(argv), cluster.secret)
-    with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
+    with Preflight(cluster, config.cluster.startup_timeout) as preflight:  # peers are looked for while TensorFlow is imported
         versions.import_keras()
         from tfdist import session
-    return session.run(config, cluster, flags.main_command(argv))
+    return session.run(config, cluster, flags.main_command(argv), began=preflight.began)
+
+
+def _check_early(config: Config) -> None:
+    """What can be told before TensorFlow is imported, which takes seconds. Raises ConfigError."""
+    check_given(config.batch)
+    check_name("model", config.model.model, MODELS)
+    check_name("source", config.data.source, SOURCES)
 
 
 def dry_run(config: Config, cluster: Cluster) -> str:

@@ -1,9 +1,12 @@
 """What is said when the user's own code fails."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.plugins import own_code, resolve
+from tfdist.plugins import check_takes, own_code, resolve
 
 
 def test_it_is_said_where_in_the_own_code():
@@ -36,3 +39,37 @@ def test_other_errors_stay_what_they_are():
         with pytest.raises(type(error)) as raised, own_code("model", "mine:model"):
             raise error
         assert raised.value is error
+
+
+def test_a_file_is_taken_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "by_its_path.py").write_text("def model(): return 3\n")
+    (tmp_path / "json.py").write_text("def model(): return 3\n")
+    assert resolve("model", f"{tmp_path}/by_its_path.py:model", {})() == 3
+    monkeypatch.chdir(tmp_path)
+    assert resolve("model", "./by_its_path.py:model", {})() == resolve("model", "by_its_path.py:model", {})() == 3
+    for name, words in (("./other.py:model", r"--model=./other.py:model: there is no Python file ./other.py"), ("./by_its_path:model", "there is no Python file"),
+                        ("./json.py:model", "another module 'json'"), ("./by_its_path.py:other", "has no function 'other'")):
+        with pytest.raises(ConfigError, match=words):
+            resolve("model", name, {})
+
+
+def test_a_function_of_other_arguments():
+    check_takes("augment", "mine:f", lambda x, y, seeds, strength=1: x, ("x", "y", "seeds"), "")
+    check_takes("augment", "mine:f", lambda *args: args, ("x", "y", "seeds"), "")
+    with pytest.raises(ConfigError, match=r"^--augment=mine:f takes \(x, y\): as it should be\.$"):
+        check_takes("augment", "mine:f", lambda x, y: x, ("x", "y", "seeds"), "as it should be")
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--model=resnet5000"], "--model=resnet5000 is unknown: use mlp"),
+    (["--source=digit"], "--source=digit is unknown: use digits"),
+    (["--model=no_such_module:model"], "no module 'no_such_module'"),
+    (["--source=./no/such/file.py:data"], "no Python file ./no/such/file.py"),
+    (["--model=cnn", "--global_batch=0"], "The batch size is not given"),
+])
+def test_it_is_told_before_tensorflow_is_imported(flags, words):
+    """Each import of it would take seconds."""
+    program = "import sys; from tfdist import train\ntry: train.main(sys.argv[1:])\nexcept ValueError as error: print(error, 'tensorflow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, "--steps=5", "--global_batch=24", *flags], capture_output=True, text=True, timeout=60)
+    assert words in done.stdout and done.stdout.strip().endswith("False"), done.stdout + done.stderr

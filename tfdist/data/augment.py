@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist.control.exit_codes import DataError
 from tfdist.data import order
 from tfdist.data.sources.base import Sample, Split
-from tfdist.plugins import resolve
+from tfdist.plugins import check_takes, own_code, resolve
 
 Augmentation = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple]
 
@@ -26,9 +26,19 @@ Augmentation = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple]
 def load_augmentation(name: str) -> Augmentation | None:
     """The augmentation called `name` (a registered name or package.module:function), or None for "none".
 
-    Raises ConfigError for an unknown name.
+    Raises ConfigError for an unknown name, or a function of other arguments; when it is called, for one that fails.
     """
-    return resolve("augment", name, AUGMENTATIONS)
+    function = resolve("augment", name, AUGMENTATIONS)
+    if name in AUGMENTATIONS:
+        return function
+    check_takes("augment", name, function, ("x", "y", "seeds"), "an augmentation is a function (x, y, seeds) of a whole micro-batch that returns (x, y), "
+                "and draws from seeds, int32 [n, 2], one a sample (tfdist/data/augment.py)")
+
+    def augmentation(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
+        with own_code("augment", name):
+            return function(x, y, seeds)
+
+    return augmentation
 
 
 def augmented_fetch(split: Split, augment: Augmentation | None) -> Callable[[tf.Tensor, tf.Tensor], Sample]:

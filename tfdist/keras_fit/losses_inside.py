@@ -61,6 +61,9 @@ class Scales:
                 found: Any = [[layers.index(one.layer), one.place, one.scales] for one in added_losses(self._model, x, take, count)]
             except ConfigError as error:
                 found = str(error)
+            except Exception as error:  # noqa: BLE001 - a model that takes batches of one size only, for example
+                found = (f"{type(self._model).__name__} adds losses in its call, and tfdist could not try it on a few rows to find out whether they are means or sums over rows "
+                         f"({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}): add the losses in compute_loss, or train in one process.")
             found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random
         if isinstance(found, str):
             raise ConfigError(found)

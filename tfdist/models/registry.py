@@ -1,7 +1,7 @@
 """The names of the models, and how a name, or package.module:function, becomes a built Keras model.
 
 A new model is a function in a file of this folder, `builder(*, x_spec, num_outputs, **options) -> keras.Model`, and one
-line here. It is imported when it is asked for. A model returns logits in float32 and is made of layers and operations
+line in names.py. It is imported when it is asked for. A model returns logits in float32 and is made of layers and operations
 that Keras ships, so that its .keras file loads without tfdist.
 """
 
@@ -16,16 +16,8 @@ import tensorflow as tf
 
 from tfdist.config import ModelConfig, parse_args
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models.names import MODELS
 from tfdist.plugins import own_code, resolve
-
-MODELS = {
-    "mlp": "tfdist.models.mlp:mlp",
-    "cnn": "tfdist.models.cnn:cnn",
-    "resnet50": "tfdist.models.applications:resnet50",
-    "applications": "tfdist.models.applications:applications",
-    "transformer": "tfdist.models.transformer:transformer",
-    "vit": "tfdist.models.vit:vit",
-}
 
 
 def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> keras.Model:
@@ -53,8 +45,13 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
     input_shape = tuple(x_spec.shape) if isinstance(x_spec, tf.TensorSpec) else None
     arguments = _arguments(config, builder, {"x_spec": x_spec, "input_shape": input_shape, "num_outputs": num_outputs})
     if own:
-        with own_code("model", config.model):
-            model = builder(**arguments)
+        try:
+            with own_code("model", config.model):
+                model = builder(**arguments)
+        except ConfigError as error:
+            if num_outputs is None and "num_outputs" in arguments and arguments["num_outputs"] is None:
+                raise ConfigError(f"{error} (It was given num_outputs=None, because --source does not tell the number of classes: add it to the model's options, for example --model_args=num_outputs=10.)") from error
+            raise
     else:
         if not isinstance(x_spec, tf.TensorSpec):
             raise ConfigError(f"--model={config.model} takes one tensor, but a sample's x is {x_spec}: use a model of your own, --model=package.module:function.")
@@ -100,7 +97,9 @@ def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) ->
     missing = [name for name in named if parameters[name].default is kinds.empty and name not in options]
     if missing:
         raise ConfigError(f"--model={config.model} needs {', '.join(missing)}: give for example --model_args={missing[0]}=VALUE.")
-    return {name: value for name, value in given.items() if name in parameters or (open_ended and name != "input_shape")} | options
+    # What the source does not know leaves a default of the builder's own in place.
+    unknown = {name for name, value in given.items() if value is None and name in parameters and parameters[name].default is not kinds.empty}
+    return {name: value for name, value in given.items() if (name in parameters or (open_ended and name != "input_shape")) and name not in unknown} | options
 
 
 def _check_not_half(name: str, model: keras.Model, x_spec: Any) -> None:

@@ -105,3 +105,13 @@ def test_bad_names(name, message):
 def test_images_are_required():
     with pytest.raises(DataError, match="--augment=shift is for batches of images"):
         run("shift", IMAGES[:, 0])
+
+
+def test_an_augmentation_that_is_none(tmp_path, monkeypatch):
+    (tmp_path / "wrong_augmentations.py").write_text("def two(x, y): return x, y\ndef fails(x, y, seeds): return x['image'], y\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"--augment=wrong_augmentations:two takes \(x, y\): an augmentation is a function \(x, y, seeds\)"):
+        augment.load_augmentation("wrong_augmentations:two")
+    split = array_split("mine", (np.zeros([9, 4]), np.zeros(9)))
+    with pytest.raises(ConfigError, match=r"--augment=wrong_augmentations:fails failed at .*wrong_augmentations\.py:2, in fails: TypeError"):
+        pipeline.train_dataset(split, plan=BatchPlan(3, 1, 1), replica=0, seed=0, shuffle=True, consumed=0, augment=augment.load_augmentation("wrong_augmentations:fails"))

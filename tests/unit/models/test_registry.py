@@ -229,3 +229,17 @@ def test_saved_models_load_without_tfdist(tmp_path):
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == sorted(SMALL)
+
+
+def test_a_source_that_tells_no_number_of_classes(tmp_path, monkeypatch):
+    (tmp_path / "counting_models.py").write_text(
+        "import keras\n"
+        "def needs(num_outputs, input_shape): return keras.Sequential([keras.Input(input_shape), keras.layers.Dense(num_outputs)])\n"
+        "def has_one(input_shape, num_outputs=7): return needs(num_outputs, input_shape)\n"
+        "def decides(input_shape, num_outputs): return needs(num_outputs or 1, input_shape)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = tf.TensorSpec([8], tf.float32)
+    with pytest.raises(ConfigError, match=r"counting_models.py:2, in needs: .*It was given num_outputs=None, because --source does not tell .* --model_args=num_outputs=10"):
+        build_model(ModelConfig(model="counting_models:needs"), spec, None)
+    for name, options, outputs in (("needs", "num_outputs=3", 3), ("has_one", "", 7), ("decides", "", 1)):
+        assert build_model(ModelConfig(model=f"counting_models:{name}", model_args=options), spec, None).outputs[0].shape[-1] == outputs

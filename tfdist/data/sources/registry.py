@@ -1,6 +1,6 @@
 """The names of the data sources, and how a name, or package.module:function, becomes a Split.
 
-A new source is a file in this folder with `load(config, split) -> Split` and one line here. Sources are imported when
+A new source is a file in this folder with `load(config, split) -> Split` and one line in names.py. Sources are imported when
 they are asked for, so that one with additional dependencies costs the others nothing.
 """
 
@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from tfdist.config import DataConfig
 from tfdist.data.sources.base import SPLITS, Split
+from tfdist.data.sources.names import SOURCES
 from tfdist.plugins import resolve
 
-SOURCES = {
-    "digits": "tfdist.data.sources.digits:load",
-    "synthetic": "tfdist.data.sources.synthetic:load",
-    "text": "tfdist.data.sources.text:load",
-    "tfds": "tfdist.data.sources.tfds:load",
-    "tfrecord": "tfdist.data.sources.tfrecord:load",
-}
 _USER = "tfdist.data.sources.user:load"
 
 

@@ -1,0 +1,65 @@
+"""A user's objective that is none is told so in a sentence, with the user's line where it fails."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.training.own_objective import own_objective
+from tfdist.training.scores import Scores
+
+
+def keras_style(y_true, y_pred):
+    return keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+
+
+def fails(outputs, y, w):
+    return outputs["logits"]
+
+
+def one_loss(outputs, y, w):
+    return Scores(tf.reduce_mean(outputs), tf.reduce_mean(w), {})
+
+
+def a_tensor(outputs, y, w):
+    return keras_style(y, outputs)
+
+
+def other_weights(outputs, y, w):
+    return Scores(outputs, w, {})
+
+
+def other_metric(outputs, y, w):
+    return Scores(outputs[:, 0], w, {"all": outputs})
+
+
+def branches(outputs, y, w):
+    if tf.reduce_sum(w) > 1:  # noqa: SIM108
+        losses = outputs[:, 0]
+    else:
+        losses = -outputs[:, 0]
+    return losses, w, {}
+
+
+def traced(function):
+    objective = own_objective(f"mine:{function.__name__}", function)
+    return tf.function(objective, autograph=False).get_concrete_function(tf.TensorSpec([None, 4]), tf.TensorSpec([24], tf.int32), tf.TensorSpec([24]))
+
+
+@pytest.mark.parametrize(("function", "words"), [
+    (keras_style, r"--objective=mine:keras_style takes \(y_true, y_pred\): an objective is a function \(outputs, y, w\) that returns Scores.* reduction=None\.$"),
+    (fails, r"--objective=mine:fails failed at .*test_own_objective\.py:\d+, in fails: TypeError: "),
+    (one_loss, r"returned one loss for the whole batch"),
+    (a_tensor, r"--objective=mine:a_tensor returned \w*Tensor: an objective is"),
+    (other_weights, r"losses of shape \(None, 4\), but weights of shape \(24,\)"),
+    (other_metric, r"but all of shape \(None, 4\)"),
+])
+def test_what_is_no_objective(function, words):
+    with pytest.raises(ConfigError, match=words):
+        traced(function)
+
+
+def test_what_is_one():
+    assert traced(branches)(tf.ones([24, 4]), tf.zeros([24], tf.int32), tf.ones([24])).losses.shape == 24
