@@ -11,15 +11,10 @@ from typing import Any
 from tests.fuzz import space
 
 Case = Mapping[str, Any]
-ADDED = {"mean_loss", "activity_loss"}
 
 
 def _blocks(case: Case) -> set[str]:
     return set(space.flat_blocks(case))
-
-
-def _weighted(case: Case) -> bool:
-    return case["data"]["weights"] != "none"
 
 
 def _dynamic_sequences(case: Case) -> bool:
@@ -27,23 +22,22 @@ def _dynamic_sequences(case: Case) -> bool:
     return case["model"]["inputs"] in ("steps", "both") and bool(options) and "data:uneven" in space.features(case)
 
 
+def _alone(case: Case) -> bool:
+    """Whether some replica has micro-batches of one sample."""
+    options = case.get("options", {})
+    return bool(options) and options["global_batch"] < 2 * options["accumulation"] * space.replicas_of(case["runtime"], options)
+
+
 KNOWN: dict[str, Callable[[Case], bool]] = {
     "variables of several dtypes": lambda case: bool(_blocks(case) & {"float64", "bfloat16", "float16"}),
     "recompute and several outputs": lambda case: "recompute" in case.get("options", {}) and case["model"]["head"] == "dict",
     "gradients without static shape": lambda case: case["runtime"].startswith(("mesh", "horovod")) and _dynamic_sequences(case),
     "masks across cuts": lambda case: ("recompute" in case.get("options", {}) or "pipe" in case.get("options", {}).get("mesh", "")) and case["model"].get("embedding") == "embedding_masked",
-    "added losses and weights": lambda case: bool(_blocks(case) & ADDED) and case["kind"] == "train" and (_weighted(case) or case["options"].get("accumulation", 1) > 1),
-    "added sums": lambda case: "sum_loss" in _blocks(case),
-    "added losses on meshes": lambda case: "pipe" in case.get("options", {}).get("mesh", "") and bool(_blocks(case) & ADDED),
-    "skipped steps": lambda case: "nan" in case["data"],
+    "batches of one sample": lambda case: case["model"]["head"] == "values" and _alone(case),
+    "summed losses in tfdist.fit": lambda case: case["kind"] == "fit" and "sum_loss" in _blocks(case),
+    "weights that are assigned in the forward pass": lambda case: "spectral" in _blocks(case) and "zero" in case.get("options", {}),
+    "BatchNormalization on Horovod": lambda case: case["runtime"].startswith("horovod") and "batch_norm" in _blocks(case),
     "state of rows": lambda case: "running_mean" in _blocks(case),
-    "decay exclusions on shards": lambda case: "weight_decay_exclude" in case.get("options", {}) and "zero" in case.get("options", {}),
-    "masked BatchNormalization": lambda case: "batch_norm" in _blocks(case) and case["model"].get("embedding") == "embedding_masked",
-    "large offsets": lambda case: "offset" in case["data"] and "batch_norm" in _blocks(case),
-    "clipping of repeated rows": lambda case: case["kind"] == "fit" and "embedding" in case["model"] and bool({"clipnorm", "global_clipnorm", "clipvalue"} & set(case["compile"])),
-    "repeated rows of constants": lambda case: case["kind"] == "fit" and "positions" in _blocks(case),
-    "own rows": lambda case: case["kind"] == "fit" and "large" in case["fit"],
-    "train_steps": lambda case: "class" in case["model"],
 }
 
 

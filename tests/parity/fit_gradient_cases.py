@@ -8,10 +8,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfdist
-from tests.parity.fit_cases import CASES, case, dense, samples, tokens
+from tests.parity.fit_cases import case, dense, samples, tokens
 from tfdist.control.exit_codes import ConfigError
-
-__all__ = ["CASES"]
 
 
 def weights(*models):

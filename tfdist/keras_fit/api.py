@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import keras
 
 from tfdist.config import Config
 from tfdist.control.cluster import resolve_cluster
+from tfdist.control.connecting import connecting
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
 from tfdist.control.token import with_token
@@ -50,8 +52,10 @@ def init(**options: float | str) -> OneDevice:
         if cluster.rank < 0:
             raise ClusterError('TF_CONFIG: task.type is "evaluator", which takes no part in tfdist.fit: list chief and worker only.')
         if cluster.size > 1:
+            began = time.monotonic()
             wait_for_peers(cluster, config.cluster.startup_timeout)
-            _runtime = Sockets.create(config, cluster)
+            with connecting(cluster, config.cluster.startup_timeout, began):
+                _runtime = Sockets.create(config, cluster)
             atexit.register(_leave, _runtime)
             warn_about_gpus(_runtime)
         else:

@@ -115,6 +115,7 @@ class DistributedModel:
 
         def step(batch: Any, spec: Any = None) -> Any:
             self._prepare(batch)
+            self._call.scales.example = keras.utils.unpack_x_y_sample_weight(batch)[0]
             if kind not in self._own_rows and kind != "predict":
                 self._own_rows[kind] = self._chooses_own_rows(kind, batch)
             if spec is not None and spec not in known and not self._model.run_eagerly:
@@ -182,7 +183,7 @@ class DistributedModel:
         if self._model.run_eagerly:
             return False
         with self._call.alone():
-            chosen = own_rows.suits(self._model, batch)
+            chosen = own_rows.suits(self._model, batch) and all(self._call.of_the_batch(((keras.utils.unpack_x_y_sample_weight(batch)[0],), {})))
         if chosen and self._runtime.rank == 0:
             print(f"tfdist: {kind}: the outputs of a batch are more than {own_rows.LARGEST >> 20} MiB, so each worker computes loss and metrics of its own rows, and sums are reduced.", file=sys.stderr, flush=True)
         return chosen

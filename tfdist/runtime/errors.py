@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
-from tfdist.runtime.ring import MARK
+from tfdist.control.own_lines import failure_told
+from tfdist.runtime.ring_error import MARK, user_error
 
 _PEER_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 
@@ -16,6 +18,28 @@ _PEER_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.Ca
 _HOROVOD_DOWN = re.compile(r"Horovod has been shut down|gloo/.*(Connection|[Tt]imed? ?out|peer)")
 # How runtime/collectives.py names its operations.
 _GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
+
+
+_LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+
+
+@dataclass(frozen=True)
+class BadLabel:
+    """A label that is none of the classes 0 to `classes` - 1."""
+
+    value: int
+    classes: int
+
+    @property
+    def sentence(self) -> str:
+        return (f"A label is {self.value}, but the model has outputs for the classes 0 to {self.classes - 1}: mend it, raise num_outputs in --model_args, "
+                "or leave the sample or token out by a weight of 0 (and any valid label).")
+
+
+def bad_label(error: BaseException) -> BadLabel | None:
+    """The label that TensorFlow's error is about, if it is."""
+    found = _LABEL.search(str(error)) if isinstance(error, tf.errors.InvalidArgumentError) else None
+    return BadLabel(int(found[1]), int(found[2])) if found else None
 
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
@@ -30,9 +54,13 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return ConfigError(f"Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16. TensorFlow says: {_first_line(text)}")
     if MARK in text:
-        return of_ring(text)
+        return user_error(text)
     if "DataError: " in text:  # raised by a source inside tf.data
         return DataError(text[text.index("DataError: ") + len("DataError: "):].splitlines()[0])
+    if label := bad_label(error):
+        return DataError(label.sentence)
+    if told := failure_told(text):  # by code of the user's own, inside tf.data or the step
+        return DataError(f"A function of your own, which TensorFlow called, {told}")
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         if isinstance(error, tf.errors.DeadlineExceededError) or "timed out" in text.lower():
             if group := _GROUP.search(text, text.lower().rfind("timed out") + 1):
@@ -45,15 +73,6 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
                 f"its longest save or evaluation. TensorFlow says: {_first_line(text)}")
         return PeerLostError(f"Lost contact with {_peer(text, cluster)}: look at its log for the cause, then start all workers again. TensorFlow says: {_first_line(text)}")
     return None
-
-
-def of_ring(text: str) -> TfdistError:
-    """An error of runtime/ring.py from its text; what begins with the name of an error is one, all else a lost peer."""
-    sentence = text[text.index(MARK) + len(MARK):].splitlines()[0]
-    for kind in (ConfigError, DataError):
-        if sentence.startswith(f"{kind.__name__}: "):
-            return kind(sentence.removeprefix(f"{kind.__name__}: "))
-    return PeerLostError(f"{sentence} Look at the log of that worker for the cause, then start all workers again.")
 
 
 def _peer(text: str, cluster: Cluster) -> str:

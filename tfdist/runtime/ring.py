@@ -37,21 +37,17 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
 from tfdist.control.packet_filter import bind_address
 from tfdist.control.preflight import bind_shared
+from tfdist.runtime.ring_error import MARK, RingError
 from tfdist.runtime.shared_memory import NOT_SHARED, OFFER_BYTES, OthersArrays, SharedArrays
 
-MARK = "tfdist ring: "  # in the text of every error raised here, for runtime/errors.py
 _HEADER = struct.Struct("!IIQqq")  # site, bucket, bytes: checked, so that ranks can never mix up their gradients; where to read them
 _WHERE = 2  # of these, the last
 _BLOCK = struct.Struct("!12sIQ")  # what a gathered block is, its stamp, its bytes: the first two must agree on all ranks
 _SEND_BYTES = 1 << 20
-_GOODBYE = "end"  # in the place of what is gathered
 _LARGEST_BLOCK = 1 << 36
 _MEETING_SECONDS, _ATTEMPT_SECONDS = 60.0, 20.0
+_GOODBYE = "end"  # in the place of what is gathered
 _TOKEN, _NOTHING = memoryview(b"."), memoryview(b"")
-
-
-class RingError(RuntimeError):
-    """A neighbour is gone, silent, or doing something else."""
 
 
 class Ring:

@@ -23,15 +23,15 @@ import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, PeerLostError, TfdistError
+from tfdist.control.exit_codes import ConfigError, PeerLostError
 from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm, rendezvous
 from tfdist.runtime.encoding import Malformed, decode, encode
-from tfdist.runtime.errors import of_ring
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.pulse import Pulse
 from tfdist.runtime.reducer import RingReducer, suits
-from tfdist.runtime.ring import Ring, RingError
+from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_error import RingError, user_error
 
 
 class Sockets(OneDevice):
@@ -71,7 +71,7 @@ class Sockets(OneDevice):
             self._pulse = Pulse(Ring(cluster, exchange), patience)
             self._gradients = Ring(cluster, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto")
         except RingError as error:
-            raise _lost(error) from error
+            raise user_error(str(error)) from error
         self._reducer = RingReducer(self._gradients, int(config.strategy.pack_mb * 2**20))
         batch_norm.synchronize_with(self)
 
@@ -219,11 +219,7 @@ class Sockets(OneDevice):
             with self._lock:
                 return self._front.all_gather(data, name)
         except RingError as error:
-            raise _lost(error) from error
-
-
-def _lost(error: RingError) -> TfdistError:
-    return of_ring(str(error))
+            raise user_error(str(error)) from error
 
 
 def warn_about_gpus(runtime: Sockets) -> None:

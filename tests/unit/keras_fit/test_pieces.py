@@ -120,10 +120,11 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
         def result(self):
             return 0.0
 
-    def suits(model=None, loss="mse", metrics=()):
+    def suits(model=None, loss="mse", metrics=(), y=None):
         model = model or keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
         model.compile("sgd", loss, metrics=list(metrics))
-        y = tf.zeros([4, *model.output_shape[1:]]) if model.outputs is None or len(model.outputs) == 1 else [tf.zeros([4, 2])] * 2
+        if y is None:
+            y = tf.zeros([4, *model.output_shape[1:]]) if model.outputs is None or len(model.outputs) == 1 else [tf.zeros([4, 2])] * 2
         batch = (tf.zeros([4, *model.input_shape[1:]]), y)
         model._symbolic_build(data_batch=batch)
         return own_rows.suits(model, batch)
@@ -140,6 +141,7 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
     for loss in (losses.MeanSquaredError(reduction="sum"), losses.MeanSquaredError(reduction="mean_with_sample_weight"),
                  losses.Dice(), "tversky", "hinge", losses.CosineSimilarity(axis=0), lambda y_true, y_pred: keras.ops.mean(y_true - y_pred, -1)):
         assert not suits(loss=loss), loss
+    assert not suits(loss=losses.Circle(), y=tf.zeros([4]))
     for metric in (lambda y_true, y_pred: keras.ops.mean(y_pred), metrics.MeanMetricWrapper(losses.dice), metrics.CosineSimilarity(axis=0), losses.dice,
                    metrics.OneHotMeanIoU(2, axis=0), metrics.PearsonCorrelation()):
         assert not suits(metrics=[metric]), metric
