@@ -26,7 +26,7 @@ class KilledOnce(keras.callbacks.Callback):
 keras.utils.set_random_seed(3)
 rng = np.random.default_rng(0)
 x = rng.normal(size=(60, 8)).astype("float32")
-dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :3].argmax(1))).shuffle(60, seed=5).batch(12)
+dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :3].argmax(1))).shuffle(60, seed=5).batch(6)
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dropout(0.3), keras.layers.Dense(3, activation="softmax")])
 model.compile(keras.optimizers.Adam(0.05), "sparse_categorical_crossentropy", metrics=["accuracy"])
 history = tfdist.fit(model, dataset, epochs=7, steps_per_epoch=4, validation_data=dataset.take(2), verbose=0, callbacks=[
