@@ -25,7 +25,7 @@ def draw(chance: random.Random, workers: int, model: dict[str, Any], data: dict[
         options.update(objective="classification", label_smoothing=chance.choice([None, 0.1]))
         for name in ("constant", "offset", "nan"):
             data.pop(name, None)
-        options["optimizer"] = chance.choice(["sgd", "momentum", "adam"])
+        options.update(optimizer=chance.choice(["sgd", "momentum", "adam"]), jit_compile=None)
         options["learning_rate"] = 0.01 if options["optimizer"] == "adam" else 0.1
     elif degree["pipe"] > 1:
         model["blocks"] = [block if isinstance(block, list) else [block] for block in model["blocks"]]
