@@ -109,6 +109,8 @@ def test_not_a_number_ends_with_its_own_code(tmp_path):
     assert "became NaN or infinite" in output and "Traceback" not in output
     output = run(2, [*flags, "--on_nan=skip"])
     assert [record["step"] for record in records(tmp_path, 0, "train") if record["values"]["train/skipped_steps"]] == [3]
+    output = run(1, [*CLUSTERS, "--source=tests.e2e.sources:all_nan", "--steps=20", "--log_every=10", "--on_nan=skip", f"--run_dir={tmp_path / 'all'}"], code=8)
+    assert "All of the last 10 steps were skipped" in output and "nothing was learned" in output and "Traceback" not in output
 
 
 def test_an_evaluator_follows_the_snapshots(tmp_path):

@@ -22,21 +22,13 @@ def _dynamic_sequences(case: Case) -> bool:
     return case["model"]["inputs"] in ("steps", "both") and bool(options) and "data:uneven" in space.features(case)
 
 
-def _alone(case: Case) -> bool:
-    """Whether some replica has micro-batches of one sample."""
-    options = case.get("options", {})
-    return bool(options) and options["global_batch"] < 2 * options["accumulation"] * space.replicas_of(case["runtime"], options)
-
-
 KNOWN: dict[str, Callable[[Case], bool]] = {
     "variables of several dtypes": lambda case: bool(_blocks(case) & {"float64", "bfloat16", "float16"}),
     "recompute and several outputs": lambda case: "recompute" in case.get("options", {}) and case["model"]["head"] == "dict",
     "gradients without static shape": lambda case: case["runtime"].startswith(("mesh", "horovod")) and _dynamic_sequences(case),
     "masks across cuts": lambda case: ("recompute" in case.get("options", {}) or "pipe" in case.get("options", {}).get("mesh", "")) and case["model"].get("embedding") == "embedding_masked",
-    "batches of one sample": lambda case: case["model"]["head"] == "values" and _alone(case),
     "summed losses in tfdist.fit": lambda case: case["kind"] == "fit" and "sum_loss" in _blocks(case),
     "weights that are assigned in the forward pass": lambda case: "spectral" in _blocks(case) and "zero" in case.get("options", {}),
-    "BatchNormalization on Horovod": lambda case: case["runtime"].startswith("horovod") and "batch_norm" in _blocks(case),
     "state of rows": lambda case: "running_mean" in _blocks(case),
 }
 

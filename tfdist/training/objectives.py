@@ -43,7 +43,8 @@ def regression() -> Objective:
 
     def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
         outputs = tf.cast(outputs, tf.float32)
-        if not _fit([size for size in y.shape if size != 1], [size for size in outputs.shape if size != 1]):
+        of_y, of_outputs = ([shape[0], *(size for size in shape[1:] if size != 1)] for shape in (y.shape, outputs.shape))
+        if not _fit(of_y, of_outputs):
             raise ConfigError(f"--objective=regression got outputs of shape {outputs.shape} and targets of shape {y.shape}: they must be the same, but for dims of 1.")
         if not _fit(w.shape, outputs.shape[:w.shape.rank]):
             raise ConfigError(f"--objective=regression got outputs of shape {outputs.shape} and weights of shape {w.shape}: give one weight a sample, "

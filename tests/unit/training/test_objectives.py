@@ -68,6 +68,11 @@ def test_regression_with_weights_of_tokens():
     np.testing.assert_allclose(scores.losses, np.mean((outputs - y) ** 2, 1), rtol=1e-6)
 
 
+def test_regression_of_one_sample_where_only_some_shapes_know_it():
+    scores = tf.function(regression(), input_signature=[tf.TensorSpec([None, 1]), tf.TensorSpec([1]), tf.TensorSpec([1])])(tf.constant([[3.0]]), tf.constant([1.0]), tf.ones([1]))
+    assert scores.losses.numpy().tolist() == [4.0]
+
+
 @pytest.mark.parametrize("outputs, y, w, words", [
     ((4, 1), (4, 1), (4, 4), "weights of shape"), ((4,), (4,), (4, 4), "weights of shape"), ((4, 3), (4, 3), (4, 1), "weights of shape"), ((4, 3), (4,), (4,), "targets of shape"),
     ((4, 3, 2), (4, 2, 3), (4,), "targets of shape")])
