@@ -65,6 +65,7 @@ class Recovery:
         self.job, self.config, self.runtime, self.clock, self.faults = job, job.config, job.runtime, clock, faults
         self.chief = self.runtime.rank == 0
         self.state = job.state or state.WholeState(state.collect(job.model, job.optimizer, job.step.variables))
+        self.is_copied = self.runtime.size > 1 or self.runtime.replicas > 1  # there is more than one copy of something
         self.store = SnapshotStore(str(folder / "checkpoints"), lambda step: faults.at("save", step))
         self.in_parts = False
         if job.state and self.runtime.size > 1:
@@ -208,8 +209,8 @@ class Recovery:
             return
         self._saved_step = step
         self.settle_statistics()
-        if self.runtime.size > 1 and self.job.state is None:  # a snapshot of weights that differ would keep the damage
-            check_weights(self.runtime, self.job.model, f"at step {step}")
+        if self.is_copied:  # a snapshot of weights that differ would keep the damage
+            check_weights(self.runtime, self.state.held(), f"at step {step}")
         arrays = self.state.to_slabs() if self.in_parts else self.state.to_host(wanted=self.chief, into=self.writer.recycled() if self.writer else None)
         if self.writer:
             self.writer.save(step, arrays, self._manifest_fields(step))
@@ -242,12 +243,20 @@ class Recovery:
         return self.config.checkpoint.backup_every or (math.ceil(size / self.job.plan.global_batch) if size else 0)
 
     def settle_statistics(self) -> None:
-        """Moving statistics that are not synchronised drift apart: everyone takes the chief's before they are used."""
-        if self.config.model.sync_batchnorm or self.runtime.size == 1:
+        """Moving statistics that are not synchronised drift apart: everyone takes the first's before they are used."""
+        if self.config.model.sync_batchnorm or not self.is_copied:
             return
         variables = [variable.value for variable in self.job.model.non_trainable_variables if variable.dtype == "float32"]
-        for variable, value in zip(variables, self.runtime.broadcast([variable.numpy() for variable in variables]), strict=True):
+        for variable, value in zip(variables, self._of_the_first([variable.numpy() for variable in variables]), strict=True):
             variable.assign(value)
+
+    def _of_the_first(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """The chief's or, on another stage of a pipeline, which has what the chief has not, those of the first rank there. A collective."""
+        first = self.state.first_of_stage()
+        firsts = self.runtime.all_gather(np.array([first], np.int64))[:, 0]
+        if not firsts.any():
+            return self.runtime.broadcast(arrays)
+        return [self.runtime.all_gather(array)[first] for array in arrays]
 
     def messages(self) -> Iterator[tuple[str, dict]]:
         """What the writers have to say: ("save", "backup" or "warning", values)."""

@@ -96,8 +96,7 @@ class Session:
         with guard.watchdog.section("restore"):
             messages, self.first_step = self.recovery.restore(copy=memory.copy if memory else None)
         restored = time.monotonic()
-        if self.job.state is None:
-            check_weights(self.runtime, self.job.model, "at the start")
+        check_weights(self.runtime, self.recovery.state.held(), "at the start")
         self.diagnosis = Diagnosis(self.job, self.recovery, self.first_step, lambda message: self.observer(Event("warning", int(self.job.step.counter.numpy()), {"message": message})))
         self.run_id, self.attempt = self._identify()
         self.recovery.run_id = self.run_id

@@ -29,6 +29,23 @@ def unreduced_on_rank_1(x_spec, num_outputs: int) -> keras.Model:
     return mlp(x_spec=x_spec, num_outputs=num_outputs, widths=(16,))
 
 
+class Keeps(keras.layers.Layer):
+    """A layer with a state of its own, which it makes of the rows that it sees."""
+
+    def build(self, shape):
+        self.kept = self.add_weight(shape=(), initializer="zeros", trainable=False, name="kept")
+
+    def call(self, x):
+        self.kept.assign(keras.ops.mean(x))
+        return x
+
+
+def keeping(x_spec, num_outputs: int) -> keras.Model:
+    """The mlp behind such a layer: every replica comes to another state."""
+    inputs = keras.Input(x_spec.shape)
+    return keras.Model(inputs, mlp(x_spec=x_spec, num_outputs=num_outputs, widths=(16,))(Keeps()(inputs)))
+
+
 def slow_optimizer_on_rank_1(x_spec, num_outputs: int) -> keras.Model:
     """The mlp; from its 20th update on, the optimizer of rank 1 takes 40 ms longer."""
     import numpy as np

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.e2e.job import ENVIRONMENT, records, run, snapshot, start
+from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, run, snapshot, start
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +40,14 @@ def test_saved_on_one_mesh_and_resumed_on_another(chain, tmp_path):
     for key, array in one.items():
         np.testing.assert_allclose(many[key].astype("float64"), array.astype("float64"), rtol=0, atol=1e-5, err_msg=key)
     assert (tmp_path / "many" / "export" / "model.keras").stat().st_size > 0  # written by a mesh on which no worker holds the whole model
+
+
+@pytest.mark.parametrize("workers, flags, words", [
+    (2, ["--strategy=mesh", "--zero=3"], "rank 1 differ from the chief's at step 4"), (1, ["--strategy=mirrored", "--virtual_devices=2"], "replica 1 differ from those of the first at step 4"),
+])
+def test_replicas_that_drift_apart_are_noticed(workers, flags, words, tmp_path):
+    output = run(workers, [*CLUSTERS, "--model=tests.e2e.faults:keeping", "--model_args=", "--steps=4", f"--run_dir={tmp_path}", *flags], code=8)
+    assert words in output and "keeps/kept)" in output, output
 
 
 @pytest.mark.thorough

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.runtime.agreement import Held
 from tfdist.runtime.host import host_view
 
 
@@ -46,6 +47,14 @@ class WholeState:
     def to_host(self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str = "") -> dict[str, np.ndarray]:
         """key -> a copy in host memory, of keys that begin with `only`; {} unless `wanted` here. into: an earlier result that nobody needs any more."""
         return to_host({key: variable for key, variable in self.variables.items() if key.startswith(only)}, into) if wanted else {}
+
+    def held(self) -> list[Held]:
+        """The model's weights and moving statistics, for runtime/agreement.py."""
+        return [Held(_name(variable), _tf_variable(variable)) for key, variable in self.variables.items() if key.startswith("model/") and tf.as_dtype(_tf_variable(variable).dtype).is_floating]
+
+    def first_of_stage(self) -> int:
+        """The first rank that holds the same parts of the model: the chief."""
+        return 0
 
     def check(self, stored: Mapping[str, tuple]) -> None:
         """Raises CheckpointError if a stored table does not fit."""
@@ -102,7 +111,7 @@ def table(variables: Mapping[str, Any]) -> dict[str, tuple[str, list[int], str]]
     result = {}
     for key, variable in variables.items():
         value = _tf_variable(variable)
-        result[key] = (getattr(variable, "path", value.name), list(value.shape), value.dtype.name)
+        result[key] = (_name(variable), list(value.shape), value.dtype.name)
     return result
 
 
@@ -118,6 +127,10 @@ def restore_generator_states(states: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((name, np.asarray(keys, np.uint32), position, has_gauss, cached))
+
+
+def _name(variable: Any) -> str:
+    return getattr(variable, "path", _tf_variable(variable).name)
 
 
 def _tf_variable(variable: Any) -> Any:

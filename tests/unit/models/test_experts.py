@@ -8,12 +8,15 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from tfdist import build
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.blocks import normal
 from tfdist.models.experts import Experts, mixture
 from tfdist.models.transformer import transformer
 from tfdist.training.dropped import with_dropped
-from tfdist.training.objectives import classification
+from tfdist.training.objectives import Scores, classification
 
 T, D = 6, 8
 
@@ -90,6 +93,34 @@ def test_a_position_sees_no_later_one_although_places_are_few():
     changed[:, 7] = (changed[:, 7] + 1) % 11
     difference = np.abs(model(changed) - model(tokens)).max((0, 2))
     assert (difference[:7] == 0).all() and (difference[7:] > 1e-6).all()
+
+
+def padded(outputs, y, w):
+    """Next tokens, of which some are padding and others count more: nothing about rows is in these weights."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=outputs)
+    return Scores(losses, tf.cast(y > 20, tf.float32) * tf.cast(1 + y % 3, tf.float32), {})
+
+
+@pytest.mark.slow
+def test_token_weights_leave_the_balance_loss_a_mean_over_sequences():
+    """Against a plain Keras gradient of the whole batch, at three ways to cut it."""
+    config = Config().replace(strategy="one_device", steps=1, source="synthetic", source_args="task=text,vocab=61,samples=64,eval_samples=16", sequence_length=8, model="transformer", optimizer="sgd",
+                              model_args="layers=1,width=32,heads=4,experts=4,balance=1.0", objective=f"{__name__}:padded", global_batch=16, accumulation=1)
+    found = []
+    for changes in ({}, {"accumulation": 4}, {"accumulation": 2, "recompute": "block"}, {"strategy": "mesh", "zero": 3, "accumulation": 4}):
+        keras.backend.clear_session()
+        job = build.compose(config.replace(**changes), build.start_runtime(config.replace(**changes), Cluster()))
+        if not changes:
+            x, y, w = next(job.iterators(0)[0])
+            with tf.GradientTape() as tape:
+                scores = padded(job.model(x, training=True), y, w)
+                loss = tf.reduce_sum(scores.losses * scores.weights) / tf.reduce_sum(scores.weights)
+                balance = tf.add_n(job.model.losses)
+                total = loss + balance
+            expected = [float(loss), float(balance), float(tf.linalg.global_norm(tape.gradient(total, [each.value for each in job.model.trainable_variables])))]
+        output = job.step(job.iterators(0), 1)
+        found.append([output.means["loss"], output.means["regularization"], output.gradient_norm])
+    np.testing.assert_allclose(found, [expected] * len(found), rtol=1e-5)
 
 
 def test_half_precision_routes_in_float32():

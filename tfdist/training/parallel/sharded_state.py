@@ -25,6 +25,7 @@ from tfdist.artifacts import state
 from tfdist.artifacts.parts import Box, Slab, boxes_of_range, read_slabs, runs
 from tfdist.artifacts.store import SUFFIX
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.runtime.agreement import Held
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
@@ -99,6 +100,19 @@ class SpreadState:
             if self.runtime.rank == 0:
                 whole[key] = array
         return whole
+
+    def held(self) -> list[Held]:
+        """The pieces of the model's weights and moving statistics, for runtime/agreement.py."""
+        return [Held(piece.name, _value(piece.holder) if self._is_here(piece) else None, self._number(piece))
+                for key, piece in self.pieces.items() if key.startswith("model/") and tf.as_dtype(piece.holder.dtype).is_floating]
+
+    def first_of_stage(self) -> int:
+        """The first rank on this stage of the pipeline."""
+        return self.runtime.mesh.rank({"pipe": self._stages.index})
+
+    def _number(self, piece: Piece) -> int:
+        """Which piece of the whole it is; several workers may hold the same."""
+        return (piece.part.index if piece.part else 0) * self.runtime.size + (piece.group.index if piece.is_shard else 0)
 
     def check(self, stored: Mapping[str, tuple]) -> None:
         """Raises CheckpointError if a stored table does not fit. There may be rows of another number of replicas."""
