@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -37,8 +38,10 @@ from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training import fitness
+from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped import with_dropped
 from tfdist.training.evaluation import Evaluator
+from tfdist.training.loss_probe import ROWS
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel import segments
@@ -121,6 +124,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         optimizer = make_optimizer(config.optimizer, schedule)
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
+    added = _added_losses(config, runtime, model, train_split, plan)
     if isinstance(runtime, MeshRuntime):
         spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
         objective = spread.objective
@@ -145,7 +149,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         phase_every=config.telemetry.phase_every,
         small_gradients=config.parallel.compression == "bf16",
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
-    ), batch_spec, *((spread.update, spread.pipeline) if spread else ()))
+    ), batch_spec, *((spread.update, spread.pipeline) if spread else (None, None)), added)
     _check_best(config, step, eval_split)
     state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
     return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state, warnings)
@@ -196,6 +200,19 @@ def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objecti
     return Evaluator(runtime, model, objective, datasets, averaged)
 
 
+def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
+    """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before the model is
+    spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean."""
+    slices = getattr(runtime, "workers", 1) if config.servers.ps_mode == "sync" else 1  # of parameter servers
+    if plan.replicas * plan.accumulation * slices == 1:
+        return SumsAsMeans(())
+
+    def rows() -> Any:
+        return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))[0]
+
+    return found_by_the_chief(runtime, model, rows)
+
+
 def _check_best(config: Config, step: TrainStep, eval_split: Split | None) -> None:
     """Whether evaluations have what --keep_best goes by."""
     best = config.checkpoint.keep_best
@@ -223,10 +240,10 @@ def _check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: 
     startup.check(config, layout, [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables], limits)
 
 
-def start_runtime(config: Config, cluster: Cluster) -> Runtime:
-    """The environment, then the runtime."""
+def start_runtime(config: Config, cluster: Cluster, began: float | None = None) -> Runtime:
+    """The environment, then the runtime. `began`: since when peers have been waited for (control/connecting.py)."""
     prepare_environment(config)
-    return create_runtime(config, cluster)
+    return create_runtime(config, cluster, began)
 
 
 def run_folder(config: Config) -> Path:

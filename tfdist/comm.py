@@ -119,13 +119,13 @@ def measure_as_worker(config: Config, options: CommOptions, names: list[str], si
     if cluster.size < 2:
         raise ClusterError("tfdist.comm needs several workers, but this process is alone (TF_CONFIG lists no others): set TF_CONFIG, or add --workers=2 to start them on this machine.")
     make_folder(out)
-    with Preflight(cluster, config.cluster.startup_timeout):
+    with Preflight(cluster, config.cluster.startup_timeout) as preflight:
         import tensorflow as tf
 
         from tfdist import build
         from tfdist.runtime.errors import explain
     try:
-        runtime = build.start_runtime(config, cluster)
+        runtime = build.start_runtime(config, cluster, preflight.began)
         measure_on(runtime, cluster, config, options, names, sizes, out)
         runtime.barrier()
         runtime.close()

@@ -164,7 +164,8 @@ def _choose(store: SnapshotStore, step: int) -> Snapshot:
 def _evaluate_snapshot(job: Job, store: SnapshotStore, snapshot: Snapshot) -> dict[str, float]:
     from tfdist.artifacts import state
 
-    state.assign(state.collect(job.model, job.optimizer, job.step.variables), store.read(snapshot))
+    arrays = {key: array for key, array in store.read(snapshot).items() if not key.startswith("train/compression_")}  # for training only
+    state.assign(state.collect(job.model, job.optimizer, job.step.variables), arrays)
     return {**job.evaluator()(), "step": snapshot.step}
 
 

@@ -74,7 +74,7 @@ class ServerSession(Session):
             self.parameters, job.model, job.objective,
             pipeline.batch_fetch(split, seed=self.config.run.seed, shuffle=self.config.data.shuffle, augment=augment.load_augmentation(self.config.data.augment)),
             build.train_dataset(self.config, split, job.plan, 0, 0).element_spec,
-            RemoteOptions(self.plan, self.config.run.seed, self.config.optimizer.clip_norm, options.max_staleness, options.staleness_scaling))
+            RemoteOptions(self.plan, self.config.run.seed, self.config.optimizer.clip_norm, options.max_staleness, options.staleness_scaling, job.step.options.weighted), job.step.added)
         self._say(f"{options.ps_mode}: {self.plan.describe()}; {self.parameters.describe()}")
 
     def _say(self, message: str) -> None:

@@ -134,7 +134,9 @@ class Recovery:
         if message["in_parts"]:
             self.state.read(Snapshot(self.store.path(manifest["step"]), manifest["step"], manifest).prefix)
             return messages + self._adopt(manifest), manifest["step"]
-        if arrays is None:
+        if arrays is not None:
+            arrays = self.state.fitted(arrays)
+        else:
             arrays = {key: np.zeros(shape, dtype) for key, (_, shape, dtype) in self.state.table().items()}
         keys = sorted(arrays)
         self.state.assign(dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
@@ -154,7 +156,7 @@ class Recovery:
             return {"messages": messages, "manifest": None}, None
         for store in filter(None, (self.store, self.backup and self.backup.store)):
             store.set_aside_damaged()
-        state.check(self.state.table(), self.store.table(snapshot))
+        self.state.check(self.store.table(snapshot))
         in_parts = self.in_parts and snapshot.path == self.store.path(snapshot.step)  # a backup is on the chief's machine alone
         arrays = None if in_parts else self.store.read(snapshot)
         manifest, size = snapshot.manifest, self.runtime.size

@@ -6,11 +6,12 @@ script with a traceback and code 1, and a supervisor could not tell a lost peer 
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
 
-from tfdist.control import exit_codes
+from tfdist.control import exit_codes, token
 from tfdist.control.exit_codes import ConfigError
 
 
@@ -21,6 +22,7 @@ def main(argv: list[str]) -> int:
     script = Path(argv[0])
     if not script.is_file():
         raise ConfigError(f"{script} is not there: name a Python file that calls tfdist.fit.")
+    token.read(os.environ)  # before the script, and what it starts, can see it there
     sys.argv = argv
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` has it
     runpy.run_path(str(script), run_name="__main__")

@@ -41,20 +41,21 @@ class Regroup(Exception):
     """All workers have left their group in order, so that another can be formed (elastic.py)."""
 
 
-def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = None) -> ExitCode:
+def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = None, began: float | None = None) -> ExitCode:
     """Trains as one worker of `cluster`; returns how it ended. Raises TfdistError subclasses with their sentence.
 
     memory: of a process that may be in several groups of workers, one after the other; then also raises Regroup.
+    began: since when peers have been waited for (time.monotonic()).
     """
     with lease.held(build.run_folder(config), lease.job_identity(os.environ, cluster)) if cluster.is_chief else contextlib.nullcontext():
-        return _run(config, cluster, command, memory)
+        return _run(config, cluster, command, memory, began)
 
 
-def _run(config: Config, cluster: Cluster, command: str, memory: Memory | None) -> ExitCode:
+def _run(config: Config, cluster: Cluster, command: str, memory: Memory | None, began: float | None) -> ExitCode:
     guard = Guard(config, cluster, memory.signals if memory else None)
     session = None
     try:
-        session = Session(config, cluster, command, guard, memory)
+        session = Session(config, cluster, command, guard, memory, began)
         return session.run()
     except Regroup:
         raise
@@ -72,11 +73,11 @@ def _run(config: Config, cluster: Cluster, command: str, memory: Memory | None) 
 class Session:
     """The state of one worker's run beyond the job itself."""
 
-    def __init__(self, config: Config, cluster: Cluster, command: str, guard: Guard, memory: Memory | None = None):
+    def __init__(self, config: Config, cluster: Cluster, command: str, guard: Guard, memory: Memory | None = None, began: float | None = None):
         started, imported_s = time.monotonic(), process_seconds()
         self.guard, self.memory = guard, memory
         self.folder = build.run_folder(config)
-        runtime = build.start_runtime(config, cluster)
+        runtime = build.start_runtime(config, cluster, began)
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
         self.signals = guard.signals()
         guard.connect(runtime)

@@ -66,10 +66,10 @@ def main(argv: list[str]) -> int:
         from tfdist import elastic
 
         return elastic.run(config, flags.main_command(argv), cluster.secret)
-    with Preflight(cluster, config.cluster.startup_timeout):  # peers are looked for while TensorFlow is imported
+    with Preflight(cluster, config.cluster.startup_timeout) as preflight:  # peers are looked for while TensorFlow is imported
         versions.import_keras()
         from tfdist import session
-    return session.run(config, cluster, flags.main_command(argv))
+    return session.run(config, cluster, flags.main_command(argv), began=preflight.began)
 
 
 def _check_early(config: Config) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 
-from tests.fuzz import space
+from tests.fuzz import fixed, space
 from tests.fuzz.coverage import Coverage, cases
+from tests.fuzz.fleet import judge_all
 from tests.fuzz.pool import Pool
 from tests.fuzz.shrink import script, shrink
 from tests.fuzz.verdict import Verdict, judge
@@ -23,14 +25,14 @@ def main(argv: list[str]) -> int:
             verdicts.append(judge(json.loads(arguments.replay), pool))
             print(json.dumps({"problems": verdicts[0].problems, "refused": verdicts[0].refused, "granted": verdicts[0].rough}, indent=1))
         else:
-            for number, case in enumerate(cases(arguments.seed, arguments.runtimes, coverage)):
-                if number >= arguments.first + arguments.cases or time.monotonic() - begun > arguments.minutes * 60:
+            drawn = cases(arguments.seed, arguments.runtimes, coverage, arguments.first, arguments.with_known)
+            chosen = fixed.cases()[arguments.first:] if arguments.fixed else drawn
+            chosen = itertools.takewhile(lambda _: time.monotonic() - begun < arguments.minutes * 60, itertools.islice(chosen, arguments.cases))
+            for verdict in judge_all(chosen, pool, arguments.at_a_time):
+                verdicts.append(verdict)
+                _tell(verdict, len(verdicts), arguments, pool)
+                if arguments.until_first and verdict.bad:
                     break
-                if number >= arguments.first:
-                    verdicts.append(judge(case, pool))
-                    _tell(verdicts[-1], number, arguments, pool)
-                    if arguments.until_first and verdicts[-1].bad:
-                        break
     finally:
         pool.close()
     return _summary(verdicts, coverage, arguments, time.monotonic() - begun)
@@ -46,6 +48,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--replay", default="", help="one case, as JSON")
     parser.add_argument("--shrink_seconds", type=float, default=60.0, help="for making a failing case smaller; 0: as it is")
     parser.add_argument("--until_first", action="store_true", help="end with the first difference")
+    parser.add_argument("--fixed", action="store_true", help="the fixed set of tests/fuzz/test_fuzz.py")
+    parser.add_argument("--with_known", action="store_true", help="draw also what known.py says is wrong and not mended yet")
+    parser.add_argument("--at_a_time", type=int, default=2, help="cases under way in groups of processes")
     parser.add_argument("--verbose", action="store_true", help="a line for each case")
     parser.add_argument("--table", action="store_true", help="at the end, how often each feature was drawn with each runtime")
     return parser.parse_args(argv)
@@ -54,14 +59,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _tell(verdict: Verdict, number: int, arguments: argparse.Namespace, pool: Pool) -> None:
     case = verdict.case
     if verdict.bad:
-        print(f"\ncase {number} of seed {arguments.seed}: {case['runtime']}\n  " + "\n  ".join(verdict.problems) + f"\n  --replay='{json.dumps(case)}'", flush=True)
+        print(f"\nseed {arguments.seed}, after {number} cases: {case['runtime']}\n  " + "\n  ".join(verdict.problems) + f"\n  --replay='{json.dumps(case)}'", flush=True)
         if arguments.shrink_seconds:
             small = shrink(verdict, lambda smaller: judge(smaller, pool), arguments.shrink_seconds)
             print("  smaller:\n  " + "\n  ".join(small.problems) + f"\n  --replay='{json.dumps(small.case)}'\n\n{script(small.case)}", flush=True)
     elif arguments.verbose:
         print(f"case {number}: {case['runtime']:15s} {verdict.seconds:5.2f} s, granted {verdict.rough:.1e}, {' '.join(space.features(case))} {verdict.refused}", flush=True)
-    elif number % 50 == 49:
-        print(f"{number + 1} cases", flush=True)
+    elif number % 50 == 0:
+        print(f"{number} cases", flush=True)
 
 
 def _summary(verdicts: list[Verdict], coverage: Coverage, arguments: argparse.Namespace, seconds: float) -> int:

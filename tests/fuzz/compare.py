@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 FACTOR, OTHERS, UNITS = 20.0, 2.0, 32.0
+LARGEST = 1e5  # a run that has come to such numbers has diverged
 EPSILON = float(np.finfo(np.float32).eps)
 
 
@@ -30,12 +31,15 @@ class Difference:
         return f"{self.name} differs by {self.by:.2e} (rounding explains {self.granted:.1e}): {self.found:.8g} instead of {self.expected:.8g}"
 
 
-def granted(single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """name -> the difference that rounding explains."""
+def granted(single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray], least: float = 0.0) -> dict[str, float]:
+    """name -> the difference that rounding explains. least: a part of the largest value that is granted anyway.
+
+    What is infinite or beyond LARGEST in the oracle, or not the same in both precisions, tells nothing.
+    """
     rounding = {name: _largest(single[name] - double[name]) for name in double}
     weights = max((value for name, value in rounding.items() if name.startswith("model/")), default=0.0)
     return {name: FACTOR * rounding[name] + (OTHERS * weights if name.startswith("model/") and rounding[name] else FACTOR * weights * 0.1)
-            + UNITS * EPSILON * max(_largest(double[name]), 1e-3) for name in double}
+            + (UNITS * EPSILON + least) * max(_largest(double[name]), 1e-3) if _tells(single[name], double[name]) else np.inf for name in double}
 
 
 def differences(found: Mapping[str, np.ndarray], single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray],
@@ -55,6 +59,10 @@ def differences(found: Mapping[str, np.ndarray], single: Mapping[str, np.ndarray
         if apart.size and apart[at] > bounds[name]:
             wrong.append(Difference(name, float(apart[at]), bounds[name], float(expected[at]), float(value[at])))
     return wrong
+
+
+def _tells(single: np.ndarray, double: np.ndarray) -> bool:
+    return _largest(double) < LARGEST and bool(np.array_equal(np.isfinite(single), np.isfinite(double)))
 
 
 def _largest(array: np.ndarray) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from tests.fuzz import space
+from tests.fuzz import known, space
 
-CANDIDATES, LOOKED_AT = 8, 30_000
+CANDIDATES, SPACING, LOOKED_AT = 8, 1000, 30_000
 
 
 class Coverage:
@@ -47,16 +48,18 @@ class Coverage:
 @cache
 def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
     """All pairs that can be drawn, found by drawing."""
-    return frozenset((feature, case["runtime"]) for number in range(LOOKED_AT) for case in [space.draw(-1, number, runtimes)] for feature in space.features(case))
+    return frozenset((feature, case["runtime"]) for number in range(LOOKED_AT) for case in [space.draw(-1, number, runtimes)] if not known.why(case) for feature in space.features(case))
 
 
-def cases(seed: int, runtimes: Sequence[str], coverage: Coverage) -> Iterator[dict[str, Any]]:
-    """Endless cases, the same for the same seed and runtimes; of some candidates the one with the rarest pairs."""
+def cases(seed: int, runtimes: Sequence[str], coverage: Coverage, first: int = 0, with_known: bool = False) -> Iterator[dict[str, Any]]:
+    """Endless cases from number `first` on, the same for the same seed and runtimes; of some candidates the one with the rarest pairs."""
     number = 0
     while True:
         runtime = runtimes[number % len(runtimes)]
-        candidates = [space.draw(seed, number * CANDIDATES + index, [runtime]) for index in range(CANDIDATES)]
+        draws = (space.draw(seed, number * SPACING + index, [runtime]) for index in range(SPACING))
+        candidates = list(itertools.islice((case for case in draws if with_known or not known.why(case)), CANDIDATES))
         best = max(candidates, key=coverage.rarity)
         coverage.add(best)
-        yield best
+        if number >= first:
+            yield best
         number += 1

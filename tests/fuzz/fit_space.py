@@ -66,6 +66,8 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "slow to compile"
     if "steps_per_execution" in compiled and ("steps_per_epoch" in fit or data["source"] == "generator"):
         return "how Keras rounds is not looked at"
+    if "class" in case["model"] and compiled["metrics"]:
+        return "train_steps that update no metrics"
     if "steps_per_epoch" in fit and data["source"] in ("arrays", "pages") and data["size"] < fit["batch_size"] * 3 * (fit["epochs"] + 1) * 1.5:
         return "Keras runs out of data"
     return ""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 AXES = ("pipe", "data", "expert", "model")
+ELEMENTWISE = ("sgd", "momentum", "adam", "adamw", "lion")
 # workers -> meshes
 MESHES = {2: ["", "", "", "", "data=2", "pipe=2", "pipe=2", "model=2", "expert=2"], 3: [""], 4: ["", "pipe=2,data=2", "data=2,model=2", "pipe=2,model=2", "data=2,expert=2"]}
 
@@ -24,7 +25,7 @@ def draw(chance: random.Random, workers: int, model: dict[str, Any], data: dict[
         options.update(objective="classification", label_smoothing=chance.choice([None, 0.1]))
         for name in ("constant", "offset", "nan"):
             data.pop(name, None)
-        options["optimizer"] = chance.choice(["sgd", "momentum", "adam"])
+        options.update(optimizer=chance.choice(["sgd", "momentum", "adam"]), jit_compile=None)
         options["learning_rate"] = 0.01 if options["optimizer"] == "adam" else 0.1
     elif degree["pipe"] > 1:
         model["blocks"] = [block if isinstance(block, list) else [block] for block in model["blocks"]]
@@ -50,6 +51,12 @@ def draw(chance: random.Random, workers: int, model: dict[str, Any], data: dict[
         options["compression"] = None
 
 
+def can_shard(case: Mapping[str, Any]) -> bool:
+    """Whether --zero goes with the rest of a case on a mesh of data only."""
+    options = case["options"]
+    return options["optimizer"] in ELEMENTWISE and not options.get("compression") and not options.get("jit_compile") and "mesh" not in options
+
+
 def degrees(mesh: str, workers: int) -> dict[str, int]:
     """The length of each axis."""
     given = {axis: int(length) for axis, length in (part.split("=") for part in mesh.split(",") if part)}
@@ -68,8 +75,7 @@ def conflicts(case: Mapping[str, Any], blocks: list[str], workers: int) -> str:
     """Why a case on a mesh is not allowed; "" if it is."""
     options, model = case["options"], case["model"]
     degree = degrees(options.get("mesh", ""), workers)
-    elementwise = options["optimizer"] in ("sgd", "momentum", "adam", "adamw", "lion")
-    if (options.get("zero") or degree["model"] > 1 or degree["expert"] > 1) and not elementwise:
+    if (options.get("zero") or degree["model"] > 1 or degree["expert"] > 1) and options["optimizer"] not in ELEMENTWISE:
         return "an optimizer that does not treat every element on its own"
     even = options["global_batch"] % (options["accumulation"] * degree["data"] * degree["expert"]) == 0
     if (degree["pipe"] > 1 or degree["expert"] > 1) and not even:

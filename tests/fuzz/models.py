@@ -1,6 +1,6 @@
 """A model from a drawn description, as the Python source that a user would write: what the fuzzer runs is what it prints.
 
-Legend of shapes: rows [n, 6], grid [n, 5, 5, 3], steps [n, 5, 6] made of ids [n, 5].
+Legend of shapes: rows [n, 6], grid [n, 5, 5, 3], steps [n, 4, 6] made of ids [n, 4].
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 5, 5, 3, 11
+WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
 
 # name -> (shapes it works on, lines; {name} is the layer's name, {width} that of the last dim)
 BLOCKS: dict[str, tuple[str, str]] = {

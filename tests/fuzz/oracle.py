@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.fuzz import data, models
+from tests.fuzz.layers import SumLoss
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 
@@ -82,14 +83,13 @@ class Reference:
         """(sum of losses, sum of weights, norm, whether all was finite)."""
         accumulation = self.options.get("accumulation", 1)
         before = [variable.value.numpy() for variable in self.model.non_trainable_variables]
-        total, gradients, loss_sum, weight_sum = 0.0, None, 0.0, 0.0
+        total, gradients, loss_sum = self._weight(rows), None, 0.0
         for micro in range(accumulation):
             own = rows[micro * len(rows) // accumulation:(micro + 1) * len(rows) // accumulation]
-            grads, loss, weight = self._micro(own[::-1] if self.turned else own)
+            grads, loss = self._micro(own[::-1] if self.turned else own, total, len(rows))
             gradients = grads if gradients is None else [a + b for a, b in zip(gradients, grads, strict=True)]
-            loss_sum, weight_sum = loss_sum + loss, weight_sum + weight
-        total = weight_sum or math.inf
-        gradients = [gradient / tf.cast(total * self.scale, gradient.dtype) for gradient in gradients]
+            loss_sum += loss
+        gradients = [gradient / tf.cast(self.scale, gradient.dtype) for gradient in gradients]
         norm = math.sqrt(sum(float(tf.reduce_sum(tf.square(tf.cast(gradient, tf.float64)))) for gradient in gradients))
         finite = math.isfinite(norm) and math.isfinite(loss_sum)
         if finite or not self._may_skip:
@@ -101,21 +101,38 @@ class Reference:
             for variable, value in zip(self.model.non_trainable_variables, before, strict=True):
                 variable.assign(value)
             self.scale /= 2 if self.options.get("precision") == "float16" else 1
-        return loss_sum, weight_sum, norm, finite
+        return loss_sum, total, norm, finite
 
     @property
     def _may_skip(self) -> bool:
         return self.options.get("on_nan") == "skip" or self.options.get("precision") == "float16"
 
-    def _micro(self, rows: np.ndarray) -> tuple[list[tf.Tensor], float, float]:
+    def _weight(self, rows: np.ndarray) -> float:
+        """The sum of all weights of a batch."""
+        per_row = models.LENGTH if self.case["model"]["head"] == "tokens" else 1
+        if len(self.parts) < 3:
+            return float(len(rows) * per_row)
+        weights = self.parts[2][rows].astype("float64")
+        return float(weights.sum() * (per_row if weights.ndim == 1 else 1))
+
+    def _micro(self, rows: np.ndarray, total: float, count: int) -> tuple[list[tf.Tensor], float]:
+        """(gradients, sum of losses) of some of the `count` rows of a batch, whose weights come to `total`.
+
+        What layers add has no weights: means count by rows, sums add up.
+        """
         x, y, w = self._batch(self.parts, rows)
         with tf.GradientTape() as tape:
             losses, weights, _ = self._scores(self.model(x, training=True), y, w)
-            loss, weight = tf.reduce_sum(losses * weights), tf.reduce_sum(weights)
-            added = tf.add_n([tf.cast(term, self.float) for term in self.model.losses]) if self.model.losses else tf.zeros([], self.float)
-            total = (loss + weight * added) * tf.cast(self.scale, self.float)
-        gradients = tape.gradient(total, [variable.value for variable in self.model.trainable_variables], unconnected_gradients="zero")
-        return [tf.convert_to_tensor(gradient) for gradient in gradients], float(loss), float(weight)
+            loss = tf.reduce_sum(losses * weights)
+            sums = self._added(layer for layer in self.model._flatten_layers() if isinstance(layer, SumLoss))
+            means = tf.add_n([tf.cast(term, self.float) for term in self.model.losses]) - sums if self.model.losses else tf.zeros([], self.float)
+            whole = (loss / total + means * (len(rows) / count) + sums if total else 0.0 * loss) * tf.cast(self.scale, self.float)
+        gradients = tape.gradient(whole, [variable.value for variable in self.model.trainable_variables], unconnected_gradients="zero")
+        return [tf.convert_to_tensor(gradient) for gradient in gradients], float(loss)
+
+    def _added(self, layers) -> tf.Tensor:
+        terms = [tf.cast(term, self.float) for layer in layers for term in layer.losses]
+        return tf.add_n(terms) if terms else tf.zeros([], self.float)
 
     def _batch(self, parts: tuple, rows: np.ndarray) -> tuple:
         def take(part: Any) -> Any:

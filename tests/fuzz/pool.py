@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -36,12 +39,11 @@ class Group:
         ranks = {connection.recv(): connection for connection in connections}
         self._connections: list[Connection] = [ranks[rank] for rank in sorted(ranks)]
 
-    def send(self, case: dict[str, Any]) -> None:
-        for connection in self._connections:
-            connection.send(case)
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """The answers of all ranks; of one that is gone or hangs {"failed": ...}, and then the group is of no use any more."""
+    def run(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers of all ranks; of one that is gone or hangs {"failed": ..., "gone": True}: the group is then of no use any more."""
+        with contextlib.suppress(OSError):
+            for connection in self._connections:
+                connection.send(case)
         answers: dict[int, dict] = {}
         deadline = time.monotonic() + CASE_SECONDS
         while len(answers) < len(self._connections) and time.monotonic() < deadline:
@@ -69,22 +71,26 @@ class Group:
 
 
 class Pool:
-    """All groups, each started when a case first needs it."""
+    """All groups, each started when a case first needs it. Threads may share it; a group runs one case at a time."""
 
     def __init__(self):
         self._groups: dict[tuple[str, int], Group] = {}
+        self._locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
 
-    def send(self, case: dict[str, Any]) -> None:
-        key = group_of(case["runtime"])
-        if key not in self._groups:
+    def start(self, runtimes: Iterable[str]) -> None:
+        """The groups of these runtimes, now. Their processes end with the thread that started them."""
+        for key in sorted({group_of(name) for name in runtimes} - set(self._groups)):
             self._groups[key] = Group(*key)
-        self._groups[key].send(case)
 
-    def receive(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+    def run(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers of all ranks."""
         key = group_of(case["runtime"])
-        answers = self._groups[key].receive()
-        if any("gone" in answer for answer in answers) or any("failed" in answer for answer in answers) and len(answers) > 1:
-            self._groups.pop(key).close()
+        with self._locks[key]:
+            self.start([case["runtime"]])
+            answers = self._groups[key].run(case)
+            failed = sum("failed" in answer for answer in answers)
+            if any("gone" in answer for answer in answers) or 0 < failed < len(answers):  # where all failed alike, none waits for another
+                self._groups.pop(key).close()
         return answers
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Trains with every compression, for tests/multi/test_compression.py: one process of two.
 
     python -m tests.multi.compression digits|text      prints {"kind": [final loss, bytes sent, bytes on the wire]}
+    python -m tests.multi.compression resumed FOLDER   stops in the middle and goes on from a snapshot: prints {"kind": what differs}
 
 "at once" is without the steps of whole gradients at the start. A job that has those has both ways to travel in its graph, so
 that its bytes on the wire are told by one without them.
@@ -8,9 +9,12 @@ that its bytes on the wire are told by one without them.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
+
+import numpy as np
 
 JOBS = {
     "digits": {"source": "digits", "model": "mlp", "model_args": "widths=(128, 128)", "global_batch": 64, "optimizer": "momentum", "learning_rate": 0.02, "schedule": "cosine", "steps": 200, "compression_after": 40},
@@ -55,6 +59,49 @@ def main(name: str) -> None:
     runtime.barrier()
 
 
+def resumed(folder: str) -> None:
+    """6 steps, against 3, a snapshot in parts (or whole, through the chief), and 3 in another job; bit for bit."""
+    import keras
+
+    from tfdist import build
+    from tfdist.artifacts.parts import PartedStore
+    from tfdist.config import Config
+    from tfdist.control.cluster import resolve_cluster
+    from tfdist.training.parallel.sharded_state import SpreadState
+
+    base = Config().replace(strategy="mesh", communication="ring", collective_timeout=60.0, accumulation=1, **JOBS["digits"]).replace(compression_after=0)
+    runtime = build.start_runtime(base, resolve_cluster(os.environ))
+    store = PartedStore(folder, lambda step: None, runtime.rank, runtime.size, "resumed", 60.0)
+
+    def train(kind: str, begin: int, end: int, restore=None):
+        keras.backend.clear_session()
+        job = build.compose(base.replace(compression=kind), runtime)
+        if restore:
+            restore(job.state)
+        job.step(job.iterators(begin * job.plan.global_batch), end - begin)
+        return job
+
+    def through_the_chief(state, arrays):
+        arrays = state.fitted(arrays)
+        given = [np.asarray(arrays[key] if runtime.rank == 0 else np.zeros(shape, dtype)) for key, (_, shape, dtype) in sorted(state.table().items())]
+        state.assign(dict(zip(sorted(state.table()), runtime.broadcast(given), strict=True)))
+
+    found = {}
+    for number, kind in enumerate(("int8", "topk", "powersgd")):
+        expected = train(kind, 0, 6).state.to_host()
+        half = train(kind, 0, 3)
+        store.write(number, half.state.to_slabs(), {"variables": half.state.table()})
+        whole = half.state.to_host()
+        runtime.barrier()
+        prefix = f"{store.path(number)}/state-{number}"
+        for restore in (functools.partial(SpreadState.read, prefix=prefix), functools.partial(through_the_chief, arrays=whole)):
+            ended = train(kind, 3, 6, restore).state.to_host()
+            found.setdefault(kind, []).append([key for key in expected if expected[key].tobytes() != ended[key].tobytes() or ("error" in key and not expected[key].any())])
+    if runtime.rank == 0:
+        print("found " + json.dumps(found), flush=True)
+    runtime.barrier()
+
+
 def operations(function):
     """All operations of a traced function, with those of its loops and branches."""
     graph = function._list_all_concrete_functions()[0].graph
@@ -64,4 +111,4 @@ def operations(function):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    resumed(sys.argv[2]) if sys.argv[1] == "resumed" else main(sys.argv[1])

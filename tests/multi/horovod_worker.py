@@ -32,7 +32,10 @@ def check_batchnorm(runtime) -> None:
     import numpy as np
     import tensorflow as tf
 
-    x = np.random.default_rng(0).normal(3, 2, size=(12, 5, 5, 4)).astype("float32")
+    from tfdist.runtime import batch_norm
+
+    batch_norm.synchronize_with(runtime)
+    x = np.random.default_rng(0).normal(300, 2, size=(12, 5, 5, 4)).astype("float32")
     target = np.random.default_rng(1).normal(size=x.shape).astype("float32")
     cut = slice(runtime.rank * 12 // runtime.size, (runtime.rank + 1) * 12 // runtime.size)
 
@@ -49,7 +52,7 @@ def check_batchnorm(runtime) -> None:
     expected = gradients(alone, tf.constant(x), tf.constant(target))
     found = tf.function(lambda: gradients(shared, tf.constant(x[cut]), tf.constant(target[cut])))()
     for one, other in zip(expected, found, strict=True):
-        np.testing.assert_allclose(one[cut], other, atol=1e-5)
+        np.testing.assert_allclose(one[cut], other, atol=1e-4)
     np.testing.assert_allclose(alone.moving_mean, shared.moving_mean, atol=1e-5)
     np.testing.assert_allclose(alone.moving_variance, shared.moving_variance, atol=1e-5)
 

@@ -31,3 +31,13 @@ def test_compression(name, tmp_path):
     assert worse["topk without feedback"] > 2 * worse["topk"], found
     if name == "digits":  # on text, what is sent at once harms with feedback, too: compression.py
         assert worse["topk at once without feedback"] > max(10 * worse["topk at once"], 0.1 * whole), found
+
+
+def test_resumed_is_bit_for_bit(tmp_path):
+    """Every worker carries its own error, and finds it again."""
+    output = io.StringIO()
+    job = LocalJob([sys.executable, "-m", "tests.multi.compression", "resumed", str(tmp_path / "snapshots")], 2, tmp_path, pin=False, environment=ENVIRONMENT, output=output)
+    job.start()
+    result = job.wait()
+    assert result.code == 0, f"{result.cause}\n{output.getvalue()}"
+    assert json.loads(output.getvalue().partition("found ")[2].splitlines()[0]) == {kind: [[], []] for kind in ("int8", "topk", "powersgd")}

@@ -122,6 +122,36 @@ def subclass_with_compute_loss(fit, evaluate, predict, folder):
     return {"history": fit(model, x, y, batch_size=16, epochs=3, validation_data=(x, y)).history, "predict": predict(model, x, batch_size=16)}
 
 
+class WithLayersOfItsOwn(keras.Model):
+    def __init__(self, builds=False):
+        super().__init__()
+        self.hidden, self.norm, self.out = layers.Dense(16, activation="relu"), layers.BatchNormalization(), layers.Dense(3)
+        self.unused = layers.Dense(4)
+        self.builds = builds
+
+    def build(self, shape):
+        if self.builds:
+            self.hidden.build(shape)
+            self.built = True
+        else:
+            super().build(shape)
+
+    def call(self, x, training=False):
+        return self.out(self.norm(self.hidden(x), training=training))
+
+
+@case
+def subclass_built_by_shape(fit, evaluate, predict, folder):
+    x, y = samples(70)
+    found = {}
+    for builds in (False, True):  # in the second only some of the layers are built then
+        model = WithLayersOfItsOwn(builds)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.build((None, 8))
+        found[str(builds)] = {"history": fit(model, x, y, batch_size=16, epochs=2, validation_data=(x, y)).history, "predict": predict(model, x, batch_size=16)}
+    return found
+
+
 # -- what was compiled -------------------------------------------------------------------------------------------------
 
 @case
@@ -188,6 +218,66 @@ def large_outputs(fit, evaluate, predict, folder):
     finally:
         own_rows.LARGEST = before
     return {"history": history.history, "uneven": uneven.history, "compiled": compiled.history, "evaluate": evaluate(model, x, y, batch_size=20), "weights": [weight.tolist() for weight in model.get_weights()]}
+
+
+def masked_mean(y_true, y_pred):
+    """Of the samples of a class only: no mean over rows."""
+    chosen = ops.cast(ops.equal(ops.reshape(y_true, (-1,)), 1), y_pred.dtype)
+    return ops.sum(chosen * keras.losses.sparse_categorical_crossentropy(y_true, y_pred)) / (ops.sum(chosen) + 0.1)
+
+
+def spread_of_outputs(y_true, y_pred):
+    return ops.std(y_pred)  # a scalar
+
+
+@case
+def large_outputs_of_losses_that_are_no_means(fit, evaluate, predict, folder):
+    """These must not be computed from own rows, however large the outputs."""
+    from tfdist.keras_fit import own_rows
+
+    before, own_rows.LARGEST = own_rows.LARGEST, -1
+    x, y = samples(41)
+    one_hot = np.eye(3, dtype="float32")[y]
+    images, labels = x.reshape(41, 2, 4, 1), np.random.default_rng(3).integers(0, 3, (41, 2, 4))
+    pixels = np.eye(3, dtype="float32")[labels]
+    weights = np.linspace(0, 2, 41)
+
+    def segmentation(loss, metrics=(), activation="softmax"):
+        model = keras.Sequential([keras.Input((2, 4, 1)), layers.Conv2D(4, 2, padding="same", activation="relu"), layers.Conv2D(3, 1, activation=activation)])
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=list(metrics))
+        return model
+
+    def flat(loss, **options):
+        return dense(optimizer=keras.optimizers.SGD(0.1), loss=loss, **options)
+
+    losses, metrics = keras.losses, keras.metrics
+    cases = {
+        "ignore_class": (segmentation(losses.SparseCategoricalCrossentropy(ignore_class=1)), images, labels, {}),
+        "dice": (segmentation(losses.Dice(), activation="sigmoid"), images, pixels, {}),
+        "dice_of_rows": (segmentation("dice", ["accuracy"], "sigmoid"), images, pixels, {}),
+        "tversky": (segmentation(losses.Tversky(0.3, 0.7), activation="sigmoid"), images, pixels, {}),
+        "circle": (flat(losses.Circle(gamma=2.0), metrics=[]), x, y, {}),
+        "squared_hinge": (flat("squared_hinge", metrics=[]), x, one_hot * np.where(np.arange(41) < 4, 1, 1.5)[:, None], {}),
+        "axis": (flat(losses.CosineSimilarity(axis=0), metrics=[]), x, one_hot, {}),
+        "sum": (flat(losses.MeanSquaredError(reduction="sum"), metrics=[]), x, one_hot, {}),
+        "over_weights": (flat(losses.CategoricalCrossentropy(reduction="mean_with_sample_weight"), metrics=[]), x, one_hot, {"sample_weight": weights}),
+        "own_function": (flat(masked_mean), x, y, {}),
+        "scalar_metric": (flat(CROSSENTROPY, metrics=[spread_of_outputs, metrics.MeanMetricWrapper(masked_mean, name="masked")]), x, y, {}),
+        "axis_of_metric": (flat("mse", metrics=[metrics.CosineSimilarity(axis=0)]), x, one_hot, {}),
+        "class_weight": (flat(CROSSENTROPY), x, y, {"class_weight": {0: 1.0, 1: 2.5, 2: 0.5}}),
+        "sample_weight": (flat("mse", metrics=["mae"], weighted_metrics=[metrics.RootMeanSquaredError(), metrics.AUC(), metrics.F1Score(), metrics.R2Score()]), x, one_hot, {"sample_weight": weights}),
+        "weighted_pixels": (segmentation(CROSSENTROPY, [metrics.MeanIoU(3, sparse_y_pred=False), metrics.SparseTopKCategoricalAccuracy(2)]), images, labels, {"sample_weight": np.abs(images[..., 0])}),
+        "loss_weights": (flat("mse", loss_weights=[0.3]), x, one_hot, {}),
+        "crossentropy": (flat("crossentropy"), x, y[:, None], {}),
+    }
+    try:
+        found = {}
+        for name, (model, inputs, targets, options) in cases.items():
+            history = fit(model, inputs, targets, batch_size=16, epochs=2, shuffle=False, validation_data=(inputs[:7], targets[:7]), **options).history
+            found[name] = {"history": history, "weights": [weight.tolist() for weight in model.get_weights()]}
+    finally:
+        own_rows.LARGEST = before
+    return found
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------

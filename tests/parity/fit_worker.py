@@ -18,7 +18,7 @@ def main(out: Path, which: str, names: list[str]) -> None:
     import numpy as np
 
     import tfdist
-    from tests.parity.fit_cases import CASES
+    from tests.parity.fit_inside_cases import CASES
 
     if which == "plain":
         fit, evaluate, predict = keras.Model.fit, keras.Model.evaluate, keras.Model.predict

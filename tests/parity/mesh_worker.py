@@ -29,6 +29,9 @@ SPLIT = {"accumulation": 2}
 # Each sequence is routed on its own, so what is dropped here (a tenth) is the same however sequences are spread.
 EXPERTS = {**TEXT, **EMA, **SPLIT, "model_args": "layers=1,width=32,heads=4,experts=4,capacity=0.9,balance=0.1", "global_batch": 16}
 
+# Losses that layers add in each block, and regularizers of weights, one of which two stages share.
+ADDED = {**DENSE, **SGD, "model": "tests.parity.models:blocks", "accumulation": 4}
+
 PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
 LONG = {**TEXT, "source_args": "task=text,vocab=61,samples=64,eval_samples=8", "sequence_length": 64, "model_args": "layers=2,width=128,heads=4", "global_batch": 32, "accumulation": 8}  # of 256 KB and more, which the allocator counts
 PIPES = {"gpipe": {"pipe_schedule": "gpipe"}, "1f1b": {}, "interleaved": {"pipe_chunks": 2}, "cut": {"pipe_cut": "block_00", "recompute": "block"}}
@@ -57,6 +60,10 @@ ROWS: dict[str, Row] = {
     "model2_recompute": Row(2, "model=2", TEXT | ADAMW, {"recompute": "attention"}),
     **{f"pipe2_{name}": Row(2, "pipe=2", DEEP | ADAMW, options) for name, options in PIPES.items()},
     **{f"pipe2_{optimizer}": Row(2, "pipe=2", PLAIN | {"optimizer": optimizer, "weight_decay": 0.1, "learning_rate": 0.002}, {}) for optimizer in ("lamb", "muon")},
+    **{f"pipe2_added_{name}": Row(2, "pipe=2", ADDED, options) for name, options in PIPES.items()},
+    "pipe2_data2_added": Row(4, "pipe=2", ADDED, {}),
+    "model2_added": Row(2, "model=2", ADDED, {"recompute": "block"}),
+    "pipe2_model2_added": Row(4, "pipe=2,model=2", ADDED, {}),
     **{f"pipe4_{name}": Row(4, "pipe=4", DEEP | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
     **{f"pipe2_{name}_peak": Row(2, "pipe=2", LONG | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
     "pipe2_model2": Row(4, "pipe=2,model=2", PLAIN | ADAMW, {"recompute": "block"}),
@@ -104,7 +111,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
         if (kind == "mesh" and row.workers != cluster.size) or (chosen and name not in chosen):
             continue
         legs = ((row.mesh, row.spread), *row.then) if kind == "mesh" else ((row.mesh, {}),)
-        results: dict[str, list] = {"losses": [], "norms": []}
+        results: dict[str, list] = {"losses": [], "norms": [], "regularization": []}
         arrays: dict[str, np.ndarray] = {}
         store = PartedStore(str(out / kind / name), lambda step: None, runtime.rank, runtime.size, "leg", 60.0)
         for leg, (mesh, spread) in enumerate(legs):
@@ -129,6 +136,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
                 output = job.step(iterators, 1)
                 results["losses"].append(output.means["loss"])
                 results["norms"].append(output.gradient_norm)
+                results["regularization"].append(output.means.get("regularization", 0.0))
             if last == STEPS:
                 peak = allocated("peak") - before  # of the last step
             arrays = collect(job)

@@ -24,6 +24,7 @@ from tfdist.config import OptimizerConfig, PrecisionConfig
 from tfdist.runtime import batch_norm
 from tfdist.runtime.mirrored import StrategyRuntime
 from tfdist.runtime.one_device import OneDevice
+from tfdist.training.added_losses import found_by_the_chief
 from tfdist.training.objectives import regression
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.precision import LossScale
@@ -43,6 +44,7 @@ class Case:
     weighted: bool = False
     accumulation: int = 1
     bound: float = ROUNDING
+    nan_step: int | None = None  # in which one sample is NaN; it is skipped
     options: dict = field(default_factory=dict)
 
 
@@ -73,7 +75,43 @@ def plain_batch_norm():
     return chain((7,), layers.BatchNormalization(momentum=0.5, epsilon=1e-5), layers.Dense(3, activation="tanh"), layers.Dense(1))
 
 
+class Adds(keras.layers.Layer):
+    """A mean and a sum over rows, and what weights give."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        each = keras.ops.sum(keras.ops.reshape(keras.ops.square(self.scale * x), (keras.ops.shape(x)[0], -1)), -1)
+        self.add_loss(0.02 * keras.ops.mean(each))
+        self.add_loss(0.005 * keras.ops.sum(each))
+        self.add_loss(0.1 * keras.ops.sum(keras.ops.square(self.scale)))
+        return self.scale * x
+
+
+def adds_between_batch_norms():
+    return chain((7,), layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"), layers.BatchNormalization(), Adds(), layers.Dense(4, activity_regularizer="l1"),
+                 layers.BatchNormalization(), layers.Dense(1))
+
+
+def adds_behind_a_mask():
+    return chain((6,), layers.Embedding(9, 5, mask_zero=True), layers.BatchNormalization(), layers.LSTM(4, return_sequences=True, activity_regularizer="l2"),
+                 layers.BatchNormalization(), Adds(), layers.LSTM(3), layers.Dense(1), dtype="int32")
+
+
+def adds():
+    return chain((7,), layers.Dense(5, activation="tanh", activity_regularizer="l2"), Adds(), layers.Dense(1, kernel_regularizer="l2"))
+
+
 CASES: dict[str, Case] = {
+    "adds_between_batch_norms": Case(adds_between_batch_norms, normal(7)),
+    "adds_between_batch_norms_weighted": Case(adds_between_batch_norms, normal(7), weighted=True),
+    "adds_behind_a_mask": Case(adds_behind_a_mask, tokens(), bound=5e-5),
+    "adds_accumulation": Case(adds, normal(7), accumulation=2),
+    "adds_accumulation_weighted": Case(adds, normal(7), accumulation=2, weighted=True),
+    "adds_weighted_jit": Case(adds, normal(7), weighted=True, options={"jit_compile": True}),
+    "nan_skip_batch_norm": Case(plain_batch_norm, normal(7), nan_step=1, options={"skip_non_finite": True}),
+    "nan_skip_weighted": Case(adds_between_batch_norms, normal(7), nan_step=1, weighted=True, options={"skip_non_finite": True}),
     "batch_norm_mask": Case(masked_batch_norm, tokens()),
     "batch_norm_offset": Case(plain_batch_norm, normal(7, offset=2000.0), bound=3e-4),  # of numbers of 2000 float32 keeps 1e-4
     "batch_norm": Case(plain_batch_norm, normal(7)),
@@ -83,6 +121,9 @@ CASES: dict[str, Case] = {
 def data_of(case):
     y = np.random.default_rng(2).normal(size=(len(case.x), 1)).astype("float32")
     w = np.random.default_rng(3).choice([0.0, 0.2, 1.0, 7.0], len(case.x)).astype("float32") if case.weighted else np.ones(len(case.x), "float32")
+    if case.nan_step is not None:
+        y[case.nan_step * BATCH + 3], w[case.nan_step * BATCH + 3] = np.nan, 1.0
+        case.x[case.nan_step * BATCH + 3] = np.nan
     return case.x, y, w
 
 
@@ -103,6 +144,9 @@ def by_keras(case):
     model, optimizer = case.model(), keras.optimizers.SGD(RATE)
     shown = []
     for step in range(STEPS):
+        if step == case.nan_step:
+            shown.append([0.0, 0.0])
+            continue
         x, y, w = (part[step * BATCH:(step + 1) * BATCH] for part in data_of(case))
         with tf.GradientTape() as tape:
             error = tf.reduce_mean((tf.cast(model(x, training=True), tf.float32) - y) ** 2, 1)
@@ -133,10 +177,12 @@ def by_tfdist(case, runtime):
                 start, stop = (step * BATCH + bound for bound in plan.slice(micro, replica))
                 yield tuple(part[start:stop] for part in parts)
 
-    step = TrainStep(runtime, model, optimizer, regression(), scale, StepOptions(plan, 0, weighted=case.weighted, **case.options), spec)
+    added = found_by_the_chief(runtime, model, lambda: case.x[:4])
+    step = TrainStep(runtime, model, optimizer, regression(), scale, StepOptions(plan, 0, weighted=case.weighted, **case.options), spec, added=added)
     iterators = [iter(tf.data.Dataset.from_generator(lambda replica=replica: batches(replica), output_signature=spec)) for replica in range(runtime.replicas)]
     shown = [step(iterators, 1).means for _ in range(STEPS)]
-    return state(model), [[means["loss"], means.get("regularization", 0.0)] for means in shown]
+    return state(model), [np.nan_to_num([means["loss"], means.get("regularization", 0.0)]) if number == case.nan_step else [means["loss"], means.get("regularization", 0.0)]
+                          for number, means in enumerate(shown)]
 
 
 class Mirrored(tf.distribute.MirroredStrategy):
@@ -154,7 +200,7 @@ def mirrored(count):
 def difference(case, found, expected):
     """In units of the bound."""
     pairs = [*zip(found[0], expected[0], strict=True), (np.array(found[1]), np.array(expected[1]))]
-    return max(float(np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b)))) for a, b in pairs) / case.bound
+    return float(np.max([np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b))) for a, b in pairs])) / case.bound  # NaN if one is
 
 
 def main(out: Path, names: list[str]) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.e2e.job import ENVIRONMENT
-from tests.parity.fit_cases import CASES
+from tests.parity.fit_inside_cases import CASES
 from tfdist.control.launcher import LocalJob
 
 pytestmark = pytest.mark.slow

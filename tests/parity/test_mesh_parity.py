@@ -57,7 +57,7 @@ def spread(folder):
 
 
 # Of each kind one; the other rows are thorough.
-CORE = ("zero2_2_adamw", "zero3_2_adamw", "pipe2_interleaved", "pipe2_cut", "expert2", "model2_sequence", "zero3_3_adamw",
+CORE = ("zero2_2_adamw", "zero3_2_adamw", "pipe2_interleaved", "pipe2_cut", "pipe2_added_interleaved", "expert2", "model2_sequence", "zero3_3_adamw",
         *(f"zero{stage}_2_memory" for stage in range(4)))
 RUNS = [(workers, [name for name, row in ROWS.items() if row.workers == workers and (name in CORE) is core], core) for core in (True, False) for workers in (2, 3, 4, 8)]
 

@@ -49,6 +49,12 @@ def test_no_tensorflow_where_answers_must_be_instant():
     assert not wrong, "\n".join(wrong)
 
 
+def test_nothing_that_could_execute_what_it_reads():
+    """What comes from another process is read by runtime/encoding.py or as JSON."""
+    wrong = {f"{path} imports {name}" for path in modules() for name in imported(path) if name.split(".")[0] in ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")}
+    assert wrong <= {"tfdist/keras_fit/backup.py imports pickle"}, wrong  # a file of the user's own
+
+
 def test_only_the_runtime_touches_distribution():
     wrong = [str(path) for path in modules() if room(path) != "runtime" and "tf.distribute" in "".join(
         line for line in path.read_text().splitlines() if not line.strip().startswith("#") and '"""' not in line and "tf.distribute." in line)]

@@ -47,6 +47,14 @@ class WholeState:
         """key -> a copy in host memory, of keys that begin with `only`; {} unless `wanted` here. into: an earlier result that nobody needs any more."""
         return to_host({key: variable for key, variable in self.variables.items() if key.startswith(only)}, into) if wanted else {}
 
+    def check(self, stored: Mapping[str, tuple]) -> None:
+        """Raises CheckpointError if a stored table does not fit."""
+        check(self.table(), stored)
+
+    def fitted(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Stored arrays as `assign` takes them."""
+        return arrays
+
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         assign(self.variables, arrays)
 

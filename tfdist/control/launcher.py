@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from tfdist.control import token
 from tfdist.control.cluster import divide_cores, divide_gpus, local_tasks, visible_gpus, worker_environment
 from tfdist.control.comeback import Comebacks
 from tfdist.control.exit_codes import StartupError
@@ -112,6 +113,8 @@ class LocalJob(Job):
         """The environment and the cores of a worker."""
         threads = len(cores[rank or 0]) if cores else 0  # the evaluator takes as many, but no cores of its own
         environment = {**self.environment, **worker_environment(self._ports.addresses, rank, threads, self.environment, self.servers), **gpus}
+        if rank is None:  # the evaluator talks to nobody
+            environment.pop(token.VARIABLE, None)
         return environment, cores[rank] if cores and rank is not None else None
 
     def start_standbys(self) -> None:

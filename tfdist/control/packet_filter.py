@@ -84,9 +84,11 @@ def own_address_only(address: str, peers: Iterable[str]) -> Iterator[None]:
 
 
 def _sockets() -> dict[int, int]:
-    """Identity (inode) -> descriptor of the sockets of this process."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
+    """Identity (inode) -> descriptor of the sockets of this process; none where that is not told."""
+    found, names = {}, []
+    with contextlib.suppress(OSError):
+        names = os.listdir("/proc/self/fd")
+    for name in names:
         with contextlib.suppress(OSError):
             status = os.stat(int(name))
             if stat.S_ISSOCK(status.st_mode):

@@ -56,6 +56,7 @@ class Preflight:
     """
 
     def __init__(self, cluster: Cluster, timeout: float):
+        self.began = time.monotonic()  # from here --startup_timeout counts
         self._error: TfdistError | None = None
         self._body_done = threading.Event()
         self._given_up = threading.Event()
@@ -68,8 +69,9 @@ class Preflight:
         except TfdistError as error:
             self._error = error
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Preflight:
         self._thread.start()
+        return self
 
     def __exit__(self, kind, *_) -> None:
         self._body_done.set()

@@ -14,6 +14,7 @@ seconds of one of a bounded number of places. What comes after is neither encryp
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -92,7 +93,11 @@ def connect(place: str, lock: Lock, rank: int, expected: int, deadline: float, m
             raise ConnectionError("what answers there is not tfdist")
         if token != lock.token:
             raise Mismatch(f"has {_one(token)}, but this worker has {_one(lock.token)}: {_CURE}.")
-        if not hmac.compare_digest(read_exactly(connection, _PROOF, deadline), lock.proof(b"accepts", mine, theirs)) or their_rank != expected:
+        proven = hmac.compare_digest(read_exactly(connection, _PROOF, deadline), lock.proof(b"accepts", mine, theirs))
+        if not proven:
+            with contextlib.suppress(OSError):
+                connection.sendall(lock.proof(b"connects", mine, theirs) + _LENGTH.pack(0))  # so that it can tell the same there
+        if not proven or their_rank != expected:
             raise Mismatch(f"has another job token, or is of another job: {_CURE}.")
         connection.sendall(lock.proof(b"connects", mine, theirs) + _LENGTH.pack(len(message)) + message)
         if read_exactly(connection, 1, deadline) != _LET_IN:

@@ -3,14 +3,13 @@
 Legend. n: rows of the global batch; worker r of R computes rows [r n // R, (r + 1) n // R). A worker whose part is empty
 computes one row that is then dropped, so that no layer sees an empty batch.
 
-The gradient. Every worker goes on from the same gathered outputs to the same loss L, so what is differentiated over all
-workers is the mean of R equal losses. The adjoint of a gather is the sum over workers of their upstream gradients, here
-R times the own rows; the mean over workers of the gradients (model.py) then is dL: through the outputs each worker
-contributes its rows, and what L takes from the weights directly (weight decay in the loss) is on all of them alike.
+The operations between what every worker holds whole and what it holds of its own are each other's adjoints; gradients.py
+has the arithmetic.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,19 +17,32 @@ import keras
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit.lookups import mark
 from tfdist.runtime.sockets import Sockets
+from tfdist.training.added_losses import SUM
 
 _ELEMENTS = 1024  # of a row that are compared
 
 
 class Part:
-    """The rows of this worker in a batch of n."""
+    """The rows of this worker in a batch of n.
 
-    def __init__(self, runtime: Sockets, inputs: Any):
-        first = next((tensor for tensor in keras.tree.flatten(inputs) if _has_rows(tensor)), None)
-        if first is None:
+    Args:
+      inputs: a structure in which all tensors that have rows, or those of them that `of_the_batch` says, hold rows of the batch.
+    """
+
+    def __init__(self, runtime: Sockets, inputs: Any, of_the_batch: Sequence[bool] | None = None):
+        tensors = with_rows(inputs)
+        self._others = [id(tensor) for tensor, cut in zip(tensors, of_the_batch or [], strict=False) if not cut]
+        batch = [tensor for tensor in tensors if id(tensor) not in self._others]
+        if not batch:
             raise ConfigError("tfdist.fit cannot split a batch without a tensor in it: the model's first argument must hold the batch.")
+        first = batch[0]
         n = first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
+        if not isinstance(n, int):
+            with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(other)[0], n, "tfdist: the inputs of the model have different numbers of rows.") for other in batch[1:]]):
+                n = tf.identity(n)
+        self._runtime = runtime
         self.n, self.rank, self.size = n, runtime.rank, runtime.size
         self.start, self.stop = runtime.rank * n // runtime.size, (runtime.rank + 1) * n // runtime.size
         self.count = self.stop - self.start  # what this worker contributes, maybe nothing
@@ -41,61 +53,137 @@ class Part:
         self.ends = [tf.reshape(row, [-1])[:_ELEMENTS] for row in (first[0], first[-1])]
 
     def take(self, value: Any) -> Any:
-        """This worker's rows of every tensor in a structure; at least one."""
-        return keras.tree.map_structure(lambda leaf: leaf[self._first:self._last] if _has_rows(leaf) else leaf, value)
+        """This worker's rows of every tensor in a structure, at least one; what is not of the batch is whole."""
+        return keras.tree.map_structure(lambda leaf: self._rows(leaf) if _has_rows(leaf) else leaf, value)
+
+    def _rows(self, whole: tf.Tensor) -> tf.Tensor:
+        if id(whole) in self._others:
+            return _used_by_all(self._runtime, whole) if _is_differentiable(whole) else whole
+        if not _is_differentiable(whole):
+            return mark(whole[self._first:self._last])
+        return mark(_own_rows(self._runtime, whole, self._first, self._last, self.count))
 
     def trim(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Drops the row that was only computed to have any."""
-        return tensor[:self.count]
+        """Drops the row that was only computed to have any. Raises ConfigError if there is not a row for each row of the batch."""
+        computed = self._last - self._first
+        if isinstance(computed, int) and tensor.shape[0] not in (None, computed):
+            raise ConfigError(f"tfdist.fit needs outputs with one row for each row of the batch, but for {computed} rows the model returns {tensor.shape[0]}: reshape them to one row per sample.")
+        with tf.control_dependencies([] if isinstance(computed, int) else [
+                tf.debugging.assert_equal(tf.shape(tensor)[0], computed, "tfdist: the model's outputs do not have one row for each row of the batch.")]):
+            return tensor[:self.count]
 
 
-def together(runtime: Sockets, part: Part, forward: Callable[[], tuple[Any, list]]) -> tuple[Any, list]:
-    """(outputs of all rows, losses) of `forward`, which returns those of this worker's part.
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """What a forward pass over own rows returns."""
 
-    Losses are scalars that layers recorded as means over their rows; here they become means over all rows.
-    """
-    runtime.rows_count = tf.cast(tf.minimum(part.count, 1), tf.float32)
+    outputs: Any
+    losses: list[tf.Tensor]
+    scales: list[str]  # of each loss: whether it is a mean or a sum over rows
+
+
+def together(runtime: Sockets, part: Part, forward: Callable[[], Forward]) -> tuple[Any, list]:
+    """(outputs of all rows, losses of all rows) of `forward`, which returns those of this worker's part."""
+    weight = tf.cast(tf.minimum(part.count, 1), tf.float32)
+    runtime.rows_count = weight
     try:
-        outputs, losses = forward()
+        own = forward()
     finally:
         runtime.rows_count = None
-    flat = keras.tree.flatten(outputs)
+    flat = keras.tree.flatten(own.outputs)
     for output in flat:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
             raise ConfigError(f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}: return tensors with one row per sample.")
     masks = [getattr(output, "_keras_mask", None) for output in flat]
     mine = [part.trim(tensor) for tensor in (*flat, *(mask for mask in masks if mask is not None))]
     share = tf.cast(part.count, tf.float32) / tf.cast(part.n, tf.float32)
-    if losses:
-        mine.append(tf.stack([tf.cast(tf.reduce_sum(loss), tf.float32) * share for loss in losses])[tf.newaxis])
-    starts = [part.start] * len(mine) if not losses else [part.start] * (len(mine) - 1) + [part.rank]
-    everyone = _gather(runtime, mine, starts, part.ends)
-    for row in everyone[:len(mine) - bool(losses)]:
+    if own.losses:
+        mine.append(tf.stack([tf.cast(tf.reduce_sum(loss), tf.float32) * (weight if scales == SUM else share) for loss, scales in zip(own.losses, own.scales, strict=True)])[tf.newaxis])
+    everyone = every_row(runtime, mine, part.ends)
+    for row in everyone[:len(mine) - bool(own.losses)]:
         row.set_shape([part.n if isinstance(part.n, int) else None, *row.shape[1:]])
     rows = iter(everyone)
     gathered = [next(rows) for _ in flat]
     for output, mask in zip(gathered, masks, strict=True):
         if mask is not None:
             output._keras_mask = next(rows)
-    total = list(tf.unstack(tf.reduce_sum(next(rows), 0), num=len(losses))) if losses else []
-    return keras.tree.pack_sequence_as(outputs, gathered), total
+    losses = list(tf.unstack(tf.reduce_sum(next(rows), 0), num=len(own.losses))) if own.losses else []
+    return keras.tree.pack_sequence_as(own.outputs, gathered), losses
 
 
-def _gather(runtime: Sockets, tensors: Sequence[tf.Tensor], starts: Sequence, same: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The rows of all workers of each tensor; `starts`: where the own rows begin among them; `same`: see Sockets.gather."""
+def total(runtime: Sockets, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The sum over workers of each tensor."""
+    if not tensors:
+        return []
+
+    @tf.custom_gradient
+    def total(*tensors):
+        def gradient(*upstream):
+            return [grad * tf.cast(runtime.size, grad.dtype) for grad in upstream]
+
+        return runtime.all_reduce(list(tensors)), gradient
+
+    return _list(total(*tensors))
+
+
+def every_row(runtime: Sockets, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+    """The rows of all workers of each tensor, in order of rank, however many each worker has; `same`: see Sockets.gather."""
     counts = [tf.shape(tensor)[0] for tensor in tensors]
 
     @tf.custom_gradient
     def gather(*tensors):
+        *rows, all_counts = runtime.gather([*tensors, tf.stack(counts)[tf.newaxis]], same)
+        starts = tf.unstack(tf.reduce_sum(all_counts[:runtime.rank], 0), num=len(counts))
+
         def gradient(*upstream):
-            return [None if not grad.dtype.is_floating else grad[start:start + count] * tf.cast(runtime.size, grad.dtype)
+            return [_own_rows(runtime, grad, start, start + count, count) * tf.cast(runtime.size, grad.dtype) if _is_differentiable(grad) else None
                     for grad, start, count in zip(upstream, starts, counts, strict=True)]
 
-        return runtime.gather(tensors, same), gradient
+        return rows, gradient
 
-    result = gather(*tensors)
+    return _list(gather(*tensors))
+
+
+def _own_rows(runtime: Sockets, whole: tf.Tensor, first: int | tf.Tensor, last: int | tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
+    """whole[first:last], of which the first `count` rows are this worker's; the next worker's begin after these."""
+
+    @tf.custom_gradient
+    def own(whole):
+        def gradient(upstream):
+            rows = every_row(runtime, [upstream[:count]])[0] / tf.cast(runtime.size, upstream.dtype)
+            rows.set_shape(whole.shape)
+            return rows
+
+        return whole[first:last], gradient
+
+    return own(whole)
+
+
+def _used_by_all(runtime: Sockets, whole: tf.Tensor) -> tf.Tensor:
+    """A tensor that all workers hold and each uses for its own rows."""
+
+    @tf.custom_gradient
+    def used(whole):
+        def gradient(upstream):
+            return total(runtime, [upstream])[0] / tf.cast(runtime.size, upstream.dtype)
+
+        return tf.identity(whole), gradient
+
+    return used(whole)
+
+
+def with_rows(structure: Any) -> list[tf.Tensor]:
+    """The tensors in a structure that are no scalars."""
+    return [leaf for leaf in keras.tree.flatten(structure) if _has_rows(leaf)]
+
+
+def _list(result: Any) -> list:
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and value.shape.rank != 0
+
+
+def _is_differentiable(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex

@@ -1,4 +1,4 @@
-"""What keeps the workers' variables the same, and their random numbers different."""
+"""What keeps the workers' variables the same."""
 
 from __future__ import annotations
 
@@ -36,13 +36,6 @@ def reconcile(runtime: Sockets, model: keras.Model) -> None:
         take_the_chiefs(runtime, weights)
         if runtime.rank == 0:
             print("tfdist: the workers' weights had drifted apart; all took the chief's.", file=sys.stderr, flush=True)
-
-
-def own_random_numbers(runtime: Sockets, model: keras.Model) -> None:
-    """Other dropout masks for other rows: each rank's seeds follow from the chief's, which it must hold."""
-    for variable in filter(_is_seed, model.variables):
-        seed, counter = np.asarray(variable.value)
-        variable.assign(np.array([(int(seed) + runtime.rank * 0x9E3779B1) % 2**31, counter]))
 
 
 def _is_seed(variable: keras.Variable) -> bool:

@@ -54,6 +54,9 @@ class Runtime(Protocol):
         """Inside the `fn` of `run`: [replicas, k], float32 or float64, the row [k] of every replica, in one order on all. Its
         gradient is that of the sum of all replicas' losses. For rows of a few thousand elements."""
 
+    def assign(self, variable: tf.Variable, value: Any) -> None:
+        """Outside of `run`: sets every local replica's copy of the variable to its own value of a per-replica value."""
+
     # Between steps, on host values. Every worker must call these in the same order.
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:

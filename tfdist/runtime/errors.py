@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
 from tfdist.control.own_lines import failure_told
-from tfdist.runtime.ring import MARK
+from tfdist.runtime.ring_error import MARK, user_error
 
 _PEER_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 
@@ -55,10 +55,10 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
             "Look at the log of the worker that ended first, or has not ended, for the cause, then start all workers again.")
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return ConfigError(f"Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16. TensorFlow says: {_first_line(text)}")
+    if MARK in text:
+        return user_error(text)
     if "DataError: " in text:  # raised by a source inside tf.data
         return DataError(text[text.index("DataError: ") + len("DataError: "):].splitlines()[0])
-    if MARK in text:
-        return PeerLostError(f"{text[text.index(MARK) + len(MARK):].splitlines()[0]} Look at the log of that worker for the cause, then start all workers again.")
     if isinstance(error, tf.errors.DataLossError) or _RECORD.search(text):
         return DataError(f"A record of the data cannot be read: {cause(text)}")
     if label := bad_label(error):

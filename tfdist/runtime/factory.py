@@ -6,8 +6,10 @@ from importlib import import_module
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError
+from tfdist.control.connecting import connecting
+from tfdist.control.exit_codes import ConfigError, PeerLostError, StartupError
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.errors import explain
 
 RUNTIMES: dict[str, str] = {
     "one_device": "tfdist.runtime.one_device:OneDevice",
@@ -20,10 +22,10 @@ RUNTIMES: dict[str, str] = {
 }
 
 
-def create_runtime(config: Config, cluster: Cluster) -> Runtime:
-    """Builds the runtime named by --strategy (`auto`: by what is there).
+def create_runtime(config: Config, cluster: Cluster, began: float | None = None) -> Runtime:
+    """Builds the runtime named by --strategy (`auto`: by what is there), in what is left of --startup_timeout since `began`.
 
-    Raises: ConfigError if the name is unknown or does not fit the cluster.
+    Raises: ConfigError if the name is unknown or does not fit the cluster; StartupError if a peer is lost meanwhile.
     """
     name = config.strategy.strategy
     if name == "auto":
@@ -34,7 +36,14 @@ def create_runtime(config: Config, cluster: Cluster) -> Runtime:
         raise ConfigError(f"--strategy={name}, but {cluster.started_by} started this process and tells no addresses: use --strategy=horovod, or start with tfdist.launch or TF_CONFIG.")
     config.check_compression(name)
     module, _, kind = RUNTIMES[name].partition(":")
-    return getattr(import_module(module), kind).create(config, cluster)
+    with connecting(cluster, config.cluster.startup_timeout, began):
+        try:
+            return getattr(import_module(module), kind).create(config, cluster)
+        except Exception as error:
+            lost = explain(error, cluster)
+            if not isinstance(lost, PeerLostError):
+                raise
+            raise StartupError(f"Not all workers came together. {lost}") from error
 
 
 def _choose(config: Config, cluster: Cluster) -> str:

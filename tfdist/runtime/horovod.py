@@ -90,8 +90,16 @@ class Horovod:
                 reduced[index] = tf.cast(tf.ensure_shape(value, tensors[index].shape), tensors[index].dtype)
         return reduced
 
+    def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:
+        variable.assign(value)
+
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
-        return row[tf.newaxis] if self.size == 1 else tf.ensure_shape(self._hvd.allgather(row[tf.newaxis]), [self.size, row.shape[0]])
+        @tf.custom_gradient
+        def gathered(row: tf.Tensor):
+            # Horovod's own gradient of this is a mean over ranks.
+            return tf.ensure_shape(self._hvd.allgather(row[tf.newaxis]), [self.size, row.shape[0]]), lambda upstream: self._sum([upstream])[0][self.rank]
+
+        return row[tf.newaxis] if self.size == 1 else gathered(row)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)

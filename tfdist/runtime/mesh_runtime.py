@@ -109,6 +109,9 @@ class MeshRuntime:
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [self.group(*REPLICA_AXES).all_reduce(tensor) for tensor in tensors]
 
+    def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:
+        variable.assign(value)
+
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         return self.group(*REPLICA_AXES).all_gather(row[tf.newaxis])
 

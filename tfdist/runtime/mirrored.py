@@ -22,7 +22,9 @@ from tfdist.control.packet_filter import own_address_only
 from tfdist.runtime.farewell import say_goodbye
 from tfdist.runtime.overdue import Overdue
 from tfdist.runtime.reducer import RingReducer, suits
-from tfdist.runtime.ring import MARK, Ring
+from tfdist.runtime.released import interpreter_released
+from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_error import MARK, RingError, user_error
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 _CHUNK = 1 << 24  # int32 elements (64 MiB) per host collective, to bound its memory
@@ -85,7 +87,10 @@ class StrategyRuntime:
                 return False
             return True
 
-        ring = Ring(cluster, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
+        try:
+            ring = Ring(cluster, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
+        except RingError as error:
+            raise user_error(str(error)) from error
         self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
 
     @property
@@ -104,6 +109,13 @@ class StrategyRuntime:
             for place, total in zip(places, sums, strict=True):
                 reduced[place] = total
         return reduced
+
+    def assign(self, variable: tf.Variable, value: Any) -> None:
+        # `variable.assign` inside `run` would combine the replicas' values, in the way that the variable was made with.
+        if isinstance(variable, tf.distribute.DistributedValues):
+            self.strategy.extended.update(variable, lambda copy, own: copy.assign(own), args=(value,))
+        else:
+            variable.assign(self.local(value)[0])
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         # Each adds its row to zeros. Not through the ring, which takes what it sums in the order of the backward pass.
@@ -202,7 +214,7 @@ class MultiWorker(StrategyRuntime):
                 service_leader="/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0",
                 heartbeat_timeout_in_ms=int(config.cluster.heartbeat_timeout * 1000),
                 cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000))
-        with own_address_only(cluster.address, cluster.peers):
+        with own_address_only(cluster.address, cluster.peers), interpreter_released():
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         runtime = cls("multi_worker", strategy, options, rank=cluster.rank, size=cluster.size)
         runtime.cluster = cluster

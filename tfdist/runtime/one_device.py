@@ -51,6 +51,9 @@ class OneDevice:
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return list(tensors)
 
+    def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:
+        variable.assign(value)
+
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         return row[tf.newaxis]
 

@@ -32,7 +32,7 @@ from tfdist.telemetry.staleness import Staleness
 from tfdist.training.interval import Interval
 from tfdist.training.loop import Ending, Parts
 from tfdist.training.remote_step import RemoteStep, Result
-from tfdist.training.step import StepOutput
+from tfdist.training.step_output import StepOutput, means_of
 
 _AHEAD = 2  # calls per worker given out at a time, so that none waits for the chief
 _LOOK_SECONDS = 0.2  # between looks at signals and at who is lost
@@ -138,16 +138,17 @@ class Trainer:
 
     def count(self, step: int, sums: np.ndarray, norm: float, finite: bool) -> None:
         """Adds update number `step` to the interval, and tells of it when it is due. Raises DivergedError."""
-        named = dict(zip(self.step.sum_names, sums, strict=True))
+        named = self.step.sums.read(sums)
         if not finite and not self.servers.skip_non_finite:
             raise DivergedError(f"Loss or gradients became NaN or infinite at step {step} (loss {named['loss'] / max(named['weight'], 1e-30)}): lower --learning_rate, set --clip_norm, or use --on_nan=skip.")
+        if not finite:  # it did not take place
+            named = dict.fromkeys(named, 0.0)
+            self.step.parameters.skipped += 1
         weight = named.pop("weight")
-        if not named["regularization"]:
-            del named["regularization"]
-        if not finite:
-            named = {name: value if np.isfinite(value) else 0.0 for name, value in named.items()}
-        means = {name: value / weight for name, value in named.items()} if weight else {}
-        self.interval.add(StepOutput(step, means, weight, norm, 1.0, int(not finite), finite, named, {}, 0.0, np.zeros(0)), 1)
+        named["regularization"] *= weight
+        means = means_of(named, weight)
+        self.interval.add(StepOutput(step, means, weight, norm, 1.0, int(not finite), finite, {name: named[name] for name in means}, {}, 0.0, np.zeros(0)), 1,
+                          last=step == self.parts.rhythm.target)
         self.updates += 1
         if self.updates == 1:  # see loop.py
             gc.collect()
@@ -157,7 +158,7 @@ class Trainer:
             self._log(step)
 
     def _log(self, step: int) -> None:
-        self.step.parameters.optimizer.iterations.assign(step)  # the chief's: for the learning rate that is told
+        self.step.parameters.optimizer.iterations.assign(step - self.step.parameters.skipped)  # the chief's: for the learning rate that is told
         event = self.interval.event(step, self.parts.told())
         self.parts.observer(Event("train", step, {**event.values, **self.recent.values()}))
         self.staleness.merge(self.recent)
@@ -211,7 +212,7 @@ class Synchronous(Trainer):
         save = stop = False
         while step < boundary and not (save or stop):
             results = self._slices(step)
-            norm, finite = self.step.apply(tf.constant(self.step.combine(results)), tf.constant(sum(result.sums[1] for result in results), tf.float32))
+            norm, finite = self.step.apply(tf.constant(self.step.combine(results)), tf.constant(sum(self.step.sums.of(result.sums, "weight") for result in results), tf.float32))
             step += 1
             self.count(step, np.sum([result.sums for result in results], axis=0), float(norm), bool(finite))
             asked = self.parts.requests(step)

@@ -14,8 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.runtime.base import Runtime
-from tfdist.training.objectives import Objective
-from tfdist.training.step import scores_spec
+from tfdist.training.objectives import Objective, scores_spec
 
 
 class Evaluator:

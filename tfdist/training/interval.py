@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry import phases
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.phases import PhaseMeter
@@ -16,16 +17,19 @@ from tfdist.telemetry.stragglers import Stragglers
 from tfdist.telemetry.timer import Clock
 from tfdist.telemetry.verdict import Verdicts
 from tfdist.training.rates import memory
-from tfdist.training.step import StepOutput
+from tfdist.training.step_output import StepOutput
+
+_MOST_SKIPPED = 50  # steps in a row: the search for the loss scale of float16 takes up to 30
 
 
 class Interval:
-    """Adds up step outputs; `event` ends the interval and starts the next."""
+    """Adds up step outputs; `event` ends the interval and starts the next. Raises DivergedError where steps are skipped only."""
 
     def __init__(self, clock: Clock, global_batch: int, position: Callable[[int], int], rates: Rates | None = None, watch: Watch | None = None):
         self.clock, self.global_batch, self.position, self.rates, self.watch = clock, global_batch, position, rates or Rates(), watch
         if watch:
             watch.forget()
+        self._skipped_in_a_row = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -34,7 +38,12 @@ class Interval:
         self.compute_s: list[np.ndarray] = []
         self.seconds, self.pauses = self.clock.seconds, dict(self.clock.pauses)
 
-    def add(self, out: StepOutput, n: int) -> None:
+    def add(self, out: StepOutput, n: int, last: bool = False) -> None:
+        """The output of a call of n steps. `last`: the run ends with it."""
+        self._skipped_in_a_row = self._skipped_in_a_row + n if out.skipped == n else 0
+        if self._skipped_in_a_row >= _MOST_SKIPPED or (last and self._skipped_in_a_row == out.step):
+            raise DivergedError(f"Loss or gradients were NaN or infinite in each of the last {self._skipped_in_a_row} steps up to step {out.step}, so all of them were skipped "
+                                "and nothing was learned: look for NaN in the data, lower --learning_rate, or set --clip_norm.")
         self.steps += n
         self.weight += out.weight
         self.skipped += out.skipped
@@ -52,7 +61,9 @@ class Interval:
 
     def events(self, step: int, told: Mapping[str, float]) -> list[Event]:
         """What there is to tell at a log line, the "train" event last. A collective if a call was sampled."""
-        watched = self.watch.events(step, self.compute_by_rank()) if self.watch else []
+        watched = list(self.watch.events(step, self.compute_by_rank())) if self.watch else []
+        if self.skipped == self.steps:
+            watched.append(Event("warning", step, {"message": f"All of the last {self.steps} steps were skipped, because loss or gradients were not finite: there is no loss to show."}))
         return [*watched, self.event(step, told)]
 
     def event(self, step: int, told: Mapping[str, float]) -> Event:

@@ -118,7 +118,7 @@ def train(parts: Parts, step: int) -> Ending:
                 step, iterators = parts.rollback(step)
             interval, stopped, left = Interval(clock, parts.global_batch, parts.position, parts.rates, parts.watch), out.signals["stop"], out.signals["leave"]
             continue
-        interval.add(out, n)
+        interval.add(out, n, last=step == rhythm.target)
         if rhythm.due(rhythm.log_every, before, step) or step == rhythm.target:
             for event in interval.events(step, parts.told()):
                 parts.observer(event)

@@ -6,9 +6,10 @@ weights over micro-batches and workers, which no worker knows alone. Legend: n s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.config import ModelConfig
@@ -37,12 +38,19 @@ def classification(label_smoothing: float = 0.0) -> Objective:
 
 
 def regression() -> Objective:
-    """Squared error per sample (mean over the other dims) and absolute error; outputs and y: [n, ...]."""
+    """Squared error and absolute error; outputs and y: [n, ...], but for dims of 1. Of each sample, the mean over the other
+    dims, where w is [n]; of each token where w is [n, T], as the outputs begin."""
 
     def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
         outputs = tf.cast(outputs, tf.float32)
-        errors = tf.reshape(outputs - tf.reshape(tf.cast(y, tf.float32), tf.shape(outputs)), [tf.shape(outputs)[0], -1])
-        return Scores(tf.reduce_mean(errors**2, 1), w, {"absolute_error": tf.reduce_mean(tf.abs(errors), 1)})
+        if not _fit([size for size in y.shape if size != 1], [size for size in outputs.shape if size != 1]):
+            raise ConfigError(f"--objective=regression got outputs of shape {outputs.shape} and targets of shape {y.shape}: they must be the same, but for dims of 1.")
+        if not _fit(w.shape, outputs.shape[:w.shape.rank]):
+            raise ConfigError(f"--objective=regression got outputs of shape {outputs.shape} and weights of shape {w.shape}: give one weight a sample, "
+                              "or weights with the dims with which the outputs begin.")
+        errors = tf.reshape(outputs - tf.reshape(tf.cast(y, tf.float32), tf.shape(outputs)), tf.concat([tf.shape(outputs)[:w.shape.rank], [-1]], 0))
+        errors.set_shape([*outputs.shape[:w.shape.rank], None])
+        return Scores(tf.reduce_mean(errors**2, -1), w, {"absolute_error": tf.reduce_mean(tf.abs(errors), -1)})
 
     return objective
 
@@ -71,6 +79,27 @@ def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
 
 def weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
     """Weights of samples [n] as weights of what the losses count: unchanged, or repeated over tokens [n, T]."""
+    if not _fit(w.shape, losses.shape[:w.shape.rank]):
+        raise ConfigError(f"The losses have shape {losses.shape}, but the weights {w.shape}: give one weight a sample, or weights with the dims with which the losses begin.")
     if w.shape.rank == losses.shape.rank:
         return w
-    return tf.broadcast_to(tf.reshape(w, [-1] + [1] * (losses.shape.rank - 1)), tf.shape(losses))
+    return tf.broadcast_to(tf.reshape(w, tf.concat([tf.shape(w), [1] * (losses.shape.rank - w.shape.rank)], 0)), tf.shape(losses))
+
+
+def _fit(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
+    """Whether two shapes could be the same: as many dims, and no two that are known to differ."""
+    return len(shape) == len(other) and all(a == b or None in (a, b) for a, b in zip(shape, other, strict=True))
+
+
+def scores_spec(model: keras.Model, objective: Objective, batch_spec: tuple) -> Scores:
+    """The specs of what `objective` returns for a batch; runs nothing."""
+    x, y, w = batch_spec
+    try:
+        output = model.output  # functional and Sequential models know it
+    except (AttributeError, ValueError):
+        output = model.compute_output_spec(tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x))
+    output = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), output)
+    scores = tf.function(objective, autograph=False).get_concrete_function(output, y, w).structured_outputs
+    if not _fit(scores.weights.shape, scores.losses.shape):
+        raise ConfigError(f"The objective gave losses of shape {scores.losses.shape} and weights of shape {scores.weights.shape}: they must be the same.")
+    return scores

@@ -95,6 +95,7 @@ class Parameters:
         self._slots: list[tuple[Piece, str, keras.Variable]] = []  # (piece, name of the slot, the server's variable)
         self._optimizers = {server: self._build_optimizer(server, make_optimizer) for server in sorted({piece.server for piece in self.pieces})}
         self._local = {variable.name: variable for variable in optimizer.variables}
+        self.skipped = 0  # steps without an update, which the optimizer does not count
 
     def _make_piece(self, piece: Piece) -> keras.Variable:
         whole = self.weights[piece.weight]
@@ -166,12 +167,13 @@ class Parameters:
             self._local[name].assign(array)
         for local, remote in self._others(min(self._optimizers)):
             local.assign(remote.numpy())
-        self.optimizer.iterations.assign(step)
+        self.optimizer.iterations.assign(step - self.skipped)
         self.tell_step(step)
         self.set_step(step)
 
     def push(self, step: int) -> None:
         """The inverse of `pull`."""
+        self.skipped = step - int(self.optimizer.iterations.numpy())
         for piece, value in zip(self.pieces, self._values, strict=True):
             value.assign(_rows(self.weights[piece.weight].numpy(), piece))
         for variable, state in zip(self.states, self._states, strict=True):
@@ -185,10 +187,10 @@ class Parameters:
         self.set_step(step)
 
     def set_step(self, step: int) -> None:
-        """The number of updates, on every server. An update that a dying worker began may have been counted, and be done again."""
+        """The number of steps, and of updates, on every server. An update that a dying worker began may have been counted, and be done again."""
         self.counter.assign(step)
         for optimizer in self._optimizers.values():
-            optimizer.iterations.assign(step)
+            optimizer.iterations.assign(step - self.skipped)
 
     def _slot(self, piece: Piece, name: str) -> keras.Variable:
         """The chief's slot of a piece's weight, by the name that Keras gives it."""

@@ -10,7 +10,7 @@ worker sees the same samples. *staleness* of an update: by how many updates the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,12 +20,13 @@ import tensorflow as tf
 
 from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.objectives import Objective
+from tfdist.training.added_losses import SumsAsMeans
+from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.parameters import Parameters
 from tfdist.training.seeds import seed_values
-from tfdist.training.step import scores_spec
+from tfdist.training.step_output import FIRST_SUMS, Fields
+from tfdist.training.total import expected_weight, rows_of
 
-_FIRST_SUMS = ("loss", "weight", "regularization")
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _MOST_CONSTANT_BYTES = 2**30  # a function with its constants must stay below 2 GiB, protobuf's limit
 
@@ -39,6 +40,7 @@ class RemoteOptions:
     clip_norm: float = 0.0
     max_staleness: int = -1
     staleness_scaling: bool = False
+    weighted: bool = True  # False: every weight is known to be 1
 
 
 class Result(NamedTuple):
@@ -49,18 +51,19 @@ class Result(NamedTuple):
     applied: bool  # asynchronous: False if too stale, or not finite
     finite: bool
     norm: float  # of the gradient, before clipping
-    sums: np.ndarray  # float64: see RemoteStep.sum_names
+    sums: np.ndarray  # float64: see RemoteStep.sums
     gradient: np.ndarray | None = None  # float32, all gradients and then all statistics, flat; synchronous
 
 
 class RemoteStep:
     """The functions, traced when they are first asked for; `batch`: positions int64 [n] -> (x, y, w)."""
 
-    def __init__(self, parameters: Parameters, model: keras.Model, objective: Objective, batch: Callable, batch_spec: tuple, options: RemoteOptions):
+    def __init__(self, parameters: Parameters, model: keras.Model, objective: Objective, batch: Callable, batch_spec: tuple, options: RemoteOptions,
+                 added: SumsAsMeans | None = None):
         spec = scores_spec(model, objective, batch_spec)
         self.parameters, self.model, self.objective, self.batch, self.options = parameters, model, objective, Contained(batch), options
-        self.sum_names = (*_FIRST_SUMS, *sorted(spec.metrics))
-        self._expected_weight = float(options.plan.global_batch * np.prod(spec.weights.shape[1:], dtype=np.int64))
+        self.sums, self.added = Fields((*FIRST_SUMS, *sorted(spec.metrics))), added or SumsAsMeans(())
+        self._expected_weight = expected_weight(options.plan, spec)
         plan = options.plan
         bounds = [[plan.slice(micro, replica) for replica in range(plan.replicas)] for micro in range(plan.accumulation)]
         self._bounds = np.array(bounds, np.int64)  # [accumulation, replicas, 2]
@@ -92,7 +95,7 @@ class RemoteStep:
         """Asynchronous: batch number `step`, which begins at `position`, as an update of its own."""
         parameters, options = self.parameters, self.options
         version, gradients, states, sums = self._gradients(step, position, tf.constant(0, tf.int64))
-        gradients, norm, finite = self._finish(gradients, sums)
+        gradients, norm, finite = self._finish(gradients, self.sums.of(sums, "loss"), self.sums.of(sums, "weight"))
         with tf.control_dependencies([*gradients, norm]):
             staleness = parameters.counter.read_value() - version
         fresh = tf.less_equal(staleness, options.max_staleness) if options.max_staleness >= 0 else tf.constant(True)
@@ -136,26 +139,34 @@ class RemoteStep:
         seeds = iter(seed_values(sum(self._seeds), self.options.seed, step, micro, replica))
         others = iter(states)
         non_trainable = [next(seeds) if is_seed else next(others) for is_seed in self._seeds]
-        with tf.GradientTape() as tape:
+        share = rows_of(w) / self.options.plan.global_batch
+        with self.added.counting(1.0 / share), tf.GradientTape() as tape:
             tape.watch(weights)
             outputs, updated, losses = self.model.stateless_call(weights, non_trainable, x, training=True, return_losses=True)
             scores = self.objective(outputs, y, w)
             loss, weight = tf.reduce_sum(scores.losses * scores.weights), tf.reduce_sum(scores.weights)
-            regularization = weight * tf.add_n([tf.cast(term, tf.float32) for term in losses]) if losses else tf.constant(0.0)
-            total = (loss + regularization) / self._expected_weight
+            added = tf.add_n([tf.cast(term, tf.float32) for term in losses]) if losses else tf.constant(0.0)
+            total = (loss + weight * added) / self._expected_weight  # of a whole batch, or of one without weights, this is as one device has it
+        self._check(losses)
         gradients = tape.gradient(total, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]  # of embeddings: IndexedSlices
-        metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.sum_names[len(_FIRST_SUMS):]]
+        metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.sums.names[len(FIRST_SUMS):]]
         states = [tf.cast(new, old.dtype) for new, old in zip((new for new, is_seed in zip(updated, self._seeds, strict=True) if not is_seed), states, strict=True)]
-        return gradients, states, tf.stack([loss, weight, regularization, *metrics])
+        return gradients, states, tf.stack([loss, weight, share * added, *metrics])
 
-    def _finish(self, gradients: list, sums: tf.Tensor) -> tuple[list, tf.Tensor, tf.Tensor]:
+    def _check(self, losses: Sequence[tf.Tensor]) -> None:
+        plan, regularizers = self.options.plan, sum(variable.regularizer is not None for variable in self.model.trainable_variables)
+        if self.options.weighted and len(losses) > regularizers and plan.replicas * plan.accumulation > 1:
+            raise ConfigError("--strategy=parameter_server cannot bring together losses that layers add and weighted samples, where a batch is cut into parts: "
+                              "use --strategy=multi_worker, or --ps_mode=async with --accumulation=1.")
+
+    def _finish(self, gradients: list, loss: tf.Tensor, weight: tf.Tensor) -> tuple[list, tf.Tensor, tf.Tensor]:
         """Gradients of the weighted mean, clipped: (gradients, norm before, finite). The arithmetic of TrainStep."""
-        factor = tf.where(sums[1] > 0, self._expected_weight / tf.maximum(sums[1], 1e-30), 0.0)
+        factor = tf.where(weight > 0, self._expected_weight / tf.maximum(weight, 1e-30), 0.0)
         norm = tf.linalg.global_norm(gradients) * factor
         if self.options.clip_norm:
             factor *= self.options.clip_norm / tf.maximum(norm, self.options.clip_norm)
-        return [gradient * factor for gradient in gradients], norm, tf.logical_and(tf.math.is_finite(norm), tf.math.is_finite(sums[0]))
+        return [gradient * factor for gradient in gradients], norm, tf.logical_and(tf.math.is_finite(norm), tf.math.is_finite(loss))
 
     # -- on the chief ----------------------------------------------------------------------------------------------
 
@@ -163,7 +174,7 @@ class RemoteStep:
         """Synchronous: one update with the sum of all slices. `weight`: the sum of the samples' weights. Returns (norm, finite)."""
         tensors = [tf.reshape(part, shape) for part, shape in zip(tf.split(flat, self._sizes), self._shapes, strict=True)]
         count = len(self.parameters.weights)
-        gradients, norm, finite = self._finish(tensors[:count], tf.stack([tf.constant(0.0), weight]))
+        gradients, norm, finite = self._finish(tensors[:count], tf.constant(0.0), weight)
 
         def update() -> None:
             self.parameters.update(gradients)

@@ -2,11 +2,14 @@
 
 What is added up locally over micro-batches and then, once, over all replicas:
   gradients   of  scale * sum_i w_i * loss_i / E    with E = global batch x weights per sample, a constant
-  sums        [sum w*loss, sum w, sum w*regularisation, sum w*metric_1, ..., signal_1, ..., the chief's seconds per step,
-               compute seconds per step of rank 0, of rank 1, ...]
+  sums        [sum w*loss, sum w, regularization, sum w*metric_1, ..., and what workers tell each other] (step_output.py)
 With W = sum w over all replicas and micro-batches, the gradient of the mean loss is (E / W) * gradients / scale:
 exactly the one-device value however samples, padding and weights fall on the workers. Dividing by E at once, not by W
 at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample is weighted.
+
+What layers add (regularizers, `add_loss`) has no weights: of n of the N rows of a global batch it counts n / N (sums were made
+means before, see added_losses.py). Where samples are weighted and it depends on them it is differentiated by itself, to be
+multiplied by W / E, once W is known, before the reduction.
 """
 
 from __future__ import annotations
@@ -14,25 +17,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.batch_plan import BatchPlan
+from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.layer_records import separate_replicas
 from tfdist.telemetry.phases import Call
 from tfdist.training import marks
+from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.backward import weights_first
+from tfdist.training.forward_state import ForwardState
 from tfdist.training.marks import Marks
-from tfdist.training.objectives import Objective, Scores
+from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
-from tfdist.training.requests import NOTHING, SIGNALS, Requests
+from tfdist.training.requests import NOTHING, Requests
 from tfdist.training.seeds import reseed, seed_states
+from tfdist.training.step_output import Layout, StepOutput
+from tfdist.training.total import Total, TotalLoss, expected_weight, rows_of
 from tfdist.training.update import DataParallel, Update, compiled, scaled
-
-_FIRST_SUMS = ("loss", "weight", "regularization")
 
 
 @dataclass(frozen=True)
@@ -50,42 +56,29 @@ class StepOptions:
     weighted: bool = True  # False: every weight is known to be 1, which saves a pass over the gradients
 
 
-class StepOutput(NamedTuple):
-    """Results of n steps, the same on every worker."""
-
-    step: int  # the counter after them
-    means: dict[str, float]  # loss and metrics, weighted means over the n global batches
-    weight: float  # sum of the weights: samples, or tokens
-    gradient_norm: float  # of the last step, before clipping
-    loss_scale: float
-    skipped: int  # of the n steps, those without an update because a gradient was not finite
-    finite: bool  # whether loss and (where computed) gradients of all n steps were
-    sums: dict[str, float]  # loss and metrics times weight, over the n global batches
-    signals: dict[str, bool]  # whether any worker asked
-    step_s: float  # seconds per step in the call before this one, by the chief's clock; 0: not known yet
-    compute_s: np.ndarray  # float64 [workers]: of these, how long each worker computed without waiting for others
-    call: Call | None = None  # where the seconds of this call went on this worker
-
-
 class TrainStep:
     """n optimizer steps as one call. Owns the step counter.
 
     `batch_spec`: the spec of a micro-batch (x, y, w), a dataset's `element_spec`. `update`: what becomes of gradients.
     `pipeline`: makes the gradients of all micro-batches of a step at once, instead of one after the other (parallel/pipeline.py).
+    `added`: makes means over rows of what layers add; None: all are means already.
     """
 
     def __init__(self, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective,
                  loss_scale: LossScale, options: StepOptions, batch_spec: tuple, update: Update | None = None,
-                 pipeline: Callable | None = None):
+                 pipeline: Callable | None = None, added: SumsAsMeans | None = None):
         spec = scores_spec(model, objective, batch_spec)
         self.metric_names = tuple(sorted(spec.metrics))
-        # E: the sum of weights of a global batch in which every weight is 1.
-        self._expected_weight = float(options.plan.global_batch * np.prod(spec.weights.shape[1:], dtype=np.int64))
+        self.layout = Layout(self.metric_names, runtime.size)
+        self._expected_weight = expected_weight(options.plan, spec)
+        self.total = TotalLoss(model, objective, self.metric_names, options.plan.global_batch, self._expected_weight, options.weighted)
         self.runtime, self.model, self.optimizer, self.objective = runtime, model, optimizer, objective
-        self.loss_scale, self.options = loss_scale, options
+        self.loss_scale, self.options, self.added = loss_scale, options, added or SumsAsMeans(())
         self._copies = bool(tf.config.list_logical_devices("GPU"))  # batches, to a device
         self.update, self.pipeline = update or DataParallel(runtime, model, optimizer, slices=options.plan.accumulation == 1 and not self._copies, small=options.small_gradients), pipeline
-        self.seeds = seed_states(model)
+        self.seeds, self._forward_state = seed_states(model), ForwardState(runtime, model)
+        if runtime.local_replicas > 1:
+            separate_replicas(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; told to all with the next
         self._calls = 0
         self._mark = Marks(tf.constant(0.0, tf.float64), on=False)  # of what is being traced
@@ -110,10 +103,7 @@ class TrainStep:
           n: how many; a new value does not trace again.
           signals: what this worker asks for.
         """
-        told = np.zeros(len(SIGNALS) + 1 + self.runtime.size, np.float32)
-        told[:len(SIGNALS)] = signals
-        told[len(SIGNALS)] = self._wall_s if self.runtime.rank == 0 else 0.0
-        told[len(SIGNALS) + 1 + self.runtime.rank] = self._compute_s
+        told = self.layout.told_by(self.runtime.rank, signals, self._wall_s, self._compute_s)
         sampled = self._mark.always or marks.is_sampled(self._calls, self.options.phase_every)
         before, begun = self.runtime.reduction_s(), time.monotonic()
         step, packed, times = self._function(list(iterators), tf.constant(n), tf.constant(told), tf.constant(time.time() if sampled else 0.0, tf.float64))
@@ -121,28 +111,16 @@ class TrainStep:
         wall_s = time.monotonic() - begun
         self._calls += 1
         if self._calls > 1:  # the first call traces
-            self._wall_s, self._compute_s = wall_s / n, packed[4] / n
+            self._wall_s, self._compute_s = wall_s / n, self.layout.packed.of(packed, "compute_s") / n
         travel_s, wait_s = (None, None) if before is None else np.subtract(self.runtime.reduction_s(), before).tolist()
-        call = Call(n, wall_s, wait_s, marks.in_step(times.numpy(), wait_s) if sampled else None, travel_s)
-        norm, scale, skipped, bad = packed[:4]
-        sums = dict(zip(self._sum_names(), packed[5:], strict=False))
-        timings = packed[5 + len(sums):] / n
-        weight = sums["weight"]
-        means = {name: float(sums[name] / weight) if weight else float("nan") for name in ("loss", *self.metric_names)}
-        if sums["regularization"]:
-            means["regularization"] = float(sums["regularization"] / weight)
-        return StepOutput(int(step), means, float(weight), float(norm), float(scale), int(skipped), not bad,
-                          {name: sums[name] for name in means}, {name: bool(sums[name]) for name in SIGNALS}, float(timings[0]), timings[1:], call)
-
-    def _sum_names(self) -> tuple[str, ...]:
-        return (*_FIRST_SUMS, *self.metric_names, *SIGNALS)
+        return self.layout.output(int(step), packed, n, Call(n, wall_s, wait_s, marks.in_step(times.numpy(), wait_s) if sampled else None, travel_s))
 
     # -- inside the tf.function ------------------------------------------------------------------------------------
 
     def _steps(self, iterators: list, n: tf.Tensor, signals: tf.Tensor, base: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """n steps. Returns the counter, float64 [norm, loss scale, skipped, non-finite, own compute seconds, *sums], and, if
-        `base` is above 0, the sums of the marks and the seconds of all steps."""
-        size = len(self._sum_names()) + 1 + self.runtime.size
+        """n steps. Returns the counter, float64 `layout.packed`, and, if `base` is above 0, the sums of the marks and the seconds
+        of all steps."""
+        size = len(self.layout.batch.names) + len(self.layout.told.names)
         self._mark = mark = Marks(base, self.options.timed, self.options.phase_every > 0, self._copies)
         begin = mark([n])
 
@@ -170,6 +148,7 @@ class TrainStep:
     def _one_step(self, iterators: list, signals: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """Returns (sums, norm, finite, compute seconds: from asking for the batch to the last gradient, marks)."""
         step, scale, mark = tf.identity(self.counter), self.loss_scale.value(), self._mark
+        before = self._forward_state.read() if self._may_skip else None
         start = mark([step])
         with tf.control_dependencies([start]):
             begun = start if mark.always else self._now()
@@ -191,17 +170,20 @@ class TrainStep:
         reduced = self.runtime.run(self._reduce, (carry, signals))
         gradients, sums = self.runtime.local(reduced)[0]
         at_reduced = mark([*gradients, sums])
-        norm, finite, factor = self._judge(gradients, sums, scale, last)
+        batch, told = tf.split(sums, [len(self.layout.batch.names), len(self.layout.told.names)])
+        norm, finite, factor = self._judge(gradients, batch, scale, last)
         with tf.control_dependencies([at_reduced]):
             if self._may_skip:
-                tf.cond(finite, lambda: self._apply(reduced, factor), lambda: None)
+                tf.cond(finite, lambda: self._apply(reduced, factor), lambda: self._forward_state.put_back(before))
             else:
                 self._apply(reduced, factor)
         self.loss_scale.update(finite)
         self.counter.assign_add(1)
-        # One overflowing sample must not make the shown mean of the whole interval infinite.
-        shown = tf.where(tf.logical_or(finite, not self._may_skip), sums, tf.where(tf.math.is_finite(sums), sums, 0.0))
-        return shown, norm, finite, seconds, tf.concat([times, mark.relative([start, local, at_reduced])], 0)
+        # A step that did not take place is not part of what is shown.
+        names = self.layout.batch.names
+        batch *= tf.stack([self.layout.batch.of(batch, "weight") if name == "regularization" else 1.0 for name in names])  # as all others
+        batch = tf.where(tf.logical_or(finite, not self._may_skip), batch, tf.zeros_like(batch))
+        return tf.concat([batch, told], 0), norm, finite, seconds, tf.concat([times, mark.relative([start, local, at_reduced])], 0)
 
     def _marked(self, iterators: list, after: tf.Tensor, function: Callable, *args: tf.Tensor, carry: tuple | None = None) -> tuple[tuple, tf.Tensor]:
         """`function` of the next micro-batch (a pipeline: of all of a step): (its result, the marks from DATA to BACKWARD)."""
@@ -221,11 +203,12 @@ class TrainStep:
     def _now(self) -> tf.Tensor:
         return tf.timestamp() if self.options.timed else tf.constant(0.0, tf.float64)
 
-    def _judge(self, gradients: list, sums: tf.Tensor, scale: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
+    def _judge(self, gradients: list, batch: tf.Tensor, scale: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
         """From reduced values, so that all replicas conclude the same: (norm, finite, factor for the gradients or None for 1)."""
-        factor = self._expected_weight / tf.maximum(sums[1], 1e-30) / scale if self.options.weighted else 1.0 / scale
-        factor = tf.where(sums[1] > 0, factor, 0.0)
-        finite = tf.math.is_finite(sums[0])
+        weight = self.layout.batch.of(batch, "weight")
+        factor = self._expected_weight / tf.maximum(weight, 1e-30) / scale if self.options.weighted else 1.0 / scale
+        factor = tf.where(weight > 0, factor, 0.0)
+        finite = tf.math.is_finite(self.layout.batch.of(batch, "loss"))
         if not self._needs_norm:
             # Only shown, so computed once a loop: a pass over all gradients is not free.
             norm = tf.cond(last, lambda: self.update.norm(gradients) * factor, lambda: tf.constant(0.0))
@@ -247,10 +230,12 @@ class TrainStep:
     # -- on one replica --------------------------------------------------------------------------------------------
 
     def _micro(self, batch: tuple, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
-        """(gradients, sums) of one micro-batch."""
+        """(gradients, sums) of one micro-batch. See `_gradients`."""
         reseed(self.seeds, self.options.seed, step, micro, self.runtime.replica_id())
         gradients, sums = self._differentiate(*batch, scale)
-        return self.update.keep(gradients), sums
+        count = len(self.update.sources())
+        kept = [self.update.keep(gradients[start:start + count]) for start in range(0, len(gradients), count)] if count else []
+        return [piece for part in kept for piece in part], sums
 
     def _accumulate(self, carry: tuple, batch: tuple, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         gradients, sums = self._micro(batch, step, micro, scale)
@@ -258,43 +243,44 @@ class TrainStep:
 
     def _pipelined(self, batches: list[tuple], step: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
         replica = self.runtime.replica_id()
-        gradients, sums = self.pipeline(
-            batches, lambda micro: reseed(self.seeds, self.options.seed, step, tf.constant(micro), replica),
-            lambda outputs, y, w: self._total(outputs, y, w, scale), len(_FIRST_SUMS) + len(self.metric_names))
+        with self.added.counting(self.options.plan.global_batch / rows_of(batches[0][2])):
+            gradients, sums = self.pipeline(
+                batches, lambda micro: reseed(self.seeds, self.options.seed, step, tf.constant(micro), replica),
+                lambda outputs, y, w, losses: self._of_pipeline(self.total(outputs, y, w, scale, losses)),
+                lambda w, losses: self._of_pipeline(self.total.of_added(w, scale, losses)), len(self.layout.batch.names))
         return self.update.keep(gradients), sums
 
+    def _of_pipeline(self, total: Total) -> tuple[tf.Tensor, tf.Tensor]:
+        if total.added is not None:
+            raise ConfigError("Losses that layers add, and regularizers, do not go with weighted samples, or an --objective of your own, on a mesh with pipe= yet, whose stages differentiate once: drop one of them.")
+        return total.differentiated, total.sums
+
     def _reduce(self, carry: tuple, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
-        return self.update.reduce(*carry, signals)
+        kept, sums = carry
+        parts = len(kept) // max(1, len(self.update.sources()))
+        if parts > 1:
+            # What is reduced will be multiplied by E / W, which is only for the loss.
+            weight = self.runtime.all_reduce([self.layout.batch.of(sums, "weight")])[0] / self._expected_weight
+            half = len(kept) // 2
+            kept = [tf.convert_to_tensor(of_loss) + tf.convert_to_tensor(of_added) * tf.cast(weight, of_added.dtype)
+                    for of_loss, of_added in zip(kept[:half], kept[half:], strict=True)]
+        return self.update.reduce(kept, sums, signals)
 
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[list, tf.Tensor]:
-        with tf.GradientTape() as tape:
-            total, sums = self._total(self.model(x, training=True), y, w, scale)
-        seed = tf.ones_like(total)
-        if self.splits:
-            self._at_forward = self._mark([total, sums])
-            with tf.control_dependencies([self._at_forward]):
-                seed = tf.ones_like(total)
-        gradients = tape.gradient(total, self.update.sources(), seed, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        """(gradients, sums) of a micro-batch; where added losses need a factor of their own, their gradients follow those of the loss."""
+        with self.added.counting(self.options.plan.global_batch / rows_of(w)):
+            with tf.GradientTape(persistent=True) as tape:
+                total = self.total(self.model(x, training=True), y, w, scale)
+            seed = tf.ones_like(total.differentiated)
+            if self.splits:
+                self._at_forward = self._mark([total.differentiated, total.sums])
+                with tf.control_dependencies([self._at_forward]):
+                    seed = tf.ones_like(total.differentiated)
+            gradients = []
+            for part in (total.differentiated, total.added):
+                if part is not None:
+                    gradients += tape.gradient(part, self.update.sources(), seed, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            del tape
         if not self.options.jit_compile:
-            weights_first(gradients, seed)
-        return gradients, sums
-
-    def _total(self, outputs, y, w: tf.Tensor, scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """(what is differentiated, the sums) of a micro-batch."""
-        scores = self.objective(outputs, y, w)
-        loss = tf.reduce_sum(scores.losses * scores.weights)
-        weight = tf.reduce_sum(scores.weights)
-        regularization = weight * tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses]) if self.model.losses else tf.constant(0.0)
-        metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.metric_names]
-        return (loss + regularization) / self._expected_weight * scale, tf.stack([loss, weight, regularization, *metrics])
-
-
-def scores_spec(model: keras.Model, objective: Objective, batch_spec: tuple) -> Scores:
-    """The specs of what `objective` returns for a batch; runs nothing."""
-    x, y, w = batch_spec
-    try:
-        output = model.output  # functional and Sequential models know it
-    except (AttributeError, ValueError):
-        output = model.compute_output_spec(tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x))
-    output = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), output)
-    return tf.function(objective, autograph=False).get_concrete_function(output, y, w).structured_outputs
+            weights_first(gradients[:len(self.update.sources())], seed)
+        return gradients, total.sums

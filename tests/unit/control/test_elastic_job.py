@@ -6,14 +6,17 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tfdist.control import wire
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ExitCode
-from tfdist.control.membership import VARIABLE
+from tfdist.control.membership import VARIABLE, Groups, Member
+from tfdist.control.token import Secret
 
 # "Trains" by counting. Files in its folder tell it to finish, to fail at its start, or to hesitate before it joins.
 WORKER = """
@@ -157,14 +160,49 @@ def test_a_stop_before_all_have_met(tmp_path):
     assert made.until_it_ends().code == ExitCode.PREEMPTED and made.job.groups.number == 0
 
 
+def test_what_a_worker_says_in_no_known_way_changes_nothing():
+    secret = Secret(b"of this job")
+    groups, made = Groups(secret), []
+    thread = threading.Thread(target=lambda: made.append(Member(groups.invitation(1), secret)))
+    thread.start()
+
+    def look_until(condition):
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            groups.look()
+            time.sleep(0.01)
+
+    look_until(lambda: made)
+    thread.join()
+    for line in (b"\xff\n", b"[]\n", b"{}\n", b'{"ready": [], "lost": true}\n', b'{"ready": 1.5, "lost": false}\n', b'{"ready": true, "lost": false}\n', b'{"ready": 3, "lost": 1}\n', b"[" * 100_000 + b"\n"):
+        made[0]._connection.sendall(line)
+    made[0]._connection.sendall(b'{"ready": 7, "lost": false}\n')
+    look_until(lambda: groups.seats[1].copy == 7)
+    endless = threading.Thread(target=made[0]._connection.sendall, args=(b"x" * 3_000_000,))  # a line without an end
+    endless.start()
+    look_until(lambda: not endless.is_alive())
+    look_until(lambda: len(groups.seats[1].unread) == 65536)
+    for _ in range(100):
+        groups.look()
+        assert len(groups.seats[1].unread) == 65536
+    groups.close()
+
+
 def test_strangers_are_not_taken_for_workers(tmp_path):
     (tmp_path / "hesitate-2").touch()
     made = Run(tmp_path)
     host, port = made.job.groups.invitation(0)[VARIABLE].split("/")[0].split(":")
-    with socket.create_connection((host, int(port))) as stranger:
-        stranger.sendall(b'GET / HTTP/1.1\n{"slot": 2, "token": "guessed"}\n{"slot": 2}\n[]\n')
-        made.until(lambda: len(made.job.groups.seats) == 2)
-        (tmp_path / "hesitate-2").unlink()
-        made.until_groups_are(3)
+    guessed = wire.Lock.of(Secret(b"guessed"), "membership")
+    said = [b'GET / HTTP/1.1\n{"slot": 2, "token": "guessed"}\n{"slot": 2}\n[]\n', b"", b"\xff" * 5000, guessed.hello(2), guessed.hello(2) + bytes(36)]
+    strangers = []
+    for number in range(100):
+        strangers.append(socket.create_connection((host, int(port)), timeout=10))
+        strangers[-1].sendall(said[number % len(said)])
+    made.until(lambda: len(made.job.groups.seats) == 2)
+    (tmp_path / "hesitate-2").unlink()
+    made.until_groups_are(3)
+    for stranger in strangers:
+        stranger.close()
     (tmp_path / "finish").touch()
     assert made.until_it_ends().code == ExitCode.OK

@@ -254,6 +254,15 @@ def test_the_evaluator_runs_beside_the_workers(tmp_path):
     assert '"evaluator"' in (tmp_path / "logs" / "evaluator.log").read_text()
 
 
+def test_the_workers_share_a_token_of_which_the_evaluator_and_no_command_line_knows(tmp_path):
+    made, output = job(tmp_path, "print(os.environ['TFDIST_JOB_TOKEN'], repr(open('/proc/self/cmdline').read()))", workers=2,
+                       evaluator=evaluator(tmp_path, "print(os.environ.get('TFDIST_JOB_TOKEN', 'none'))"))
+    assert set(run(made).exit_codes.values()) == {0}
+    lines = dict(line[1:].split("] ") for line in output.getvalue().splitlines())
+    first, second = (lines[f"worker {rank}"].split()[0] for rank in range(2))
+    assert first == second and len(first) == 64 and lines["evaluator"] == "none" and output.getvalue().count(first) == 2
+
+
 def test_an_evaluator_that_fails_is_told_and_stops_nobody(tmp_path):
     done = tmp_path / "logs" / "evaluator.log"
     made, output = job(tmp_path, f"import os\nwhile not os.path.exists({str(done)!r}) or 'boom' not in open({str(done)!r}).read(): time.sleep(0.05)\nprint('trained')", evaluator=evaluator(tmp_path, "print('boom')\nsys.exit(8)"))

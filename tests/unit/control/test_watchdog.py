@@ -13,6 +13,7 @@ from tfdist.config import Config
 from tfdist.control.beacons import Beacons
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.control.token import Secret
 from tfdist.control.watchdog import Watchdog, all_stacks, main_thread_at
 from tfdist.guard import Guard
 
@@ -143,7 +144,7 @@ def test_threads_that_are_looked_at_run_on_unharmed(work):
     assert done.stdout == "unharmed\n", done.stderr
 
 
-def crowd(size, waiting_for=None):
+def crowd(size, waiting_for=None, secret=None):
     """Beacons of `size` workers in this process."""
     peers = tuple(f"127.0.0.1:{2000 + rank}" for rank in range(size))
     dogs = [Watchdog({}, lambda *_: None) for _ in range(size)]
@@ -156,7 +157,7 @@ def crowd(size, waiting_for=None):
             gate.wait()
             return list(endpoints)
 
-        cluster = Cluster("worker", rank, rank, size, peers, {"worker": list(peers)})
+        cluster = Cluster("worker", rank, rank, size, peers, {"worker": list(peers)}, secret=secret or Secret())
         made[rank] = Beacons(cluster, dogs[rank], exchange, (lambda: (waiting_for or {}).get(rank)), interval=0.1)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]

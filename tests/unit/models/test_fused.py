@@ -73,3 +73,15 @@ def test_frozen_layers_use_their_averages():
     model.layers[-1].norm.trainable = False
     x = tf.constant(np.random.default_rng(1).normal(size=(2, 5, 4, 3)), tf.float32)
     np.testing.assert_array_equal(model(x, training=True), model(x, training=False))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_large_offsets_keep_the_variance(fused):
+    x = (2000.0 + np.random.default_rng(1).normal(size=(16, 5, 4, 3))).astype("float32")
+    model = make("float32", momentum=0.0)
+    if fused:
+        fuse_batch_norm(model)
+    model(tf.constant(x), training=True)
+    exact = x.astype("float64")
+    np.testing.assert_allclose(model.layers[-1].norm.moving_mean.numpy(), exact.mean((0, 1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(model.layers[-1].norm.moving_variance.numpy(), exact.var((0, 1, 2)), rtol=1e-5)

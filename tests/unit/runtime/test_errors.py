@@ -6,7 +6,7 @@ import tensorflow as tf
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, ExitCode, PeerLostError
 from tfdist.runtime.errors import cause, explain
-from tfdist.runtime.ring import MARK
+from tfdist.runtime.ring_error import MARK
 
 CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
 
@@ -56,7 +56,7 @@ def test_a_label_that_is_no_class():
 
 def test_errors_of_tensorflows_own_stay():
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-        tf.gather(tf.zeros([3]), 7)
+        tf.reshape(tf.zeros([3]), [4])
     assert explain(raised.value, Cluster()) is None
 
 

@@ -1,14 +1,19 @@
 """How plain processes find each other; the ranks are threads of this process, each with a port of its own."""
 
+import contextlib
+import json
 import socket
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tfdist.control import wire
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, StartupError
 from tfdist.control.preflight import PortReservation
+from tfdist.control.token import Secret
 from tfdist.runtime.pulse import Pulse
 from tfdist.runtime.rendezvous import exchange
 from tfdist.runtime.ring import Ring
@@ -21,8 +26,8 @@ def addresses():
     ports.close()
 
 
-def cluster(rank, addresses):
-    return Cluster("worker", rank, rank, len(addresses), tuple(addresses), {"worker": list(addresses)})
+def cluster(rank, addresses, secret=None):
+    return Cluster("worker", rank, rank, len(addresses), tuple(addresses), {"worker": list(addresses)}, secret=secret or Secret())
 
 
 def test_all_learn_all_endpoints_whatever_knocks(addresses):
@@ -61,6 +66,106 @@ def test_different_clusters_are_refused_on_both_sides(addresses):
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(run, 0, addresses[:2]), pool.submit(run, 1, addresses)]:
             future.result(timeout=30)
+
+
+SECRET = Secret(b"the secret of this job")
+
+
+@contextlib.contextmanager
+def strangers(address, speak):
+    """Somebody who does this at an address again and again."""
+    stop = threading.Event()
+
+    def go_on():
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                speak(socket.create_connection(wire.address_of(address), timeout=5))
+            stop.wait(0.001)
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(go_on) for _ in range(2)]
+        try:
+            yield
+        finally:
+            stop.set()
+        [future.result(timeout=30) for future in futures]
+
+
+def old_hello(rank, addresses, endpoint="127.0.0.1:9"):
+    return json.dumps({"rank": rank, "peers": list(addresses), "endpoint": endpoint}).encode() + b"\n"
+
+
+def test_strangers_neither_join_nor_hold_up_nor_end_a_job(addresses):
+    """Silent connections, garbage, another token, and the words of a worker: all while the workers meet."""
+    held, turn = [], iter(range(10**9))
+
+    def speak(connection):
+        held.append(connection)
+        if len(held) > 300:
+            held.pop(0).close()
+        words = [b"", b"\xff" * 5000, old_hello([], addresses), old_hello(1, addresses), old_hello(2, addresses), b'{"rank": 1e999}\n', wire.Lock.of(Secret(), "rendezvous").hello(1), wire.Lock.of(SECRET, "ring").hello(2) + bytes(36)]
+        connection.sendall(words[next(turn) % len(words)])
+
+    def later(rank):
+        threading.Event().wait(0.5 * rank)
+        return exchange(cluster(rank, addresses, SECRET), f"a:{rank}", 20)
+
+    with ThreadPoolExecutor(3) as pool, strangers(addresses[0], speak):
+        assert list(pool.map(later, range(3))) == [["a:0", "a:1", "a:2"]] * 3
+    for connection in held:
+        connection.close()
+
+
+@pytest.mark.parametrize(("chief", "worker", "said"), [(SECRET, Secret(), "has a job token, but this worker has none"), (Secret(), SECRET, "has none, but this worker has a job token"), (SECRET, Secret(b"another"), "has another job token, or is of another job")])
+def test_who_has_no_token_or_another_is_told_at_once_on_both_sides(chief, worker, said, addresses, capsys):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(exchange, cluster(0, addresses[:2], chief), "a:0", 1.5)
+        with pytest.raises(ClusterError, match=f"The chief, worker 0 .* {said}: give all workers the same token"):
+            exchange(cluster(1, addresses[:2], worker), "a:1", 20)
+        with pytest.raises(StartupError) as error:
+            waiting.result(timeout=30)
+        assert "Turned away: somebody at 127.0.0.1 who says to be rank 1 has" in str(error.value)
+
+
+def test_two_processes_of_one_rank_are_told(addresses):
+    with ThreadPoolExecutor(3) as pool:
+        chief = pool.submit(exchange, cluster(0, addresses, SECRET), "a:0", 20)
+        first = pool.submit(exchange, cluster(1, addresses, SECRET), "a:1", 20)
+        threading.Event().wait(0.5)
+        second = pool.submit(exchange, cluster(1, addresses, SECRET), "a:1", 20)
+        with pytest.raises(ClusterError, match="Another process says that it is rank 1, too: give each worker its own task.index"):
+            first.result(timeout=30)
+        assert exchange(cluster(2, addresses, SECRET), "a:2", 20) == chief.result(timeout=30) == second.result(timeout=30)
+
+
+def test_a_stranger_at_a_rings_port_is_no_neighbour():
+    """It connects before the true one, with all that it may know: the rank, but not the table of endpoints, nor the token."""
+    endpoints, barrier, met = [""] * 2, threading.Barrier(2), threading.Event()
+
+    def meet(rank, endpoint):
+        endpoints[rank] = endpoint
+        barrier.wait(20)
+        if rank == 1:
+            assert met.wait(20)
+        return list(endpoints)
+
+    def make(rank):
+        ring = Ring(cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001"), SECRET), lambda endpoint: meet(rank, endpoint), 10)
+        found = ring.all_gather(f"rank {rank}".encode(), "test")
+        ring.close()
+        return [bytes(each) for each in found]
+
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(make, rank) for rank in range(2)]
+        while not all(endpoints):
+            threading.Event().wait(0.01)
+        held = [socket.create_connection(wire.address_of(endpoints[0]), timeout=5) for _ in range(20)]
+        for number, connection in enumerate(held):
+            connection.sendall([struct.pack("!I", 1), b"", wire.Lock.of(Secret(), "ring", *endpoints).hello(1) + bytes(36), wire.Lock.of(SECRET, "ring").hello(1) + bytes(36)][number % 4])
+        met.set()
+        assert [result.result(timeout=30) for result in results] == [[b"rank 0", b"rank 1"]] * 2
+    for connection in held:
+        connection.close()
 
 
 def test_a_pulse_that_stops_is_noticed():

@@ -1,17 +1,24 @@
 """The TCP ring, over real sockets; the ranks are threads of this process."""
 
 import os
+import socket
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.config import Config
 from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import PeerLostError
+from tfdist.runtime.mirrored import StrategyRuntime
 from tfdist.runtime.reducer import RingReducer, _Site
-from tfdist.runtime.ring import Ring, RingError
+from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_error import RingError
 from tfdist.runtime.shared_memory import OthersArrays, SharedArrays
 
 
@@ -313,3 +320,25 @@ def test_reducer_takes_all_kinds(bucket_bytes, share):
             np.testing.assert_array_equal(slices.indices, np.concatenate([random.integers(0, 2**31 - 1, rows) for random in randoms]))
             assert slices.indices.dtype == tf.int64 and slices.dense_shape[0] == 2**31 - 1
             assert (first.numpy() == 3).all() and (last.numpy() == 3).all() and (small.numpy() == 9).all()
+
+
+def test_a_neighbour_that_does_not_come_is_a_lost_peer(monkeypatch):
+    monkeypatch.setattr("tfdist.runtime.ring._MEETING_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, says nothing
+        def gather(row):
+            other = f"127.0.0.1:{silent.getsockname()[1]}/aa".encode().ljust(len(row))
+            return np.stack([row, np.frombuffer(other, np.uint8)])
+
+        with pytest.raises(PeerLostError, match=r"^127.0.0.1:\d+ cannot be reached .*: open the ephemeral ports .* Look at the log"):
+            StrategyRuntime.use_ring(SimpleNamespace(rank=0, size=2, all_gather=gather), place(0, 2), Config())
+
+
+def test_a_length_beyond_all_bounds_is_no_reason_to_take_memory():
+    def tell(ring):
+        if ring.rank == 0:
+            ring._pass_on(memoryview(struct.pack("!12sIQ", b"test", 0, 2**60)), memoryview(bytearray(24)))
+            return
+        with pytest.raises(RingError, match="rank 0 announces 1152921504606846976 bytes of test, which cannot be"):
+            ring.all_gather(b"x", "test")
+
+    on_every_rank(2, tell)

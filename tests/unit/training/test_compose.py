@@ -127,7 +127,7 @@ def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
     with pytest.raises(ConfigError, match="expert=2, which does not divide the 3 experts"):
         spread_experts(three, pair)
     runtime = Alone(Mesh.create(pipe=2))
-    with pytest.raises(ConfigError, match="pipe=2.*balance loss"):
+    with pytest.raises(ConfigError, match="pipe=2.*experts drop"):
         _pieces(BASE, runtime, three)
     lone = build.start_runtime(BASE, Cluster())
     lone.mesh = Mesh.create(expert=2)

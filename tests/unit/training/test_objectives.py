@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.objectives import Scores, classification, make_objective, regression
+from tfdist.training.objectives import Scores, classification, make_objective, regression, scores_spec
 
 RANDOM = np.random.default_rng(0)
 
@@ -55,3 +55,36 @@ def test_choice():
     for name in ("hinge", "no_such_module:f", "math:no_such_function"):
         with pytest.raises(ConfigError, match=name.partition(":")[0]):
             make_objective(ModelConfig(objective=name), tf.TensorSpec([], tf.int32))
+
+
+def test_regression_with_weights_of_tokens():
+    """As many tokens as samples: nothing may be broadcast by chance."""
+    outputs, y, w = (RANDOM.normal(size=shape).astype("float32") for shape in ((4, 4), (4, 4), (4, 4)))
+    scores = regression()(tf.constant(outputs), tf.constant(y), tf.constant(w))
+    np.testing.assert_allclose(scores.losses, (outputs - y) ** 2, rtol=1e-6)
+    scores = regression()(tf.constant(outputs)[..., None], tf.constant(y), tf.constant(w))
+    np.testing.assert_allclose(scores.losses * scores.weights, w * (outputs - y) ** 2, rtol=1e-5)
+    scores = regression()(tf.constant(outputs), tf.constant(y), tf.constant(w[0]))
+    np.testing.assert_allclose(scores.losses, np.mean((outputs - y) ** 2, 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("outputs, y, w, words", [
+    ((4, 1), (4, 1), (4, 4), "weights of shape"), ((4,), (4,), (4, 4), "weights of shape"), ((4, 3), (4, 3), (4, 1), "weights of shape"), ((4, 3), (4,), (4,), "targets of shape"),
+    ((4, 3, 2), (4, 2, 3), (4,), "targets of shape")])
+def test_regression_refuses_what_does_not_fit(outputs, y, w, words):
+    with pytest.raises(ConfigError, match=words):
+        regression()(tf.zeros(outputs), tf.zeros(y), tf.ones(w))
+
+
+def test_classification_refuses_weights_that_do_not_fit():
+    with pytest.raises(ConfigError, match="The losses have shape"):
+        classification()(tf.zeros([4, 3]), tf.zeros([4], tf.int32), tf.ones([4, 4]))
+    scores = classification()(tf.zeros([2, 3, 4, 5]), tf.zeros([2, 3, 4], tf.int32), tf.constant([[1.0, 2.0, 3.0]] * 2))
+    np.testing.assert_array_equal(scores.weights[0, :, 0], [1, 2, 3])
+
+
+def test_own_objectives_with_weights_of_another_shape_are_refused():
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    spec = (tf.TensorSpec([None, 2]), tf.TensorSpec([None]), tf.TensorSpec([None]))
+    with pytest.raises(ConfigError, match="they must be the same"):
+        scores_spec(model, lambda outputs, y, w: Scores(outputs[:, 0] - y, w[:, None], {}), spec)

@@ -157,3 +157,19 @@ def test_data_in_memory_is_part_of_the_function_and_python_is_refused():
     variable = tf.Variable(1.0)
     with pytest.raises(ConfigError, match="holds tables"):
         make_step(job, batch=lambda positions: (tf.zeros_like(positions, tf.float32) * variable,) * 3)
+
+
+def test_skipped_steps_are_no_updates():
+    """Steps go on, but the optimizer, and with it the learning rate, counts as on one device: here and after a resume."""
+    job = make_job(optimizer="sgd", schedule="linear", learning_rate=0.1)
+    step = make_step(job)
+    for number in range(2):
+        call(step, step.update, number, number * 24)
+    step.parameters.skipped += 1
+    step.parameters.pull(3)
+    assert int(job.optimizer.iterations) == 2
+    job.optimizer.iterations.assign(2)
+    step.parameters.skipped = 0
+    step.parameters.push(3)
+    assert step.parameters.skipped == 1 and int(step.parameters.counter) == 3
+    assert all(int(optimizer.iterations) == 2 for optimizer in step.parameters._optimizers.values())

@@ -81,6 +81,44 @@ def test_the_second_pass_is_there_and_changes_no_state():
     np.testing.assert_allclose(layer.moving_mean.numpy(), [1.0, 2.0])
 
 
+class Half(keras.layers.Layer):
+    """A frozen and a trained weight, a state that it moves and one that it leaves alone."""
+
+    def build(self, shape):
+        for name, trainable in (("frozen", False), ("trained", True), ("moved", False), ("left", False)):
+            setattr(self, name, self.add_weight(shape=shape[1:], initializer="random_normal", trainable=trainable, name=name))
+
+    def call(self, x):
+        self.moved.assign(self.moved + 1)
+        return x * self.frozen + self.trained * self.moved * self.left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"recompute": "block"}, {"strategy": "mesh", "zero": 3}, {"strategy": "mesh", "zero": 3, "recompute": "block"}])
+def test_bfloat16_leaves_frozen_float32_weights_alone(changes):
+    """And moves those that the layer moves by the right amount, in all 24 bits."""
+    config = Config().replace(strategy="one_device", steps=3, source="digits", model=f"{__name__}:half", global_batch=24, accumulation=1, precision="bfloat16", optimizer="sgd")
+    keras.backend.clear_session()
+    plain, job = (build.compose(each, build.start_runtime(each, Cluster())) for each in (config, config.replace(**changes)))
+    plain.step(plain.iterators(0), 3)
+    before = {variable.path: variable.numpy() for variable in job.model.non_trainable_variables}
+    job.step(job.iterators(0), 3)
+    for variable, expected in zip(job.model.non_trainable_variables, plain.model.non_trainable_variables, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), expected.numpy())
+        assert ("moved" in variable.path) == (variable.numpy() != before[variable.path]).any(), variable.path
+    shards = job.step.update.sources()
+    for ours, theirs in zip(shards, plain.model.trainable_variables, strict=True):  # of bfloat16's products, in another order
+        np.testing.assert_allclose(np.ravel(ours), np.ravel(theirs.numpy()), atol=1e-2)
+
+
+def half(num_outputs):
+    inputs = keras.Input((8, 8, 1))
+    x = keras.layers.Flatten()(inputs)
+    y = Half(name="block_00_half")(keras.layers.LayerNormalization(name="block_00_norm_1")(x))
+    x = keras.layers.Add(name="block_00_mlp_add")([x, y])
+    return keras.Model(inputs, keras.layers.Dense(num_outputs, dtype="float32")(x))
+
+
 def test_the_blocks_of_a_model():
     model = transformer(x_spec=tf.TensorSpec([8], tf.int32), num_outputs=31, layers=3, width=16, heads=2)
     segments = cut_into_blocks(model, "--recompute=block")

@@ -185,3 +185,42 @@ def test_excluded_variables_do_not_decay():
     rule.apply([tf.zeros_like(kernel), tf.zeros_like(bias)], layer.trainable_variables)
     np.testing.assert_allclose(layer.get_weights()[0], kernel * (1 - 0.1 * 0.5), rtol=1e-6)
     np.testing.assert_array_equal(layer.get_weights()[1], bias)
+
+
+def test_what_is_skipped_leaves_nothing_and_is_not_shown():
+    """Of four micro-batches one has a NaN: nothing of all four stays, and the loss that is shown is that of the other steps."""
+    class Counts(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.mine = tf.Variable(0.0, trainable=False)
+
+        def build(self, shape):
+            self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+        def call(self, x):
+            self.seen.assign(self.seen + keras.ops.sum(x))
+            self.mine.assign_add(1.0)
+            return x
+
+    def run(x, steps, **options):
+        keras.utils.set_random_seed(1)
+        layer = Counts()
+        model = keras.Sequential([keras.layers.Input((6,)), layer, keras.layers.BatchNormalization(), keras.layers.Dense(4)])
+        rule = make_optimizer(OptimizerConfig(optimizer="sgd"), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+        rule.build(model.trainable_variables)
+        spec = (tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))
+        step = TrainStep(OneDevice(), model, rule, classification(), LossScale(PrecisionConfig()), StepOptions(BatchPlan(16, 4, 1), 0, **options), spec)
+        output = step(batches(4, x, Y[:len(x)], W[:len(x)]), steps)
+        return [*(variable.numpy() for variable in model.variables), layer.mine.numpy()], output
+
+    bad = X[:48].copy()
+    bad[16 + 9] = np.nan
+    found, output = run(bad, 3, skip_non_finite=True)
+    expected, reference = run(np.concatenate([X[:16], X[32:48]]), 2)  # labels of the second batch are others
+    assert (output.skipped, output.weight, reference.weight) == (1, 32, 32) and np.isfinite(output.means["loss"])
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)  # sums of what was seen
+    assert found[-1] == expected[-1] == 8
+    for value, wanted in zip(found[3:5], expected[3:5], strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    only, output = run(np.full_like(X[:16], np.nan), 2, skip_non_finite=True)
+    assert output.skipped == 2 and output.weight == 0 and np.isnan(output.means["loss"]) and all(np.isfinite(value).all() for value in only)

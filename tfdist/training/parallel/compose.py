@@ -76,7 +76,7 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
     if degree == 1:
         return []
     if has_experts(model):
-        raise ConfigError(f"--mesh has pipe={degree}, whose stages cannot bring the balance loss of experts to the end of the model yet: use data=, expert= or model= instead.")
+        raise ConfigError(f"--mesh has pipe={degree}, whose stages cannot bring what experts drop to the end of the model yet: use data=, expert= or model= instead.")
     whole = segments.cut_into_blocks(model, f"--mesh has pipe={degree}")
     again = config.parallel.recompute == "block"
     return divide([segment._replace(again=again and segment.gives[0].startswith("block_")) for segment in whole], degree * chunks, config.parallel.pipe_cut)

@@ -7,7 +7,7 @@
     powersgd        4 r (rows + columns) bytes, rank r = 8                carried
 
 Carried (error feedback, Karimireddy et al. 2019, arXiv:1901.09847): what a worker could not send is kept and added to its
-next gradient, so that nothing is lost, only late. Top-k sparsification: Aji and Heafield 2017, arXiv:1704.05021. PowerSGD:
+next gradient, so that nothing is lost, only late. A step that is skipped carries nothing on: all stays as it was before. Top-k sparsification: Aji and Heafield 2017, arXiv:1704.05021. PowerSGD:
 Vogels et al. 2019, arXiv:1905.13727: the gradient as a matrix M is replaced by P Q^T, one step of power iteration from
 the Q of the step before. Vectors (biases, norms) travel whole under topk and powersgd: they are few, and matter.
 
@@ -28,7 +28,7 @@ float16 has no range to spare: the sum is divided before, and multiplied after, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
@@ -80,33 +80,42 @@ class Compression:
         errors = [variable.value() for name, variable in self.variables.items() if "error" in name]
         return found | ({"compression/carried_norm": float(tf.linalg.global_norm(errors))} if errors else {})
 
-    def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sum of each float32 tensor over the group, about. Every worker gets the same bits."""
-        return [self._one(index, tensor) for index, tensor in enumerate(tensors)]
+    def __call__(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
+        """(the sum of each float32 tensor over the group, about: every worker gets the same bits; what `variables` are to hold,
+        once the step is made)."""
+        ends = self.unchanged()
+        return [self._one(index, tensor, ends) for index, tensor in enumerate(tensors)], ends
 
-    def _one(self, index: int, tensor: tf.Tensor) -> tf.Tensor:
-        shape = self.shapes[index]
-        if self._whole(shape):
+    def unchanged(self) -> dict[str, tf.Tensor]:
+        """What `variables` hold."""
+        return {name: tf.identity(variable) for name, variable in self.variables.items()}
+
+    def keep(self, ends: Mapping[str, tf.Tensor]) -> None:
+        """Sets `variables`."""
+        for name, end in ends.items():
+            self.variables[name].assign(end)
+
+    def _one(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tf.Tensor:
+        if self._whole(self.shapes[index]):
             return self.group.all_reduce(tensor)
-        error = self.variables.get(f"compression_error_{index:04d}")
-        wanted = tensor if error is None else tensor + error
-        total, sent = self._sum(index, wanted)
-        if error is not None:
-            # An overflow (float16 loss scale) must not stay in the error for ever.
-            error.assign(tf.where(tf.math.is_finite(wanted), wanted - sent, 0.0))
+        error = f"compression_error_{index:04d}"
+        wanted = tensor + ends[error] if error in ends else tensor
+        total, sent = self._sum(index, wanted, ends)
+        if error in ends:
+            ends[error] = wanted - sent
         return total
 
     def _whole(self, shape: tuple[int, ...]) -> bool:
         return self.kind in ("topk", "powersgd") and (math.prod(shape) < _LEAST or len(shape) < 2)
 
-    # -- each: (index, this worker's tensor) -> (sum over workers, what this worker contributed to it) -------------------
+    # -- each: (index, this worker's tensor, what `variables` are to hold) -> (sum over workers, what this worker contributed to it)
 
-    def _cast(self, index: int, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _cast(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         n = float(self.group.size)
         small = tf.cast(tensor / n, tf.float16 if self.kind == "fp16" else tf.bfloat16)
         return tf.cast(self.group.all_reduce(small), tf.float32) * n, tf.cast(small, tf.float32) * n
 
-    def _int8(self, index: int, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _int8(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         scale = tf.maximum(tf.reduce_max(tf.abs(tensor)), 1e-30) / 127.0
         levels = tf.cast(tf.round(tensor / scale), tf.int8)
         scales = self.group.all_gather(scale[tf.newaxis])
@@ -114,7 +123,7 @@ class Compression:
         total = tf.reduce_sum(every * scales[:, tf.newaxis], 0)
         return tf.reshape(total, tensor.shape), tf.cast(levels, tf.float32) * scale
 
-    def _topk(self, index: int, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _topk(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         flat = tf.reshape(tensor, [-1])
         n = flat.shape[0]
         _, places = tf.math.top_k(tf.abs(flat), _kept(n), sorted=False)
@@ -122,18 +131,21 @@ class Compression:
         values = tf.cast(tf.gather(flat, places), tf.bfloat16)
         mask = tf.tensor_scatter_nd_update(tf.zeros([32 * _words(n)], tf.bool), places[:, tf.newaxis], tf.ones_like(places, tf.bool))
         masks = _from_bits(tf.reshape(self.group.all_gather(_as_bits(mask)), [self.group.size, -1]))
-        every_place = tf.ensure_shape(tf.where(masks)[:, 1], [self.group.size * _kept(n)])  # member by member, as the values come
-        total = tf.scatter_nd(every_place[:, tf.newaxis], tf.cast(self.group.all_gather(values), tf.float32), [n])
+        every_place = tf.reshape(tf.ensure_shape(tf.where(masks)[:, 1], [self.group.size * _kept(n)]), [self.group.size, -1, 1])
+        every_value = tf.reshape(tf.cast(self.group.all_gather(values), tf.float32), [self.group.size, -1])
+        total = tf.zeros([n])
+        for member in range(self.group.size):  # one after the other: a GPU takes places that are there twice in any order
+            total = tf.tensor_scatter_nd_add(total, every_place[member], every_value[member])
         sent = tf.scatter_nd(places[:, tf.newaxis], tf.cast(values, tf.float32), [n])
         return tf.reshape(total, tensor.shape), tf.reshape(sent, tensor.shape)
 
-    def _powersgd(self, index: int, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _powersgd(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         matrix = tf.reshape(tensor, _matrix(tensor.shape))
-        basis = self.variables[f"compression_basis_{index:04d}"]
-        p = _orthonormal(self.group.all_reduce(matrix @ basis.value()))
+        basis = f"compression_basis_{index:04d}"
+        p = _orthonormal(self.group.all_reduce(matrix @ ends[basis]))
         own = tf.matmul(matrix, p, transpose_a=True)
         q = self.group.all_reduce(own)
-        basis.assign(tf.where(tf.math.is_finite(q), q, basis))
+        ends[basis] = q
         return tf.reshape(tf.matmul(p, q, transpose_b=True), tensor.shape), tf.reshape(tf.matmul(p, own, transpose_b=True), tensor.shape)
 
 

@@ -46,7 +46,8 @@ def _gather_when_called(layer: keras.Layer, own: list[keras.Variable], shards: l
     def call(*arguments: Any, **options: Any) -> Any:
         def bind(values: list[tf.Tensor], again: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
             with tf.control_dependencies(turns[again].take(first)):
-                values = [tf.identity(value) for value in values]
+                # In the layer's compute type: half as many bytes travel, and it would round them to it anyway.
+                values = [tf.identity(variable._maybe_autocast(value)) for variable, value in zip(own, values, strict=True)]
             return list(zip(own, layout.gather(values), strict=True))
 
         return recomputed(lambda nest: inner(*nest[0], **nest[1]), (arguments, options), shards, states, layer, bind, turns[True].sends)

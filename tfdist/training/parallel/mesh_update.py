@@ -104,6 +104,8 @@ class MeshUpdate(DataParallel):
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
         self.optimizer.apply(pieces, self.shards)
+        if self.compression:  # not before: the step may be skipped
+            self.compression.keep(self._compression_ends)
 
     def holders_of_weights(self) -> dict[int, keras.Variable]:
         """id of a trainable variable of the model -> the variable that it computes with, where that is another one."""
@@ -124,9 +126,12 @@ class MeshUpdate(DataParallel):
         """The pieces of the sum over replicas."""
         if not self.compression:
             return self._summed_whole(kept)
-        if not self.compression.after:
-            return self.compression(kept)
-        return tf.cond(self.optimizer.iterations < self.compression.after, lambda: self._summed_whole(kept), lambda: self.compression(kept))
+        if self.compression.after:
+            whole = self.optimizer.iterations < self.compression.after
+            pieces, self._compression_ends = tf.cond(whole, lambda: (self._summed_whole(kept), self.compression.unchanged()), lambda: self.compression(kept))
+        else:
+            pieces, self._compression_ends = self.compression(kept)
+        return pieces
 
     def _summed_whole(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         pieces: list = [None] * len(kept)

@@ -4,6 +4,9 @@ The micro-batches are those of --accumulation. All of a step is one graph on eac
 after the other, held in order by control dependencies, with activations received from the stage before and gradients from
 the stage behind. What a stage does not hold it sets free. A variable that two stages use (a tied embedding) is on both,
 and they sum its gradient, so that it stays the same.
+
+What layers add to the loss is differentiated where it is added, beside what comes from the stages behind; regularizers of
+weights where the first part that uses the weight is.
 """
 
 from __future__ import annotations
@@ -61,6 +64,14 @@ def stages_of(model: keras.Model, parts: Sequence[Sequence[Segment]], stages: in
     return {key: tuple(sorted(found)) or tuple(range(stages)) for key, found in users.items()}
 
 
+def _first_users(parts: Sequence[Sequence[Segment]], variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+    """Of each part, the regularized ones of `variables` that no part before it uses; the last has also those that none uses."""
+    left = {id(variable): variable for variable in variables if variable.regularizer is not None}
+    found = [[left.pop(id(variable)) for segment in part for variable in segment.part.trainable_variables if id(variable) in left] for part in parts]
+    found[-1] += left.values()
+    return found
+
+
 class Pipeline:
     """A model over the stages of the runtime's mesh; from now on the model's call goes over all stages.
 
@@ -74,6 +85,7 @@ class Pipeline:
         self._width = width
         self.group = runtime.group("pipe")
         self.parts, self.schedule, self.holders, self.model, self.sources = parts, schedule[self.group.index], holders, model, sources
+        self._regularized = _first_users(parts, model.trainable_variables)
         self._ties = [runtime.group_of([self.group.ranks[stage] for stage in stages[id(variable)]]) for variable in variables]
         for variable in model.trainable_variables:
             if self.group.index not in stages[id(variable)]:
@@ -102,13 +114,14 @@ class Pipeline:
     # -- forward and backward: training -----------------------------------------------------------------------------
 
     def __call__(self, batches: Sequence[tuple], begin: Callable[[int], None],
-                 total: Callable[..., tuple[tf.Tensor, tf.Tensor]], sums: int) -> tuple[list[tf.Tensor], tf.Tensor]:
+                 total: Callable[..., tuple[tf.Tensor, tf.Tensor]], added: Callable[..., tuple[tf.Tensor, tf.Tensor]], sums: int) -> tuple[list[tf.Tensor], tf.Tensor]:
         """(gradients of this stage's variables, the sums of all micro-batches), as a model on one device has them.
 
         Args:
           batches: (x, y, w) of each micro-batch; x and y are used on the first and the last stage only.
           begin: called before each forward pass with the number of its micro-batch: seeds the dropout masks.
-          total: (outputs, y, w) -> (what is differentiated, float32 [sums]).
+          total: (outputs, y, w, losses that the last part adds) -> (what is differentiated, float32 [sums]).
+          added: the same of (w, losses that another part adds).
         """
         state = _State([tf.zeros_like(source) for source in self.sources()], tf.zeros([sums]))
         for action in self.schedule:
@@ -116,32 +129,37 @@ class Pipeline:
             with tf.control_dependencies(state.after):
                 if action.forward:
                     begin(action.micro)
-                    self._forward(state, number, action.micro, batches[action.micro], total)
+                    self._forward(state, number, action.micro, batches[action.micro], total, added)
                 else:
                     self._backward(state, number, action.micro)
         gradients = [tie.all_reduce(gradient) for tie, gradient in zip(self._ties, state.gradients, strict=True)]
         with tf.control_dependencies(state.sent):
-            return gradients, self.group.all_reduce(state.sums)  # zeros but on the last stage
+            return gradients, self.group.all_reduce(state.sums)
 
-    def _forward(self, state: _State, number: int, micro: int, batch: tuple, total: Callable) -> None:
+    def _forward(self, state: _State, number: int, micro: int, batch: tuple, total: Callable, added: Callable) -> None:
         x = self._receive(number, "forward", batch[0]) if number else tf.nest.map_structure(tf.identity, batch[0])
+        is_last, losses = number == len(self.parts) - 1, []
         with tf.GradientTape() as tape:
             if number:
                 tape.watch(x)
-            y = cutting.run(self.parts[number], x, True, self.holders)
-            if number == len(self.parts) - 1:
-                y, sums = total(y, *batch[1:])
+            y = cutting.run(self.parts[number], x, True, self.holders, losses)
+            losses += [variable.regularizer(variable) for variable in self._regularized[number]]
+            own = None  # what is differentiated on this stage
+            if is_last or losses:
+                own, sums = total(y, *batch[1:], losses) if is_last else added(batch[2], losses)
                 state.sums += sums
-        state.held[number, micro] = (tape, x, y)
-        state.after = [y]
-        if number < len(self.parts) - 1:
+        state.held[number, micro] = (tape, x, y, own)
+        state.after = [y] if own is None else [y, own]
+        if not is_last:
             state.sent.append(self._send(number, "forward", y))
 
     def _backward(self, state: _State, number: int, micro: int) -> None:
-        tape, x, y = state.held.pop((number, micro))
-        upstream = None if number == len(self.parts) - 1 else self._receive(number, "backward", y)
+        tape, x, y, own = state.held.pop((number, micro))
+        targets, upstream = ([], []) if own is None else ([own], [tf.ones_like(own)])
+        if number < len(self.parts) - 1:
+            targets, upstream = [y, *targets], [self._receive(number, "backward", y), *upstream]
         wanted = [*self.sources(), *([x] if number else [])]
-        found = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(y, wanted, upstream, unconnected_gradients=tf.UnconnectedGradients.ZERO)]
+        found = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(targets, wanted, upstream, unconnected_gradients=tf.UnconnectedGradients.ZERO)]
         state.gradients = [a + b for a, b in zip(state.gradients, found, strict=False)]
         if number:
             state.sent.append(self._send(number, "backward", found[-1]))
@@ -171,6 +189,6 @@ class _State:
 
     def __init__(self, gradients: list[tf.Tensor], sums: tf.Tensor):
         self.gradients, self.sums = gradients, sums
-        self.held: dict[tuple[int, int], tuple] = {}  # (part, micro) -> (tape, input, output)
+        self.held: dict[tuple[int, int], tuple] = {}  # (part, micro) -> (tape, input, output, what is differentiated here)
         self.after: list[tf.Tensor] = []  # what the next action waits for
         self.sent: list[tf.Tensor] = []  # sends, which nobody but the end of the step waits for

@@ -28,7 +28,7 @@ def recomputed(function: Callable[..., Any], inputs: Any, parameters: Sequence[k
     Args:
       inputs: any nest; its tensors are differentiated through, the rest is passed on as it is.
       parameters: the trainable variables that it uses; their gradients come out as usual.
-      states: the other variables that it uses or changes.
+      states: the other variables that it uses or changes. Only those that it changes are written.
       owner: the layer that takes over the losses that are added within.
       bind: (values of `parameters`, whether this is the second pass, the tensor that starts the pass: an input or an
         upstream gradient) -> (variable, value) for what is to hold within. By default the parameters themselves;
@@ -38,34 +38,38 @@ def recomputed(function: Callable[..., Any], inputs: Any, parameters: Sequence[k
     """
     made = _Recomputed(function, inputs, parameters, states, bind, told)
     results = made.run()
-    for state, end in zip(states, results[len(results) - len(states):], strict=True):
-        state.assign(end)
-    outputs = len(results) - len(states) - made.losses
+    for place, end in zip(made.changed, results[len(results) - len(made.changed):], strict=True):
+        states[place].assign(end)
+    outputs = len(results) - len(made.changed) - made.losses
     for loss in results[outputs:outputs + made.losses]:
         owner.add_loss(loss)
     return tf.nest.pack_sequence_as(made.structure, results[:outputs])
 
 
 class _Recomputed:
-    """One call. Its tensors are those of the inputs, then the parameters; its results outputs, losses, states."""
+    """One call. Its tensors are those of the inputs, then the parameters; its results outputs, losses, changed states."""
 
     def __init__(self, function: Callable[..., Any], inputs: Any, parameters: Sequence[keras.Variable], states: Sequence[keras.Variable], bind: Bind | None,
                  told: Callable[[list[tf.Tensor]], None] | None):
         self.function, self.inputs, self.parameters, self.states, self.bind, self.told = function, inputs, parameters, states, bind, told
         self.leaves = tf.nest.flatten(inputs)
         self.places = [place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf)]
-        self.starts = [tf.convert_to_tensor(state.value) for state in states]
         autocast = get_autocast_scope()
         self.compute_dtype = autocast.dtype if autocast else None  # in the backward pass Keras knows none
+        # As they are: a layer within rounds what it uses to its own compute type, and what is written back must not be rounded.
+        with AutocastScope(None):
+            self.starts = [tf.convert_to_tensor(state.value) for state in states]
+            self.values = [tf.convert_to_tensor(parameter.value) for parameter in parameters]
         self.structure, self.losses = None, 0
+        self.changed: list[int] = []  # places of the states that the function gives another value
 
     def run(self) -> list[tf.Tensor]:
         @tf.custom_gradient
         def run(*tensors: tf.Tensor):
             results = self.compute(tensors, False, tensors[0])
-            return results, lambda *upstream: self.gradient(tensors, upstream[:len(results) - len(self.states)])
+            return results, lambda *upstream: self.gradient(tensors, upstream[:len(results) - len(self.changed)])
 
-        results = run(*(self.leaves[place] for place in self.places), *(tf.convert_to_tensor(parameter.value) for parameter in self.parameters))
+        results = run(*(self.leaves[place] for place in self.places), *self.values)
         return list(results) if isinstance(results, list | tuple) else [results]
 
     def compute(self, tensors: Sequence[tf.Tensor], again: bool, first: tf.Tensor) -> list[tf.Tensor]:
@@ -73,11 +77,18 @@ class _Recomputed:
         for place, tensor in zip(self.places, tensors[:len(self.places)], strict=True):
             filled[place] = tensor
         values = list(tensors[len(self.places):])
-        bound = list(zip(self.parameters, values, strict=True)) if self.bind is None else self.bind(values, again, first)
-        with AutocastScope(self.compute_dtype), keras.StatelessScope([*bound, *zip(self.states, self.starts, strict=True)], collect_losses=True) as scope:
-            self.structure = self.function(tf.nest.pack_sequence_as(self.inputs, filled))
+        with AutocastScope(None):  # in which Keras' scope leaves values as they are
+            scope = keras.StatelessScope(list(zip(self.states, self.starts, strict=True)), collect_losses=True)
+        before = [scope.get_current_value(state) for state in self.states]
+        with AutocastScope(self.compute_dtype):
+            for update in zip(self.parameters, values, strict=True) if self.bind is None else self.bind(values, again, first):
+                scope.add_update(update)
+            with scope:
+                self.structure = self.function(tf.nest.pack_sequence_as(self.inputs, filled))
         self.losses = len(scope.losses)
-        results = [*tf.nest.flatten(self.structure), *scope.losses, *map(scope.get_current_value, self.states)]
+        ends = [scope.get_current_value(state) for state in self.states]
+        self.changed = [place for place, (start, end) in enumerate(zip(before, ends, strict=True)) if end is not start]
+        results = [*tf.nest.flatten(self.structure), *scope.losses, *(ends[place] for place in self.changed)]
         return [tf.convert_to_tensor(result) for result in results]
 
     def gradient(self, tensors: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:

@@ -84,8 +84,11 @@ def recompute(model: keras.Model, kind: str, holders: Mapping[int, keras.Variabl
     model.call = lambda inputs, training=None, mask=None: run(segments, inputs, training, holders)
 
 
-def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, holders: Mapping[int, keras.Variable]) -> tf.Tensor:
-    """From what the first segment takes to what the last one gives. See `recompute` for the others."""
+def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, holders: Mapping[int, keras.Variable], added: list[tf.Tensor] | None = None) -> tf.Tensor:
+    """From what the first segment takes to what the last one gives. See `recompute` for the others.
+
+    added: gets the losses that the segments' layers add. For segments that are not called by their model: each begins a record anew.
+    """
     tensors = {segments[0].takes[0]: inputs}
     for segment in segments:
         given = [tensors[name] for name in segment.takes]
@@ -96,6 +99,10 @@ def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, h
             given = recomputed(one, given, parameters, segment.part.non_trainable_variables, segment.part.layers[-1])
         else:
             given = one(given)
+        if added is not None:
+            regularizers = sum(variable.regularizer is not None for variable in segment.part.trainable_variables)
+            losses = segment.part.losses  # those of weights come last
+            added += losses[:len(losses) - regularizers]
         tensors.update(zip(segment.gives, given, strict=True))
     return tensors[segments[-1].gives[0]]
 

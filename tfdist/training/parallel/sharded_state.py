@@ -2,8 +2,9 @@
 
 `SpreadState` gives the variables of a run the keys, shapes and types that they have in a data-parallel run
 (artifacts/state.py), whatever they look like here: whole, a part along `model` (tensor.py) or `expert` (expert.py), a shard along `data`
-(zero.py), a shard of a part, or on another stage of a pipeline. What every replica has of its own goes in as the sum over replicas and comes
-back as equal parts of it. So a snapshot of any mesh resumes on any other, or on none.
+(zero.py), a shard of a part, or on another stage of a pipeline. What every replica has of its own (the errors that compression.py
+carries) goes in as one row a replica; other replicas than those that wrote them get equal parts of the sum. So a snapshot of any
+mesh resumes on any other, or on none.
 
 It does so in two ways: the chief holds all, or (artifacts/parts.py) every worker writes and reads its own part, which is
 some boxes of each whole array: a shard is a range of a flattened part, and a part is some places along one dim.
@@ -22,6 +23,7 @@ import tensorflow as tf
 
 from tfdist.artifacts import state
 from tfdist.artifacts.parts import Box, Slab, boxes_of_range, read_slabs, runs
+from tfdist.artifacts.store import SUFFIX
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
@@ -41,7 +43,7 @@ class Piece:
     is_shard: bool  # over `group`
     group: Group  # the replicas, or, of experts, those among them that hold the same
     stages: tuple[int, ...] | None = None  # of the pipeline that hold it; None: all
-    is_term: bool = False  # every replica has its own, and only the sum over them matters (errors of compression.py)
+    is_row: bool = False  # every replica has its own; the whole has one row for each
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -66,7 +68,9 @@ class SpreadState:
         for key, variable in state.collect(model, optimizer, train).items():
             owner = update.owners.get(id(variable), number.get(id(variable)))
             if owner is None:
-                self.pieces[key] = Piece(variable, tuple(variable.shape), None, False, replicas, update.stages.get(id(variable)), "compression_error" in key)
+                is_row = "compression_error" in key
+                shape = (replicas.size, *variable.shape) if is_row else tuple(variable.shape)
+                self.pieces[key] = Piece(variable, shape, None, False, replicas, update.stages.get(id(variable)), is_row)
                 continue
             parameter = update.all[owner]
             part, place = parts.get(id(parameter)), held.get(id(parameter))
@@ -96,6 +100,15 @@ class SpreadState:
                 whole[key] = array
         return whole
 
+    def check(self, stored: Mapping[str, tuple]) -> None:
+        """Raises CheckpointError if a stored table does not fit. There may be rows of another number of replicas."""
+        rows = {key: (name, [stored[key][0][0], *shape[1:]], dtype) for key, (name, shape, dtype) in self.table().items() if self.pieces[key].is_row and key in stored}
+        state.check(self.table() | rows, stored)
+
+    def fitted(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Stored arrays with as many rows as there are replicas now."""
+        return {key: shared_out(array, self.pieces[key].group.size) if self.pieces[key].is_row else array for key, array in arrays.items()}
+
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Gives every variable its piece of the whole arrays, which every worker must have. Raises CheckpointError if they do not fit."""
         for key, (name, shape, dtype) in self.table().items():
@@ -113,9 +126,9 @@ class SpreadState:
         """What this worker writes: every element of the state is written by exactly one."""
         slabs = []
         for key, piece in self.pieces.items():
-            if piece.is_term or (self._is_here(piece) and self._writes(piece)):
-                array = self._whole(piece) if piece.is_term else _value(piece.holder).numpy()
-                slabs += self._slabs(key, piece, np.asarray(array)) if self._writes(piece) else []
+            if self._is_here(piece) and self._writes(piece):
+                array = np.asarray(_value(piece.holder).numpy())
+                slabs += self._slabs(key, piece, array[np.newaxis] if piece.is_row else array)
         return slabs
 
     def read(self, prefix: str) -> None:
@@ -126,13 +139,22 @@ class SpreadState:
         self.update.collect()
 
     def _read_piece(self, prefix: str, key: str, piece: Piece) -> np.ndarray:
+        if piece.is_row:
+            return self._read_row(prefix, key, piece)
         regions = self._regions(piece)
         contents = iter(read_slabs(prefix, [Slab(key, piece.shape, box) for _, boxes in regions for box in boxes], tf.as_dtype(piece.holder.dtype)))
         joined = [next(contents) if len(boxes) == 1 else np.concatenate([next(contents) for _ in boxes], piece.part.dim) for _, boxes in regions]
         if piece.is_shard:
             flat = np.concatenate([array.reshape(-1) for array in joined]) if joined else np.zeros(0, tf.as_dtype(piece.holder.dtype).as_numpy_dtype)
             return np.pad(flat, (0, piece.holder.shape[0] - flat.size))
-        return joined[0] / piece.group.size if piece.is_term else joined[0]
+        return joined[0]
+
+    def _read_row(self, prefix: str, key: str, piece: Piece) -> np.ndarray:
+        count, *shape = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()[key + SUFFIX]
+        wanted = [piece.group.index] if count == piece.group.size else range(count)
+        slabs = [Slab(key, (count, *shape), ((row, 1), *((0, length) for length in shape))) for row in wanted]
+        rows = np.concatenate(read_slabs(prefix, slabs, tf.as_dtype(piece.holder.dtype)))
+        return rows[0] if count == piece.group.size else shared_out(rows, piece.group.size)[0]
 
     def _slabs(self, key: str, piece: Piece, array: np.ndarray) -> list[Slab]:
         slabs, offset = [], 0
@@ -148,6 +170,9 @@ class SpreadState:
     def _regions(self, piece: Piece) -> list[tuple[tuple[int, ...], list[Box]]]:
         """What this worker holds of a piece, as (lengths of a box of its part, the boxes of the whole that make it up along the part's dim)."""
         local = piece.part_shape
+        if piece.is_row:
+            box = ((piece.group.index, 1), *((0, length) for length in local[1:]))
+            return [((1, *local[1:]), [box])]
         boxes: list[Box] = [tuple((0, length) for length in local)]
         if piece.is_shard:
             length = -(-math.prod(local) // piece.group.size)
@@ -165,7 +190,7 @@ class SpreadState:
 
     def _writes(self, piece: Piece) -> bool:
         """Of all workers that hold the same, the first writes it."""
-        members = [self.runtime.mesh.coordinates(rank) for rank in (piece.group.ranks if piece.is_shard else ())]
+        members = [self.runtime.mesh.coordinates(rank) for rank in (piece.group.ranks if piece.is_shard or piece.is_row else ())]
         different = {*(axis for axis in AXES if len({at[axis] for at in members}) > 1), *([piece.part.axis] if piece.part else [])}
         return (self._stages.index == (piece.stages[0] if piece.stages else 0)
                 and not any(self.runtime.coordinates[axis] for axis in AXES if axis not in {"pipe", *different}))
@@ -180,8 +205,8 @@ class SpreadState:
         if piece.is_shard:
             value = self._gather(value, piece.group.ranks)[:math.prod(piece.part_shape)]
             value = tf.reshape(value, piece.part_shape)
-        if piece.is_term:
-            value = tf.reduce_sum(tf.reshape(self._gather(value[tf.newaxis], piece.group.ranks), [-1, *piece.shape]), 0)
+        if piece.is_row:
+            value = self._gather(value[tf.newaxis], piece.group.ranks)
         if piece.part is None:
             return value.numpy()
         parts = self.runtime.group(piece.part.axis)
@@ -189,12 +214,17 @@ class SpreadState:
         return piece.part.join(np.split(padded, parts.size))
 
     def _own(self, piece: Piece, whole: np.ndarray) -> np.ndarray:
+        if piece.is_row:
+            return whole[piece.group.index]
         own = piece.part.cut(whole) if piece.part else whole
-        if piece.is_term:
-            return own / piece.group.size
         if not piece.is_shard:
             return own
         return Layout([own.shape], piece.group).cut(own, 0)
+
+
+def shared_out(rows: np.ndarray, count: int) -> np.ndarray:
+    """[n, ...] -> [count, ...] with the same sum: the same, or equal parts of it."""
+    return rows if len(rows) == count else np.broadcast_to(rows.sum(0) / np.asarray(count, rows.dtype), (count, *rows.shape[1:]))
 
 
 def _value(holder: Any) -> tf.Variable:

@@ -1,0 +1,129 @@
+"""What a stranger does to a job: finds every port that its processes have open, and says there whatever might harm.
+
+Knows nothing of tfdist but what an onlooker can: addresses, formats, old formats. Bounded in sockets and in time. Only ever
+talks to ports of processes below the one that it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+_MOST_HELD = 100  # silent connections at a time
+_WORKER_HELLO = struct.Struct("!8s?i32s")
+
+
+class Executes:
+    """A pickle that writes a file where it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self.path, "executed")
+
+
+def processes(root: int) -> set[int]:
+    """A process and all below it."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError, IndexError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found, before = {root}, set()
+    while found != before:
+        before = set(found)
+        found |= {pid for pid, parent in parents.items() if parent in found}
+    return found
+
+
+def ports(root: int) -> tuple[set[int], set[int]]:
+    """(TCP ports on which a process or one below it listens, UDP ports that it has bound)."""
+    inodes = set()
+    for pid in processes(root):
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                    if target.startswith("socket:["):
+                        inodes.add(target[8:-1])
+    tcp, udp = set(), set()
+    for name, found, states in (("tcp", tcp, ("0A",)), ("tcp6", tcp, ("0A",)), ("udp", udp, ("07",)), ("udp6", udp, ("07",))):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[9] in inodes and fields[3] in states:
+                    found.add(int(fields[1].rpartition(":")[2], 16))
+    return tcp, udp
+
+
+class Attacker:
+    """Attacks the ports of a process and those below it, in threads, from `with` until its end.
+
+    Attributes: tcp, udp, the ports that were attacked; proof, a file that is there if anything was executed.
+    """
+
+    def __init__(self, root: int, proof: Path, size: int, seconds: float = 300.0):
+        self.root, self.proof, self.size = root, proof, size
+        self.tcp, self.udp = set(), set()
+        self.rounds = 0
+        self._end, self._stop = time.monotonic() + seconds, threading.Event()
+        self._threads = [threading.Thread(target=self._attack, args=(seed,), daemon=True) for seed in range(2)]
+
+    def __enter__(self) -> Attacker:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(30)
+
+    def words(self, rng: random.Random) -> list[bytes]:
+        """What is said on connections: garbage, lengths beyond all bounds, hellos of all ages, pickles."""
+        rank = rng.randrange(-1, self.size + 1)
+        hello = _WORKER_HELLO.pack(b"tfdist\x00\x01", rng.random() < 0.5, rank, rng.randbytes(32))
+        evil = pickle.dumps(Executes(self.proof))
+        old = {"rank": rng.choice([rank, [], {}, None, "1", 1e308]), "peers": rng.choice([[], {}, ["127.0.0.1:1"] * self.size]), "endpoint": "127.0.0.1:1"}
+        return [b"", b"\n", hello[:20], hello, hello + rng.randbytes(32) + b"\xff\xff\xff\xff", json.dumps(old).encode() + b"\n", struct.pack("!i", rank), struct.pack("!i", rank) + struct.pack("!12sIQ", b"broadcast", 0, len(evil)) + evil,
+                evil, b"\xff" * 5000, rng.randbytes(300), struct.pack("!IIQqq", 0, 0, 2**63, -1, 0), b'{"slot": 1, "token": ""}\n{"ready": 5, "lost": true}\n', b"GET /../../etc/passwd HTTP/1.1\r\n\r\n", b"[" * 10_000]
+
+    def datagrams(self, rng: random.Random) -> list[bytes]:
+        """What is sent to the beacons: failures of others, reports that are none, sealed and not."""
+        rank = rng.randrange(self.size)
+        report = {"section": "step", "seconds": 0.1, "calls": 10**6, "at": "", "waiting_for": None, "error": "forged \x1b[2J failure", "error_time": 1.0, "secondary": False, "rank": rank}
+        wrong = [{**report, "rank": []}, {**report, "calls": "x"}, {**report, "waiting_for": []}, {**report, "error": ""}, report]
+        data = [json.dumps(each).encode() for each in wrong]
+        return [*data, *(rng.randbytes(24) + struct.pack("!iQ", rank, time.monotonic_ns()) + each for each in data), b"", b"null", b"[" * 1300, rng.randbytes(1400), b"\xff" * 60_000]
+
+    def _attack(self, seed: int) -> None:
+        rng, held = random.Random(seed), []
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as voice:
+            while not self._stop.is_set() and time.monotonic() < self._end:
+                tcp, udp = ports(self.root)
+                self.tcp, self.udp = self.tcp | tcp, self.udp | udp
+                for port in tcp:
+                    for words in self.words(rng):
+                        with contextlib.suppress(OSError):
+                            connection = socket.create_connection(("127.0.0.1", port), timeout=0.5)
+                            held.append(connection)
+                            connection.sendall(words)
+                    while len(held) > _MOST_HELD:
+                        held.pop(rng.randrange(len(held))).close()
+                for port in udp:
+                    for data in self.datagrams(rng) * 5:
+                        with contextlib.suppress(OSError):
+                            voice.sendto(data, ("127.0.0.1", port))
+                self.rounds += 1
+                self._stop.wait(0.02)
+        for connection in held:
+            connection.close()

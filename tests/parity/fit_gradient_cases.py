@@ -1,0 +1,356 @@
+"""More cases for tests/parity/test_fit.py: gradients that a train_step or loop of one's own takes."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdist
+from tests.parity.fit_cases import case, dense, samples, tokens
+from tfdist.control.exit_codes import ConfigError
+
+
+def weights(*models):
+    return [weight.tolist() for model in models for weight in model.get_weights()]
+
+
+def network(inputs, units, outputs, *between, activation="tanh"):
+    return keras.Sequential([keras.Input((inputs,)), layers.Dense(units, activation=activation), *between, layers.Dense(outputs)])
+
+
+@case
+def spread_gan(fit, evaluate, predict, folder):
+    """A gradient through two spread models, with plain SGD, which shows a factor that Adam hides."""
+    found = {}
+    for name, between in {"plain": (), "batchnorm": (layers.BatchNormalization,)}.items():
+        make, judge = network(3, 8, 4, *(layer() for layer in between)), network(4, 8, 1, *(layer() for layer in between))
+        optimizers = keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1, global_clipnorm=0.5)
+        rng = np.random.default_rng(1)
+
+        def train(noise, real, make=make, judge=judge, optimizers=optimizers):
+            with tf.GradientTape(persistent=True) as tape:
+                fake = make(noise, training=True)
+                on_fake, on_real = judge(fake, training=True), judge(real, training=True)
+                fools = ops.mean(ops.softplus(-on_fake))
+                tells = ops.mean(ops.softplus(on_fake)) + ops.mean(ops.softplus(-on_real))
+            optimizers[0].apply(tape.gradient(fools, make.trainable_variables), make.trainable_variables)
+            optimizers[1].apply(tape.gradient(tells, judge.trainable_variables), judge.trainable_variables)
+            return fools, tells
+
+        with tfdist.spread(make, optimizers[0]), tfdist.spread(judge, optimizers[1]):
+            step = tf.function(train, reduce_retracing=True)
+            losses = [[float(loss) for loss in (step if rows > 1 else train)(*(tf.constant(rng.normal(size=(rows, width)).astype("float32")) for width in (3, 4)))]
+                      for rows in (8, 8, 7, 7, 1)]
+        found[name] = {"losses": losses, "weights": weights(make, judge)}
+    return found
+
+
+class Twice(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self(self(x, training=True), training=True) - y))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@case
+def model_of_its_own_output(fit, evaluate, predict, folder):
+    x, _ = samples(30)
+    found = {}
+    for name, options in {"graph": {}, "eager": {"run_eagerly": True}, "jit": {"jit_compile": True}}.items():
+        model = Twice([keras.Input((8,)), layers.Dense(12, activation="tanh", activity_regularizer="l2"), layers.Dense(8)])
+        model.compile(keras.optimizers.SGD(0.2), **options)
+        found[name] = {"loss": fit(model, x, x[:, ::-1].copy(), batch_size=7, epochs=2).history["loss"], "weights": weights(model)}
+    return found
+
+
+class Penalized(keras.Model):
+    """The gradient penalty of Gulrajani et al. 2017: a gradient with respect to inputs, differentiated once more."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x, training=None):
+        return self.inner(x, training=training)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                score = self(x, training=True)
+            slope = tape.gradient(score, x)
+            norm = ops.sqrt(ops.sum(ops.square(slope), axis=1) + 1e-6)
+            loss = ops.mean(ops.square(score[:, 0] - y)) + 0.7 * ops.mean(ops.square(norm - 1.0))
+        gradients = outer.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "slope": ops.mean(norm), "gradient": tf.linalg.global_norm(gradients)}
+
+
+@case
+def gradient_penalty(fit, evaluate, predict, folder):
+    x, _ = samples(29)
+    y = x.sum(1) / 3
+    found = {}
+    for name, (between, options) in {"graph": ((), {}), "eager": ((), {"run_eagerly": True}), "batchnorm": ((layers.BatchNormalization(),), {})}.items():
+        model = Penalized(network(8, 12, 1, *between))
+        model.build((None, 8))
+        model.compile(keras.optimizers.SGD(0.05), **options)
+        found[name] = {"history": fit(model, x, y, batch_size=9, epochs=2).history, "weights": weights(model)}
+    return found
+
+
+class Adversarial(keras.Sequential):
+    """Training on inputs moved along the gradient; gradients clipped by hand, and weights moved before (Foret et al. 2021)."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(x)
+            loss = self.compute_loss(x, y, self(x, training=True))
+        x = x + 0.1 * tf.sign(tape.gradient(loss, x))
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        norm = tf.linalg.global_norm(gradients)
+        steps = [0.05 * gradient / norm for gradient in gradients]
+        for variable, step in zip(self.trainable_variables, steps, strict=True):
+            variable.assign_add(step)
+        with tf.GradientTape() as tape:
+            sharp = self.compute_loss(x, y, self(x, training=True))
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(sharp, self.trainable_variables), 0.5)
+        for variable, step in zip(self.trainable_variables, steps, strict=True):
+            variable.assign_sub(step)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "sharp": sharp, "norm": norm}
+
+
+@case
+def adversarial_examples_and_gradients_by_hand(fit, evaluate, predict, folder):
+    x, y = samples(45)
+    model = Adversarial([keras.Input((8,)), layers.Dense(16, activation="relu", kernel_regularizer="l2"), layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return {"history": fit(model, x, y, batch_size=16, epochs=2).history, "weights": weights(model)}
+
+
+class TwoUpdates(keras.Sequential):
+    """One loss that passes through scale_loss and one that does not; and two that do, in another step."""
+
+    scaled = True
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            outputs = self(x, training=True)
+            first, second = self.compute_loss(x, y, outputs), 0.3 * ops.mean(ops.square(outputs))
+            scaled = self.optimizer.scale_loss(first)
+            other = self.optimizer.scale_loss(second) if self.scaled else second
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(scaled, variables), variables)
+        self.optimizer.apply(tape.gradient(other, variables), variables)
+        return {"loss": first, "second": second}
+
+
+@case
+def two_updates_in_a_step(fit, evaluate, predict, folder):
+    x, y = samples(40)
+    found = {}
+    for scaled in (False, True):
+        model = TwoUpdates([keras.Input((8,)), layers.Dense(16, activation="relu"), layers.Dense(3, activation="softmax")])
+        model.scaled = scaled
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        found[str(scaled)] = {"history": fit(model, x, y, batch_size=16, epochs=2).history, "weights": weights(model)}
+    return found
+
+
+class SlopeOfWeights(keras.Sequential):
+    """A penalty on the gradient with respect to the weights, in float16: a second derivative through the sum over workers."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            slope = tape.gradient(loss, self.trainable_variables)
+            total = loss + 0.3 * sum(ops.sum(ops.square(ops.cast(gradient, "float32"))) for gradient in slope)
+        self.optimizer.apply(outer.gradient(total, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss, "total": total}
+
+
+@case
+def penalty_on_the_gradient_of_weights(fit, evaluate, predict, folder):
+    x, y = samples(30)
+    model = SlopeOfWeights([keras.Input((8,)), layers.Dense(16, activation="tanh"), layers.Dense(3, activation="softmax")])
+    model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    return {"history": fit(model, x, y, batch_size=16, epochs=2).history, "weights": weights(model)}
+
+
+class Recomputed(layers.Dense):
+    """TensorFlow takes gradients of its own in the backward pass, of weights too."""
+
+    def call(self, x):
+        return tf.recompute_grad(lambda x: tf.tanh(x @ self.kernel.value))(x)
+
+
+@case
+def recomputed_layer(fit, evaluate, predict, folder):
+    x, y = samples(40)
+    model = dense(Recomputed(12, use_bias=False), optimizer=keras.optimizers.SGD(0.1))
+    return {"history": fit(model, x, y, batch_size=16, epochs=2).history, "weights": weights(model)}
+
+
+class Noisy(keras.Sequential):
+    """Draws in its train_step, where all rows are, from generators of every kind."""
+
+    drawn = "own"
+    elsewhere = None  # no attribute that Keras knows: in a list of a class
+
+    def train_step(self, data):
+        x, y = data
+        seed = {"own": getattr(self, "generator", None), "global": None, "elsewhere": (self.elsewhere or [None])[0]}
+        if self.drawn == "tensorflow":
+            noise = tf.random.normal(tf.shape(x))
+        else:
+            noise = keras.random.normal(tf.shape(x), seed=seed[self.drawn])
+        return super().train_step((x + noise, y))
+
+
+def seeds(model):
+    return [np.asarray(variable.value).tolist() for variable in model.variables if variable.path.endswith("seed_generator_state")]
+
+
+@case
+def random_numbers_of_a_train_step(fit, evaluate, predict, folder):
+    x, y = samples(40)
+    found = {}
+    for drawn in ("own", "global", "elsewhere", "tensorflow"):
+        for options in ({}, {"run_eagerly": True}):
+            rank = tfdist.init().rank
+            keras.utils.set_random_seed(5)
+            model = Noisy([keras.Input((8,)), layers.Dense(3, activation="softmax")])
+            model.drawn = drawn
+            if drawn == "own":
+                model.generator = keras.random.SeedGenerator(3 + rank)  # like one without a seed
+            Noisy.elsewhere = [keras.random.SeedGenerator(7 + rank)]
+            if drawn in ("global", "tensorflow") and rank:
+                keras.utils.set_random_seed(50 + rank)
+            model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
+            history = fit(model, x, y, batch_size=16, epochs=2, shuffle=False).history
+            everyone = tfdist.init().all_gather(np.array(history["loss"]))
+            found[f"{drawn} {options}"] = {"same": bool((everyone == everyone[0]).all()), "seeds": seeds(model), "loss": None if drawn == "tensorflow" else history["loss"]}
+    return found
+
+
+class Rows(layers.Layer):
+    """Adds noise, from Keras and from TensorFlow."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.random.SeedGenerator(4)
+
+    def call(self, x):
+        return x + keras.random.normal(tf.shape(x), seed=self.generator), keras.random.normal(tf.shape(x)), tf.random.normal(tf.shape(x))
+
+
+@case
+def random_numbers_of_the_rows(fit, evaluate, predict, folder):
+    """Other numbers in other rows, the same state everywhere, and that of one process."""
+    inputs = keras.Input((4,))
+    found = {}
+    for options in ({}, {"run_eagerly": True}):
+        keras.utils.set_random_seed(2)
+        layer = Rows()
+        model = keras.Model(inputs, layer(inputs))
+        model.compile(**options)
+        noise = [np.asarray(values) for values in predict(model, np.zeros([8, 4], "float32"), batch_size=8)]
+        again = [np.asarray(values) for values in predict(model, np.zeros([8, 4], "float32"), batch_size=8)]
+        everyone = tfdist.init().all_gather(noise[0])
+        found[str(options)] = {"rows": [len({tuple(row) for row in values}) for values in noise], "again": [bool((a == b).any()) for a, b in zip(noise, again, strict=True)],
+                               "same": bool((everyone == everyone[0]).all()), "seeds": seeds(model)}
+    return found
+
+
+@case
+def dropout_leaves_one_state(fit, evaluate, predict, folder):
+    x, y = samples(40)
+    model = dense(layers.Dropout(0.5, seed=3), layers.GaussianNoise(0.1))
+    fit(model, x, y, batch_size=16, epochs=2)
+    return {"seeds": seeds(model)[:1]}
+
+
+class Positions(keras.Model):
+    """Keras' own example of a transformer: token and position embeddings. `kinds`: what is looked up whatever the batch is."""
+
+    def __init__(self, kinds, length=12):
+        super().__init__()
+        self.kinds, self.length = kinds, length
+        self.tokens, self.positions, self.out = layers.Embedding(20, 6), layers.Embedding(12, 6), layers.Dense(5)
+
+    def build(self, shape):
+        for layer in (self.tokens, self.positions):
+            layer.build(None)
+        self.out.build((None, 6))
+
+    def call(self, ids):
+        x = self.tokens(ids)
+        if "positions" in self.kinds:
+            x = x + self.positions(ops.arange(ops.shape(ids)[1]))
+        if "duplicates" in self.kinds:
+            x = x * (1.0 + ops.sum(self.positions(np.array([3, 3, 1, 3])), axis=0))
+        if "both" in self.kinds:
+            x = x + ops.mean(self.tokens(np.arange(5)), axis=0) + self.tokens(ids[:, ::-1])
+        if "rows" in self.kinds:  # as many as the batch has
+            x = x + self.positions(ops.broadcast_to(ops.arange(12), ops.shape(ids))) + self.positions(ops.zeros_like(ids))
+        if "tensorflow" in self.kinds:
+            x = x + tf.gather(self.positions.embeddings.value, tf.range(12))
+        return self.out(ops.mean(ops.tanh(x), axis=1))
+
+
+KINDS = {"positions": ["positions"], "duplicates": ["positions", "duplicates"], "both": ["both", "positions"], "rows": ["rows", "positions", "tensorflow"]}
+
+
+@case
+def lookups_whatever_the_batch(fit, evaluate, predict, folder):
+    ids, tags = tokens(41)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    found = {}
+    for kind, kinds in KINDS.items():
+        for name, optimizer, options in (("adam", keras.optimizers.Adam(0.05), {}), ("clipped", keras.optimizers.SGD(0.5, global_clipnorm=0.1), {}),
+                                         ("clipnorm", keras.optimizers.SGD(0.5, clipnorm=0.05), {"jit_compile": True}), ("accumulated", keras.optimizers.Adam(0.05, gradient_accumulation_steps=2), {})):
+            model = Positions(kinds)
+            model.build((None, 12))
+            model.compile(optimizer, loss, **options)
+            fit(model, ids, tags[:, 0], batch_size=9, epochs=1)
+            found[f"{kind}, {name}"] = weights(model)
+    model = Positions(["positions"])
+    model.build((None, 12))
+    model.compile("adam", loss, run_eagerly=True)
+    try:
+        fit(model, ids, tags[:, 0], epochs=1)
+        found["eager"] = tfdist.init().size == 1
+    except ConfigError as error:
+        found["eager"] = "run_eagerly" in str(error)
+    return found
+
+
+@case
+def embeddings_eagerly_and_in_pieces(fit, evaluate, predict, folder):
+    """Rows of the batch only: without a graph, and with the gradient outside of the function of the forward pass."""
+    ids, tags = tokens(20)
+    inputs = keras.Input((12,), dtype="int32")
+    table = layers.Embedding(20, 6)
+    model = keras.Model(inputs, layers.Dense(5)(layers.GlobalAveragePooling1D()(table(inputs) + table(inputs[:, ::-1]))))
+    model.compile(keras.optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)
+    fit(model, ids, tags[:, 0], batch_size=7, epochs=1)
+    optimizer = keras.optimizers.Adam(0.05)
+    with tfdist.spread(model, optimizer):
+        forward = tf.function(lambda ids: model(ids, training=True))
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = model.loss(tags[:, 0], forward(tf.constant(ids)))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return {"weights": weights(model)}

@@ -1,0 +1,169 @@
+"""More cases for tests/parity/test_fit.py: inputs that are no batch, and losses and metrics inside a model's call."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdist
+from tests.parity.fit_cases import CASES, case, dense, samples
+from tests.parity.fit_gradient_cases import weights
+from tfdist.control.exit_codes import ConfigError
+
+__all__ = ["CASES"]  # of all files
+
+
+def is_refused(run, words):
+    """Whether it is, where there are other workers; else True."""
+    try:
+        run()
+    except ConfigError as error:
+        return words in str(error)
+    return tfdist.init().size == 1
+
+
+class Beside(keras.Model):
+    """Looks rows up in, and compares rows with, a table that comes with each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.shared = layers.Dense(6, activation="tanh"), layers.Dense(6)
+
+    def build(self, shape):
+        for layer in (self.hidden, self.shared):
+            layer.build((None, 8))
+
+    def call(self, inputs):
+        table = self.shared(inputs["a table"])
+        return ops.matmul(self.hidden(inputs["x"]), ops.transpose(table))[:, :3] + ops.mean(table)
+
+
+@case
+def table_beside_the_batch(fit, evaluate, predict, folder):
+    x, y = samples(40)
+    table = np.random.default_rng(3).normal(size=(50, 8)).astype("float32")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    found = {}
+    for rows in (50, 9, 8):
+        for remainder in (True, False):  # with and without a static number of rows
+            for options in ({}, {"run_eagerly": True}) if rows == 8 else ({},):
+                def beside(x, y, rows=rows):
+                    return {"x": x, "a table": tf.constant(table[:rows])}, y
+
+                dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=remainder).map(beside)
+                model = Beside()
+                model.build(None)
+                model.compile(keras.optimizers.SGD(0.1), loss, **options)
+                history = fit(model, dataset, epochs=1).history
+                found[f"{rows} {remainder} {options}"] = {"history": history, "weights": weights(model), "evaluate": evaluate(model, dataset), "predict": predict(model, dataset)}
+    model = Beside()
+    model.build(None)
+    optimizer = keras.optimizers.SGD(0.1)
+    with tfdist.spread(model, optimizer):
+        @tf.function
+        def step(x, table):
+            with tf.GradientTape() as tape:
+                tape.watch(table)
+                loss = ops.mean(ops.square(model({"x": x, "a table": table})))
+            return tape.gradient(loss, [table, *model.trainable_variables])
+
+        found["gradient"] = [np.asarray(gradient) for gradient in step(tf.constant(x[:7]), tf.constant(table[:7]))]
+    return found
+
+
+@case
+def two_inputs_of_static_shape(fit, evaluate, predict, folder):
+    """Both hold rows; and two towers, each row of one against each of the other."""
+    x, _ = samples(32)
+    a, b = keras.Input((8,)), keras.Input((4,))
+    summed = keras.Model([a, b], layers.Dense(2)(layers.concatenate([a, layers.Dense(3)(b)])))
+    a, b = keras.Input((8,)), keras.Input((4,))
+    towers = keras.Model([a, b], layers.Dot(-1)([layers.Dense(2)(a), layers.Dense(2)(b)]))
+    found = {}
+    for name, model in {"summed": summed, "towers": towers}.items():
+        dataset = tf.data.Dataset.from_tensor_slices(((x, x[:, :4]), x[:, :1])).batch(8, drop_remainder=True)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        found[name] = {"history": fit(model, dataset, epochs=1).history, "weights": weights(model), "predict": predict(model, dataset)}
+    return found
+
+
+class Adding(layers.Layer):
+    """Adds a loss of its rows."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def call(self, x):
+        for reduce in {"mean": [ops.mean], "sum": [ops.sum], "both": [ops.sum, ops.mean], "other": [ops.max]}[self.how]:
+            self.add_loss(0.03 * reduce(ops.square(x)))
+        return x
+
+
+@case
+def losses_added_as_sums(fit, evaluate, predict, folder):
+    x, y = samples(45)
+    found = {}
+    for name, (how, options) in {"mean": ("mean", {}), "sum": ("sum", {}), "both": ("both", {}), "compiled": ("both", {"jit_compile": True}), "eager": ("sum", {"run_eagerly": True})}.items():
+        model = dense(Adding(how), layers.Dense(8, activity_regularizer="l2", kernel_regularizer="l2"), optimizer=keras.optimizers.SGD(0.05), **options)
+        history = fit(model, x, y, batch_size=16, epochs=2, validation_data=(x[:7], y[:7])).history
+        found[name] = {"history": history, "weights": weights(model)}
+    from tfdist.keras_fit import own_rows
+
+    before, own_rows.LARGEST = own_rows.LARGEST, -1
+    try:
+        model = dense(Adding("both"), optimizer=keras.optimizers.SGD(0.05))
+        found["own rows"] = {"history": fit(model, x, y, batch_size=16, epochs=2).history, "weights": weights(model)}
+    finally:
+        own_rows.LARGEST = before
+    model, optimizer = dense(Adding("sum")), keras.optimizers.SGD(0.1)
+    with tfdist.spread(model, optimizer):
+        step = tf.function(lambda x: (ops.mean(model(x, training=True)), model.losses))
+        found["spread"] = [float(step(tf.constant(x[:9]))[1][0])]
+    found["refused"] = is_refused(lambda: fit(dense(Adding("other")), x, y, epochs=1), "neither a mean nor a sum")
+    return found
+
+
+class Counting(keras.Model):
+    """Updates metrics in its call."""
+
+    def __init__(self, metric, single=False):
+        super().__init__()
+        self.out, self.metric, self.size, self.single = layers.Dense(3, activation="softmax"), metric, keras.metrics.Mean(name="size"), single
+
+    def build(self, shape):
+        self.out.build((None, 8))
+
+    def call(self, x):
+        outputs = self.out(x)
+        if isinstance(self.metric, keras.metrics.Mean):
+            self.metric.update_state(ops.mean(outputs) if self.single else ops.max(outputs, axis=-1))
+        else:
+            self.metric.update_state(ops.cast(x[:, :1] > 0, "float32"), outputs[:, :1])
+        self.size.update_state(ops.square(x))
+        return outputs
+
+
+class Largest(keras.metrics.Mean):
+    """May compute anything."""
+
+
+@case
+def metrics_inside_the_call(fit, evaluate, predict, folder):
+    x, y = samples(45)
+    found = {}
+
+    def run(metric, **options):
+        single = options.pop("single", False)
+        model = Counting(metric, single)
+        model.build(None)
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
+        return {"history": fit(model, x, y, batch_size=11, epochs=2).history, "evaluate": evaluate(model, x[:41], y[:41], batch_size=8)}
+
+    for name, options in {"graph": {}, "jit": {"jit_compile": True}, "eager": {"run_eagerly": True}}.items():
+        found[name] = [run(keras.metrics.Mean(name="mean"), **options), run(keras.metrics.AUC(name="auc"), **options)]
+    found["own"] = is_refused(lambda: run(Largest(name="largest")), "not known to be a sum")
+    found["single"] = is_refused(lambda: run(keras.metrics.Mean(name="mean"), single=True), "single number")
+    return found

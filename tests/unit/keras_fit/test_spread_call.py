@@ -1,0 +1,150 @@
+"""The pieces of a spread model that need no second worker: what stands in for one returns what this worker has sent."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit import lookups
+from tfdist.keras_fit.forward import SpreadCall
+from tfdist.keras_fit.gradients import Gradients
+from tfdist.keras_fit.inputs import of_the_batch
+from tfdist.keras_fit.random_numbers import RandomNumbers
+from tfdist.keras_fit.replaced import replaced
+
+
+class Mirror:
+    """Rank 0 of two workers, of which the other sends the same."""
+
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.rows_count, self.gathers, self.sums = None, 0, 0
+
+    def gather(self, tensors, same=()):
+        self.gathers += 1
+        return [tf.concat([tensor, tensor], 0) for tensor in tensors]
+
+    def all_reduce(self, tensors):
+        self.sums += 1
+        return [2 * tensor for tensor in tensors]
+
+    def all_gather(self, array):
+        return np.stack([array, array])
+
+    def broadcast(self, arrays):
+        return arrays
+
+    def broadcast_object(self, value, name=""):
+        return value
+
+
+@pytest.fixture
+def spread():
+    """A function that replaces the call of a model, and the runtime; tf.GradientTape is replaced meanwhile."""
+    runtime = Mirror()
+    gradients, numbers = Gradients(runtime), RandomNumbers(runtime)
+    models = []
+
+    def one(model):
+        models.append(replaced(model, "call", SpreadCall(model, runtime, gradients, numbers)))
+        models[-1].__enter__()
+        return runtime
+
+    with gradients.installed(), numbers.installed():
+        yield one
+    for model in models:
+        model.__exit__(None, None, None)
+
+
+def network():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_gradient_of_inputs_costs_a_gather_only_where_it_is_asked_for(spread, watched):
+    model = network()
+    runtime = spread(model)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            if watched:
+                tape.watch(x)
+            loss = tf.reduce_mean(tf.square(model(x)))
+        return tape.gradient(loss, [*model.trainable_variables, *([x] if watched else [])])
+
+    graph = step.get_concrete_function(tf.TensorSpec([None, 3])).graph
+    assert runtime.gathers == 1 + watched and runtime.sums == 1
+    assert len([op for op in graph.get_operations() if op.type == "PyFunc"]) == 0  # what Mirror does needs none
+
+
+def test_a_gradient_of_a_jacobian_of_weights_is_refused(spread):
+    model = network()
+    spread(model)
+    x = tf.ones([4, 3])
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = model(x)
+    with pytest.raises(ConfigError, match="tape.jacobian"):
+        tape.jacobian(y, model.trainable_variables)
+
+
+def test_the_tape_is_tensorflows_own_again():
+    before = tf.GradientTape.gradient
+    gradients = Gradients(Mirror())
+    with gradients.installed(), gradients.installed():
+        assert tf.GradientTape.gradient is not before
+    assert tf.GradientTape.gradient is before
+
+
+def test_outputs_that_are_no_rows_are_refused(spread):
+    inputs = keras.Input((6,))
+    for output in (keras.layers.Lambda(lambda x: tf.reshape(x, [-1, 3])), keras.layers.Lambda(lambda x: x[:, 0][:1])):
+        model = keras.Model(inputs, output(inputs))
+        spread(model)
+        with pytest.raises(ConfigError, match="one row for each row"):
+            model(tf.ones([8, 6]))
+
+
+def test_which_inputs_hold_the_batch():
+    def fitting(*batch):
+        """A model of which these inputs are added up, and the others are tables."""
+        def returned(dims):
+            own = {dims[place] for place in batch}
+            return own.pop() if len(own) == 1 else -1
+
+        return returned
+
+    assert of_the_batch([None, None], None) == [True, True]  # nobody is asked
+    assert of_the_batch([16], None) == [True]
+    for dims in ([16, 16, 100], [16, 16, 16], [None, None, 16], [None, 16, 16]):
+        assert of_the_batch(dims, fitting(0, 1)) == [True, True, False]
+    assert of_the_batch([100, 16], fitting(1)) == [False, True]
+    assert of_the_batch([16, 16], fitting(1)) == [False, True]
+    assert of_the_batch([16, 16, 100], lambda dims: None) == [True, True, False]  # shapes tell nothing
+
+
+def test_which_lookups_depend_on_the_rows():
+    table = tf.Variable(tf.ones([9, 2]))
+    found = {}
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int64)])
+    def trace(ids):
+        own = lookups.mark(ids[:2])
+        kinds = {"own": own, "length of a row": tf.range(tf.shape(own)[1]), "last": tf.range(tf.shape(own)[-1]), "rows": tf.range(tf.shape(own)[0]),
+                 "zeros": tf.zeros_like(own), "whole": ids[0], "constant": tf.constant([1, 1, 2]), "random": tf.random.uniform([3], maxval=9, dtype=tf.int32),
+                 "read": tf.cast(table[0], tf.int32)}
+        for name, numbers in kinds.items():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(table, numbers))
+            found[name] = [lookup.is_own for lookup in lookups.lookups(tape.gradient(loss, table))]
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(tf.gather(table, kinds[name])) for name in ("own", "constant", "zeros"))
+        found["together"] = sorted(lookup.is_own for lookup in lookups.lookups(tape.gradient(loss, table)))
+        return loss
+
+    trace.get_concrete_function()
+    assert found == {"own": [True], "length of a row": [False], "last": [False], "rows": [True], "zeros": [True], "whole": [False], "constant": [False],
+                     "random": [True], "read": [False], "together": [False, True, True]}

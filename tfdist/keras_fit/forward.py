@@ -1,0 +1,168 @@
+"""The forward pass of a model over the workers: what stands in for `model.call` while the model is spread."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_fit.gradients import Gradients
+from tfdist.keras_fit.inputs import of_the_batch
+from tfdist.keras_fit.lookups import shared_in
+from tfdist.keras_fit.losses_inside import Scales, recorded
+from tfdist.keras_fit.metrics_inside import Additions
+from tfdist.keras_fit.random_numbers import RandomNumbers
+from tfdist.keras_fit.rows import Forward, Part, together
+from tfdist.runtime.sockets import Sockets
+from tfdist.training.added_losses import SUM
+
+
+class SpreadCall:
+    """Takes the global batch, computes this worker's rows, returns all rows.
+
+    Attributes: calls, how often it was called over the workers; scales, of the losses that the model adds.
+    """
+
+    def __init__(self, model: keras.Model, runtime: Sockets, gradients: Gradients, random_numbers: RandomNumbers):
+        self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
+        self._call: Callable = model.call
+        self._alone = False
+        self.scales = Scales(model, runtime)
+        self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
+        self._finders: dict[str, Callable[[], dict]] = {}  # by the inputs of a forward pass
+        self.calls = 0
+        gradients.calls.add(self)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, each worker computes all rows itself."""
+        before, self._alone = self._alone, True
+        try:
+            yield
+        finally:
+            self._alone = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._alone or self._gradients.are_of_own_rows:  # the latter: inside another model that is spread
+            return self._call(*args, **kwargs)
+        self.calls += 1
+        share = self._gradients.share
+        if share is not None:  # these are our own rows
+            own = self._forward(args, kwargs)
+            as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
+            outputs, losses = own.outputs, [loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss for loss, scales in zip(own.losses, own.scales, strict=True)]
+        else:
+            part = Part(self._runtime, (args, kwargs), self.of_the_batch((args, kwargs)))
+            taken = part.take((args, kwargs))
+            outputs, losses = together(self._runtime, part, lambda: self._forward(*taken))
+        for layer in self._model._flatten_layers():
+            layer._losses.clear()
+        self._model._losses.extend(losses)
+        return outputs
+
+    def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
+        """For each tensor with rows among the arguments of a call whether its rows are those of the batch."""
+        tensors, rebuild = _tensors_of(arguments)
+        dims = [tensor.shape[0] for tensor in tensors if tensor.shape.rank != 0]
+
+        def returned(dims: Sequence[int]) -> int | None:
+            rows = iter(dims)
+            specs = [tf.TensorSpec([next(rows), *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype) for tensor in tensors]
+
+            def trace(tensors: list[tf.Tensor]) -> list:
+                args, kwargs = rebuild(tensors)
+                return [output for output in keras.tree.flatten(self._call(*args, **kwargs)) if isinstance(output, tf.Tensor)]
+
+            try:
+                with self._without_a_trace():
+                    outputs = tf.function(trace, autograph=False).get_concrete_function(specs).structured_outputs
+            except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise for shapes that do not fit
+                return -1
+            return outputs[0].shape[0] if outputs and outputs[0].shape.rank else None
+
+        key = str(rebuild([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]))
+        if key not in self._of_the_batch:
+            self._of_the_batch[key] = of_the_batch(dims, returned)
+        return self._of_the_batch[key]
+
+    @contextlib.contextmanager
+    def _without_a_trace(self) -> Iterator[None]:
+        """Inside, the forward pass may be traced for what can be learned from it."""
+        layers = self._model._flatten_layers()
+        losses = [list(layer._losses) for layer in layers]
+        try:
+            with self._gradients.of_own_rows(), self._random_numbers.of_own_rows():
+                yield
+        finally:
+            for layer, before in zip(layers, losses, strict=True):
+                layer._losses[:] = before
+
+    def _forward(self, args: tuple, kwargs: dict) -> Forward:
+        """Over this worker's rows."""
+        tensors, rebuild = _tensors_of((args, kwargs))
+        layers = self._model._flatten_layers()
+        additions = Additions(layers if self._gradients.share is None else [])  # else own_rows.py adds up what all metrics were given
+
+        def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list, list]:
+            args, kwargs = rebuild(tensors)
+            with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), additions.collected():
+                outputs = self._call(*args, **kwargs)
+            return outputs, recorded(layers), [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)], additions.values
+
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+        find_shared = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
+        if not self._compiles(kwargs) or find_shared():
+            outputs, losses, _, _ = forward(tensors)
+        else:
+            outputs, losses, masks, additions.values = tf.function(forward, jit_compile=True, autograph=False)(tensors)
+            for output, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
+                if mask is not None:
+                    output._keras_mask = mask
+        additions.add(self._runtime, self._runtime.rows_count)
+        with self.alone():
+            scales = self.scales.of(list(losses), args, kwargs, lambda x: self.of_the_batch(((x,), {})))
+        return Forward(outputs, list(losses.values()), scales)
+
+    def shared_lookups(self) -> dict[int, str]:
+        """See lookups.py: those of all forward passes so far."""
+        return {table: name for find in self._finders.values() for table, name in find().items()}
+
+    def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], dict]:
+        """What finds the shared lookups of a forward pass when it is asked, as that takes another trace."""
+        def forward(tensors: list[tf.Tensor]) -> Any:
+            args, kwargs = rebuild(tensors)
+            return self._call(*args, **kwargs)
+
+        @functools.cache
+        def find() -> dict[int, str]:
+            with self._without_a_trace():
+                return shared_in(forward, specs)
+
+        return find
+
+    def _compiles(self, kwargs: dict) -> bool:
+        """XLA compiles the pass over the own rows; but not collectives inside it. (And not lookups that do not depend on the batch,
+        which cannot be told from others any more when their gradients come out of it.)"""
+        model = self._model
+        inside = kwargs.get("training") and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers())
+        return bool(model.jit_compile) and not inside and not tf.executing_eagerly()
+
+
+def _tensors_of(structure: Any) -> tuple[list[tf.Tensor], Callable[[list], Any]]:
+    """(the tensors in a structure, a function that builds the same structure around others)"""
+    flat = keras.tree.flatten(structure)
+    shape = keras.tree.map_structure(lambda leaf: None, structure)
+    places = [index for index, leaf in enumerate(flat) if isinstance(leaf, tf.Tensor)]
+
+    def rebuild(tensors: list) -> Any:
+        among = dict(zip(places, tensors, strict=True))
+        return keras.tree.pack_sequence_as(shape, [among.get(index, leaf) for index, leaf in enumerate(flat)])
+
+    tensors = [flat[index] for index in places]
+    for index in places:
+        flat[index] = None  # `rebuild` may live long
+    return tensors, rebuild

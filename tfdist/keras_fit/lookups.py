@@ -1,0 +1,111 @@
+"""Which rows of a table a batch looked up, and which a model looks up whatever the batch (positions, classes).
+
+The gradient of a table is a list of rows, one for each that was looked up. Optimizers see the difference between a row that
+is there twice and one that is there once with the sum (Adam squares each, a norm adds up the squares). So workers must
+hold the rows that one process would hold. Those that the batch looked up are there once in the worker that holds that
+part of the batch: together all workers have them. But those that are looked up whatever the batch are there on each
+worker, with a part of their gradient: these parts must be added up.
+
+Which are which is read from the graph: whether the numbers of the rows descend from the own rows of the batch, from their
+count, or from random numbers of the worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+
+import tensorflow as tf
+
+_READS = ("VarHandleOp", "ReadVariableOp", "ResourceGather", "ResourceGatherNd")  # of variables: the same on all workers
+_LOOKUPS = ("GatherV2", "ResourceGather")
+_own: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()  # names of operations
+
+
+def mark(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, which is from now on known to differ between workers."""
+    if isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph"):
+        _own.setdefault(tensor.graph, set()).add(tensor.op.name)
+    return tensor
+
+
+def is_own(tensor: tf.Tensor) -> bool:
+    """Whether the values or the shape of a tensor in a graph depend on what was marked."""
+    marked = _own.get(tensor.graph, set())
+    waiting, seen = [tensor.op], set()
+    while waiting:
+        op = waiting.pop()
+        if op.name in seen or _is_length_of_a_row(op):
+            continue
+        seen.add(op.name)
+        if op.name in marked or (op.op_def.is_stateful and op.type not in _READS):
+            return True
+        waiting += [tensor.op for tensor in op.inputs]
+    return False
+
+
+def _is_length_of_a_row(op: tf.Operation) -> bool:
+    """tf.shape(x)[k] with k > 0, which all workers' rows have in common."""
+    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
+        return False
+    begin, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].op.inputs[0].shape.rank
+    return begin is not None and rank is not None and begin.shape == (1,) and int(begin[0]) % max(rank, 1) > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """A part of the gradient of a table: the rows of one lookup, and their numbers in the table."""
+
+    values: tf.Tensor
+    numbers: tf.Tensor
+    is_own: bool  # the numbers depend on the own rows of the batch
+
+
+def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
+    """Those of which the gradient consists; None if that cannot be seen, as outside of a graph or where it comes out of a
+    function in it."""
+    if not hasattr(slices.indices, "graph"):
+        return None
+    numbers = list(_parts(slices.indices))
+    if any("PartitionedCall" in part.op.type or part.op.type in ("Placeholder", "While", "StatelessWhile", "If", "StatelessIf") for part in numbers):
+        return None
+    sizes = [tf.size(part) for part in numbers]
+    values = tf.split(slices.values, sizes) if len(sizes) > 1 else [slices.values]
+    for part, own in zip(values, numbers, strict=True):
+        part.set_shape([own.shape[0], *slices.values.shape[1:]])
+    return [Lookup(part, own, is_own(own)) for part, own in zip(values, numbers, strict=True)]
+
+
+def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
+    """What a tape has put together: the numbers of each lookup."""
+    while numbers.op.type == "Identity":
+        numbers = numbers.op.inputs[0]
+    if numbers.op.type == "ConcatV2":
+        for part in numbers.op.inputs[:-1]:
+            yield from _parts(part)
+    else:
+        yield numbers
+
+
+def shared_in(function: Callable, arguments: list[tf.TensorSpec]) -> dict[int, str]:
+    """The lookups in `function` that do not depend on its arguments, which are of this worker's rows: id of the table's
+    handle -> name. The function is traced, and not run."""
+    def trace(*arguments: tf.Tensor) -> list:
+        outputs = tf.nest.flatten(function([mark(argument) for argument in arguments]))
+        return [output for output in outputs if isinstance(output, tf.Tensor)]
+
+    operations = tf.function(trace, autograph=False).get_concrete_function(*arguments).graph.get_operations()
+    found = [op for op in operations if op.type in _LOOKUPS and op.outputs[0].dtype.is_floating and not is_own(op.inputs[1]) and not is_own(op.inputs[0])]
+    return {id(handle): op.name for op in found for handle in _handles(op.inputs[0])}
+
+
+def _handles(table: tf.Tensor) -> Iterator[tf.Tensor]:
+    """Of the variables in which a tensor begins."""
+    if not hasattr(table, "graph"):
+        yield table
+    elif table.op.type != "Placeholder":
+        for tensor in table.op.inputs:
+            yield from _handles(tensor)
+    elif table.dtype == tf.resource:
+        yield from (handle for outer, inner in table.graph.captures if inner is table for handle in _handles(outer))

@@ -1,0 +1,73 @@
+"""Keras metrics that a model updates inside its forward pass, where it sees this worker's rows only.
+
+What an update adds to a metric is taken from it again, and leaves the forward pass as one of its outputs; then all workers
+add the sum of what they have found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit import own_rows
+from tfdist.keras_fit.replaced import replaced
+from tfdist.runtime.sockets import Sockets
+
+
+class Additions:
+    """What the metrics of some layers are given in a forward pass.
+
+    Attributes: values, one tensor for each variable of a metric and each update; they may be replaced by others that come
+    out of a compiled function.
+    """
+
+    def __init__(self, layers: list[keras.Layer]):
+        self._metrics = [metric for layer in layers for metric in layer._metrics]
+        self._variables: list[tf.Variable] = []
+        self.values: list[tf.Tensor] = []
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Updates inside come here."""
+        with contextlib.ExitStack() as stack:
+            for metric in self._metrics:
+                stack.enter_context(replaced(metric, "update_state", self._collecting(metric)))
+            yield
+
+    def _collecting(self, metric: keras.metrics.Metric) -> Callable:
+        update = metric.update_state
+
+        def update_state(*args: Any, **kwargs: Any) -> None:
+            _refuse(metric, args, kwargs)
+            variables = [variable.value for variable in metric.variables]
+            before = [tf.identity(variable) for variable in variables]
+            for variable in variables:
+                variable.assign(tf.zeros_like(variable))
+            update(*args, **kwargs)
+            for variable, value in zip(variables, before, strict=True):
+                self._variables.append(variable)
+                self.values.append(tf.identity(variable))
+                variable.assign(value)
+
+        return update_state
+
+    def add(self, runtime: Sockets, weight: tf.Tensor) -> None:
+        """`weight`: 0 where the rows of this worker are only there to have any, else 1."""
+        if self.values:
+            for variable, total in zip(self._variables, runtime.all_reduce([value * tf.cast(weight, value.dtype) for value in self.values]), strict=True):
+                variable.assign_add(total)
+
+
+def _refuse(metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> None:
+    tensors = [leaf for leaf in keras.tree.flatten((args, kwargs)) if leaf is not None]
+    if not (type(metric) in (keras.metrics.Mean, keras.metrics.Sum) or own_rows._is_a_sum(metric)):
+        raise ConfigError(f"The metric {metric.name} is updated inside the model's call, where each worker has some of the rows, and {type(metric).__name__} is not known to "
+                          "be a sum over rows: update it in train_step or compute_loss, or use a metric of keras.metrics.")
+    if any(len(getattr(leaf, "shape", ())) == 0 for leaf in tensors[:1]):
+        raise ConfigError(f"The metric {metric.name} is updated inside the model's call with a single number, which may be a mean or a sum over the rows that a worker has: "
+                          "give it one value for each row, or update it in train_step or compute_loss.")

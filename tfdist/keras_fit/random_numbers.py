@@ -1,0 +1,113 @@
+"""Random numbers while a model is spread.
+
+Outside of the forward pass every worker computes the same, so it must draw the same. In the forward pass over its own rows
+it must draw others than the other workers for theirs (dropout). So all workers hold the chief's seeds, and advance them
+alike; only what is drawn inside the forward pass follows from a seed that is moved by the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state  # not public, like what it holds:
+from keras.src.random import seed_generator  # the generator of all that is drawn without one
+from tensorflow.python.eager import context  # likewise: the seed that tf.random.set_seed has set
+
+from tfdist.keras_fit.lookups import mark
+from tfdist.keras_fit.replaced import Once, replaced
+from tfdist.keras_fit.variables import take_the_chiefs
+from tfdist.runtime.sockets import Sockets
+
+_STEP = 0x9E3779B1  # between the seeds of two ranks
+
+
+class RandomNumbers:
+    """One for all models that are spread over the workers of a runtime."""
+
+    def __init__(self, runtime: Sockets):
+        self._runtime = runtime
+        self._generators: dict[keras.random.SeedGenerator, None] = {}  # that are known to be in the chief's state
+        self._moved = self._lockstep = self._thread = 0  # the thread in which it is so; others may prepare data meanwhile
+        self.installed = Once(self._installed)
+
+    def hold_the_chiefs(self, generators: Iterable[keras.random.SeedGenerator]) -> None:
+        """These need not be looked after: they are among the variables that all take from the chief."""
+        self._generators.update(dict.fromkeys(generators))
+
+    @contextlib.contextmanager
+    def in_lockstep(self) -> Iterator[None]:
+        """All workers run the same inside, so a generator that is met for the first time can take the chief's state."""
+        before, self._lockstep = self._lockstep, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._lockstep = before
+
+    @contextlib.contextmanager
+    def of_own_rows(self) -> Iterator[None]:
+        """What is drawn inside differs between workers, but for rank 0, who draws as in one process."""
+        owner, name = (context.context(), "_seed") if tf.executing_eagerly() else (tf.compat.v1.get_default_graph(), "seed")
+        seed = getattr(owner, name)
+        self._moved = threading.get_ident()
+        setattr(owner, name, None if seed is None else self._move(int(seed)))
+        try:
+            yield
+        finally:
+            setattr(owner, name, seed)
+            self._moved = 0
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        self._agree_on_tensorflows_seed()
+        drawn_without_one = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)  # made when first needed
+        self.hold_the_chiefs([drawn_without_one] if drawn_without_one is not None else [])
+        take_the_chiefs(self._runtime, [generator.state for generator in self._generators])
+        self._thread = threading.get_ident()
+        draw, make_default_seed = keras.random.SeedGenerator.next, seed_generator.make_default_seed
+
+        def next_seed(generator: keras.random.SeedGenerator, *args: object, **kwargs: object) -> tf.Tensor:
+            if self._runs_alike() and generator not in self._generators:
+                self._meet(generator)
+            seed = draw(generator, *args, **kwargs)
+            return mark(tf.stack([self._move(seed[0]), seed[1]])) if self._moved == threading.get_ident() else seed
+
+        def default_seed() -> int:
+            own = make_default_seed()
+            return self._of_chief(own) if self._runs_alike() else own
+
+        with replaced(keras.random.SeedGenerator, "next", tf.autograph.experimental.do_not_convert(next_seed)), replaced(seed_generator, "make_default_seed", default_seed):
+            yield
+
+    def _runs_alike(self) -> bool:
+        """Whether all workers are at this place of the program: in a step of Keras' loops, or tracing a function."""
+        thread = threading.get_ident()
+        return thread == self._lockstep or (thread == self._thread and not tf.executing_eagerly())
+
+    def _meet(self, generator: keras.random.SeedGenerator) -> None:
+        with tf.init_scope():
+            if tf.convert_to_tensor(generator.state.value.is_initialized()):  # else it was made in this trace, from the chief's seed
+                take_the_chiefs(self._runtime, [generator.state])
+        self.hold_the_chiefs([generator])
+
+    def _of_chief(self, number: int) -> int:
+        return int(self._runtime.broadcast([np.array([number], np.int64)])[0][0])
+
+    def _move(self, seed: int | tf.Tensor) -> int | tf.Tensor:
+        return (seed + self._runtime.rank * _STEP) % 2**31 if self._runtime.rank else seed
+
+    def _agree_on_tensorflows_seed(self) -> None:
+        """tf.random.* draws the same on all workers. Where their seeds differ, or there is none, all take one of the chief's."""
+        tensorflow = context.context()
+        seed = tensorflow._seed
+        stamp = 0 if seed is None else zlib.crc32(repr((seed, tensorflow._rng.getstate())).encode())
+        own = np.array([stamp, -1 if seed is None else int(seed)], np.int64)
+        stamps = self._runtime.all_gather(own)
+        if (stamps[:, 1] < 0).any() or (stamps != stamps[0]).any():
+            drawn = int(np.random.SeedSequence().generate_state(1)[0]) % 2**31
+            tf.random.set_seed(self._of_chief(drawn if seed is None else int(seed)))

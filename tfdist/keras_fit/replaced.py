@@ -1,0 +1,40 @@
+"""Attributes of objects and classes of others, replaced for a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """owner.name is `value` inside; past Keras' attribute tracking. `owner`: an object or a class."""
+    base = type if isinstance(owner, type) else object
+    missing = object()
+    before = owner.__dict__.get(name, missing)
+    base.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            base.__delattr__(owner, name)
+        else:
+            base.__setattr__(owner, name, before)
+
+
+class Once:
+    """A context that may be entered again while it is entered; only the first entry counts."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager]):
+        self._context, self._entries = context, 0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._entries += 1
+        try:
+            with self._context() if self._entries == 1 else contextlib.nullcontext():
+                yield
+        finally:
+            self._entries -= 1

@@ -1,0 +1,74 @@
+"""What layers write down while a model is traced, apart for each replica of one process.
+
+tf.distribute calls the model once for each replica, each in a thread of its own, and goes on with another one wherever a
+collective needs all of them: in the middle of a forward pass, if BatchNormalization is synchronised. All of them record in
+the same layer: the losses of one replica were counted with, or cleared by, those of another. The private attributes that
+Keras 3 keeps these records in are named here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import UserList
+from collections.abc import Callable, Iterator, MutableSet
+from typing import Any
+
+import keras
+
+from tfdist.control.exit_codes import UnsupportedError
+
+
+class _Own:
+    """A value for each thread, made when it is asked for."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make, self._local = make, threading.local()
+
+    def __call__(self) -> Any:
+        if not hasattr(self._local, "value"):
+            self._local.value = self._make()
+        return self._local.value
+
+
+class _ListPerThread(UserList):
+    """A list that every thread has for itself."""
+
+    def __init__(self) -> None:
+        self._own = _Own(list)
+
+    @property
+    def data(self) -> list:
+        return self._own()
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.data[place]
+
+
+class _SetPerThread(MutableSet):
+    """A set that every thread has for itself."""
+
+    def __init__(self) -> None:
+        self._own = _Own(set)
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self._own()
+
+    def __iter__(self) -> Iterator:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+    def add(self, value: Any) -> None:
+        self._own().add(value)
+
+    def discard(self, value: Any) -> None:
+        self._own().discard(value)
+
+
+def separate_replicas(model: keras.Model) -> None:
+    """From now on every thread that calls the model has its own records in all of its layers."""
+    for layer in model._flatten_layers():
+        if not isinstance(layer.__dict__.get("_losses"), list | _ListPerThread) or not isinstance(layer.__dict__.get("_loss_ids"), set | _SetPerThread):
+            raise UnsupportedError(f"Keras {keras.__version__} records losses in an unknown way, which several replicas in one process cannot share: install keras~=3.15.")
+        layer.__dict__.update(_losses=_ListPerThread(), _loss_ids=_SetPerThread())

@@ -1,0 +1,21 @@
+"""What goes wrong in a ring (ring.py), and what that means to a user. Such an error travels through TensorFlow as text."""
+
+from __future__ import annotations
+
+from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
+
+MARK = "tfdist ring: "  # in the text of every RingError
+
+
+class RingError(RuntimeError):
+    """A neighbour is gone, silent, or doing something else."""
+
+
+def user_error(text: str) -> TfdistError:
+    """The error for the user that the text of a RingError, perhaps within another, stands for: of the kind with whose name
+    it begins, or else a lost peer."""
+    sentence = text[text.index(MARK) + len(MARK):].splitlines()[0]
+    for kind in (ConfigError, DataError):
+        if sentence.startswith(f"{kind.__name__}: "):
+            return kind(sentence.removeprefix(f"{kind.__name__}: "))
+    return PeerLostError(f"{sentence} Look at the log of that worker for the cause, then start all workers again.")
