@@ -48,14 +48,34 @@ def main(argv: list[str]) -> int:
     versions.quiet()
     if given.command.follow:
         return follow(given.config, argv)
+    _check_folder(Path(given.config.run.run_dir), given.command)
     config = run_configuration(given.config, argv)
-    job = _compose(config)
-    if given.command.model_file:
-        _show(_evaluate_file(job, given.command.model_file), given.command.model_file)
-        return 0
-    store = _store(config)
-    _show(_evaluate_snapshot(job, store, _choose(store, given.command.at_step)), store.directory)
+    try:
+        _evaluate(config, given.command)
+    except Exception as error:  # TensorFlow's own may have a cause that can be named
+        from tfdist.runtime.errors import explain
+
+        found = explain(error, Cluster())
+        if found is None:
+            raise
+        raise found from error
     return 0
+
+
+def _evaluate(config: Config, options: EvaluateOptions) -> None:
+    if options.model_file:
+        _show(_evaluate_file(_compose(config), options.model_file), options.model_file)
+        return
+    store = _store(config)
+    snapshot = _choose(store, options.at_step)  # before all that takes long
+    _show(_evaluate_snapshot(_compose(config), store, snapshot), store.directory)
+
+
+def _check_folder(folder: Path, options: EvaluateOptions) -> None:
+    """Whether there is a run to evaluate. Raises ConfigError."""
+    if not options.model_file and not (folder / "checkpoints").is_dir():
+        what = "has no snapshots yet" if (folder / flags.FLAGS_FILE).exists() else "holds no run (no flags.txt, no checkpoints)" if folder.is_dir() else "is not there"
+        raise ConfigError(f"--run_dir={folder} {what}: give the folder of a run, or a --model_file.")
 
 
 def run_configuration(config: Config, argv: list[str]) -> Config:
@@ -129,6 +149,9 @@ def _store(config: Config) -> SnapshotStore:
 
 def _choose(store: SnapshotStore, step: int) -> Snapshot:
     if step >= 0:
+        steps = store.steps()
+        if step not in steps:
+            raise CheckpointError(f"--at_step={step}: {store.directory} has no snapshot of that step; it has {', '.join(map(str, steps)) or 'none'}.")
         return store.verify(step)
     snapshot, passed_over = store.newest_valid()
     for reason in passed_over:

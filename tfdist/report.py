@@ -1,6 +1,7 @@
 """python -m tfdist.report: one page about a run, or several runs side by side, from their folders.
 
-  python -m tfdist.report runs/first                            report.html
+  python -m tfdist.report runs/first                            runs/first/report.html
+  python -m tfdist.report runs/first runs/second                runs/first/comparison.html
   python -m tfdist.report runs/first runs/second --out=two.html
   python -m tfdist.report runs/first --text                     goodput and the main facts on the terminal, no page
 
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
     if options.text:
         print("\n\n".join(as_text(run) for run in runs))
     if options.out or not options.text:
-        write_page(runs, Path(options.out or "report.html"))
+        write_page(runs, Path(options.out) if options.out else runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html"))
     return ExitCode.OK
 
 
@@ -54,7 +55,9 @@ def read_runs(folders: Sequence[str]) -> list[RunLog]:
 
 
 def write_page(runs: Sequence[RunLog], out: Path) -> None:
-    """Writes the page, whole or not at all. Raises ConfigError, UnsupportedError."""
+    """Writes the page, whole or not at all, in the place of an older one but of no other file. Raises ConfigError, UnsupportedError."""
+    if out.exists() and not _is_page(out):
+        raise ConfigError(f"--out={out} is there already and is no page of tfdist.report: give another name, or remove it.")
     try:
         from tfdist.telemetry.report_page import as_page
 
@@ -71,6 +74,15 @@ def write_page(runs: Sequence[RunLog], out: Path) -> None:
     print(f"tfdist: wrote {out} ({len(page) / 1e6:.1f} MB): " + "; ".join(f"{run.name} goodput {100 * run.goodput.fraction:.1f} %" for run in runs))
 
 
+def _is_page(path: Path) -> bool:
+    """Whether a file begins as the pages do that are written here."""
+    try:
+        with path.open("rb") as file:
+            return b"<title>tfdist: " in file.read(400)
+    except OSError:
+        return False
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise ConfigError(f"{message}: write python -m tfdist.report RUN_DIR [RUN_DIR ...] [--out=FILE.html] [--text].")
@@ -79,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(allow_abbrev=False, prog="python -m tfdist.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="a run's folder")
-    parser.add_argument("--out", default="", metavar="FILE.html", help="the page (default report.html, unless --text)")
+    parser.add_argument("--out", default="", metavar="FILE.html", help="the page (default report.html in the run's folder, or comparison.html in the first, unless --text)")
     parser.add_argument("--text", action="store_true", help="print goodput and the main facts")
     return parser.parse_args(argv)
 

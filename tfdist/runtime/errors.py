@@ -20,6 +20,8 @@ _HOROVOD_DOWN = re.compile(r"Horovod has been shut down|gloo/.*(Connection|[Tt]i
 _GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
 
 
+# What tf.io.parse_example and the image decoders say of a record.
+_RECORD = re.compile(r"Key: \S+\.  |Feature: \S+ \(data type: |Unknown image file format|Could not parse example input")
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 
 
@@ -57,6 +59,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return user_error(text)
     if "DataError: " in text:  # raised by a source inside tf.data
         return DataError(text[text.index("DataError: ") + len("DataError: "):].splitlines()[0])
+    if isinstance(error, tf.errors.DataLossError) or _RECORD.search(text):
+        return DataError(f"A record of the data cannot be read: {cause(text)}")
     if label := bad_label(error):
         return DataError(label.sentence)
     if told := failure_told(text):  # by code of the user's own, inside tf.data or the step
@@ -85,4 +89,11 @@ def _peer(text: str, cluster: Cluster) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:300] if text.strip() else "nothing"
+    return cause(text)[:300] or "nothing"
+
+
+def cause(text: str) -> str:
+    """What an error of TensorFlow's says, without what it says of its own operations and devices."""
+    text = re.sub(r"^(?:.*?Error in user-defined function passed to .*?: )", "", text.strip(), count=1, flags=re.DOTALL)
+    lines = (re.sub(r"\{\{[^}]*\}\}|\[\[.*?\]\]|\[Op:\w+\].*$|^Graph execution error:|^Detected at node .*", "", line).strip() for line in text.splitlines())
+    return next(filter(None, lines), "")[:300]

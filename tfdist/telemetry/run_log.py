@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,7 +123,7 @@ class RunLog:
             "training loss": self._last("train/loss"), "evaluation": ", ".join(f"{name.removeprefix('eval/')} {self._last(name)}" for name in self.series if name.startswith("eval/") and name != "eval/samples"),
             "samples/s": f"{samples:,.0f}" if samples else "", "tokens/s": f"{tokens:,.0f}" if tokens else "",
             "step time": f"{span(quantile(times, 0.5))} median, {span(quantile(times, 0.95))} at 95 %" if times else "",
-            "model FLOP/s": f"{flops / 1e12:,.3g} T" if flops else "", "MFU": f"{100 * mfu:.1f} %" if mfu else "",
+            "model FLOP/s": with_unit(flops), "MFU": f"{100 * mfu:.1f} %" if mfu else "",
             "scaling efficiency": f"{100 * efficiency:.0f} % against one worker" if efficiency else "",
             "configuration": str(values.get("config_digest", "")), "run id": str(self.records[-1].get("run_id", "")) if self.records else "",
         }
@@ -134,6 +135,14 @@ class RunLog:
     def _last(self, name: str) -> str:
         points = self.series.get(name)
         return f"{points[max(points)]:.4g}" if points else ""
+
+
+def with_unit(value: float) -> str:
+    """"208 M", "1.25 T": three digits and the prefix that leaves the fewest of them before the point; "" for 0."""
+    if not value:
+        return ""
+    exponent = min(5, max(0, int(math.floor(math.log10(abs(float(f"{value:.3g}"))) / 3))))
+    return f"{value / 1000**exponent:,.3g} {('', 'k', 'M', 'G', 'T', 'P')[exponent]}".strip()
 
 
 def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float:

@@ -11,8 +11,9 @@ each step, so the time is the same for all, and what one does longer the others 
 | communication | the shortest gradient_sync of any worker: there nobody is waited for any more                    |
 | compute     | forward, backward pass and optimizer, median of the workers                                        |
 | host        | other, median of the workers                                                                       |
+| nothing     | none of these has MOST of it                                                                       |
 
-The largest of the first four is the verdict if it is LEAST or more, else the larger of the last two.
+The largest of the first four is the verdict if it is LEAST or more, else the larger of the next two if that is MOST or more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from tfdist.telemetry.phases import CHECKPOINT, EVALUATION, OTHER, PHASES, SYNC
 
-LEAST = 0.2
+LEAST, MOST = 0.2, 0.5
 _PATIENCE = 2  # accounts in a row that must agree before a change is told
 _INPUT, _COMPUTE = [0, 1], [2, 3, 5]
 _OWN = [*_COMPUTE, OTHER]
@@ -34,12 +35,13 @@ _OWN = [*_COMPUTE, OTHER]
 class Finding:
     """What holds a run up, and how much."""
 
-    kind: str  # "storage", "slow rank", "input", "communication", "compute" or "host"
+    kind: str  # "storage", "slow rank", "input", "communication", "compute", "host" or "nothing"
     share: float  # of the time
     rank: int = -1  # of the worker that all wait for, if it is one
     phase: str = ""  # in which that one is slow
     phase_s: float = 0.0  # seconds per step in it
     others_s: float = 0.0  # of the others, median
+    beside: str = ""  # what the rest of the time goes to, where nothing has most of it
 
     @property
     def subject(self) -> tuple[str, int]:
@@ -52,7 +54,7 @@ class Finding:
         about, advice = _ADVICE[self.kind]
         if self.rank >= 0:
             when += f"; rank {self.rank} takes {_span(self.phase_s)} a step for {_WORDS[self.phase]}, the others {_span(self.others_s)}"
-        return about.format(percent=percent, rank=self.rank) + when + ". " + advice
+        return about.format(percent=percent, rank=self.rank, beside=self.beside) + when + ". " + advice
 
 
 _WORDS = {name: name.replace("_", " ") for name in PHASES} | {"data_wait": "waiting for data", "forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer", "other": "what is between the steps"}
@@ -61,7 +63,8 @@ _ADVICE = {
     "storage": ("stalled on storage: {percent} waiting for snapshots", "Save less often (--save_every, --save_minutes), write to faster storage, keep --async_save; --backup_dir on a local disk saves the work in between."),
     "input": ("input-bound: {percent} waiting for data", "Raise --reader_threads, give the workers more processor cores, bring the data nearer (--data_dir on a local disk), or make reading and --augment cheaper."),
     "communication": ("communication-bound: {percent} in gradient synchronisation that nothing hides", "Raise --accumulation or --micro_batch, try --pack_mb, use a faster network or fewer, larger workers."),
-    "compute": ("compute-bound: {percent} in forward pass, backward pass and optimizer", "Nothing holds the devices up; --precision=bfloat16, --jit_compile or more workers make it faster."),
+    "compute": ("compute-bound: {percent} is computing (forward pass, backward pass and optimizer)", "So the devices are the limit; --precision=bfloat16, --jit_compile or more workers make it faster."),
+    "nothing": ("nothing in particular holds the run up: {percent} is computing (forward pass, backward pass and optimizer), {beside}", "No single one of these is worth much; a larger batch makes all but the computing smaller."),
     "host": ("held up between the steps: {percent} outside of the training function", "Raise --log_every and --steps_per_loop, or the batch: the steps are too short for what is done between them."),
 }
 
@@ -81,6 +84,10 @@ def judge(by_rank: np.ndarray) -> Finding:
     if losses[kind] < LEAST * time:
         rest = {"compute": float(np.median(by_rank[:, _COMPUTE].sum(axis=1))), "host": float(np.median(by_rank[:, OTHER]))}
         kind = max(rest, key=rest.__getitem__)
+        if rest[kind] < MOST * time:
+            told = {"between the steps": rest["host"], "waiting for data": losses["input"], "gradient synchronisation": losses["communication"], "waiting for snapshots": losses["storage"]}
+            beside = ", ".join(f"{100 * seconds / time:.0f} % {what}" for what, seconds in sorted(told.items(), key=lambda each: -each[1]) if seconds >= 0.005 * time)
+            return Finding("nothing", min(1.0, rest["compute"] / time), beside=beside)
         return Finding(kind, min(1.0, rest[kind] / time))
     share = min(1.0, losses[kind] / time)
     if kind == "slow rank":

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, ExitCode, PeerLostError
-from tfdist.runtime.errors import explain
+from tfdist.runtime.errors import cause, explain
 from tfdist.runtime.ring_error import MARK
 
 CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
@@ -58,3 +58,18 @@ def test_errors_of_tensorflows_own_stay():
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         tf.reshape(tf.zeros([3]), [4])
     assert explain(raised.value, Cluster()) is None
+
+
+def test_of_a_record_that_does_not_fit_the_cause_alone():
+    record = tf.train.Example().SerializeToString()
+    features = {"label": tf.io.FixedLenFeature([], tf.int64)}
+    for read in (lambda: tf.io.parse_example([record], features), lambda: list(tf.data.Dataset.from_tensors([record]).map(lambda records: tf.io.parse_example(records, features)))):
+        with pytest.raises(tf.errors.OpError) as raised:
+            read()
+        sentence = "Feature: label (data type: int64) is required but could not be found."
+        assert cause(str(raised.value)).endswith(sentence) and len(cause(str(raised.value))) < 120
+        found = explain(raised.value, Cluster())
+        assert isinstance(found, DataError) and str(found).startswith("A record of the data cannot be read: ") and str(found).endswith(sentence)
+    assert cause("{{function_node __wrapped__Add_device_/job:localhost}} it is so [Op:Add] name: ") == "it is so"
+    assert cause("Graph execution error:\n\nDetected at node A defined at (most recent call last):\nthe cause") == "the cause"
+    assert cause("") == ""

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.telemetry.test_goodput import TWO_KILLS, record
 from tfdist.control.exit_codes import ConfigError
 from tfdist.report import main, read_runs
-from tfdist.telemetry.run_log import RunLog, duration, quantile
+from tfdist.telemetry.run_log import RunLog, duration, quantile, with_unit
 
 VOID = {"meta", "br"}
 
@@ -100,6 +100,24 @@ def test_text(tmp_path, capsys):
     assert any(line.split()[:5] == ["restarts", "36.0", "s", "25.7", "%"] and "5.0 s waiting for what had failed, 6.0 s down, 15.0 s start-up, 10.0 s first steps" in line for line in lines)
     assert "  restart of attempt 1 after 52.0 s, from step 30 to 10: no last word: it was killed" in lines
     assert not (tmp_path / "report.html").exists()
+
+
+def test_the_page_is_in_the_run_folder_and_takes_the_place_of_no_other_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one, two = (write_run(tmp_path / name, TWO_KILLS) for name in ("one", "two"))
+    for _ in range(2):  # again: a newer page
+        assert main([str(one)]) == main([str(one), str(two)]) == 0
+    assert sorted(path.name for path in one.iterdir()) == ["comparison.html", "flags.txt", "logs", "report.html"] and sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+    mine = tmp_path / "mine.html"
+    mine.write_text("<title>mine</title>")
+    with pytest.raises(ConfigError, match=r"--out=mine\.html is there already and is no page of tfdist\.report"):
+        main([str(one), "--out=mine.html"])
+    assert mine.read_text() == "<title>mine</title>"
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, ""), (7, "7"), (207.6e6, "208 M"), (1.25e12, "1.25 T"), (999.9e9, "1 T"), (4.2e15, "4.2 P"), (3e18, "3,000 P".replace(",000", "e+03"))])
+def test_flops_have_the_unit_that_fits(value, text):
+    assert with_unit(value) == text
 
 
 def test_curves_hold_the_kept_history_alone(tmp_path):

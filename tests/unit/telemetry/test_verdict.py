@@ -29,11 +29,19 @@ def ranks(*rows, total=1.0):
     ("compute", -1, "", ranks({"data_wait": 0.1, "backward": 0.75}, {"data_wait": 0.1, "backward": 0.8})),
     ("host", -1, "", ranks({"other": 0.6, "backward": 0.4})),
     ("compute", -1, "", ranks({"forward": 0.1, "backward": 0.2, "evaluation": 0.7})),  # evaluations are no loss
+    ("nothing", -1, "", ranks({"data_wait": 0.15, "backward": 0.36, "other": 0.34})),
 ])
 def test_what_holds_a_run_up(kind, rank, phase, by_rank):
     found = judge(by_rank)
     assert (found.kind, found.rank, found.phase) == (kind, rank, phase)
     assert found.sentence(7).count("since step 7") == 1 and f"{100 * found.share:.0f} % of the time" in found.sentence()
+
+
+def test_where_nothing_has_most_of_the_time_all_of_it_is_told():
+    assert judge(ranks({"data_wait": 0.17, "forward": 0.1, "backward": 0.26, "other": 0.34})).sentence() == (
+        "nothing in particular holds the run up: 36 % of the time is computing (forward pass, backward pass and optimizer), 34 % between the steps, 17 % waiting for data, "
+        "13 % gradient synchronisation. No single one of these is worth much; a larger batch makes all but the computing smaller.")
+    assert judge(ranks({"backward": 0.85, "other": 0.15})).sentence().startswith("compute-bound: 85 % of the time is computing (forward pass, backward pass and optimizer). So the devices are the limit; ")
 
 
 def test_a_verdict_is_told_when_it_holds_and_when_it_changes():

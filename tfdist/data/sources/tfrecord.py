@@ -34,6 +34,7 @@ from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
 from tfdist.data.sources.base import Sample, Split, read_options, scaled
 from tfdist.data.sources.records import RecordFiles, read_in_graph
+from tfdist.runtime.errors import cause
 
 DEFAULTS = {"x": "", "y": "", "classes": 0, "train": "", "eval": "", "stream": False, "compression": ""}
 PATTERNS = {"train": ("*train*",), "eval": ("*eval*", "*val*", "*test*")}
@@ -160,7 +161,7 @@ def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
             has = ", ".join(f"{key}:{value.WhichOneof('kind')}" for key, value in sorted(stored.items())) or "no features"
         except Exception:  # whatever the protobuf library raises for bytes that are no message
             has = "no tf.train.Example"
-        reason = str(error).splitlines()[0][:300]
+        reason = cause(str(error))
         raise DataError(f"{name}: the first record ({has}) does not fit x and y of --source_args: {reason}") from error
 
 
