@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training import fitness
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped import with_dropped
 from tfdist.training.evaluation import Evaluator
@@ -79,6 +80,7 @@ class Job:
     schedule: Schedule
     step: TrainStep
     state: SpreadState | None = None  # where the state is spread over a mesh: how to bring it together
+    warnings: Sequence[str] = ()  # of what was composed, for the user
 
     @property
     def stream_cut(self) -> int:
@@ -116,6 +118,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         _check_compiled(config, runtime, model)
+        warnings = fitness.check(config.model, model, train_split, eval_split, plan.global_batch)
         if limits:
             _check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
@@ -147,8 +150,9 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         small_gradients=config.parallel.compression == "bf16",
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
     ), batch_spec, *((spread.update, spread.pipeline) if spread else (None, None)), added)
+    _check_best(config, step, eval_split)
     state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
-    return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state)
+    return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state, warnings)
 
 
 def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
@@ -207,6 +211,14 @@ def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: S
         return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))[0]
 
     return found_by_the_chief(runtime, model, rows)
+
+
+def _check_best(config: Config, step: TrainStep, eval_split: Split | None) -> None:
+    """Whether evaluations have what --keep_best goes by."""
+    best = config.checkpoint.keep_best
+    found = ("loss", *step.metric_names) if eval_split else ()
+    if best and best.partition(":")[2] not in found:
+        raise ConfigError(f"--keep_best={best}: evaluations have no such metric; they have {', '.join(found) or 'none, as --source has no evaluation split'}.")
 
 
 def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:

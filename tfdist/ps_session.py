@@ -94,7 +94,9 @@ class ServerSession(Session):
         servers = Servers(self.step, self.runtime.call, self.runtime.news, self.runtime.workers, self.config.servers.backup_workers, loop.on_nan == "skip")
         self.trainer = (Synchronous if self.config.servers.ps_mode == "sync" else Asynchronous)(parts, servers)
         self.guard.watchdog.enter(BETWEEN_STEPS)
-        return self._finish(self.trainer.train(self.first_step))
+        with self.diagnosis.naming():
+            ending = self.trainer.train(self.first_step)
+        return self._finish(ending)
 
     def _summary(self, ending: Ending, verdict: str) -> dict[str, Any]:
         return {**super()._summary(ending, verdict), "workers": self.runtime.workers, "parameter_servers": len(self.runtime.devices), **self.trainer.staleness.values()}

@@ -187,7 +187,7 @@ class Recovery:
         """
         limit = self.config.loop.max_rollbacks
         if self._rollbacks == limit:
-            raise DivergedError(f"Loss or gradients became NaN or infinite before step {step}, after {limit} rollbacks (--max_rollbacks={limit}): lower --learning_rate or set --clip_norm; the data is not the cause.")
+            raise DivergedError(f"Loss or gradients became NaN or infinite before step {step}, after {limit} rollbacks (--max_rollbacks={limit}): lower --learning_rate or set --clip_norm.")
         self._rollbacks += 1
         position = self.position(step)
         if self.writer:

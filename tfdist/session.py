@@ -20,6 +20,7 @@ from tfdist.config import Config, parse_profile_steps
 from tfdist.control import lease
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
+from tfdist.diagnosis import Diagnosis
 from tfdist.guard import BETWEEN_STEPS, Guard
 from tfdist.recovery import Memory, Recovery
 from tfdist.runtime.agreement import check_weights
@@ -97,6 +98,7 @@ class Session:
         restored = time.monotonic()
         if self.job.state is None:
             check_weights(self.runtime, self.job.model, "at the start")
+        self.diagnosis = Diagnosis(self.job, self.recovery, self.first_step, lambda message: self.observer(Event("warning", int(self.job.step.counter.numpy()), {"message": message})))
         self.run_id, self.attempt = self._identify()
         self.recovery.run_id = self.run_id
         size = self.job.train_split.size
@@ -114,6 +116,8 @@ class Session:
             "import_s": imported_s, "build_s": restoring - started, "restore_s": restored - restoring, "startup_s": process_seconds(), "flags": (self.folder / flags.FLAGS_FILE).read_text() if self.chief else "", **results.source_info(self.job)}))
         for message in messages:
             self.observer(Event("restore", self.first_step, {"message": message}))
+        for message in self.job.warnings:
+            self.observer(Event("warning", self.first_step, {"message": message}))
 
     def _agree_on_configuration(self) -> None:
         """Workers with different flags would train different models, on each other's gradients."""
@@ -147,7 +151,8 @@ class Session:
             rollback=self._rollback if loop.on_nan == "rollback" else None,
             rates=make_rates(self.config, self.runtime, self.job.model, self.job.train_split), watch=self.watch)
         self.guard.watchdog.enter(BETWEEN_STEPS)
-        ending = train(parts, self.first_step)
+        with self.diagnosis.naming():
+            ending = train(parts, self.first_step)
         if ending.left:
             self._leave(ending.step)
         return self._finish(ending)
@@ -160,23 +165,29 @@ class Session:
 
     def _evaluate(self, evaluator) -> dict[str, float]:
         self.recovery.settle_statistics()
-        self.recovery.evaluation = evaluator()
-        return self.recovery.evaluation
+        with self.diagnosis.naming(evaluated=True):
+            found = self.recovery.evaluation = evaluator()
+        self.diagnosis.evaluated(found)
+        return found
 
     def _observe(self, event: Event) -> None:
         self.observer(event)
+        if event.kind == "train":
+            self.diagnosis.observed(event)
         if event.kind == "train" and (sentence := self.recovery.losses.add(event.values["train/loss"])):
             self.observer(Event("warning", event.step, {"message": sentence}))
 
     def _rollback(self, step: int) -> tuple[int, list]:
+        found = self.diagnosis.flaws()
         messages, restored = self.recovery.rollback(step)
-        for message in messages:
+        for message in filter(None, [*messages, found]):
             self.observer(Event("warning", restored, {"message": message}))
         return restored, self.job.iterators(self.recovery.position(restored), self.recovery.stream_cut)
 
     def _requests(self, step: int) -> Requests:
         """What this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""
         self.guard.faults.at("step", step)
+        self.diagnosis.called_at = step
         self._tell_of_saves(step)
         save, self.signals.save = self.signals.save or (self.chief and self.recovery.time_policy.due()), False
         if self.memory is None:

@@ -200,7 +200,7 @@ def mirrored(count):
 def difference(case, found, expected):
     """In units of the bound."""
     pairs = [*zip(found[0], expected[0], strict=True), (np.array(found[1]), np.array(expected[1]))]
-    return max(float(np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b)))) for a, b in pairs) / case.bound
+    return float(np.max([np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b))) for a, b in pairs])) / case.bound  # NaN if one is
 
 
 def main(out: Path, names: list[str]) -> None:

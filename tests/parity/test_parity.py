@@ -26,7 +26,7 @@ RUNTIMES = {
     "two_workers_horovod": (2, ["--strategy=horovod"], OF_RUNTIMES),
 }
 # largest difference of a weight after 50 steps
-BOUNDS = {"sgd": 1e-6, "momentum": 1e-6, "adamw": 1e-5, "float16": 1e-3, "offset": 2e-2}  # of numbers of 2000 float32 keeps 1e-4
+BOUNDS = {"sgd": 1e-6, "momentum": 1e-6, "adamw": 1e-5, "float16": 1e-3, "offset": 5e-3}  # of numbers of 2000 float32 keeps 1e-4
 ROUGHER = {"two_workers_bf16": 3e-3}  # gradients keep 8 bits
 
 

@@ -7,7 +7,7 @@ PACKAGE = Path("tfdist")
 COMMANDS = {"train", "launch", "evaluate", "plan", "jobs", "report", "script", "comm"}
 # A room may import the rooms of lower levels, and its own.
 LEVEL = {"config": 0, "control": 0, "batch_plan": 1, "plugins": 1, "flags": 1, "runtime": 1, "planner": 2, "data": 2, "models": 2, "telemetry": 2, "artifacts": 2, "training": 3, "guard": 3, "communication": 3, "build": 4,
-         "keras_fit": 4, "agreement": 4, "recovery": 5, "results": 5, "tune": 5, "session": 6, "ps_session": 7, "elastic": 7, **dict.fromkeys(COMMANDS, 8), "train": 9}  # which may turn out to be an evaluator
+         "keras_fit": 4, "agreement": 4, "recovery": 5, "results": 5, "tune": 5, "diagnosis": 6, "session": 7, "ps_session": 8, "elastic": 8, **dict.fromkeys(COMMANDS, 9), "train": 10}  # which may turn out to be an evaluator
 NO_TENSORFLOW = ("config", "batch_plan", "flags", "plugins", "control", "planner", *COMMANDS)
 
 

@@ -178,7 +178,7 @@ def _stream_batches(split: Split, plan: BatchPlan, replica: int, seed: int, shuf
             offset = position % plan.global_batch
             return tf.reduce_any((offset >= starts) & (offset < stops))
 
-        own = _all_shards(split, plan, cut, seed, shuffle, consumed).enumerate().filter(is_own)
+        own = ordered_stream(split, plan, seed, shuffle, consumed, cut).enumerate().filter(is_own)
         numbered = own.map(lambda _, numbered: numbered)
 
     shaped = _shaper(plan.micro_batch if plan.even else None, split.element_spec if augment is None else None)
@@ -202,8 +202,8 @@ def _shard(split: Split, shard: int, cut: int, seed: int, shuffle: bool, own: in
     return endless.enumerate().skip(own).map(lambda i, sample: (i * cut + shard, sample))
 
 
-def _all_shards(split: Split, plan: BatchPlan, cut: int, seed: int, shuffle: bool, consumed: int) -> tf.data.Dataset:
-    """All the shards as one: global batch after global batch, each with equal parts of all shards, from `consumed` on."""
+def ordered_stream(split: Split, plan: BatchPlan, seed: int, shuffle: bool, consumed: int, cut: int) -> tf.data.Dataset:
+    """All the shards of a stream as one, (number, sample): global batch after global batch, each with equal parts of all shards, from `consumed` on."""
     shards = [_shard(split, shard, cut, seed, shuffle, consumed // cut) for shard in range(cut)]
     if cut == 1:
         return shards[0]

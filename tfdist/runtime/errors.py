@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
+from tfdist.control.own_lines import failure_told
 from tfdist.runtime.ring_error import MARK, user_error
 
 _PEER_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
@@ -16,6 +18,28 @@ _PEER_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.Ca
 _HOROVOD_DOWN = re.compile(r"Horovod has been shut down|gloo/.*(Connection|[Tt]imed? ?out|peer)")
 # How runtime/collectives.py names its operations.
 _GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
+
+
+_LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+
+
+@dataclass(frozen=True)
+class BadLabel:
+    """A label that is none of the classes 0 to `classes` - 1."""
+
+    value: int
+    classes: int
+
+    @property
+    def sentence(self) -> str:
+        return (f"A label is {self.value}, but the model has outputs for the classes 0 to {self.classes - 1}: mend it, raise num_outputs in --model_args, "
+                "or leave the sample or token out by a weight of 0 (and any valid label).")
+
+
+def bad_label(error: BaseException) -> BadLabel | None:
+    """The label that TensorFlow's error is about, if it is."""
+    found = _LABEL.search(str(error)) if isinstance(error, tf.errors.InvalidArgumentError) else None
+    return BadLabel(int(found[1]), int(found[2])) if found else None
 
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
@@ -33,6 +57,10 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return user_error(text)
     if "DataError: " in text:  # raised by a source inside tf.data
         return DataError(text[text.index("DataError: ") + len("DataError: "):].splitlines()[0])
+    if label := bad_label(error):
+        return DataError(label.sentence)
+    if told := failure_told(text):  # by code of the user's own, inside tf.data or the step
+        return DataError(f"A function of your own, which TensorFlow called, {told}")
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         if isinstance(error, tf.errors.DeadlineExceededError) or "timed out" in text.lower():
             if group := _GROUP.search(text, text.lower().rfind("timed out") + 1):

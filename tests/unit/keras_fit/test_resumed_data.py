@@ -109,8 +109,9 @@ CASES = {
     "validated in steps": (lambda: {"x": source().repeat(), "steps_per_epoch": 2, "validation_data": source(shuffled=False).repeat(), "validation_steps": 2}, True),
     "unknown validation": (lambda: shared(validation_data=source().filter(lambda *_: True)), False),
 }
-RUNS = [(name, {}) for name in CASES] + [(name, {"steps_per_execution": 2}) for name in ("dataset", "dataset, steps", "unknown length", "arrays, steps", "repeated")] + [
-    (name, {"initial_epoch": 1}) for name in ("dataset, steps", "pages", "arrays, steps")]
+QUICK = ("dataset, steps", "unknown length, steps", "repeated", "arrays, steps", "pages", "shared shuffle")
+RUNS = [pytest.param(name, {}, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES] + [pytest.param(*run, marks=[pytest.mark.slow]) for run in [(name, {"steps_per_execution": 2}) for name in ("dataset", "dataset, steps", "unknown length", "arrays, steps", "repeated")] + [
+    (name, {"initial_epoch": 1}) for name in ("dataset, steps", "pages", "arrays, steps")]]
 
 
 def run(arguments, callbacks, seed=7, steps_per_execution=1, initial_epoch=0):
@@ -145,6 +146,7 @@ def test_killed_between_epochs(name, options, tmp_path, capsys):
     assert ("read again" in capsys.readouterr().err) == reads
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["repeated", "dataset, steps", "arrays, steps", "pages", "dataset"])
 @pytest.mark.parametrize("save_freq", ["epoch", 3])

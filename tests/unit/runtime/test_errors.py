@@ -30,3 +30,31 @@ def test_what_is_not_known_stays_as_it_is():
     assert explain(tf.errors.InvalidArgumentError(None, None, "shapes"), CLUSTER) is None
     assert explain(tf.errors.UnavailableError(None, None, "alone"), Cluster()) is None
     assert PeerLostError.exit_code == ExitCode.PEER_LOST
+
+
+def raises_in_a_generator():
+    yield 1
+    raise RuntimeError("the file is gone")
+
+
+def test_the_users_own_line_where_tensorflow_called_it():
+    data = tf.data.Dataset.from_generator(raises_in_a_generator, output_signature=tf.TensorSpec([], tf.int32))
+    with pytest.raises(tf.errors.OpError) as raised:
+        list(data)
+    for cluster in (Cluster(), CLUSTER):
+        found = explain(raised.value, cluster)
+        assert isinstance(found, DataError) and str(found).startswith("A function of your own, which TensorFlow called, failed at ") and "\n" not in str(found)
+        assert "test_errors.py:" in str(found) and str(found).endswith("in raises_in_a_generator: RuntimeError: the file is gone")
+
+
+def test_a_label_that_is_no_class():
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        tf.nn.sparse_softmax_cross_entropy_with_logits(labels=[1, -1], logits=tf.zeros([2, 4]))
+    found = explain(raised.value, Cluster())
+    assert isinstance(found, DataError) and str(found).startswith("A label is -1, but the model has outputs for the classes 0 to 3: mend it")
+
+
+def test_errors_of_tensorflows_own_stay():
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        tf.reshape(tf.zeros([3]), [4])
+    assert explain(raised.value, Cluster()) is None

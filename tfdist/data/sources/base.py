@@ -7,7 +7,7 @@ registry.py. Legend: n, samples asked for at once; a *nest* is a tensor, or a tu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class Split:
         the stored one, taken while decoding. For images that are stored larger than they are used.
     cheap: making a sample costs little more than copying it, for example because it is in memory.
     fixed: a benchmark's split: the pipeline makes the first batches once and returns them for ever.
+    labels: all of y, if it is one array of integers that is in memory.
     contents: checksums of what the split holds, where there is a better way than to read some samples (contents.py).
     """
 
@@ -57,6 +58,7 @@ class Split:
     fetch_cropped: Callable[[tf.Tensor, tf.Tensor], Sample] | None = None
     cheap: bool = False
     fixed: bool = False
+    labels: Callable[[], np.ndarray] | None = None
     contents: Callable[[], list[int]] | None = None
 
     @property
@@ -128,7 +130,9 @@ def array_split(name: str, arrays: tuple, *, num_classes: int | None = None, inf
     def contents() -> list[int]:
         return [checksum(host_view(tensor)) for tensor in tf.nest.flatten(tensors)]
 
-    return Split(name, sizes.pop(), spec, fetch, num_classes, dict(info or {}), cheap=True, contents=contents)
+    y = tensors[1]
+    labels = (lambda: host_view(y)) if isinstance(y, tf.Tensor) and y.dtype.is_integer else None
+    return Split(name, sizes.pop(), spec, fetch, num_classes, dict(info or {}), cheap=True, labels=labels, contents=contents)
 
 
 def scaled(x: tf.Tensor) -> tf.Tensor:
@@ -139,3 +143,14 @@ def scaled(x: tf.Tensor) -> tf.Tensor:
 def scaled_spec(spec: tf.TensorSpec) -> tf.TensorSpec:
     """What `scaled` makes of one sample's spec."""
     return tf.TensorSpec(spec.shape, tf.float32) if spec.dtype == tf.uint8 and spec.shape.rank == 3 else spec
+
+
+def places(nest: Any, names: Sequence[str] = "xyw") -> list[str]:
+    """What the parts of a sample are called, in the order of tf.nest: x, y, w, or x['image'] where there are several."""
+    if isinstance(nest, dict):
+        parts = [(nest[key], f"{names}[{key!r}]") for key in sorted(nest)]
+    elif isinstance(nest, tuple | list):
+        parts = [(part, names[at] if names == "xyw" else f"{names}[{at}]") for at, part in enumerate(nest)]
+    else:
+        return [names]
+    return [place for part, name in parts for place in places(part, name)]

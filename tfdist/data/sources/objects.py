@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError, TfdistError
+from tfdist.control.own_lines import failure
 from tfdist.data.checksums import sampled_rows
-from tfdist.data.sources.base import Sample, Split
-from tfdist.plugins import failure
+from tfdist.data.sources.base import Sample, Split, places
 
 _ORDER = "biufcSUO"  # of kinds of types: bool, whole numbers, floats, complex numbers, text
 
@@ -45,7 +45,7 @@ class _Items:
         self.name, self.data, self.structure = name, data, None
         self.structure = self._item(0)
         samples = [self._parts(int(index)) for index in sampled_rows(len(data))]
-        self.places = [str(place) for place in _places(self.structure)]
+        self.places = [str(place) for place in places(self.structure)]
         self.shapes = [part.shape for part in samples[0]]
         specs = []
         for column, (place, parts) in enumerate(zip(self.places, zip(*samples, strict=True), strict=True)):
@@ -89,7 +89,7 @@ class _Items:
             parts = [np.asarray(value) for value in tf.nest.flatten(item)]
         except (ValueError, TypeError):  # another structure, or a list whose parts differ in length
             raise DataError(f"--source: item {index} of {self.name} is {_form(item)}, item 0 is {_form(self.structure)}: give all items the same parts, weights too.") from None
-        for part, place in zip(parts, _places(item), strict=True):
+        for part, place in zip(parts, places(item), strict=True):
             if part.dtype.kind not in _ORDER or (part.dtype.kind == "O" and not all(isinstance(value, str | bytes) for value in part.ravel())):
                 raise DataError(f"--source: item {index} of {self.name} has {place} = {_said(part)}, which is neither numbers nor text.")
         return parts
@@ -113,17 +113,6 @@ def _fits(part: np.ndarray, dtype: np.dtype) -> bool:
     if _ORDER.index(part.dtype.kind.replace("u", "i")) > _ORDER.index(dtype.kind.replace("u", "i")):
         return False
     return bool((part.astype(dtype) == part).all())
-
-
-def _places(nest: Any, names: Sequence[str] = "xyw") -> list[str]:
-    """What the parts of an item are called, in the order of tf.nest: x, y, w, or x['image'] where there are several."""
-    if isinstance(nest, dict):
-        parts = [(nest[key], f"{names}[{key!r}]") for key in sorted(nest)]
-    elif isinstance(nest, tuple | list):
-        parts = [(part, names[at] if names == "xyw" else f"{names}[{at}]") for at, part in enumerate(nest)]
-    else:
-        return [names]
-    return [place for part, name in parts for place in _places(part, name)]
 
 
 def _form(item: tuple) -> str:

@@ -1,0 +1,72 @@
+"""What is wrong with samples, when a loss was not finite or a label fitted no output: which sample, which part, which value.
+
+Looked for when it has happened, among the samples that were just trained on or evaluated: looking at all of them all the time
+would cost too much, and a NaN that no loss depends on does no harm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.batch_plan import BatchPlan
+from tfdist.data import order, pipeline
+from tfdist.data.sources.base import Sample, Split, places
+
+_CHUNK = 64  # samples that are read at once
+_SECONDS = 20.0  # a slow source is not read for longer
+_NAMED = 3
+
+
+def find_trained(split: Split, plan: BatchPlan, *, seed: int, shuffle: bool, cut: int, first: int, count: int, classes: int | None = None) -> str:
+    """Looks at `count` samples of the training order from position `first` on. See `_sentence`."""
+    if split.size is None:
+        numbered = pipeline.ordered_stream(split, plan, seed, shuffle, first, cut).take(count)
+        return _sentence(split, ((np.arange(first, first + count)[at:at + 1], tf.nest.map_structure(lambda t: t[None], sample)) for at, (_, sample) in enumerate(numbered)), classes)
+    return _sentence(split, _read(split, order.sample_of(tf.range(first, first + count, dtype=tf.int64), split.size, seed, shuffle).numpy()), classes)
+
+
+def find_evaluated(split: Split, *, limit: int = 0, classes: int | None = None) -> str:
+    """Looks at the samples of an evaluation."""
+    if split.size is None:
+        samples = split.stream(0, 1).take(limit or -1)
+        return _sentence(split, ((np.array([at]), tf.nest.map_structure(lambda t: t[None], sample)) for at, sample in enumerate(samples)), classes)
+    return _sentence(split, _read(split, np.arange(min(limit or split.size, split.size))), classes)
+
+
+def _read(split: Split, samples: np.ndarray) -> Iterator[tuple[np.ndarray, Sample]]:
+    for start in range(0, len(samples), _CHUNK):
+        chunk = samples[start:start + _CHUNK]
+        yield chunk, split.fetch(tf.constant(chunk, tf.int64))
+
+
+def _sentence(split: Split, chunks: Iterator[tuple[np.ndarray, Sample]], classes: int | None) -> str:
+    """"Sample 70 of NAME has NaN in x at [3]." and perhaps two more; "" if nothing was found. classes: of y, if it is one."""
+    word = "Sample" if split.size is not None else "The sample at position"
+    found: dict[int, str] = {}
+    began = time.monotonic()
+    for numbers, sample in chunks:
+        for place, part in zip(places(sample), tf.nest.flatten(sample), strict=True):
+            for row, value in _bad(part.numpy(), classes if place == "y" else None):
+                found.setdefault(int(numbers[row]), f"{value.format(place)}")
+        if len(found) >= _NAMED or time.monotonic() - began > _SECONDS:
+            break
+    return " ".join(f"{word} {number} of {split.name} has {what}." for number, what in sorted(found.items())[:_NAMED])
+
+
+def _bad(values: np.ndarray, classes: int | None) -> Iterator[tuple[int, str]]:
+    """(row, what is wrong in it) of a part of several samples."""
+    if values.dtype.kind == "f":
+        wrong = ~np.isfinite(values)
+    elif values.dtype.kind in "iu" and classes:
+        wrong = (values < 0) | (values >= classes)
+    else:
+        return
+    for row in np.flatnonzero(wrong.reshape(len(values), -1).any(axis=1)):
+        at = tuple(np.argwhere(wrong[row])[0].tolist())
+        value = values[row][at]
+        what = f"{value}" if values.dtype.kind in "iu" else "NaN" if np.isnan(value) else "an infinite value"
+        yield int(row), f"{what} in {{}}" + (f" at {list(at)}" if at else "") + (f", which is no class of 0 to {classes - 1}" if values.dtype.kind in "iu" else "")
