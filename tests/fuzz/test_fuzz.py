@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from tests.fuzz import fixed, space
+from tests.fuzz import compare, fixed, space
 from tests.fuzz.coverage import Coverage, allowed_pairs, cases
 from tests.fuzz.fleet import judge_all
 from tests.fuzz.pool import Pool
+from tests.fuzz.shrink import script, shrink
+from tests.fuzz.verdict import Verdict
 
 
 @pytest.mark.slow
@@ -39,3 +42,26 @@ def test_every_pair_that_can_be_drawn_comes_soon():
         next(source)
     missing = coverage.missing(runtimes)
     assert len(missing) < 0.05 * len(allowed_pairs(runtimes)), missing
+
+
+def test_a_failure_shrinks_to_its_cause():
+    runtimes = list(space.RUNTIMES)
+    case = next(case for number in range(500) for case in [space.draw(8, number, runtimes)]
+                if case["kind"] == "train" and "clip_norm" in case["options"] and "batch_norm" in space.flat_blocks(case) and "builtin" not in case["model"])
+
+    def judge(tried):
+        bad = "clip_norm" in tried["options"] and "batch_norm" in space.flat_blocks(tried)
+        return Verdict(tried, ["model/0000 differs by 1"] if bad else [])
+
+    small = shrink(judge(case), judge).case
+    assert space.flat_blocks(small) == ["batch_norm"]
+    assert set(small["options"]) <= {"clip_norm", "global_batch", "learning_rate", "optimizer", "accumulation", "mesh", "objective"}
+    compile(script(small), "found.py", "exec")
+
+
+def test_what_rounding_explains_is_no_difference_and_more_is():
+    double = {"model/0000": np.array([1.0, 2.0])}
+    single = {"model/0000": np.array([1.0 + 1e-7, 2.0])}
+    assert not compare.differences({"model/0000": np.array([1.0, 2.0 + 1e-6])}, single, double)
+    assert compare.differences({"model/0000": np.array([1.0, 2.0 + 1e-4])}, single, double)
+    assert compare.differences({"model/0000": np.array([1.0, np.nan])}, single, double)

@@ -69,7 +69,7 @@ def _part(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> dict[
         found["skipped"] = np.array(float(sum(output.skipped for output in outputs)))
     state = _state(job)
     found |= {name: np.asarray(value).astype(np.float64) for name, value in state.items() if name.startswith("model/") and value.dtype.kind != "i"}
-    found |= {f"eval/{name}": np.array(value) for name, value in job.evaluator()().items() if name != "samples"} if not phase.get("save") else {}
+    found |= {f"eval/{name}": np.array(value) for name, value in job.evaluator()().items() if name != "samples"} if case.get("evaluate", True) and not phase.get("save") else {}
     return {"arrays": found, "replicas": digests(job.model) if _is_whole(job, case) else [], "state": state if case.get("resumed") else {}, "problems": []}
 
 

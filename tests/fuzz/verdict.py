@@ -114,7 +114,7 @@ def _not_told(case: Mapping[str, Any]) -> tuple[str, ...]:
         return ("model/", "loss/", "norm/", "eval/", "skipped")
     if case["runtime"].startswith("parameter_server"):
         return ("norm/", "loss/", "skipped")
-    return ("skipped",) if "moved" in case else ()
+    return (*(("skipped",) if "moved" in case else ()), *(() if case.get("evaluate", True) else ("eval/",)))
 
 
 def _compare_replicas(verdict: Verdict, answers: list[dict[str, Any]]) -> None:
