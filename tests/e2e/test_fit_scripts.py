@@ -71,7 +71,7 @@ def test_killed_and_run_again(tmp_path):
     victim = 1
     killed = run(SCRIPTS / "killed.py", 2, folders["disturbed"], victim, succeeds=False)
     assert "PeerLostError" in killed[0] and "lost contact with rank 1" in killed[0]
-    assert [path.name for path in (folders["disturbed"] / "backup").iterdir()] == ["tfdist-backup.pickle"]
+    assert [path.name for path in (folders["disturbed"] / "backup").iterdir()] == ["tfdist-backup.state"]
     again = run(SCRIPTS / "killed.py", 2, folders["disturbed"], victim)
     assert "resumed after epoch 3" in again[0] and "resumed" not in undisturbed[0]
     assert {history(output) for output in again} == {history(undisturbed[0])}

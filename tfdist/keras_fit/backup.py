@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +20,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.runtime.encoding import Malformed, decode, encode
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.sockets import Sockets
 
-FILE = "tfdist-backup.pickle"
+FILE = "tfdist-backup.state"  # runtime/encoding.py's form: reading it executes nothing, whoever wrote it
+_ENTRIES = {"variables": list, "epoch": int, "stopped": bool, "history": dict, "epochs": list, "callbacks": list}
 _NOT_STATE = ("model", "params", "validation_data", "append_header")  # the last: whether a CSV file has its header yet
 
 
@@ -61,8 +62,10 @@ class EpochBackup(keras.callbacks.Callback):
         state: Any = None
         if self._runtime.rank == 0 and self._path.exists():
             try:
-                state = pickle.loads(self._path.read_bytes())
-            except Exception as error:  # noqa: BLE001 - whatever a damaged file makes pickle raise, all must hear of it
+                state = decode(self._path.read_bytes())
+                if not isinstance(state, dict) or any(not isinstance(state.get(name), kind) for name, kind in _ENTRIES.items()):
+                    raise Malformed("it holds something else")
+            except (OSError, Malformed) as error:  # all must hear of it
                 state = f"{self._path} cannot be read ({error}): remove it to begin anew."
         if isinstance(self._runtime, Sockets):
             state = self._runtime.broadcast_object(state)
@@ -87,7 +90,7 @@ class EpochBackup(keras.callbacks.Callback):
         for variable, value in zip(variables, self._state["variables"], strict=True):
             variable.assign(value)
         for callback, state in zip(self._others, self._state["callbacks"], strict=False):
-            callback.__dict__.update(state)
+            _restore_plain_state(callback, state)
         # Keras' own way for a callback to say where to begin; a run that had been stopped has no epochs left.
         self.model._initial_epoch = self.params["epochs"] if self._state["stopped"] else self.epoch
         if self._runtime.rank == 0:
@@ -107,7 +110,7 @@ class EpochBackup(keras.callbacks.Callback):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_suffix(".tmp")
         with temporary.open("wb") as file:
-            pickle.dump(state, file)
+            file.write(encode(state))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._path)
@@ -155,16 +158,27 @@ def _iterate(data: Any) -> None:
         data.on_epoch_end()
 
 
-def _plain_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    """The attributes that are plain values: counters, best values, lists of arrays."""
-    return {name: value for name, value in callback.__dict__.items() if not name.startswith("_") and name not in _NOT_STATE and _is_plain(value)}
+def _plain_state(callback: keras.callbacks.Callback) -> dict[str, dict[str, Any]]:
+    """The attributes that are plain values (counters, best values, lists of arrays), and the names of those that are operations
+    of Keras: `monitor_op`, without which `min_delta` would change its sign once more."""
+    attributes = {name: value for name, value in callback.__dict__.items() if not name.startswith("_") and name not in _NOT_STATE}
+    return {"values": {name: value for name, value in attributes.items() if _is_plain(value)},
+            "operations": {name: value.__name__ for name, value in attributes.items() if inspect.isfunction(value) and _operation(value.__name__) is value}}
+
+
+def _restore_plain_state(callback: keras.callbacks.Callback, state: dict[str, dict[str, Any]]) -> None:
+    callback.__dict__.update(state["values"])
+    callback.__dict__.update({name: _operation(operation) for name, operation in state["operations"].items()})
+
+
+def _operation(name: str) -> Any:
+    found = getattr(keras.ops, name, None)
+    return found if inspect.isfunction(found) else None
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list) or type(value) is tuple:
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):
-        return all(_is_plain(item) for item in value.values())
-    if inspect.isfunction(value):  # `monitor_op`, without which `min_delta` would change its sign once more
-        return value.__module__.startswith("keras.") and "<" not in value.__qualname__
-    return value is None or isinstance(value, (bool, int, float, str, np.ndarray, np.generic))
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    return value is None or type(value) in (bool, int, float, str) or (isinstance(value, (np.ndarray, np.generic)) and value.dtype != object)
