@@ -52,6 +52,7 @@ class SnapshotStore:
     def __init__(self, directory: str, before_commit: Callable[[int], None] = lambda step: None):
         self.directory, self.before_commit = str(directory).rstrip("/"), before_commit
         self.local = "://" not in self.directory
+        self.private = False  # whether the folder, if it is made here, is for this user alone; for local ones
         self.required: Sequence[str] = ()  # entries of the manifest without which a snapshot is of no use here
         self.damaged: list[int] = []  # steps that `newest_valid` has passed over
 
@@ -79,6 +80,8 @@ class SnapshotStore:
 
         arrays: key -> array. fields: further entries of the manifest, JSON. Raises OSError or tf.errors.OpError.
         """
+        if self.private and not tf.io.gfile.exists(self.directory):
+            os.makedirs(self.directory, 0o700)
         tf.io.gfile.makedirs(self.directory)
         final = self.path(step)
         folder = f"{self.directory}/.writing-step-{step:08d}-{uuid.uuid4().hex[:8]}" if self.local else final
