@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -247,8 +248,9 @@ def start_runtime(config: Config, cluster: Cluster, began: float | None = None) 
 
 
 def run_folder(config: Config) -> Path:
-    """RUN_DIR, made if it is not there."""
+    """RUN_DIR, made if it is not there. From now on nothing that this process makes can be written by other users."""
     folder = Path(config.run.run_dir)
+    os.umask(os.umask(0o077) | 0o002)  # what will be loaded again is written by nobody else; who may read it is the user's affair
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -170,14 +170,10 @@ def _evaluate_snapshot(job: Job, store: SnapshotStore, snapshot: Snapshot) -> di
 
 
 def _evaluate_file(job: Job, path: str) -> dict[str, float]:
-    import keras
-
     from tfdist import build
+    from tfdist.artifacts.export import load_export
 
-    try:
-        model = keras.models.load_model(path, compile=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"--model_file={path} cannot be loaded: {str(error).splitlines()[0]}") from None
+    model = load_export(path)
     return build.make_evaluator(job.config, job.runtime, model, job.objective, job.eval_split, job.plan.micro_batch)()
 
 

@@ -13,6 +13,7 @@ started again and goes on from its newest snapshot, as after the other codes tha
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import sys
@@ -24,6 +25,9 @@ from tfdist.control import exit_codes, jobspecs
 from tfdist.control.exit_codes import ConfigError
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, with room for -workers-0-N
+_NOT_NAMES = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")  # which YAML takes for something else
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?|")
+_SBATCH_VALUE = r"[\w.,:%+@/=~\[\]-]*"
 _PORT = 2222
 
 
@@ -35,8 +39,8 @@ def main(argv: list[str]) -> int:
     else:
         config = flags.parse(train, usage="Flags of the workers:").config.validate()
         options.name = options.name or _name_of(config)
-        if not _NAME.fullmatch(options.name):
-            raise ConfigError(f"--name={options.name} is no name for a job: use up to 53 of a-z, 0-9 and -, beginning with a letter.")
+        if not _NAME.fullmatch(options.name) or options.name in _NOT_NAMES:
+            raise ConfigError(f"--name={options.name} is no name for a job: use up to 53 of a-z, 0-9 and -, beginning with a letter, and no word of YAML.")
         text = {"slurm": slurm, "kubernetes": kubernetes, "tfjob": tfjob}[options.kind](options, config, train)
     if options.output_file:
         try:
@@ -50,7 +54,14 @@ def main(argv: list[str]) -> int:
 
 def slurm(options: argparse.Namespace, config: Config, train: list[str]) -> str:
     """A batch script for sbatch."""
-    command = " ".join(map(shlex.quote, [*shlex.split(options.python), "-m", "tfdist.train", *train]))
+    for name in ("time", "partition", "account", "memory", "log"):
+        if not re.fullmatch(_SBATCH_VALUE, getattr(options, name)):
+            raise ConfigError(f"--{name}={getattr(options, name)!r} cannot stand on a line of #SBATCH: write it without spaces, quotes and the like.")
+    try:
+        python = shlex.split(options.python)
+    except ValueError as error:
+        raise ConfigError(f"--python={options.python} is no command ({error}): close its quotes.") from None
+    command = " ".join(map(jobspecs.bash_word, [*python, "-m", "tfdist.train", *train]))
     return jobspecs.render("slurm", {
         **vars(options), "workers": options.nodes * options.per_node, "gpus_per_node": options.gpus * options.per_node,
         "output": options.log or f"{options.name}-%j.log", "command": command})
@@ -73,21 +84,24 @@ def tfjob(options: argparse.Namespace, config: Config, train: list[str]) -> str:
     # The operator sets TF_CONFIG and the restart policy, and knows its container by name and port.
     first = lines.index("    env:")
     token = lines.index("    - name: TFDIST_JOB_TOKEN  # by which the workers know each other")
-    lines = [line for line in [*lines[:first + 1], *lines[token:]] if "restartPolicy" not in line]
-    pod = "\n".join(lines).replace("name: worker", "name: tensorflow").replace("containerPort:", "name: tfjob-port\n      containerPort:")
+    lines = [line for line in [*lines[:first + 1], *lines[token:]] if not line.startswith("  restartPolicy:")]
+    renamed = {"  - name: worker": "  - name: tensorflow", f"    - containerPort: {_PORT}": f"    - name: tfjob-port\n      containerPort: {_PORT}"}
+    pod = "\n".join(renamed.get(line, line) for line in lines)
     return _with_fence("tfjob", options, config, pod)
 
 
 def _with_fence(template: str, options: argparse.Namespace, config: Config, pod: str) -> str:
     """A template for Kubernetes, with what keeps strangers out."""
-    values = {**vars(options), "prometheus_port": config.telemetry.prometheus_port, "in_namespace": options.namespace and f" --namespace={options.namespace}"}
+    if not _NAMESPACE.fullmatch(options.namespace):
+        raise ConfigError(f"--namespace={options.namespace} is no name of a namespace: use up to 63 of a-z, 0-9 and -.")
+    values = {**vars(options), **_quoted(options), "prometheus_port": config.telemetry.prometheus_port, "in_namespace": options.namespace and f" --namespace={options.namespace}"}
     fence = {name: jobspecs.render(name, values).rstrip("\n") for name in ("network_policy", "token_note")}
     return jobspecs.render(template, {**values, **fence, "pod": pod, "backoff": options.max_restarts * options.workers})
 
 
 def _command(train: list[str]) -> list[str]:
-    """What a container runs: flag files are read here, as the image may not have them."""
-    return ["python", "-m", "tfdist.train", *flags.expand_flagfiles(train)]
+    """What a container runs: flag files are read here, as the image may not have them. Kubernetes would replace $(NAME)."""
+    return ["python", "-m", "tfdist.train", *(flag.replace("$", "$$") for flag in flags.expand_flagfiles(train))]
 
 
 def _pod(options: argparse.Namespace, config: Config, command: list[str], values: dict[str, str]) -> str:
@@ -99,7 +113,12 @@ def _pod(options: argparse.Namespace, config: Config, command: list[str], values
     if options.rdma and not re.fullmatch(r"[\w.-]+/[\w.-]+=[0-9]+", options.rdma):
         raise ConfigError(f"--rdma={options.rdma} is not RESOURCE=NUMBER: write for example rdma/hca_shared_devices_a=1, as your cluster's device plugin names it.")
     return jobspecs.render("pod", {
-        **vars(options), **values, "port": _PORT, "command": jobspecs.quoted_list(command), "rdma": re.sub("=(.*)", r': "\1"', options.rdma)}).rstrip("\n")
+        **vars(options), **_quoted(options), **values, "port": _PORT, "command": jobspecs.quoted_list(command), "rdma": re.sub("=(.*)", r': "\1"', options.rdma)}).rstrip("\n")
+
+
+def _quoted(options: argparse.Namespace) -> dict[str, str]:
+    """What stands in YAML as it was given: as texts, whatever they look like."""
+    return {name: json.dumps(getattr(options, name)) for name in ("image", "namespace", "claim", "mount", "memory") if getattr(options, name)}
 
 
 def _name_of(config: Config) -> str:

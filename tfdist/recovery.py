@@ -77,6 +77,8 @@ class Recovery:
         self.backup = None
         if checkpoint.backup_dir:
             self.backup = BackupAndRestore(checkpoint.backup_dir, checkpoint.backup_every or "epoch", checkpoint.double_backup, checkpoint.delete_backup, writes=self.chief)
+        for store in filter(None, (self.store, self.backup and self.backup.store)):
+            store.required = restore.REQUIRED
         self.memory = memory
         self.time_policy = memory.time_policy if memory and memory.time_policy else TimePolicy(checkpoint.save_minutes)
         if memory:

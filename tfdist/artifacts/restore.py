@@ -16,6 +16,9 @@ from tfdist.artifacts.store import Snapshot, SnapshotStore
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError
 
+# What a run must find in a manifest to go on from it.
+REQUIRED = ("consumed", "config_digest", "identity", "workers", "generators", "clock")
+
 
 def choose(store: SnapshotStore, config: Config, backup: SnapshotStore | None = None) -> tuple[Snapshot | None, list[str]]:
     """The snapshot to resume from (None: start anew) and messages for the user. Raises CheckpointError."""

@@ -17,8 +17,9 @@ def write_status(run_dir: Path, status: str, run_id: str) -> None:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """{"status", "run_id"}; {} if there is none yet."""
+    """{"status", "run_id"}; {} if there is none yet, or none that can be read."""
     try:
-        return json.loads((run_dir / _FILE).read_text())
-    except (OSError, ValueError):
+        found = json.loads((run_dir / _FILE).read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    return {name: found[name] for name in ("status", "run_id") if isinstance(found.get(name), str)} if isinstance(found, dict) else {}

@@ -10,23 +10,20 @@ Where a rename is not atomic (object stores, recognised by "://") the manifest, 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts.manifest import FORMAT, MANIFEST, parse, sealed
 from tfdist.control.exit_codes import CheckpointError
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-_NAME = re.compile(r"^step-(\d{8,})$")
+_NAME = re.compile(r"^step-([0-9]{8}|[1-9][0-9]{8,18})$")  # up to what a variable can count to
 _TEMPORARY = (".writing-", ".deleting-")
 SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 _BLOCK = 1 << 22
@@ -55,6 +52,8 @@ class SnapshotStore:
     def __init__(self, directory: str, before_commit: Callable[[int], None] = lambda step: None):
         self.directory, self.before_commit = str(directory).rstrip("/"), before_commit
         self.local = "://" not in self.directory
+        self.private = False  # whether the folder, if it is made here, is for this user alone; for local ones
+        self.required: Sequence[str] = ()  # entries of the manifest without which a snapshot is of no use here
         self.damaged: list[int] = []  # steps that `newest_valid` has passed over
 
     def steps(self) -> list[int]:
@@ -81,6 +80,8 @@ class SnapshotStore:
 
         arrays: key -> array. fields: further entries of the manifest, JSON. Raises OSError or tf.errors.OpError.
         """
+        if self.private and not tf.io.gfile.exists(self.directory):
+            os.makedirs(self.directory, 0o700)
         tf.io.gfile.makedirs(self.directory)
         final = self.path(step)
         folder = f"{self.directory}/.writing-step-{step:08d}-{uuid.uuid4().hex[:8]}" if self.local else final
@@ -105,7 +106,7 @@ class SnapshotStore:
     def _seal(self, folder: str, step: int, files: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]) -> None:
         """The commit of what is written in `folder`, whose files are named with their sizes and checksums."""
         final, manifest = self.path(step), {"format": FORMAT, "step": step, **fields, "files": files}
-        self._write_text(f"{folder}/{MANIFEST}", json.dumps({**manifest, "sha256": _self_digest(manifest)}, indent=1))
+        self._write_text(f"{folder}/{MANIFEST}", sealed(manifest))
         if self.local:
             _flush_folder(folder)
             if os.path.exists(final):
@@ -143,26 +144,34 @@ class SnapshotStore:
         path = self.path(step)
         try:
             with tf.io.gfile.GFile(f"{path}/{MANIFEST}") as file:
-                manifest = json.loads(file.read())
-            if manifest.pop("sha256") != _self_digest(manifest):
-                raise CheckpointError(f"{path}/{MANIFEST} is damaged: its checksum is not the one in it.")
-            files, found_step = manifest["files"], manifest["step"]
+                manifest = parse(file.read(), f"{path}/{MANIFEST}", step, self.required)
         except tf.errors.NotFoundError:
             raise CheckpointError(f"{path}/{MANIFEST} is missing: the snapshot was never completed.") from None
-        except (tf.errors.OpError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (tf.errors.OpError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}/{MANIFEST} is damaged ({type(error).__name__}).") from None
-        if manifest.get("format") != FORMAT or found_step != step:
-            raise CheckpointError(f"{path}/{MANIFEST} is of format {manifest.get('format')}, step {found_step}; expected format {FORMAT}, step {step}.")
-        for name, entry in files.items():
-            file = f"{path}/{PurePosixPath(name).name}"
+        for name, entry in manifest["files"].items():
+            self._check_file(f"{path}/{name}", entry)
+        snapshot = Snapshot(path, step, manifest)
+        try:
+            self.table(snapshot)
+        except (tf.errors.OpError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{path} holds no checkpoint of TensorFlow ({type(error).__name__}).") from None
+        return snapshot
+
+    def _check_file(self, file: str, entry: Mapping[str, Any]) -> None:
+        """Compares a file with its entry in the manifest. Raises CheckpointError."""
+        try:
             if not tf.io.gfile.exists(file):
                 raise CheckpointError(f"{file} is missing.")
+            if self.local and os.path.realpath(file) != f"{os.path.realpath(os.path.dirname(file))}/{os.path.basename(file)}":
+                raise CheckpointError(f"{file} is a link to another place: a snapshot's files are in its own folder.")
             size, digest = measure(file, flush=False)
-            if size != entry["bytes"]:
-                raise CheckpointError(f"{file} has {size} bytes instead of {entry['bytes']}.")
-            if digest != entry["sha256"]:
-                raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
-        return Snapshot(path, step, manifest)
+        except tf.errors.OpError as error:
+            raise CheckpointError(f"{file} cannot be read ({type(error).__name__}).") from None
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{file} has {size} bytes instead of {entry['bytes']}.")
+        if digest != entry["sha256"]:
+            raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
 
     def newest_valid(self) -> tuple[Snapshot | None, list[str]]:
         """The newest snapshot that is whole, and why newer ones were passed over."""
@@ -208,11 +217,6 @@ def _write_tensors(folder: str, step: int, arrays: Mapping[str, np.ndarray]) -> 
             groups.setdefault(group, {})[name] = tf.Variable(array, trainable=False)
         manager = tf.train.CheckpointManager(tf.train.Checkpoint(**groups), folder, max_to_keep=None, checkpoint_name="state")
         manager.save(checkpoint_number=step)
-
-
-def _self_digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of the manifest without its own checksum."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def measure(path: str, flush: bool) -> tuple[int, str]:

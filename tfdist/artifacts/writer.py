@@ -6,7 +6,6 @@ every time, and the next save tries again.
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 
@@ -118,7 +118,7 @@ class SnapshotWriter:
 
     def _stored_metrics(self, step: int) -> Mapping[str, float]:
         try:
-            with tf.io.gfile.GFile(f"{self.store.path(step)}/manifest.json") as file:
-                return json.loads(file.read()).get("metrics", {})
-        except (tf.errors.OpError, ValueError):
+            with tf.io.gfile.GFile(f"{self.store.path(step)}/{MANIFEST}") as file:
+                return parse(file.read(), MANIFEST, step).get("metrics") or {}
+        except (tf.errors.OpError, ValueError):  # CheckpointError is a ValueError
             return {}

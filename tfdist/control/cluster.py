@@ -151,9 +151,10 @@ def parse_tf_config(text: str | None) -> Cluster:
         return Cluster()
     try:
         config = json.loads(text, object_pairs_hook=_no_repeated_keys)
-    except json.JSONDecodeError as error:
-        raise ClusterError(
-            f"TF_CONFIG is not valid JSON ({error.msg} at character {error.pos}, near {text[max(0, error.pos - 10):error.pos + 10]!r}): check its quotes and brackets.") from None
+    except (ValueError, RecursionError) as error:  # also a number without end, or brackets
+        if isinstance(error, ClusterError):
+            raise
+        raise ClusterError(f"TF_CONFIG is not valid JSON ({str(error).replace('(char ', '(character ')}, near {text[max(0, getattr(error, 'pos', 0) - 10):][:20]!r}): check its quotes and brackets.") from None
     if not isinstance(config, dict):
         raise ClusterError(f"TF_CONFIG must be an object with \"cluster\" and \"task\", not {type(config).__name__}.")
     spec = _check_spec(config.get("cluster"))

@@ -22,6 +22,8 @@ from tfdist.keras_fit import backup_file
 from tfdist.runtime.one_device import OneDevice
 
 FILE = "tfdist-backup"
+_ENTRIES = {"variables": list, "epoch": int, "stopped": bool, "history": dict, "epochs": list, "callbacks": list,
+            "order": (int, type(None)), "ends": object, "generators": object}
 _NOT_STATE = ("model", "params", "validation_data", "append_header")  # the last: whether a CSV file has its header yet
 
 
@@ -61,7 +63,9 @@ class EpochBackup(keras.callbacks.Callback):
         if self._runtime.rank == 0 and self._path.exists():
             try:
                 data = self._path.read_bytes()
-                backup_file.parse(data)
+                state = backup_file.parse(data)
+                if not isinstance(state, dict) or any(name not in state or not isinstance(state[name], kind) for name, kind in _ENTRIES.items()):
+                    raise ValueError("it holds what no backup holds")
             except (OSError, ValueError) as error:  # all must hear of it
                 data, damaged = f"{self._path} cannot be read ({error}): remove it to begin anew.".encode(), True
         ((length, damaged),) = self._runtime.broadcast([np.array([len(data), damaged])])

@@ -19,6 +19,8 @@ from typing import Any
 from tfdist.telemetry.events import Event
 
 VERSION = 1
+_TYPES = {"attempt": int, "kind": str, "step": int, "values": dict}
+_NEW_YEAR = "1970-01-01T00:00:00+00:00"  # of a record without a time
 _NOT_JSON = ("nan", "inf", "-inf")
 
 
@@ -44,17 +46,25 @@ class JsonlObserver:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file; lines that a killed process left unfinished are skipped."""
+    """The records of a file; lines that are none, as those that a killed process left unfinished, are skipped."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and record.get("v") == VERSION:
+            if isinstance(record, dict) and record.get("v") == VERSION and all(type(record.get(name)) is kind for name, kind in _TYPES.items()) and _is_time(record.get("time", _NEW_YEAR)):
                 yield record
+
+
+def _is_time(text: Any) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def replay(path: Path, last_step: int) -> list[Event]:
@@ -69,7 +79,7 @@ def replay(path: Path, last_step: int) -> list[Event]:
                 kept[other].pop()
         if kind in kept:
             values = {name: float(value) if value in _NOT_JSON else value for name, value in record["values"].items()}
-            kept[kind].append(Event(kind, step, values, datetime.fromisoformat(record["time"]).timestamp()))
+            kept[kind].append(Event(kind, step, values, datetime.fromisoformat(record.get("time", _NEW_YEAR)).timestamp()))
     return sorted((event for events in kept.values() for event in events if event.step <= last_step), key=lambda event: event.time)
 
 

@@ -1,10 +1,18 @@
 """Exports load without tfdist (that, in a process of its own: tests/e2e) and replace earlier ones whole."""
 
+import os
+
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from tfdist.artifacts.export import export_model
+from tfdist.artifacts.backup import BackupAndRestore
+from tfdist.artifacts.export import export_model, load_export
+from tfdist.artifacts.store import SnapshotStore
+from tfdist.build import run_folder
+from tfdist.config import Config
+from tfdist.control.exit_codes import CheckpointError
 
 
 def test_export(tmp_path):
@@ -17,3 +25,34 @@ def test_export(tmp_path):
     np.testing.assert_allclose(keras.models.load_model(paths[0])(x), model(x), atol=1e-6)
     loaded = tf.saved_model.load(str(paths[1]))
     np.testing.assert_allclose(loaded.serve(x), model(x), atol=1e-6)
+
+
+def test_a_stranger_s_file_executes_nothing(tmp_path):
+    """A lambda's code is in the file; loading it would be running it."""
+    path, mark = tmp_path / "model.keras", str(tmp_path / "executed")
+    inputs = keras.Input((4,))
+    keras.Model(inputs, keras.layers.Lambda(lambda x, mark=mark: (os.mkdir(mark), x)[1])(inputs)).save(path)
+    if os.path.exists(mark):
+        os.rmdir(mark)
+    with pytest.raises(CheckpointError, match="holds Python code"):
+        load_export(str(path))
+    assert not os.path.exists(mark)
+    for content in (b"", b"PK\x03\x04 no archive", b"\x80\x04\x95"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            load_export(str(path))
+
+
+def test_a_backup_s_folder_is_for_its_user_alone(tmp_path):
+    BackupAndRestore(str(tmp_path / "shm" / "mine")).store.write(1, {"train/step": np.array(1)}, {})
+    assert (tmp_path / "shm" / "mine").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_a_run_makes_others_cannot_write(tmp_path):
+    before = os.umask(0)
+    try:
+        folder = run_folder(Config().replace(run_dir=str(tmp_path / "run")))
+        SnapshotStore(str(folder / "checkpoints")).write(1, {"train/step": np.array(1)}, {})
+        assert not [path for path in folder.rglob("*") if path.stat().st_mode & 0o002]
+    finally:
+        os.umask(before)

@@ -3,10 +3,13 @@
 import json
 import shlex
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+from tfdist import jobs
+from tfdist.config import Config
 from tfdist.control import jobspecs
 from tfdist.control.exit_codes import RESTARTABLE, ConfigError, ExitCode
 from tfdist.control.resolvers import kubernetes_addresses
@@ -197,3 +200,41 @@ def test_templates_leave_out_lines_and_keep_indents():
     assert jobspecs.fill("a\n{{?no}}b {{no}}\n  {{many}}\n{{?yes}}c {{yes}}", {"no": "", "many": "x\ny", "yes": 1}) == "a\n  x\n  y\nc 1\n"
     with pytest.raises(KeyError):
         jobspecs.fill("{{missing}}", {})
+
+
+NASTY = ["--model_args=a b", "--x='; touch pwned; '", '--x="$(touch pwned)"', "--x=`touch pwned`", "--x=$(HOME) $HOME $$", "--x=line\n  break\ttab", "--x=restartPolicy: name: worker", "--x={{name}} {{?gpus}}", "--x=\\ \\n ü ✓", "--x=- [a, b]: {c} # d"]
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "jobset", "tfjob"])
+def test_whatever_a_flag_holds_reaches_the_worker_as_it_was(kind, tmp_path, monkeypatch):
+    command = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv))"]
+    if kind == "slurm":
+        words = " ".join(jobspecs.bash_word(word) for word in [*command, *NASTY])
+        script = jobspecs.fill("  {{command}} &\nwait\n", {"command": words})
+        found = json.loads(subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True).stdout)[1:]
+        assert found == NASTY and not list(tmp_path.iterdir())
+        return
+    options = jobs._parse(["kubernetes" if kind == "jobset" else kind, "--image=1.5", "--namespace=123", "--claim=yes", "--memory=16Gi", "--name=run", *(["--jobset"] if kind == "jobset" else [])])
+    make = jobs.tfjob if kind == "tfjob" else jobs.kubernetes
+    config = Config().replace(run_dir="/runs/run")
+    monkeypatch.setattr(jobs.flags, "expand_flagfiles", list)
+    containers = [container for document in yaml.safe_load_all(make(options, config, NASTY)) for container in _containers(document)]
+    assert containers and all([flag.replace("$$", "$") for flag in container["command"][-len(NASTY):]] == NASTY for container in containers)
+    assert all(container["image"] == "1.5" for container in containers)
+
+
+def _containers(node):
+    if isinstance(node, dict):
+        yield from node.get("containers", ())
+        for value in node.values():
+            yield from _containers(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _containers(value)
+
+
+@pytest.mark.parametrize("argv, word", [(["slurm", "--partition=a b"], "--partition"), (["slurm", "--log=x\"y"], "--log"), (["slurm", "--python='python"], "--python"), (["slurm", "--name=true"], "--name"),
+                                        (["kubernetes", "--image=i", "--namespace=a;b"], "--namespace")])
+def test_what_cannot_be_quoted_is_refused(argv, word):
+    with pytest.raises(ConfigError, match=word):
+        jobs.main([*argv, "--", "--source=digits", "--model=mlp", "--global_batch=8", "--steps=1", "--run_dir=/runs/x"])

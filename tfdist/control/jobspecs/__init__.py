@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib import resources
 
@@ -39,6 +40,14 @@ def fill(text: str, values: Mapping[str, object]) -> str:
         indent = line[:len(line) - len(line.lstrip())]
         lines.append(_PLACE.sub(lambda match, indent=indent: str(values[match.group(1)]).replace("\n", f"\n{indent}"), line))
     return "\n".join(lines) + "\n"
+
+
+def bash_word(text: str) -> str:
+    """One word for bash, on one line: a line break in it must not meet the indent of `fill`."""
+    if text.isprintable():
+        return shlex.quote(text)
+    special = {"\\": "\\\\", "'": "\\'"}
+    return "$'" + "".join(special.get(one, one) if one.isprintable() else "".join(f"\\x{byte:02x}" for byte in one.encode()) for one in text) + "'"
 
 
 def quoted_list(items: Sequence[str]) -> str:
