@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist.keras_fit.api import evaluate, fit, init, is_chief, predict, spread
+    from tfdist.keras_fit.api import barrier, evaluate, fit, init, is_chief, predict, spread
 
 __version__ = "0.1.0"
-__all__ = ["evaluate", "fit", "init", "is_chief", "predict", "spread"]
+__all__ = ["barrier", "evaluate", "fit", "init", "is_chief", "predict", "spread"]
 
 
 def __getattr__(name: str) -> Any:

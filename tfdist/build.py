@@ -37,9 +37,10 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training.added_losses import ROWS, SumsAsMeans, found_by_the_chief
+from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped import with_dropped
 from tfdist.training.evaluation import Evaluator
+from tfdist.training.loss_probe import ROWS
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel import segments
@@ -205,7 +206,7 @@ def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: S
     def rows() -> Any:
         return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))[0]
 
-    return SumsAsMeans(found_by_the_chief(runtime, model, rows))
+    return found_by_the_chief(runtime, model, rows)
 
 
 def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:

@@ -82,6 +82,39 @@ def check(runtime) -> None:
             rows = sorted(zip(slices.indices.numpy().tolist(), slices.values.numpy()[:, 3].tolist(), strict=True))
             assert rows == sorted((row + index, float(index)) for index in range(runtime.replicas) for row in (7, 1)), rows
 
+    # Rows of all replicas, in one order, with the gradient of the sum of all replicas' losses.
+    @tf.function
+    def rows(dtype):
+        def of_replica():
+            number = tf.cast(runtime.replica_id(), dtype)
+            row = tf.stack([number, tf.constant(1.0, dtype)])
+            with tf.GradientTape() as tape:
+                tape.watch(row)
+                found = runtime.gather_row(row)
+                loss = (number + 1) * tf.reduce_sum(found[:, 0] * tf.range(runtime.replicas, dtype=dtype))
+            return found, tape.gradient(loss, row)
+
+        return runtime.local(runtime.run(of_replica))
+
+    for dtype in (tf.float32, tf.float64):
+        for index, (found, gradient) in enumerate(rows(dtype)):
+            assert found.numpy().tolist() == [[replica, 1.0] for replica in range(runtime.replicas)], found
+            wanted = sum(range(1, runtime.replicas + 1)) * (runtime.first_replica + index)
+            assert gradient.numpy().tolist() == [wanted, 0.0], gradient
+
+    # Every replica's copy of a variable can be given its own value.
+    with runtime.scope():
+        copies = tf.Variable([0.0, 0.0], trainable=False, aggregation=tf.VariableAggregation.MEAN)
+
+    @tf.function
+    def assigned(values):
+        runtime.assign(copies, values)
+        return runtime.local(runtime.run(lambda: tf.identity(copies)))
+
+    own = [tf.constant([0.1, float(runtime.first_replica + index)]) for index in range(runtime.local_replicas)]
+    for found, wanted in zip(assigned(runtime.per_replica(own)), own, strict=True):
+        assert found.numpy().tolist() == wanted.numpy().tolist(), (found, wanted)
+
     # Variables start with the chief's values.
     with runtime.scope():
         variable = tf.Variable(np.full([4], rank, "float32"))

@@ -122,6 +122,36 @@ def subclass_with_compute_loss(fit, evaluate, predict, folder):
     return {"history": fit(model, x, y, batch_size=16, epochs=3, validation_data=(x, y)).history, "predict": predict(model, x, batch_size=16)}
 
 
+class WithLayersOfItsOwn(keras.Model):
+    def __init__(self, builds=False):
+        super().__init__()
+        self.hidden, self.norm, self.out = layers.Dense(16, activation="relu"), layers.BatchNormalization(), layers.Dense(3)
+        self.unused = layers.Dense(4)
+        self.builds = builds
+
+    def build(self, shape):
+        if self.builds:
+            self.hidden.build(shape)
+            self.built = True
+        else:
+            super().build(shape)
+
+    def call(self, x, training=False):
+        return self.out(self.norm(self.hidden(x), training=training))
+
+
+@case
+def subclass_built_by_shape(fit, evaluate, predict, folder):
+    x, y = samples(70)
+    found = {}
+    for builds in (False, True):  # in the second only some of the layers are built then
+        model = WithLayersOfItsOwn(builds)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.build((None, 8))
+        found[str(builds)] = {"history": fit(model, x, y, batch_size=16, epochs=2, validation_data=(x, y)).history, "predict": predict(model, x, batch_size=16)}
+    return found
+
+
 # -- what was compiled -------------------------------------------------------------------------------------------------
 
 @case

@@ -7,6 +7,8 @@ noise of any size into steps of full size. That would hide real differences behi
 from __future__ import annotations
 
 import keras
+import numpy as np
+from sklearn.datasets import load_digits
 
 
 def conv_bn(num_outputs: int, dropout: float = 0.0) -> keras.Model:
@@ -53,6 +55,73 @@ def table(num_outputs: int) -> keras.Model:
         Buckets(),
         keras.layers.Embedding(64 * Buckets.COUNT, 4),
         keras.layers.Flatten(),
+        keras.layers.Dense(num_outputs, dtype="float32"),
+    ])
+
+
+class Adds(keras.layers.Layer):
+    """A mean and a sum over rows of what a weight makes of them."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        each = keras.ops.mean(keras.ops.square(self.scale * x), -1)
+        self.add_loss(0.02 * keras.ops.mean(each))
+        self.add_loss(0.002 * keras.ops.sum(each))
+        return self.scale * x
+
+
+def adds(num_outputs: int) -> keras.Model:
+    """What layers add to the loss, between synchronised BatchNormalization."""
+    return keras.Sequential([
+        keras.layers.Input((8, 8, 1)),
+        keras.layers.Flatten(),
+        keras.layers.Dense(24, use_bias=False, activity_regularizer=keras.regularizers.L2(1e-3), kernel_regularizer=keras.regularizers.L2(1e-3)),
+        keras.layers.BatchNormalization(),
+        Adds(),
+        keras.layers.Dense(16, activation="tanh", activity_regularizer=keras.regularizers.L1(1e-3)),
+        keras.layers.Dense(num_outputs, dtype="float32"),
+    ])
+
+
+def weighted_digits(split: str):
+    """Digits with weights from 0 to 3; one training sample is NaN."""
+    digits = load_digits()
+    x, y = (digits.images[..., None] / 16).astype("float32"), digits.target.astype("int32")
+    w = np.random.default_rng(5).choice([0.0, 0.3, 1.0, 3.0], len(y)).astype("float32")
+    if split == "train":
+        x[70], w[70] = np.nan, 1.0
+    return (x[:1200], y[:1200], w[:1200]) if split == "train" else (x[1200:], y[1200:], w[1200:])
+
+
+def masked(num_outputs: int) -> keras.Model:
+    """Rows of pixels as words of which some are masked, some samples having none: BatchNormalization of those that are not."""
+    return keras.Sequential([
+        keras.layers.Input((8,), dtype="int32"),
+        keras.layers.Embedding(16, 6, mask_zero=True),
+        keras.layers.BatchNormalization(),
+        keras.layers.LSTM(12),
+        keras.layers.Dense(num_outputs, dtype="float32"),
+    ])
+
+
+def masked_digits(split: str):
+    """The middle rows' pixels of digits, 0 (which is masked) to 15."""
+    digits = load_digits()
+    x, y = np.minimum(digits.images[:, 3], 15).astype("int32"), digits.target.astype("int32")
+    x[::40] = 0
+    return (x[:1200], y[:1200]) if split == "train" else (x[1200:], y[1200:])
+
+
+def offset(num_outputs: int) -> keras.Model:
+    """BatchNormalization of numbers of about 2000 that differ by about 1."""
+    return keras.Sequential([
+        keras.layers.Input((8, 8, 1)),
+        keras.layers.Flatten(),
+        keras.layers.Dense(24, use_bias=False),
+        keras.layers.Rescaling(1.0, offset=2000.0),
+        keras.layers.BatchNormalization(momentum=0.5),
         keras.layers.Dense(num_outputs, dtype="float32"),
     ])
 

@@ -24,7 +24,7 @@ from tfdist.config import OptimizerConfig, PrecisionConfig
 from tfdist.runtime import batch_norm
 from tfdist.runtime.mirrored import StrategyRuntime
 from tfdist.runtime.one_device import OneDevice
-from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
+from tfdist.training.added_losses import found_by_the_chief
 from tfdist.training.objectives import regression
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.precision import LossScale
@@ -177,7 +177,7 @@ def by_tfdist(case, runtime):
                 start, stop = (step * BATCH + bound for bound in plan.slice(micro, replica))
                 yield tuple(part[start:stop] for part in parts)
 
-    added = SumsAsMeans(found_by_the_chief(runtime, model, lambda: case.x[:4]))
+    added = found_by_the_chief(runtime, model, lambda: case.x[:4])
     step = TrainStep(runtime, model, optimizer, regression(), scale, StepOptions(plan, 0, weighted=case.weighted, **case.options), spec, added=added)
     iterators = [iter(tf.data.Dataset.from_generator(lambda replica=replica: batches(replica), output_signature=spec)) for replica in range(runtime.replicas)]
     shown = [step(iterators, 1).means for _ in range(STEPS)]

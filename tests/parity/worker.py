@@ -32,6 +32,9 @@ ROWS: dict[str, dict] = {
     "sgd_table_clip": {"optimizer": "sgd", "learning_rate": 2.0, "clip_norm": 0.3, "model": TABLE},
     "adamw_table": {"optimizer": "adamw", "learning_rate": 0.01, "model": TABLE},
     "adamw_table_accumulation": {"optimizer": "adamw", "learning_rate": 0.01, "accumulation": 4, "model": TABLE},
+    "momentum_added": {"optimizer": "momentum", "model": "tests.parity.models:adds", "source": "tests.parity.models:weighted_digits", "on_nan": "skip"},
+    "momentum_masked": {"optimizer": "momentum", "learning_rate": 0.3, "model": "tests.parity.models:masked", "source": "tests.parity.models:masked_digits"},
+    "offset": {"optimizer": "momentum", "model": "tests.parity.models:offset"},
     "float16": {"optimizer": "momentum", "precision": "float16", "model": DENSE},
 }
 

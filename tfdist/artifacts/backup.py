@@ -7,7 +7,8 @@ by one rename. Under several workers only the chief (`writes=True`) writes.
     model.fit(..., callbacks=[tfdist.BackupAndRestore("/dev/shm/backup", save_freq=100)])
 
 goes on in the middle of an epoch, at the very batch: the first batches of that epoch are taken from the data but not
-trained on again. The data must come in the same order as before. session.py uses the same object for `--backup_dir`.
+trained on again, and the data is taken through the epochs before (data_position.py). It must come in the same order as
+then. session.py uses the same object for `--backup_dir`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import keras
 import numpy as np
 
 from tfdist.artifacts import state
+from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
@@ -87,8 +89,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
         state.assign(state.collect(self.model, self.model.optimizer, {}), arrays)
-        state.restore_generator_states(snapshot.manifest["generators"])
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
+        if not RunningFit.of(self.model).go_to(self._epoch, snapshot.manifest["ends"]):
+            state.restore_generator_states(snapshot.manifest["generators"])  # else reading has drawn from them just now
         self.model._initial_epoch = self._epoch  # what Keras' own callback sets
         self._skip_batches(snapshot.manifest["batch"], metrics)
 
@@ -113,7 +116,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _save(self, epoch: int, batch: int) -> None:
         self._since = 0
-        self.back_up(self._step, state.to_host(self._variables()), {"epoch": epoch, "batch": batch, "generators": state.generator_states()})
+        self.back_up(self._step, state.to_host(self._variables()), {
+            "epoch": epoch, "batch": batch, "generators": state.generator_states(), "ends": RunningFit.of(self.model).ends()})
         self.writer.wait()  # a script that is killed a moment later must find it
 
     def _variables(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@ that computes a part of each batch (model.py)."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -17,15 +18,19 @@ from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
 from tfdist.control.token import with_token
 from tfdist.keras_fit.arrays import shuffle_alike
-from tfdist.keras_fit.backup import EpochBackup, skip
+from tfdist.keras_fit.backup import EpochBackup
 from tfdist.keras_fit.callbacks import arrange
-from tfdist.keras_fit.model import DistributedModel, refuse_what_cannot_be_spread
+from tfdist.keras_fit.model import DistributedModel
+from tfdist.keras_fit.refusals import refuse_what_cannot_be_spread
 from tfdist.runtime.errors import explain
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.sockets import Sockets, warn_about_gpus
 
 _OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb", "job_token_file")
+# What a call must have in common on all workers, beside its data; `verbose` and the callbacks may differ.
+_COMMON = ("batch_size", "epochs", "validation_split", "shuffle", "class_weight", "initial_epoch", "steps_per_epoch", "steps", "validation_steps", "validation_batch_size", "validation_freq")
 _runtime: OneDevice | None = None  # of this process, made once
+_calls = 0  # of this process that all workers make together
 
 
 def init(**options: float | str) -> OneDevice:
@@ -47,12 +52,36 @@ def init(**options: float | str) -> OneDevice:
         if cluster.size > 1:
             wait_for_peers(cluster, config.cluster.startup_timeout)
             _runtime = Sockets.create(config, cluster)
+            atexit.register(_leave, _runtime)
             warn_about_gpus(_runtime)
         else:
             _runtime = OneDevice()
     elif options:
         raise ConfigError(f"tfdist.init({', '.join(options)}) comes too late: call it before the first fit, evaluate or predict.")
     return _runtime
+
+
+def _leave(runtime: Sockets) -> None:
+    if not hasattr(sys, "last_type"):  # else an error ended the script, and it must look like that to the others
+        runtime.leave()
+
+
+def _agree_on(runtime: OneDevice, name: str, arguments: dict[str, Any]) -> None:
+    """Raises ConfigError if another worker makes another call, or has come to its end."""
+    global _calls
+    _calls += 1
+    if isinstance(runtime, Sockets):
+        said = ", ".join(f"{key}={arguments[key]!r}" for key in _COMMON if arguments.get(key) not in (None, False, 0))
+        try:
+            with _explained(runtime):
+                runtime.agree_on(f"call {_calls}, tfdist.{name}({said})")
+        except ConfigError as error:
+            raise ConfigError(f"tfdist.{name}: {error}") from None
+
+
+def barrier() -> None:
+    """Returns when all workers have called it: what one did before, such as saving a file, is done for all then."""
+    _agree_on(init(), "barrier", {})
 
 
 def _join(model: Any, purpose: str) -> OneDevice:
@@ -83,11 +112,11 @@ def fit(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None
         "batch_size": batch_size, "epochs": epochs, "validation_split": validation_split, "validation_data": validation_data, "shuffle": shuffle, "class_weight": class_weight,
         "sample_weight": sample_weight, "initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps,
         "validation_batch_size": validation_batch_size, "validation_freq": validation_freq}
+    _agree_on(runtime, "fit", arguments)
     arranged = arrange(callbacks, runtime, model)
-    if isinstance(runtime, Sockets):
-        x, y = shuffle_alike(runtime, x, y, arguments)
-    done = max((callback.epoch for callback in arranged if isinstance(callback, EpochBackup)), default=0)
-    x = skip(x, arguments["validation_data"], initial_epoch, done, steps_per_epoch, validation_freq)
+    backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
+    if isinstance(runtime, Sockets) or backup is not None:
+        x, y = shuffle_alike(runtime, x, y, arguments, backup)
     return _spread(runtime, model, "fit", lambda: model.fit(x, y, verbose=verbose if runtime.rank == 0 else 0, callbacks=arranged, **arguments))
 
 
@@ -95,6 +124,7 @@ def evaluate(model: keras.Model, x: Any = None, y: Any = None, batch_size: int |
              steps: int | None = None, callbacks: Any = None, return_dict: bool = False) -> Any:
     """`keras.Model.evaluate` on all workers: loss and metrics over every sample exactly once, the same on every worker."""
     runtime = _join(model, "evaluate")
+    _agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
     return _spread(runtime, model, "evaluate", lambda: model.evaluate(
         x, y, batch_size=batch_size, verbose=verbose if runtime.rank == 0 else 0, sample_weight=sample_weight, steps=steps,
         callbacks=arrange(callbacks, runtime, model), return_dict=return_dict))
@@ -103,6 +133,7 @@ def evaluate(model: keras.Model, x: Any = None, y: Any = None, batch_size: int |
 def predict(model: keras.Model, x: Any, batch_size: int | None = None, verbose: Any = "auto", steps: int | None = None, callbacks: Any = None) -> Any:
     """`keras.Model.predict` on all workers: every worker returns all predictions, in the order of the input."""
     runtime = _join(model, "predict")
+    _agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
     return _spread(runtime, model, "predict", lambda: model.predict(
         x, batch_size=batch_size, verbose=verbose if runtime.rank == 0 else 0, steps=steps, callbacks=arrange(callbacks, runtime, model)))
 
@@ -117,6 +148,7 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
     Raises: ConfigError if the model is not built, and what `fit` raises.
     """
     runtime = _join(model, "spread")
+    _agree_on(runtime, "spread", {})
     if not isinstance(runtime, Sockets):
         yield
         return

@@ -17,34 +17,39 @@ import tensorflow as tf
 from tensorflow.python.eager import context  # not public, and there is no public way to read the state of the generator
 
 from tfdist.control.exit_codes import DataError
-from tfdist.runtime.sockets import Sockets
+from tfdist.keras_fit.backup import EpochBackup
+from tfdist.runtime.one_device import OneDevice
 
 _DEFAULT_BATCH = 32  # Keras'
 
 
-def shuffle_alike(runtime: Sockets, x: Any, y: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    """(x, y) for `model.fit`; `arguments` is changed to suit. Called by all workers."""
+def shuffle_alike(runtime: OneDevice, x: Any, y: Any, arguments: dict[str, Any], backup: EpochBackup | None) -> tuple[Any, Any]:
+    """(x, y) for `model.fit`; `arguments` is changed to suit. Called by all workers. A backup keeps the seed for the runs that resume."""
     leaves = [leaf for leaf in keras.tree.flatten((x, y, arguments["sample_weight"])) if leaf is not None]
-    if _random_numbers_agree(runtime) or not arguments["shuffle"] or not all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in leaves):
+    if _random_numbers_agree(runtime) or arguments["shuffle"] is not True or not all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in leaves):
         return x, y
     size = len(leaves[0])
     if any(len(leaf) != size for leaf in leaves):
         raise DataError(f"The arrays have {', '.join(str(len(leaf)) for leaf in leaves)} samples: give x, y and sample_weight as many rows each.")
-    seed = runtime.broadcast_object(int(np.random.SeedSequence().generate_state(1)[0]))
+    seed = int(np.random.SeedSequence().generate_state(1)[0] // 2)
+    if backup is not None:
+        seed = backup.order = seed if backup.order is None else backup.order
+    seed = int(runtime.broadcast([np.array(seed)])[0])
     data = (x,) if y is None else (x, y) if arguments["sample_weight"] is None else (x, y, arguments["sample_weight"])
     end = size
     if arguments["validation_split"] and arguments["validation_data"] is None:
         end = int(math.floor(size * (1.0 - arguments["validation_split"])))  # as Keras divides
         arguments["validation_data"] = keras.tree.map_structure(lambda leaf: leaf[end:], data)
-    batch = arguments["batch_size"] or _DEFAULT_BATCH
-    arguments["validation_batch_size"] = arguments["validation_batch_size"] or batch
+    steps = arguments["steps_per_epoch"]
+    batch = arguments["batch_size"] or (math.ceil(end / steps) if steps else _DEFAULT_BATCH)  # as Keras does
+    arguments["validation_batch_size"] = arguments["validation_batch_size"] or arguments["batch_size"]
     tensors = keras.tree.map_structure(tf.convert_to_tensor, data)
     dataset = tf.data.Dataset.range(end).shuffle(end, seed=seed).batch(batch)
     arguments.update(sample_weight=None, batch_size=None, validation_split=0.0, shuffle=False)
     return dataset.map(lambda rows: keras.tree.map_structure(lambda tensor: tf.gather(tensor, rows), tensors)).prefetch(2), None
 
 
-def _random_numbers_agree(runtime: Sockets) -> bool:
+def _random_numbers_agree(runtime: OneDevice) -> bool:
     """Whether a seed was set, and all workers have drawn alike since."""
     seed = context.global_seed()
     state = 0 if seed is None else zlib.crc32(repr((seed, context.context()._rng.getstate())).encode())

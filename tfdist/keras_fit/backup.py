@@ -2,15 +2,11 @@
 
 After each epoch the chief writes one file: all variables of model and optimizer, the history, and the plain attributes
 of the other callbacks (patience counters, best values, best weights). A program that is started again unchanged goes on
-after the last complete epoch, on all workers, with the order of data it would have had.
+after the last complete epoch, on all workers, with the data where it stood (artifacts/data_position.py).
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import os
-import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +14,14 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
+from tfdist.artifacts import state as host_state
+from tfdist.artifacts.data_position import RunningFit
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.keras_fit import backup_file
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.sockets import Sockets
 
-FILE = "tfdist-backup.pickle"
+FILE = "tfdist-backup"
 _NOT_STATE = ("model", "params", "validation_data", "append_header")  # the last: whether a CSV file has its header yet
 
 
@@ -48,27 +45,30 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -
 class EpochBackup(keras.callbacks.Callback):
     """Saves after each epoch, and restores what an earlier run of the program has left.
 
-    Attributes: epoch, the epochs that are already done.
+    Attributes: epoch, the epochs that are already done; order, the seed by which tfdist shuffles arrays, if it does.
     """
 
     def __init__(self, folder: Path, runtime: OneDevice, others: Sequence[keras.callbacks.Callback], delete: bool = True):
         super().__init__()
         self._path, self._runtime, self._others, self._delete = folder / FILE, runtime, others, delete
         self._state = self._read()
-        self.epoch = self._state["epoch"] if self._state else 0
+        self.epoch: int = self._state["epoch"] if self._state else 0
+        self.order: int | None = self._state["order"] if self._state else None
 
     def _read(self) -> dict[str, Any] | None:
-        state: Any = None
+        """What the chief finds, on all workers."""
+        data, damaged = b"", False
         if self._runtime.rank == 0 and self._path.exists():
             try:
-                state = pickle.loads(self._path.read_bytes())
-            except Exception as error:  # noqa: BLE001 - whatever a damaged file makes pickle raise, all must hear of it
-                state = f"{self._path} cannot be read ({error}): remove it to begin anew."
-        if isinstance(self._runtime, Sockets):
-            state = self._runtime.broadcast_object(state)
-        if isinstance(state, str):
-            raise CheckpointError(state)
-        return state
+                data = self._path.read_bytes()
+                backup_file.parse(data)
+            except (OSError, ValueError) as error:  # all must hear of it
+                data, damaged = f"{self._path} cannot be read ({error}): remove it to begin anew.".encode(), True
+        ((length, damaged),) = self._runtime.broadcast([np.array([len(data), damaged])])
+        (received,) = self._runtime.broadcast([np.frombuffer(data, np.uint8) if self._runtime.rank == 0 else np.empty(length, np.uint8)])
+        if damaged:
+            raise CheckpointError(received.tobytes().decode())
+        return backup_file.parse(received.tobytes()) if length else None
 
     def _variables(self) -> list:
         return [*self.model.variables, *self.model.optimizer.variables]
@@ -92,6 +92,15 @@ class EpochBackup(keras.callbacks.Callback):
         self.model._initial_epoch = self.params["epochs"] if self._state["stopped"] else self.epoch
         if self._runtime.rank == 0:
             print(f"tfdist: resumed after epoch {self.epoch} from {self._path}.", file=sys.stderr, flush=True)
+        if not self._state["stopped"]:
+            self._find_the_place_in_the_data()
+
+    def _find_the_place_in_the_data(self) -> None:
+        if RunningFit.of(self.model).go_to(self.epoch, self._state["ends"]):
+            if self._runtime.rank == 0:
+                print("tfdist: the data of these epochs was read again, as what comes next may depend on it (repeat, cache, a PyDataset, a generator).", file=sys.stderr, flush=True)
+        else:  # what reading draws from the generators of the process it has drawn just now
+            host_state.restore_generator_states(self._state["generators"])
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._restore_history()
@@ -101,16 +110,11 @@ class EpochBackup(keras.callbacks.Callback):
             return
         history = self.model.history
         # Keras' History comes after this callback: the present epoch is not in it yet.
-        values = {name: [*history.history.get(name, []), value] for name, value in (logs or {}).items()}
-        state = {"variables": [np.asarray(variable.value) for variable in self._variables()], "epoch": epoch + 1, "stopped": bool(self.model.stop_training),
-                 "history": {**history.history, **values}, "epochs": [*history.epoch, epoch], "callbacks": [_plain_state(callback) for callback in self._others]}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            pickle.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._path)
+        values = {name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)] for name, value in (logs or {}).items()}
+        backup_file.write(self._path, {
+            "variables": [np.asarray(variable.value) for variable in self._variables()], "epoch": epoch + 1, "stopped": bool(self.model.stop_training),
+            "history": {**history.history, **values}, "epochs": [*history.epoch, epoch], "callbacks": [_plain_state(callback) for callback in self._others],
+            "order": self.order, "ends": RunningFit.of(self.model).ends(), "generators": host_state.generator_states()})
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._restore_history()
@@ -124,47 +128,6 @@ class EpochBackup(keras.callbacks.Callback):
             self._state = None
 
 
-def skip(x: Any, validation_data: Any, initial_epoch: int, epoch: int, steps_per_epoch: int | None, validation_freq: int | Sequence[int]) -> Any:
-    """The training data as it would be after the epochs from `initial_epoch` to before `epoch`.
-
-    A shuffle draws its next order whenever a dataset that contains it is iterated anew, so these iterations are made,
-    those of validation too, as it may share the shuffle. Nothing is read, unless one iterator goes through all epochs.
-    """
-    epochs = range(initial_epoch, epoch)
-    if not epochs:
-        return x
-    for number in epochs:
-        if not steps_per_epoch:
-            _iterate(x)
-        if (number + 1) % validation_freq == 0 if isinstance(validation_freq, int) else number + 1 in validation_freq:
-            _iterate(validation_data)
-    if steps_per_epoch and isinstance(x, tf.data.Dataset):
-        return x.skip(len(epochs) * steps_per_epoch)
-    if steps_per_epoch and hasattr(x, "__next__"):
-        next(itertools.islice(x, len(epochs) * steps_per_epoch - 1, None), None)
-    return x
-
-
-def _iterate(data: Any) -> None:
-    """What Keras' loop does to its data in an epoch, without reading it."""
-    if isinstance(data, tf.data.Dataset):
-        iter(data)
-        if data.cardinality() >= 0:
-            iter(data)  # if it knows the length it asks for the next iterator at the end of the epoch, and drops it
-    elif isinstance(data, keras.utils.PyDataset):
-        data.on_epoch_end()
-
-
 def _plain_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
     """The attributes that are plain values: counters, best values, lists of arrays."""
-    return {name: value for name, value in callback.__dict__.items() if not name.startswith("_") and name not in _NOT_STATE and _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(_is_plain(item) for item in value.values())
-    if inspect.isfunction(value):  # `monitor_op`, without which `min_delta` would change its sign once more
-        return value.__module__.startswith("keras.") and "<" not in value.__qualname__
-    return value is None or isinstance(value, (bool, int, float, str, np.ndarray, np.generic))
+    return {name: value for name, value in callback.__dict__.items() if not name.startswith("_") and name not in _NOT_STATE and backup_file.is_storable(value)}

@@ -37,14 +37,6 @@ _LOOPS = {"train": "train_function", "test": "test_function", "predict": "predic
 _KEPT_AS = "_tfdist_distributed"  # on the model itself: what was traced lives as long as it
 
 
-def refuse_what_cannot_be_spread(model: keras.Model) -> None:
-    """Raises ConfigError with the reason."""
-    if getattr(model, "_distribute_strategy", None) is not None:
-        raise ConfigError("The model was built inside a tf.distribute strategy's scope, which Keras 3 cannot train over workers: build it without a strategy; tfdist.fit spreads it itself.")
-    if isinstance(getattr(model, "optimizer", None), list):
-        raise ConfigError("The model was compiled with several optimizers: tfdist.fit needs one.")
-
-
 @functools.cache
 def _of_process(runtime: Sockets) -> tuple[Gradients, RandomNumbers]:
     """What all models of a process share."""
@@ -184,6 +176,7 @@ class DistributedModel:
             else:
                 keras.src.backend.compute_output_spec(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         self._start()
+        self._ready = True  # a layer that is never used is never built
 
     def _chooses_own_rows(self, kind: str, batch: Any) -> bool:
         if self._model.run_eagerly:
@@ -196,9 +189,9 @@ class DistributedModel:
 
     def _start(self) -> None:
         model = self._model
-        if self._optimizer is not None and not self._optimizer.built:
-            self._optimizer.build(model.trainable_variables)
         self._ready = all(layer.built for layer in model._flatten_layers())
+        if self._ready and self._optimizer is not None and not self._optimizer.built:
+            self._optimizer.build(model.trainable_variables)
         self.take_the_chiefs_variables()
         self._random_numbers.hold_the_chiefs(generator for layer in model._flatten_layers() for generator in layer._seed_generators)
 

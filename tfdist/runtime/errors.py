@@ -29,10 +29,10 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
             "Look at the log of the worker that ended first, or has not ended, for the cause, then start all workers again.")
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return ConfigError(f"Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16. TensorFlow says: {_first_line(text)}")
+    if MARK in text:
+        return of_ring(text)
     if "DataError: " in text:  # raised by a source inside tf.data
         return DataError(text[text.index("DataError: ") + len("DataError: "):].splitlines()[0])
-    if MARK in text:
-        return PeerLostError(f"{text[text.index(MARK) + len(MARK):].splitlines()[0]} Look at the log of that worker for the cause, then start all workers again.")
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         if isinstance(error, tf.errors.DeadlineExceededError) or "timed out" in text.lower():
             if group := _GROUP.search(text, text.lower().rfind("timed out") + 1):
@@ -45,6 +45,15 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
                 f"its longest save or evaluation. TensorFlow says: {_first_line(text)}")
         return PeerLostError(f"Lost contact with {_peer(text, cluster)}: look at its log for the cause, then start all workers again. TensorFlow says: {_first_line(text)}")
     return None
+
+
+def of_ring(text: str) -> TfdistError:
+    """An error of runtime/ring.py from its text; what begins with the name of an error is one, all else a lost peer."""
+    sentence = text[text.index(MARK) + len(MARK):].splitlines()[0]
+    for kind in (ConfigError, DataError):
+        if sentence.startswith(f"{kind.__name__}: "):
+            return kind(sentence.removeprefix(f"{kind.__name__}: "))
+    return PeerLostError(f"{sentence} Look at the log of that worker for the cause, then start all workers again.")
 
 
 def _peer(text: str, cluster: Cluster) -> str:

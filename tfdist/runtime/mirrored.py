@@ -19,10 +19,11 @@ from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.packet_filter import own_address_only
+from tfdist.runtime.errors import of_ring
 from tfdist.runtime.farewell import say_goodbye
 from tfdist.runtime.overdue import Overdue
 from tfdist.runtime.reducer import RingReducer, suits
-from tfdist.runtime.ring import MARK, Ring, RingError, lost
+from tfdist.runtime.ring import MARK, Ring, RingError
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 _CHUNK = 1 << 24  # int32 elements (64 MiB) per host collective, to bound its memory
@@ -88,7 +89,7 @@ class StrategyRuntime:
         try:
             ring = Ring(cluster, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
         except RingError as error:
-            raise lost(error) from error
+            raise of_ring(str(error)) from error
         self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
 
     @property

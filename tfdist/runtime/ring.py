@@ -34,7 +34,7 @@ import numpy as np
 
 from tfdist.control import wire
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ClusterError, PeerLostError
+from tfdist.control.exit_codes import ClusterError
 from tfdist.control.packet_filter import bind_address
 from tfdist.control.preflight import bind_shared
 from tfdist.runtime.shared_memory import NOT_SHARED, OFFER_BYTES, OthersArrays, SharedArrays
@@ -46,16 +46,12 @@ _BLOCK = struct.Struct("!12sIQ")  # what a gathered block is, its stamp, its byt
 _SEND_BYTES = 1 << 20
 _LARGEST_BLOCK = 1 << 36
 _MEETING_SECONDS, _ATTEMPT_SECONDS = 60.0, 20.0
+_GOODBYE = "end"  # in the place of what is gathered
 _TOKEN, _NOTHING = memoryview(b"."), memoryview(b"")
 
 
 class RingError(RuntimeError):
     """A neighbour is gone, silent, or doing something else."""
-
-
-def lost(error: RingError) -> PeerLostError:
-    """The same for the user."""
-    return PeerLostError(f"{str(error).removeprefix(MARK)} Look at the log of that worker for the cause, then start all workers again.")
 
 
 class Ring:
@@ -180,8 +176,11 @@ class Ring:
             self._pass_on(memoryview(header), memoryview(theirs))
             their_name, their_stamp, length = _BLOCK.unpack(theirs)
             other = (self.rank - 1) % self.size
-            if their_name.rstrip(b"\0").decode(errors="replace") != name:
-                raise RingError(f"{MARK}rank {self.rank} is at {name!r}, rank {other} at {their_name.rstrip(bytes(1)).decode(errors='replace')!r}: the workers do not run the same program, or their data does not end at the same batch.")
+            their_name = their_name.rstrip(bytes(1)).decode(errors="replace")
+            if their_name == _GOODBYE:
+                raise RingError(f"{MARK}ConfigError: Rank {other} has come to the end of its script, while rank {self.rank} is at {name!r}: all workers must make the same calls of tfdist, also evaluate and predict, not the chief alone.")
+            if their_name != name:
+                raise RingError(f"{MARK}ConfigError: Rank {self.rank} is at {name!r}, rank {other} at {their_name!r}: the workers do not run the same program, or their data does not end at the same batch.")
             if their_stamp != stamp:
                 raise RingError(f"{MARK}DataError: Rank {self.rank} and rank {other} hold different {name}: the data must come in the same order on all workers; seed what shuffles it.")
             if length > _LARGEST_BLOCK:
@@ -190,6 +189,11 @@ class Ring:
             self._pass_on(memoryview(mine), memoryview(received))
             blocks[(self.rank - step - 1) % self.size] = received
         return blocks
+
+    def say_goodbye(self) -> None:
+        """Leaves word for the right neighbour that nothing will come any more; never waits."""
+        with contextlib.suppress(OSError):
+            self.right.send(_BLOCK.pack(_GOODBYE.encode(), 0, 0))
 
     def _pass_on(self, outgoing: memoryview, incoming: memoryview, backwards: bool = False) -> None:
         """Sends to the right and receives from the left at the same time: neither may wait for the other.

@@ -23,21 +23,23 @@ import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, PeerLostError
+from tfdist.control.exit_codes import ConfigError, PeerLostError, TfdistError
 from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm, rendezvous
 from tfdist.runtime.encoding import Malformed, decode, encode
+from tfdist.runtime.errors import of_ring
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.pulse import Pulse
 from tfdist.runtime.reducer import RingReducer, suits
-from tfdist.runtime.ring import Ring, RingError, lost
+from tfdist.runtime.ring import Ring, RingError
 
 
 class Sockets(OneDevice):
     """See runtime/base.py.
 
     Beyond the protocol: `gather` for rows inside a tf.function, `broadcast_object` on the host, and `rows_count`, a
-    scalar tensor set while a forward pass is traced: 0.0 where the rows of this worker are only there to have any.
+    scalar tensor set while a forward pass is traced: 0.0 where the rows of this worker are only there to have any;
+    and `stamp`, set before a step: gathers inside it are an error if it is not the same on all workers.
     """
 
     name = "sockets"
@@ -54,6 +56,7 @@ class Sockets(OneDevice):
         self.cluster, self.rank, self.size = cluster, cluster.rank, cluster.size
         self.replicas, self.first_replica = cluster.size, cluster.rank
         self.rows_count: tf.Tensor | None = None
+        self.stamp = 0
         self._lock = threading.Lock()
         self._last: dict[str, tf.Operation] = {}
         timeout, patience = config.strategy.collective_timeout, config.cluster.heartbeat_timeout
@@ -68,7 +71,7 @@ class Sockets(OneDevice):
             self._pulse = Pulse(Ring(cluster, exchange), patience)
             self._gradients = Ring(cluster, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto")
         except RingError as error:
-            raise lost(error) from error
+            raise _lost(error) from error
         self._reducer = RingReducer(self._gradients, int(config.strategy.pack_mb * 2**20))
         batch_norm.synchronize_with(self)
 
@@ -137,7 +140,7 @@ class Sockets(OneDevice):
 
     def _exchange_rows(self, count: int, *arrays: np.ndarray) -> list[np.ndarray]:
         arrays, same = arrays[:count], arrays[count:]
-        stamp = 0
+        stamp = self.stamp
         for array in same:
             data = repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array)
             stamp = zlib.crc32(data, stamp)
@@ -191,6 +194,16 @@ class Sockets(OneDevice):
     def barrier(self) -> None:
         self._host_gather(b"", "barrier")
 
+    def agree_on(self, call: str) -> None:
+        """Raises ConfigError if not all workers are about to do the same; otherwise returns when all are."""
+        for rank, other in enumerate(self._host_gather(call.encode(), "call")):
+            if bytes(other) != call.encode():
+                raise ConfigError(f"Rank {self.rank} is at {call}, rank {rank} at {printable(bytes(other).decode(errors='replace'))}: all workers must make the same calls of tfdist, with the same arguments, in the same order.")
+
+    def leave(self) -> None:
+        """Tells the neighbour that this script has come to its end, in case it waits for this worker."""
+        self._front.say_goodbye()
+
     def waiting_for(self) -> int | None:
         return next((ring.waiting_for for ring in (self._gradients, self._front) if ring and ring.waiting_for is not None), None)
 
@@ -206,7 +219,11 @@ class Sockets(OneDevice):
             with self._lock:
                 return self._front.all_gather(data, name)
         except RingError as error:
-            raise lost(error) from error
+            raise _lost(error) from error
+
+
+def _lost(error: RingError) -> TfdistError:
+    return of_ring(str(error))
 
 
 def warn_about_gpus(runtime: Sockets) -> None:

@@ -147,7 +147,8 @@ class Trainer:
         weight = named.pop("weight")
         named["regularization"] *= weight
         means = means_of(named, weight)
-        self.interval.add(StepOutput(step, means, weight, norm, 1.0, int(not finite), finite, {name: named[name] for name in means}, {}, 0.0, np.zeros(0)), 1)
+        self.interval.add(StepOutput(step, means, weight, norm, 1.0, int(not finite), finite, {name: named[name] for name in means}, {}, 0.0, np.zeros(0)), 1,
+                          last=step == self.parts.rhythm.target)
         self.updates += 1
         if self.updates == 1:  # see loop.py
             gc.collect()

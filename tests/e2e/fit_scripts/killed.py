@@ -29,7 +29,7 @@ x = rng.normal(size=(60, 8)).astype("float32")
 dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :3].argmax(1))).shuffle(60, seed=5).batch(12)
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dropout(0.3), keras.layers.Dense(3, activation="softmax")])
 model.compile(keras.optimizers.Adam(0.05), "sparse_categorical_crossentropy", metrics=["accuracy"])
-history = tfdist.fit(model, dataset, epochs=7, validation_data=dataset.take(2), verbose=0, callbacks=[
+history = tfdist.fit(model, dataset, epochs=7, steps_per_epoch=4, validation_data=dataset.take(2), verbose=0, callbacks=[
     KilledOnce(), keras.callbacks.BackupAndRestore(folder / "backup"), keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=0.3, factor=0.5),
     keras.callbacks.CSVLogger(folder / "log.csv")])
 print("history:", json.dumps({name: np.asarray(values).tolist() for name, values in history.history.items()}), history.epoch, float(abs(model.get_weights()[0]).sum()))

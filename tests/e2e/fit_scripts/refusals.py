@@ -2,6 +2,8 @@
 
 import json
 import sys
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -9,6 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.control.exit_codes import TfdistError
+from tfdist.keras_fit import own_rows
 
 rank = tfdist.init(heartbeat_timeout=30).rank
 x = np.arange(1, 41, dtype="float32").reshape(40, 1)
@@ -63,16 +66,48 @@ print("once:", json.dumps([history.history["sum"], history.history["squares"], l
 dataset = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(40).batch(7)
 print("chief's:", json.dumps(tfdist.fit(model, dataset, epochs=2, verbose=0).history["squares"]), flush=True)
 
+
+def other(where):
+    """x, or for others than the chief x with another value."""
+    changed = x.copy()
+    changed[where] += rank
+    return changed
+
+
+# Only the targets differ, or one row in the middle, or arrays that are handed over: the chief's are taken.
+for name, dataset in (("targets", tf.data.Dataset.from_tensor_slices((x, other(20))).batch(40)), ("middle", tf.data.Dataset.from_tensor_slices((other(20), x)).batch(40)),
+                      ("weights", tf.data.Dataset.from_tensor_slices((x, x, other(30))).batch(40)), ("names", tf.data.Dataset.from_tensor_slices((x, x)).batch(40).map(
+                          lambda a, b: (a, {"target": b + rank})).map(lambda a, b: (a, b["target"])))):
+    print(f"taken {name}:", tfdist.fit(model, dataset, verbose=0).history["squares"], flush=True)
+print("taken arrays:", tfdist.fit(model, other(3), other(39), batch_size=40, verbose=0).history["squares"], flush=True)
+
+path = Path(sys.argv[2]) / "saved.txt"
+if rank == 0:
+    time.sleep(1)
+    path.write_text("saved")
+tfdist.barrier()
+print("barrier:", path.read_text(), flush=True)
+
+refused("other call", lambda: (tfdist.predict if rank else tfdist.evaluate)(dense(), x, batch_size=5))
+refused("other epochs", lambda: tfdist.fit(dense(), x, x, epochs=1 + rank))
 refused("train_step", lambda: tfdist.fit(compiled(Ignores([keras.Input((1,)), keras.layers.Dense(1)])), x, x, verbose=0))
 deeper = compiled(keras.Sequential([keras.Input((1,)), *(keras.layers.Dense(1) for _ in range(1 + rank))]))
 refused("variables", lambda: tfdist.fit(deeper, x, x, verbose=0))
 refused("not a model", lambda: tfdist.fit(x, x))
-# From here on the connection is spoiled.
 if sys.argv[1] == "length":
     shorter = tf.data.Dataset.from_tensor_slices((x, x)).batch(4).take(5 - rank)
     refused("length", lambda: tfdist.fit(dense(), shorter.filter(lambda *_: True), verbose=0))
 else:
-    def later(index):
-        return index + tf.cast(index > 20, tf.float32) * rank  # the first batches are alike
+    def later(index, row):
+        return row + tf.cast(index == 26, tf.float32) * rank  # in the middle of the fifth batch
 
-    refused("order", lambda: tfdist.fit(dense(), tf.data.Dataset.from_tensor_slices((x, x)).map(lambda a, b: (later(a), b)).batch(4), verbose=0))
+    rows = tf.data.Dataset.from_tensor_slices((x, x))
+    for name, dataset in (("order", rows.map(lambda a, b: (later(a, a), b))), ("targets", rows.map(lambda a, b: (a, later(a, b)))), ("weights", rows.map(lambda a, b: (a, b, later(a, b))))):
+        refused(name, lambda dataset=dataset: tfdist.fit(dense(), dataset.batch(5), verbose=0))
+    own_rows.LARGEST = -1
+    refused("own rows", lambda: tfdist.fit(dense(), rows.map(lambda a, b: (a, later(a, b))).batch(5), verbose=0))
+    refused("evaluate", lambda: tfdist.evaluate(dense(), rows.map(lambda a, b: (a, later(a, b))).batch(5), verbose=0))
+    own_rows.LARGEST = 1 << 24
+    refused("predict", lambda: tfdist.predict(dense(), rows.map(lambda a, b: later(a, a)).batch(5), verbose=0))
+if rank == 0:
+    refused("chief only", lambda: tfdist.evaluate(dense(), x, x, verbose=0))

@@ -1,6 +1,9 @@
 """The pieces of tfdist.fit that need no second worker."""
 
+import contextlib
+import hashlib
 import importlib
+import pickle
 
 import keras
 import numpy as np
@@ -9,8 +12,9 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.control.exit_codes import CheckpointError, ConfigError
-from tfdist.keras_fit import api, backup, own_rows
+from tfdist.keras_fit import api, backup, backup_file, own_rows
 from tfdist.keras_fit.batches import digest
+from tfdist.keras_fit.refusals import refuse_what_cannot_be_spread
 from tfdist.keras_fit.rows import Part
 from tfdist.runtime.one_device import OneDevice
 
@@ -41,44 +45,17 @@ def test_digests_tell_batches_apart():
     x = tf.reshape(tf.range(12.0), [4, 3])
     base = digest((x, tf.range(4)))
     assert base == digest((tf.identity(x), tf.range(4), None))
+    black = np.zeros([5, 40, 40])
+    black[2, 20, 20] = 1
+    assert digest((black,)) != digest((np.zeros([5, 40, 40]),)) and digest((x, tf.constant([0, 1, 7, 3]))) != base
+    for odd in (np.array([np.nan]), np.zeros([0, 3]), np.array([True, False]), np.float32(3), tf.constant([1.5], tf.bfloat16), np.array([b"a"], object)):
+        assert digest((odd,)) == digest((tf.constant(odd),)) != digest((np.ones(9),))
+    assert digest({"a": x, "b": x + 1}) == digest({"b": x + 1, "a": x}) != digest({"a": x + 1, "b": x})
     for other in ((x, tf.range(4)[::-1]), (x[::-1], tf.range(4)), (tf.cast(x, tf.float64), tf.range(4)), (x[:3], tf.range(3)), (tf.reshape(x, [4, 3, 1]), tf.range(4))):
         assert digest(other) != base
     assert digest((tf.constant(["a", "b"]),)) != digest((tf.constant(["a", "c"]),))
     with pytest.raises(ConfigError, match="RaggedTensor"):
         digest((tf.ragged.constant([[1], [2, 3]]),))
-
-
-@pytest.mark.parametrize("steps, cardinality", [(None, True), (None, False), (4, True)])
-def test_skipped_epochs_are_those_that_keras_would_have_seen(steps, cardinality):
-    """Against Keras itself, with a validation dataset that shares the shuffle."""
-    def datasets():
-        x = np.arange(10, dtype="float32").reshape(10, 1)
-        dataset = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(10, seed=5).batch(4)
-        if not cardinality:
-            dataset = dataset.filter(lambda *_: True)
-        return (dataset.repeat() if steps else dataset), dataset.take(1)
-
-    class Sums(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            seen.append(round(float(logs["mean_squared_error"]), 4))
-
-        def on_test_batch_end(self, batch, logs=None):
-            seen.append(-round(float(logs["mean_squared_error"]), 4))
-
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
-    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mean_squared_error"])
-
-    def run(train, validation, first):
-        seen.clear()
-        model.fit(train, validation_data=validation, initial_epoch=first, epochs=5, steps_per_epoch=steps, validation_freq=2, verbose=0, callbacks=[Sums()])
-        return list(seen)
-
-    seen: list[float] = []
-    train, validation = datasets()
-    whole = run(train, validation, 0)
-    train, validation = datasets()
-    rest = run(backup.skip(train, validation, 0, 3, steps, 2), validation, 3)
-    assert rest == whole[-len(rest):] and len(rest) >= 6
 
 
 def test_backup_of_another_model_is_refused(tmp_path):
@@ -92,9 +69,43 @@ def test_backup_of_another_model_is_refused(tmp_path):
     assert len(fit(2, 3)["loss"]) == 3  # two of them from the file
     with pytest.raises(CheckpointError, match="another model"):
         fit(3, 4)
-    (tmp_path / backup.FILE).write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        fit(2, 4)
+    whole = (tmp_path / backup.FILE).read_bytes()
+    assert (tmp_path / backup.FILE).stat().st_mode & 0o777 == 0o600
+    for damaged in (b"damaged", whole[:-1], whole[:200] + b"?" + whole[201:], whole + b"?", b""):
+        (tmp_path / backup.FILE).write_bytes(damaged)
+        if damaged:
+            with pytest.raises(CheckpointError, match="cannot be read"):
+                fit(2, 4)
+
+
+def test_a_backup_file_gives_back_what_was_written_and_executes_nothing(tmp_path):
+    executed = []
+
+    class Bomb:
+        def __reduce__(self):
+            return executed.append, (1,)
+
+    value = {"list": [1, 2.5, None, True, float("inf")], "tuple": (np.float32(0.1), "text"), 3: np.arange(6).reshape(2, 3), "comparison": keras.ops.less,
+             "small": np.zeros([2, 0], "float16"), "bfloat16": tf.constant([1.5, 2.5], tf.bfloat16).numpy(), "scalar": np.array(7)}
+    assert backup_file.is_storable(value)
+    backup_file.write(tmp_path / "file", value)
+    data = (tmp_path / "file").read_bytes()
+    found = backup_file.parse(data)
+    assert list(map(str, found.values())) == list(map(str, value.values())) and list(found) == list(value)
+    assert all(found[key].dtype == value[key].dtype and found[key].shape == value[key].shape for key in (3, "small", "bfloat16", "scalar"))
+    for other in (Bomb(), len, np.array(["a"]), {"a": [Bomb()]}):
+        assert not backup_file.is_storable(other)
+    for foreign in (pickle.dumps(Bomb()), b"", data[:40], data.replace(b"less", b"exec")):
+        with pytest.raises(ValueError):
+            backup_file.parse(foreign)
+    rng = np.random.default_rng(0)
+    for _ in range(300):  # with a right checksum, too
+        body = bytearray(data[48:])
+        for position in rng.integers(0, min(len(body), 500), 3):
+            body[position] = rng.integers(256)
+        with contextlib.suppress(ValueError):
+            backup_file.parse(data[:16] + hashlib.sha256(body).digest() + body)
+    assert not executed
 
 
 def test_own_rows_only_where_sums_are_right(monkeypatch):
@@ -126,7 +137,7 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
     assert suits() and suits(metrics=["mae", "accuracy", metrics.AUC(), metrics.R2Score(), metrics.OneHotMeanIoU(2)])
     for loss in ("binary_crossentropy", losses.CosineSimilarity(), losses.huber, losses.CategoricalFocalCrossentropy(), losses.MeanSquaredError(reduction="mean")):
         assert suits(loss=loss), loss
-    for loss in (losses.MeanSquaredError(reduction="sum"), losses.MeanSquaredError(reduction="mean_with_sample_weight"), losses.SparseCategoricalCrossentropy(ignore_class=1),
+    for loss in (losses.MeanSquaredError(reduction="sum"), losses.MeanSquaredError(reduction="mean_with_sample_weight"),
                  losses.Dice(), "tversky", losses.Circle(), "hinge", losses.CosineSimilarity(axis=0), lambda y_true, y_pred: keras.ops.mean(y_true - y_pred, -1)):
         assert not suits(loss=loss), loss
     for metric in (lambda y_true, y_pred: keras.ops.mean(y_pred), metrics.MeanMetricWrapper(losses.dice), metrics.CosineSimilarity(axis=0), losses.dice,
@@ -138,6 +149,22 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
     assert not suits(keras.Sequential([keras.Input((3, 2)), keras.layers.Masking(), keras.layers.Dense(2)]))
     monkeypatch.setattr(own_rows, "LARGEST", 1 << 20)
     assert not suits()
+
+
+def test_models_that_cannot_be_spread():
+    class Trainer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.Sequential([keras.layers.Dense(1)])
+
+        def train_step(self, data):
+            return {"loss": keras.ops.mean(self.inner(data))}
+
+    with pytest.raises(ConfigError, match=r"Trainer has no call\(\).*tfdist.spread\(inner_model"):
+        refuse_what_cannot_be_spread(Trainer())
+    with pytest.raises(ConfigError, match="is stateful"):
+        refuse_what_cannot_be_spread(keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True)]))
+    refuse_what_cannot_be_spread(keras.Sequential([keras.Input((3, 2)), keras.layers.LSTM(2)]))
 
 
 def test_one_process_is_keras(monkeypatch):

@@ -7,7 +7,9 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.added_losses import MEAN, SUM, SumsAsMeans, added_losses, may_add
+from tfdist.runtime.one_device import OneDevice
+from tfdist.training.added_losses import SumsAsMeans, added_losses, found_by_the_chief, may_add
+from tfdist.training.loss_probe import MEAN, SUM
 
 X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
 
@@ -175,3 +177,21 @@ def test_sums_become_means_within_counting_only():
             np.testing.assert_allclose(model.losses, [np.mean(X**2), 3 * np.sum(X**2)], rtol=1e-6)
     model(X)
     np.testing.assert_allclose(model.losses, [np.mean(X**2), np.sum(X**2)], rtol=1e-6)
+
+
+def test_a_model_for_batches_of_one_size():
+    def build(layer):
+        x = layers.Input(batch_shape=(6, 5))
+        return keras.Model(x, layer(ops.reshape(x, (6, 5))))
+
+    silent = build(Adds())
+    with found_by_the_chief(OneDevice(), silent, lambda: X).counting(1.0):
+        silent(X, training=True)
+    loud = build(Adds(a_mean, name="loud"))
+    with found_by_the_chief(OneDevice(), loud, lambda: X).counting(1.0), pytest.raises(ConfigError, match="loud adds a loss, but"):
+        loud(X, training=True)
+
+
+def test_all_workers_refuse_what_the_chief_refuses():
+    with pytest.raises(ConfigError, match="loss number 1"):
+        found_by_the_chief(OneDevice(), model_of(Adds(the_largest)), lambda: X)

@@ -1,0 +1,173 @@
+"""Where a running `keras.Model.fit` stands in its data, and how a resumed one gets there.
+
+With steps_per_epoch Keras keeps one iterator over epochs, and begins the next pass where the data ends, in the middle
+of an epoch or not; without, it makes an iterator for each epoch, and one more that it drops. Each iterator that is made
+draws the next order of a shuffle; data in Python may keep any state. So the past epochs are gone through with Keras'
+own EpochIterator, in its order, validation too. What is read on the way is thrown away. It is not read at all where
+passes do not depend on what earlier ones have read (arrays, and datasets of the operations listed here): of these only
+the batches of the pass that goes on are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# None of these is public: Keras hands its iterators to no callback, and a dataset does not tell what it is made of.
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from tensorflow.python.eager import context
+from tensorflow.python.framework import op_def_registry
+
+from tfdist.control.exit_codes import CheckpointError
+
+# Datasets whose iterators begin anew, whatever iterators before them have read. Not `repeat`: a shuffle in it draws an
+# order whenever a pass ends. Not `cache`: it keeps the order of the first pass.
+_INDEPENDENT = {
+    "TensorDataset", "TensorSliceDataset", "RangeDataset", "ShuffleDataset", "BatchDataset", "ParallelBatchDataset",
+    "PaddedBatchDataset", "MapDataset", "ParallelMapDataset", "PrefetchDataset", "TakeDataset", "SkipDataset", "ShardDataset",
+    "FilterDataset", "OptionsDataset", "ZipDataset", "UnbatchDataset", "TFRecordDatasetV2", "TextLineDatasetV2",
+    "FixedLengthRecordDatasetV2", "FlatMapDataset", "InterleaveDataset", "ParallelInterleaveDataset"}
+# Stateful operations in their functions that may be: calls, files, and random numbers, which begin anew with each iterator.
+_ANEW = {
+    "PartitionedCall", "StatefulPartitionedCall", "If", "While", "Assert", "ReadFile", "TFRecordDataset", "TFRecordDatasetV2",
+    "TextLineDataset", "TensorSliceDataset", "TensorDataset", "RangeDataset", "FixedLengthRecordDatasetV2", "RandomUniform",
+    "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomShuffle", "Multinomial"}
+
+
+@dataclass(frozen=True)
+class RunningFit:
+    """The variables of the `fit` that a callback is called by."""
+
+    model: keras.Model
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: keras.Model) -> RunningFit:
+        """Found in the stack. Raises CheckpointError if no Keras `fit` of this model is there."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            values = frame.f_locals if frame.f_code.co_name == "fit" else {}
+            if values.get("self") is model and isinstance(values.get("epoch_iterator"), TFEpochIterator):
+                return cls(model, dict(values))
+            frame = frame.f_back
+        raise CheckpointError("The backup goes with Keras' own fit, which this model does not use: save and restore in your own loop.")
+
+    def ends(self) -> dict[str, int | None]:
+        """At which batch the data was found to end, where its length was not known before; to be saved, JSON."""
+        evaluated = getattr(self.model, "_eval_epoch_iterator", None)
+        return {"training": self.values["epoch_iterator"]._num_batches, "validation": evaluated and evaluated._num_batches}
+
+    def go_to(self, epoch: int, ends: Mapping[str, int | None]) -> bool:
+        """Takes the data to where it stands when `epoch` begins. Returns whether all of it had to be read for that.
+
+        Call when training begins. ends: what `ends` gave in the run that is resumed.
+        """
+        values, training = self.values, _Passes(self.values["epoch_iterator"], ends["training"])
+        validation = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that data ran out has been said
+            for past in range(values["initial_epoch"], epoch):
+                training.epoch()
+                if values["validation_data"] is not None and self.model._should_eval(past, values["validation_freq"]):
+                    validation = validation or _Passes(self._validation(), ends["validation"])
+                    validation.iterator.reset()
+                    validation.epoch()
+            training.settle()
+        return training.reads or (validation is not None and validation.reads)
+
+    def _validation(self) -> TFEpochIterator:
+        """What `fit` makes for its first validation, and then uses again."""
+        values, model = self.values, self.model
+        model._eval_epoch_iterator = TFEpochIterator(
+            x=values["val_x"], y=values["val_y"], sample_weight=values["val_sample_weight"],
+            batch_size=values["validation_batch_size"] or values["batch_size"], steps_per_epoch=values["validation_steps"], shuffle=False,
+            distribute_strategy=model.distribute_strategy, steps_per_execution=model.steps_per_execution)
+        return model._eval_epoch_iterator
+
+
+class _Passes:
+    """One of Keras' EpochIterators, taken through epochs without training."""
+
+    def __init__(self, iterator: TFEpochIterator, end: int | None):
+        self.iterator, self._end = iterator, end
+        self.reads = not _are_independent(iterator.data_adapter)
+        self._pass: Iterator | None = None  # the iterator of the present pass, and how much of it is still to be read
+        self._unread = 0
+
+    def epoch(self) -> None:
+        with self.iterator.catch_stop_iteration():
+            for _, _, batches in self.iterator:
+                if self.reads:
+                    _read(batches, self.iterator.steps_per_execution)
+                else:
+                    self._count(batches)
+
+    def _count(self, batches: Iterator) -> None:
+        if batches is not self._pass:
+            self._pass, self._unread = batches, 0
+        if self._end is not None and self.iterator.data_adapter.num_batches is None and self.iterator._steps_seen >= self._end:
+            raise StopIteration  # as reading would
+        self._unread += self.iterator.steps_per_execution
+
+    def settle(self) -> None:
+        """Reads what is left to be read of a pass that goes on."""
+        goes_on = self.iterator.steps_per_epoch and self.iterator._current_iterator is not None
+        if goes_on and not self.reads and self._pass is self.iterator._current_iterator:
+            _read(self._pass, self._unread)
+        if goes_on and (self._unread or self.reads) and _has_no_seed(self.iterator.data_adapter):
+            print("tfdist: the data is shuffled without a seed: what is left of the pass in which the run ended comes in another order, "
+                  "so samples of it may come twice or not at all. Call keras.utils.set_random_seed before the data is made.", file=sys.stderr, flush=True)
+
+
+def _read(batches: Iterator, count: int) -> None:
+    """Raises StopIteration, as Keras' loop does, where not even one is left."""
+    for number in range(count):
+        try:
+            next(batches)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            if number == 0:
+                raise StopIteration from None
+            return
+
+
+def _are_independent(adapter: Any) -> bool:
+    if isinstance(adapter, TFDatasetAdapter):
+        return all(_kind(dataset) in _INDEPENDENT and all(map(_begins_anew, dataset._functions())) for dataset in _with_inputs(adapter._dataset))
+    return isinstance(adapter, ArrayDataAdapter)
+
+
+def _with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    yield dataset
+    for source in dataset._inputs():
+        yield from _with_inputs(source)
+
+
+def _kind(dataset: tf.data.Dataset) -> str:
+    return type(dataset).__name__.lstrip("_")
+
+
+def _begins_anew(function: Any) -> bool:
+    """Whether a function of a dataset keeps nothing from one iterator to the next."""
+    graph = function.function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
+    known = {called.signature.name for called in graph.library.function}
+    for name in {node.op for node in nodes} - known - _ANEW:
+        definition = op_def_registry.get(name)
+        if definition is None or definition.is_stateful:
+            return False
+    return True
+
+
+def _has_no_seed(adapter: Any) -> bool:
+    if isinstance(adapter, TFDatasetAdapter):
+        return any(_kind(dataset) == "ShuffleDataset" and not (int(dataset._seed) or int(dataset._seed2)) for dataset in _with_inputs(adapter._dataset))
+    return isinstance(adapter, ArrayDataAdapter) and bool(adapter._shuffle) and context.global_seed() is None

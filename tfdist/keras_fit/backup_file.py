@@ -1,0 +1,107 @@
+"""The one file of a backup: arrays and JSON under a checksum. Reading it executes nothing, whoever wrote it.
+
+    MAGIC | SHA-256 of what follows | length of the JSON | JSON | bytes of the arrays
+
+A value is None, a bool, number, text, array, list, tuple or dict of them, or one of Keras' two functions that compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_MAGIC = b"tfdist backup 1\n"
+_LENGTH = 8  # bytes that hold the length of the JSON
+_COMPARISONS = {"less": keras.ops.less, "greater": keras.ops.greater}  # `monitor_op` of Keras' callbacks
+
+
+def is_storable(value: Any) -> bool:
+    """Whether `write` takes it."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_storable, value))
+    if isinstance(value, dict):
+        return all(is_storable(item) for pair in value.items() for item in pair)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind not in "OSUMm"
+    return value is None or isinstance(value, (bool, int, float, str)) or _comparison(value) is not None
+
+
+def write(path: Path, value: Any) -> None:
+    """Writes under another name, flushes, renames. Only the owner may read it."""
+    arrays: list[np.ndarray] = []
+    text = json.dumps(_encoded(value, arrays)).encode()
+    parts = [len(text).to_bytes(_LENGTH, "big"), text, *(array.reshape(-1).view(np.uint8) for array in arrays)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".writing")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        for part in (_MAGIC, digest.digest(), *parts):
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def parse(data: bytes) -> Any:
+    """The value in the bytes of a file. Raises ValueError if they are not one, or damaged."""
+    body = memoryview(data)[len(_MAGIC) + hashlib.sha256().digest_size:]
+    if data[:len(_MAGIC)] != _MAGIC:
+        raise ValueError("it is no backup of tfdist")
+    if hashlib.sha256(body).digest() != data[len(_MAGIC):len(data) - len(body)]:
+        raise ValueError("its checksum is not the one in it")
+    end = _LENGTH + int.from_bytes(body[:_LENGTH], "big")
+    try:
+        return _decoded(json.loads(bytes(body[_LENGTH:end])), body[end:])
+    except (KeyError, IndexError, TypeError, RecursionError) as error:
+        raise ValueError(f"it holds what no backup holds ({error})") from None
+
+
+def _comparison(value: Any) -> str | None:
+    return next((name for name, function in _COMPARISONS.items() if value is function), None)
+
+
+def _encoded(value: Any, arrays: list[np.ndarray]) -> Any:
+    """As JSON, in which lists stand for themselves and a dict of one entry for anything else."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        offset = sum(array.nbytes for array in arrays)
+        arrays.append(np.ascontiguousarray(value))
+        return {"array": [offset, value.dtype.name, list(value.shape), isinstance(value, np.generic)]}
+    if isinstance(value, list):
+        return [_encoded(item, arrays) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_encoded(item, arrays) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_encoded(key, arrays), _encoded(item, arrays)] for key, item in value.items()]}
+    return {"comparison": _comparison(value)} if _comparison(value) else value
+
+
+def _decoded(value: Any, data: memoryview) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, data) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tuple":
+        return tuple(_decoded(item, data) for item in content)
+    if kind == "dict":
+        return {_decoded(key, data): _decoded(item, data) for key, item in content}
+    if kind == "comparison":
+        return _COMPARISONS[content]
+    offset, dtype, shape, scalar = content
+    array = np.frombuffer(data, tf.as_dtype(dtype).as_numpy_dtype, int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
+    return array[()] if scalar else array.copy()

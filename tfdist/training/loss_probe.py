@@ -1,0 +1,174 @@
+"""A model that is run on single rows and on the same rows together, to see what the losses that its layers add have to do with
+rows; see added_losses.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+MEAN, SUM = "mean", "sum"
+UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"
+ROWS = 4  # that are tried, each alone and all together
+_DRAWS = 64  # of what is random
+_LEAST_TOLERANCE = 1e-4
+_CLEAR = 0.15  # a random mean must be known as well as that
+
+Key = tuple[int, int]  # (place of a layer among all of the model, which of the losses that it adds in a call of the model)
+Take = Callable[[Any, Sequence[int]], Any]
+
+
+class Probe:
+    """A model that is run on a few rows without leaving a trace in it."""
+
+    def __init__(self, model: keras.Model, x: Any, take: Take, count: int):
+        self.model, self.layers = model, list(model._flatten_layers())
+        self.rows = [number % count for number in range(ROWS)]
+        self.x, self._take = x, take
+        self.weights = [variable.numpy() for variable in model.trainable_variables]
+        self.states = [variable.numpy() for variable in model.non_trainable_variables]
+        types = {tf.as_dtype(layer.compute_dtype) for layer in self.layers if layer.compute_dtype}
+        self.tolerance = max([_LEAST_TOLERANCE, *(8 * float(np.finfo(each.as_numpy_dtype).eps) if each != tf.bfloat16 else 2**-4 for each in types if each.is_floating)])
+        self._added: list[tuple[Key, tf.Tensor]] = []
+        self._calm = False
+
+    # -- running the model -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it, what layers add comes here, and Keras' own layers do not draw random numbers nor look at other rows."""
+        kept = [(variable, variable.numpy()) for variable in tf.train.TrackableView(self.model).descendants() if isinstance(variable, tf.Variable)]
+        changed: list[tuple[keras.Layer, str]] = []
+        try:
+            for number, layer in enumerate(self.layers):
+                layer.add_loss = self._recorder(number)
+                changed.append((layer, "add_loss"))
+                if getattr(layer, "_call_has_training_arg", False) and "call" not in vars(layer) and all(map(is_of_keras, layer._flatten_layers())):
+                    layer.call = _not_training(layer.call)
+                    changed.append((layer, "call"))
+            yield
+        finally:
+            for layer, name in changed:
+                delattr(layer, name)
+            for variable, value in kept:
+                variable.assign(value)
+
+    def _recorder(self, number: int) -> Callable[[Any], None]:
+        def add_loss(loss: Any) -> None:
+            for each in keras.tree.flatten(loss):
+                place = sum(key[0] == number for key, _ in self._added)
+                self._added.append(((number, place), each))
+
+        return add_loss
+
+    def _run(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> list[tuple[Key, tf.Tensor]]:
+        states = [value + draw if variable.path.endswith("seed_generator_state") else value
+                  for variable, value in zip(self.model.non_trainable_variables, self.states, strict=True)]
+        self._added = []
+        self.model.stateless_call([*map(tf.constant, weights)], [*map(tf.constant, states)], x, training=training)
+        return self._added
+
+    def values(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> dict[Key, float]:
+        return {key: float(loss) for key, loss in self._run(x, weights, draw, training)}
+
+    def depends_on_rows(self, key: Key) -> bool:
+        """Whether it is made of the rows at all; if not it is what weights, or nothing, give."""
+        with tf.Graph().as_default() as graph:
+            x = keras.tree.map_structure(lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), self._take(self.x, self.rows))
+            inputs = {leaf.op for leaf in keras.tree.flatten(x)}
+            waiting = [loss.op for at, loss in self._run(x, self.weights, 0, True) if at == key and getattr(loss, "graph", None) is graph]
+            seen = set(waiting)
+            while waiting:
+                operation = waiting.pop()
+                if operation in inputs:
+                    return True
+                more = {tensor.op for tensor in operation.inputs} - seen
+                seen |= more
+                waiting += more
+        return False
+
+    # -- judging what it adds --------------------------------------------------------------------------------------
+
+    def judged(self, training: bool) -> dict[Key, str]:
+        """Of each added loss MEAN, SUM, or why it is neither."""
+        found: dict[Key, str] = {}
+        for weights, disturb in ((self.weights, 0.0), (_disturbed(self.weights, 0.3), 0.0), (_disturbed(self.weights, 1.0), 1.0)):
+            judged = self._judged(weights, disturb, training)
+            for key, scales in judged.items():
+                before = found.get(key, UNKNOWN)
+                settled = {scales, before} - {UNKNOWN, _WEAK} or ({_WEAK} & {scales, before}) or {UNKNOWN}
+                found[key] = settled.pop() if len(settled) == 1 else OTHER
+            if not {UNKNOWN, _WEAK} & set(found.values()):
+                break
+        return {key: MEAN if scales == _WEAK else scales for key, scales in found.items()}
+
+    def _judged(self, weights: Sequence[np.ndarray], disturb: float, training: bool) -> dict[Key, str]:
+        x = keras.tree.map_structure(lambda leaf: _sound(leaf, disturb), self._take(self.x, self.rows))
+        batches = [[place] for place in range(ROWS)] + [list(range(ROWS)), [0, 0, 1]]
+        batches = [self._take(x, batch) for batch in batches]
+
+        def look(draw: int) -> list[dict[Key, float]]:
+            return [self.values(batch, weights, draw, training) for batch in batches]
+
+        first, again = look(0), self.values(batches[ROWS], weights, 1, training)
+        keys = first[ROWS].keys()
+        if any(one.keys() != keys for one in first):
+            return dict.fromkeys(keys, OTHER)
+        result = {key: _verdict([one[key] for one in first], self.tolerance) for key in keys}
+        random = [key for key in keys if again.get(key) != first[ROWS][key] and result[key] == OTHER]
+        if random:
+            draws = [first, *(look(draw) for draw in range(1, _DRAWS))]
+            result |= {key: _verdict_of_draws(np.array([[one[key] for one in draw] for draw in draws])) for key in random}
+        return result
+
+
+def _verdict(values: Sequence[float], tolerance: float) -> str:
+    """`values`: of each row, of all of them, and of rows 0, 0, 1."""
+    rows, whole, three = np.array(values[:ROWS]), values[ROWS], values[ROWS + 1]
+    scale = max(map(abs, values))
+    if not np.isfinite(scale) or scale == 0:
+        return UNKNOWN  # what is not finite says as little
+    total, of_three = rows.sum(), 2 * rows[0] + rows[1]
+    if max(abs(whole - total), abs(three - of_three)) <= tolerance * scale:
+        return SUM
+    if max(abs(whole - total / ROWS), abs(three - of_three / 3)) <= tolerance * scale:
+        return _WEAK if np.ptp(rows) <= tolerance * scale else MEAN
+    return OTHER
+
+
+def _verdict_of_draws(draws: np.ndarray) -> str:
+    """The same of what is random, [draws, values]: of its means, if they are known well enough to tell."""
+    means, errors = draws.mean(0), draws.std(0) / np.sqrt(len(draws))
+    for scales, parts in ((SUM, 1), (MEAN, ROWS)):
+        expected, uncertain = means[:ROWS].sum() / parts, np.hypot(errors[ROWS], np.linalg.norm(errors[:ROWS]) / parts)
+        if abs(means[ROWS] - expected) <= 4 * uncertain and uncertain <= _CLEAR * abs(expected):
+            return scales
+    return OTHER
+
+
+def _disturbed(weights: Sequence[np.ndarray], by: float) -> list[np.ndarray]:
+    """Other weights: an initial 0 can hide what a loss depends on."""
+    random = np.random.default_rng(0)
+    return [(weight + by * random.normal(size=weight.shape) * (np.std(weight.astype(np.float64)) or 0.1)).astype(weight.dtype) for weight in weights]
+
+
+def _sound(leaf: Any, disturb: float) -> tf.Tensor:
+    """A tensor without NaN, and, with `disturb`, with other values in each row, if it holds numbers at all."""
+    leaf = tf.convert_to_tensor(leaf)
+    if not leaf.dtype.is_floating:
+        return leaf
+    values = tf.where(tf.math.is_finite(leaf), leaf, tf.zeros_like(leaf))
+    noise = tf.constant(np.random.default_rng(1).normal(size=leaf.shape), leaf.dtype)
+    return values + disturb * noise * (tf.math.reduce_std(values) + tf.cast(values.shape.rank is not None, leaf.dtype))
+
+
+def is_of_keras(layer: keras.Layer) -> bool:
+    return type(layer).__module__.partition(".")[0] == "keras"
+
+
+def _not_training(call: Callable) -> Callable:
+    return lambda *arguments, **options: call(*arguments, **{**options, "training": False})
