@@ -23,7 +23,7 @@ def check_that_it_levels_off(name, steps, tmp_path):
     early, late = found[steps // 5], found[steps]
     assert late["threads"] <= early["threads"] + 10, (early, late)  # pools grow to their sizes
     assert late["descriptors"] <= early["descriptors"] + 4, (early, late)
-    assert late["resident_mib"] <= early["resident_mib"] + 40, (early, late)
+    assert late["resident_mib"] <= early["resident_mib"] + 100, (early, late)  # the allocator keeps what the first snapshots took: bench_leaks.py
 
 
 @pytest.mark.parametrize("name", SHORT)
