@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,10 @@ AHEAD = 3  # cases that are under way in groups
 
 def judge_all(cases: Iterable[dict[str, Any]], pool: Pool, at_a_time: int = AHEAD) -> Iterator[Verdict]:
     """The verdicts, in the order in which groups come to their ends. The oracle runs in the caller's thread."""
+    from tests.fuzz import fit_case, oracle  # noqa: F401 - before what is there already is frozen
+
+    gc.collect()
+    gc.freeze()  # Keras collects garbage with each case, which would look through all of TensorFlow
     waiting: queue.Queue = queue.Queue(at_a_time)
     done: queue.Queue = queue.Queue()
 

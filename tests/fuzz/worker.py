@@ -52,6 +52,11 @@ def main(port: int, kind: str) -> None:
     if kind == "local":
         prepare_devices()
     runtimes = Runtimes(cluster)
+    from tests.fuzz import fit_case, servers_case, train_case  # noqa: F401 - before what is there already is frozen
+    from tfdist import build  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # Keras collects garbage with each case, which would look through all of TensorFlow
     with Client(("127.0.0.1", port), authkey=KEY) as connection:
         connection.send(cluster.rank)
         while True:
