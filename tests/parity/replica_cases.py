@@ -27,6 +27,7 @@ from tfdist.runtime.one_device import OneDevice
 from tfdist.training.added_losses import found_by_the_chief
 from tfdist.training.objectives import regression
 from tfdist.training.optimizer import make_optimizer
+from tfdist.training.parallel.segments import recompute
 from tfdist.training.precision import LossScale
 from tfdist.training.schedule import Schedule
 from tfdist.training.step import StepOptions, TrainStep
@@ -42,6 +43,7 @@ class Case:
     model: Callable[[], keras.Model]
     x: np.ndarray
     weighted: bool = False
+    recompute: bool = False
     accumulation: int = 1
     bound: float = ROUNDING
     nan_step: int | None = None  # in which one sample is NaN; it is skipped
@@ -94,6 +96,11 @@ def adds_between_batch_norms():
                  layers.BatchNormalization(), layers.Dense(1))
 
 
+def adds_in_a_block():
+    return chain((7,), layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"), layers.BatchNormalization(name="block_00_norm_1"), Adds(),
+                 layers.Dense(4, activity_regularizer="l1"), layers.BatchNormalization(name="block_00_mlp_add"), layers.Dense(1))
+
+
 def adds_behind_a_mask():
     return chain((6,), layers.Embedding(9, 5, mask_zero=True), layers.BatchNormalization(), layers.LSTM(4, return_sequences=True, activity_regularizer="l2"),
                  layers.BatchNormalization(), Adds(), layers.LSTM(3), layers.Dense(1), dtype="int32")
@@ -106,6 +113,8 @@ def adds():
 CASES: dict[str, Case] = {
     "adds_between_batch_norms": Case(adds_between_batch_norms, normal(7)),
     "adds_between_batch_norms_weighted": Case(adds_between_batch_norms, normal(7), weighted=True),
+    "adds_recomputed": Case(adds_in_a_block, normal(7), recompute=True),
+    "adds_recomputed_weighted": Case(adds_in_a_block, normal(7), weighted=True, recompute=True),
     "adds_behind_a_mask": Case(adds_behind_a_mask, tokens(), bound=5e-5),
     "adds_accumulation": Case(adds, normal(7), accumulation=2),
     "adds_accumulation_weighted": Case(adds, normal(7), accumulation=2, weighted=True),
@@ -178,6 +187,8 @@ def by_tfdist(case, runtime):
                 yield tuple(part[start:stop] for part in parts)
 
     added = found_by_the_chief(runtime, model, lambda: case.x[:4])
+    if case.recompute:
+        recompute(model, "block", {})
     step = TrainStep(runtime, model, optimizer, regression(), scale, StepOptions(plan, 0, weighted=case.weighted, **case.options), spec, added=added)
     iterators = [iter(tf.data.Dataset.from_generator(lambda replica=replica: batches(replica), output_signature=spec)) for replica in range(runtime.replicas)]
     shown = [step(iterators, 1).means for _ in range(STEPS)]
