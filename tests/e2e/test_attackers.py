@@ -103,7 +103,7 @@ def test_a_fit_job_ends_well(tmp_path):
 
 
 def test_who_knows_the_addresses_only_cannot_take_a_workers_place(tmp_path):
-    """Strangers run tfdist itself, as rank 1, before the true rank 1 comes. One has no token, one another."""
+    """The stranger runs tfdist itself, as rank 1, before the true rank 1 comes. It has no token, then another one."""
     (tmp_path / "script.py").write_text(FIT)
     (tmp_path / "token").write_text("of this job, and of no other one")
     (tmp_path / "token").chmod(0o600)
@@ -116,11 +116,11 @@ def test_who_knows_the_addresses_only_cannot_take_a_workers_place(tmp_path):
     token = (tmp_path / "token").read_text()
     chief, running = worker(0, TFDIST_JOB_TOKEN=token), []
     try:
-        running += [worker(1), worker(1, TFDIST_JOB_TOKEN="guessed, guessed")]
-        for stranger, said in zip(running, ("has a job token, but this worker has none", "has another job token"), strict=True):
-            output, _ = stranger.communicate(timeout=120)
-            assert stranger.returncode != 0 and said in output, output
-        assert chief.poll() is None
+        for more, said in (({}, "has a job token, but this worker has none"), ({"TFDIST_JOB_TOKEN": "guessed, guessed"}, "has another job token")):
+            running.append(worker(1, **more))
+            stranger, _ = running[-1].communicate(timeout=120)
+            assert running[-1].returncode != 0 and said in stranger, stranger
+            assert chief.poll() is None
         running.append(worker(1, TFDIST_JOB_TOKEN=token))
         outputs = [each.communicate(timeout=200)[0] for each in (chief, running[-1])]
         assert chief.returncode == running[-1].returncode == 0 and all("losses:" in output for output in outputs), outputs
