@@ -223,8 +223,8 @@ def _check_best(config: Config, step: TrainStep, eval_split: Split | None) -> No
 
 
 def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
-    """XLA cannot compile the collectives of a synchronised BatchNormalization."""
-    synchronized = any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
+    """XLA cannot compile the collectives of a synchronised BatchNormalization; a frozen one has none."""
+    synchronized = any(getattr(layer, "synchronized", False) and layer.trainable for layer in model._flatten_layers())
     if config.model.jit_compile and synchronized and runtime.replicas > 1:
         raise ConfigError("--jit_compile cannot compile synchronised BatchNormalization over several replicas: add --nosync_batchnorm, or drop --jit_compile.")
 

@@ -14,6 +14,7 @@ finds that out when it next renews, and ends. Works on shared file systems: a le
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -182,14 +183,17 @@ class Lease:
     def _remove(self, text: str) -> None:
         """Takes a dead owner's lease away; if somebody else was faster, and it is another's now, puts that back."""
         aside = self._folder / f".{FILE}.{self.owner.id}.dead"
-        try:
-            os.rename(self._path, aside)
-        except FileNotFoundError:
-            return
-        with contextlib.suppress(OSError):
-            if Owner.read(_read(aside)) != Owner.read(text):
-                os.link(aside, self._path)
-        os.unlink(aside)
+        with _one_at_a_time(self._folder):
+            try:
+                if _read(self._path) != text:
+                    return
+                os.rename(self._path, aside)
+            except FileNotFoundError:
+                return
+            with contextlib.suppress(OSError):
+                if Owner.read(_read(aside)) != Owner.read(text):
+                    os.link(aside, self._path)
+            os.unlink(aside)
 
     def _text(self) -> str:
         return json.dumps({**asdict(self.owner), "renewed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}, indent=1)
@@ -227,6 +231,19 @@ class Lease:
             owner = Owner.read(_read(self._path))
             if owner and owner.id == self.owner.id:
                 self._path.unlink()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Of all who look at a folder, one at a time is within; on file systems that lock no folders (NFS) this holds nobody up,
+    and two who remove the same lease at once find out when they renew theirs."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _end(sentence: str) -> None:

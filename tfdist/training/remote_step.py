@@ -21,11 +21,13 @@ import tensorflow as tf
 from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.added_losses import SumsAsMeans
+from tfdist.training.dtypes import as_summands, global_norm
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.parameters import Parameters
 from tfdist.training.seeds import seed_values
 from tfdist.training.step_output import FIRST_SUMS, Fields
 from tfdist.training.total import expected_weight, rows_of
+from tfdist.training.update import scaled
 
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _MOST_CONSTANT_BYTES = 2**30  # a function with its constants must stay below 2 GiB, protobuf's limit
@@ -148,7 +150,7 @@ class RemoteStep:
             added = tf.add_n([tf.cast(term, tf.float32) for term in losses]) if losses else tf.constant(0.0)
             total = (loss + weight * added) / self._expected_weight  # of a whole batch, or of one without weights, this is as one device has it
         self._check(losses)
-        gradients = tape.gradient(total, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        gradients = as_summands(tape.gradient(total, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO), weights)
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]  # of embeddings: IndexedSlices
         metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.sums.names[len(FIRST_SUMS):]]
         states = [tf.cast(new, old.dtype) for new, old in zip((new for new, is_seed in zip(updated, self._seeds, strict=True) if not is_seed), states, strict=True)]
@@ -163,10 +165,10 @@ class RemoteStep:
     def _finish(self, gradients: list, loss: tf.Tensor, weight: tf.Tensor) -> tuple[list, tf.Tensor, tf.Tensor]:
         """Gradients of the weighted mean, clipped: (gradients, norm before, finite). The arithmetic of TrainStep."""
         factor = tf.where(weight > 0, self._expected_weight / tf.maximum(weight, 1e-30), 0.0)
-        norm = tf.linalg.global_norm(gradients) * factor
+        norm = global_norm(gradients) * factor
         if self.options.clip_norm:
             factor *= self.options.clip_norm / tf.maximum(norm, self.options.clip_norm)
-        return [gradient * factor for gradient in gradients], norm, tf.logical_and(tf.math.is_finite(norm), tf.math.is_finite(loss))
+        return [scaled(gradient, factor) for gradient in gradients], norm, tf.logical_and(tf.math.is_finite(norm), tf.math.is_finite(loss))
 
     # -- on the chief ----------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from tfdist.telemetry.phases import Call
 from tfdist.training import marks
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.backward import weights_first
+from tfdist.training.dtypes import as_summands
 from tfdist.training.forward_state import ForwardState
 from tfdist.training.marks import Marks
 from tfdist.training.objectives import Objective, scores_spec
@@ -276,11 +277,11 @@ class TrainStep:
                 self._at_forward = self._mark([total.differentiated, total.sums])
                 with tf.control_dependencies([self._at_forward]):
                     seed = tf.ones_like(total.differentiated)
-            gradients = []
+            gradients, sources = [], self.update.sources()
             for part in (total.differentiated, total.added):
                 if part is not None:
-                    gradients += tape.gradient(part, self.update.sources(), seed, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+                    gradients += as_summands(tape.gradient(part, sources, seed, unconnected_gradients=tf.UnconnectedGradients.ZERO), sources)
             del tape
         if not self.options.jit_compile:
-            weights_first(gradients[:len(self.update.sources())], seed)
+            weights_first(gradients[:len(sources)], seed)
         return gradients, total.sums

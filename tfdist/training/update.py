@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.runtime.base import Runtime
+from tfdist.training.dtypes import global_norm
 from tfdist.training.optimizer import ema_variables, subtract_by_assignment, swapped_in, updates_rows
 
 
@@ -98,13 +99,13 @@ class DataParallel:
                    else variable.shape.num_elements() * piece.dtype.size for piece, variable in zip(pieces, self.sources(), strict=True))
 
     def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        return tf.linalg.global_norm(pieces)
+        return global_norm(pieces)
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
         self.optimizer.apply(pieces, self.model.trainable_variables)
 
     def weight_norm(self) -> tf.Tensor:
-        return tf.linalg.global_norm(self.sources())
+        return global_norm(self.sources())
 
     def figures(self) -> dict[str, float]:
         return dict(zip(("compression/sent_bytes", "compression/whole_bytes"), map(float, self._bytes), strict=True)) if self.small else {}
@@ -136,6 +137,7 @@ def compiled(differentiate: Callable, update: Update) -> Callable:
 
 def scaled(piece: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
     """piece * factor"""
+    factor = tf.cast(factor, piece.dtype)
     if isinstance(piece, tf.IndexedSlices):
         return tf.IndexedSlices(piece.values * factor, piece.indices, piece.dense_shape)
     return piece * factor

@@ -81,8 +81,8 @@ class Compression:
         return found | ({"compression/carried_norm": float(tf.linalg.global_norm(errors))} if errors else {})
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-        """(the sum of each float32 tensor over the group, about: every worker gets the same bits; what `variables` are to hold,
-        once the step is made)."""
+        """(the sum of each tensor over the group, about: every worker gets the same bits; what `variables` are to hold, once the
+        step is made)."""
         ends = self.unchanged()
         return [self._one(index, tensor, ends) for index, tensor in enumerate(tensors)], ends
 
@@ -98,12 +98,13 @@ class Compression:
     def _one(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tf.Tensor:
         if self._whole(self.shapes[index]):
             return self.group.all_reduce(tensor)
+        dtype, tensor = tensor.dtype, tf.cast(tensor, tf.float32)
         error = f"compression_error_{index:04d}"
         wanted = tensor + ends[error] if error in ends else tensor
         total, sent = self._sum(index, wanted, ends)
         if error in ends:
             ends[error] = wanted - sent
-        return total
+        return tf.cast(total, dtype)
 
     def _whole(self, shape: tuple[int, ...]) -> bool:
         return self.kind in ("topk", "powersgd") and (math.prod(shape) < _LEAST or len(shape) < 2)

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.dtypes import at_least_float32, norm_dtype
 from tfdist.training.optimizer import ema_variables, swapped_in
 from tfdist.training.parallel.compression import Compression
 from tfdist.training.parallel.shards import buckets, build_optimizer, empty_like
@@ -59,10 +60,11 @@ class MeshUpdate(DataParallel):
         self.build()
 
     def _pack(self, most: int) -> list[list[int]]:
-        """The places of variables that travel together, about `most` elements."""
+        """The places of variables that travel together, about `most` elements, of one dtype."""
+        kinds = [(group, variable.dtype) for group, variable in zip(self.groups, self.trainable, strict=True)]
         packs = []
-        for group in dict.fromkeys(self.groups):
-            own = [place for place, other in enumerate(self.groups) if other is group]
+        for kind in dict.fromkeys(kinds):
+            own = [place for place, other in enumerate(kinds) if other == kind]
             packs += [[own[index] for index in pack] for pack in buckets([math.prod(self.trainable[place].shape) for place in own], most)]
         return packs
 
@@ -142,8 +144,10 @@ class MeshUpdate(DataParallel):
         return pieces
 
     def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        squares = [tf.reduce_sum(tf.square(piece)) / copies for piece, copies in zip(pieces, self._copies, strict=True)]
-        return tf.sqrt(self.runtime.group(*self.holders).all_reduce(tf.add_n(squares)))
+        dtype = norm_dtype(self.all)  # not of this stage's alone: all holders add up in the same
+        squares = [tf.cast(tf.reduce_sum(tf.square(at_least_float32(piece))) / copies, dtype)
+                   for piece, copies in zip(map(tf.convert_to_tensor, pieces), self._copies, strict=True)]
+        return tf.cast(tf.sqrt(self.runtime.group(*self.holders).all_reduce(tf.add_n(squares))), tf.float32)
 
     def weight_norm(self) -> tf.Tensor:
         return self.norm(self.sources())

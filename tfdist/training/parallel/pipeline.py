@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.dtypes import as_summands, zero_summands
 from tfdist.training.parallel import segments as cutting
 from tfdist.training.parallel.gathered import let_go
 from tfdist.training.parallel.pipe_schedule import Schedule
@@ -123,7 +124,7 @@ class Pipeline:
           total: (outputs, y, w, losses that the last part adds) -> (what is differentiated, float32 [sums]).
           added: the same of (w, losses that another part adds).
         """
-        state = _State([tf.zeros_like(source) for source in self.sources()], tf.zeros([sums]))
+        state = _State(zero_summands(self.sources()), tf.zeros([sums]))
         for action in self.schedule:
             number = action.chunk * self.group.size + self.group.index
             with tf.control_dependencies(state.after):
@@ -158,12 +159,16 @@ class Pipeline:
         targets, upstream = ([], []) if own is None else ([own], [tf.ones_like(own)])
         if number < len(self.parts) - 1:
             targets, upstream = [y, *targets], [self._receive(number, "backward", y), *upstream]
-        wanted = [*self.sources(), *([x] if number else [])]
-        found = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(targets, wanted, upstream, unconnected_gradients=tf.UnconnectedGradients.ZERO)]
-        state.gradients = [a + b for a, b in zip(state.gradients, found, strict=False)]
+        sources = self.sources()
+        wanted = [*sources, *([x] if number else [])]
+        found = tape.gradient(targets, wanted, upstream, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        of_sources = [tf.convert_to_tensor(gradient) for gradient in as_summands(found[:len(sources)], sources)]
+        state.gradients = [a + b for a, b in zip(state.gradients, of_sources, strict=True)]
+        state.after = [*state.gradients]
         if number:
-            state.sent.append(self._send(number, "backward", found[-1]))
-        state.after = [*state.gradients, *found[-1:]]
+            of_input = tf.convert_to_tensor(found[-1])
+            state.sent.append(self._send(number, "backward", of_input))
+            state.after.append(of_input)
 
     # -- between stages ---------------------------------------------------------------------------------------------
 

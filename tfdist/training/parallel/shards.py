@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.runtime.collectives import Group
+from tfdist.training.dtypes import of_each_dtype
 
 
 class Layout:
@@ -32,17 +33,25 @@ class Layout:
 
     def scatter_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """This member's shards [length] of the sums of whole tensors over members."""
-        n = self.group.size
-        columns = [tf.reshape(_padded(tf.reshape(tensor, [-1]), length * n - size), [n, length]) for tensor, size, length in zip(tensors, self.sizes, self.lengths, strict=True)]
+        return of_each_dtype(self._scatter_sum, tensors)
+
+    def _scatter_sum(self, tensors: Sequence[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
+        n, lengths = self.group.size, [self.lengths[place] for place in places]
+        ends = [length * n - self.sizes[place] for place, length in zip(places, lengths, strict=True)]
+        columns = [tf.reshape(_padded(tf.reshape(tensor, [-1]), end), [n, length]) for tensor, end, length in zip(tensors, ends, lengths, strict=True)]
         row = self.group.reduce_scatter(tf.concat(columns, 1))
-        return tf.split(row[0], self.lengths)
+        return tf.split(row[0], lengths)
 
     def gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The whole tensors; `shards`: this member's. The gradient is `scatter_sum`."""
+        return of_each_dtype(self._gather, [tf.convert_to_tensor(shard) for shard in shards])
+
+    def _gather(self, shards: Sequence[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
         rows = self.group.all_gather(tf.concat(list(shards), 0)[tf.newaxis])
-        columns = tf.split(rows, self.lengths, 1)
+        columns = tf.split(rows, [self.lengths[place] for place in places], 1)
         flat = [tf.reshape(column, [-1]) for column in columns]
-        return [tf.reshape(tensor if tensor.shape[0] == size else tensor[:size], shape) for tensor, size, shape in zip(flat, self.sizes, self.shapes, strict=True)]
+        return [tf.reshape(tensor if tensor.shape[0] == self.sizes[place] else tensor[:self.sizes[place]], self.shapes[place])
+                for tensor, place in zip(flat, places, strict=True)]
 
     def cut(self, array: np.ndarray, which: int) -> np.ndarray:
         """This member's shard of a whole array, which is tensor number `which`."""
