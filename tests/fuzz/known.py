@@ -24,11 +24,8 @@ def _dynamic_sequences(case: Case) -> bool:
 
 KNOWN: dict[str, Callable[[Case], bool]] = {
     "variables of several dtypes": lambda case: bool(_blocks(case) & {"float64", "bfloat16", "float16"}),
-    "recompute and several outputs": lambda case: "recompute" in case.get("options", {}) and case["model"]["head"] == "dict",
     "gradients without static shape": lambda case: case["runtime"].startswith(("mesh", "horovod")) and _dynamic_sequences(case),
-    "masks across cuts": lambda case: ("recompute" in case.get("options", {}) or "pipe" in case.get("options", {}).get("mesh", "")) and case["model"].get("embedding") == "embedding_masked",
     "summed losses in tfdist.fit": lambda case: case["kind"] == "fit" and "sum_loss" in _blocks(case),
-    "weights that are assigned in the forward pass": lambda case: "spectral" in _blocks(case) and "zero" in case.get("options", {}),
     "state of rows": lambda case: "running_mean" in _blocks(case),
 }
 
