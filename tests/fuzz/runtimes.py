@@ -57,7 +57,14 @@ class Runtimes:
 
         from tfdist.runtime.mirrored import Mirrored, communication_options
 
-        strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(devices)])
+        class Strategy(tf.distribute.MirroredStrategy):
+            """TensorFlow knows groups of devices by a number, from 1 on for every strategy of a process."""
+
+            def __init__(self, names: list[str]):
+                self._collective_key_base = 1000 * len(names)
+                super().__init__(names)
+
+        strategy = Strategy([f"CPU:{index}" for index in range(devices)])
         return Mirrored("mirrored", strategy, communication_options(Config().strategy), rank=0, size=1)
 
 

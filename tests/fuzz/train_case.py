@@ -50,6 +50,7 @@ def _part(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> dict[
     import keras
 
     from tfdist import build
+    from tfdist.artifacts.state import WholeState, collect
     from tfdist.runtime.agreement import check_weights
 
     keras.backend.clear_session()
@@ -61,8 +62,8 @@ def _part(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> dict[
     outputs = [job.step(iterators, count) for count in calls]
     if "save" in phase:
         snapshots.save(job, phase["save"], calls[0])
-    if job.state is None:
-        check_weights(runtime, job.model, "at the end")
+    whole = job.state or WholeState(collect(job.model, job.optimizer, job.step.variables))
+    check_weights(runtime, whole.held(), "at the end")
     found = {f"loss/{call}": np.array(output.means["loss"]) for call, output in enumerate(outputs, first)}
     found |= {f"norm/{call}": np.array(output.gradient_norm) for call, output in enumerate(outputs, first)}
     if not phase:

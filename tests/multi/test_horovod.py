@@ -45,7 +45,7 @@ def test_horovodruns_own_elastic_mode_is_refused(tmp_path):
     script.write_text("#!/bin/sh\necho localhost:2\n")
     script.chmod(0o755)
     run = Path(sys.executable).parent / "horovodrun"
-    made = subprocess.run([run, "-np", "2", "--min-np", "1", "--host-discovery-script", script, "--network-interface", "lo", "--gloo", sys.executable, "-m", "tfdist.train", "--steps=1", f"--run_dir={tmp_path}"],
+    made = subprocess.run([run, "-np", "2", "--min-np", "1", "--host-discovery-script", script, "--network-interface", "lo", "--gloo", sys.executable, "-m", "tfdist.train", "--steps=1", "--global_batch=8", f"--run_dir={tmp_path}"],
                           env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert made.returncode != 0 and "use `python -m tfdist.launch --elastic" in made.stdout + made.stderr, made.stdout + made.stderr
 
