@@ -18,10 +18,6 @@ def _blocks(case: Case) -> set[str]:
 
 
 KNOWN: dict[str, Callable[[Case], bool]] = {
-    "recompute and several outputs": lambda case: "recompute" in case.get("options", {}) and case["model"]["head"] == "dict",
-    "masks across cuts": lambda case: ("recompute" in case.get("options", {}) or "pipe" in case.get("options", {}).get("mesh", "")) and case["model"].get("embedding") == "embedding_masked",
-    "summed losses in tfdist.fit": lambda case: case["kind"] == "fit" and "sum_loss" in _blocks(case),
-    "weights that are assigned in the forward pass": lambda case: "spectral" in _blocks(case) and "zero" in case.get("options", {}),
     "state of rows": lambda case: "running_mean" in _blocks(case),
 }
 

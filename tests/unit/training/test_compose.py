@@ -86,6 +86,28 @@ def test_variables_that_must_stay_whole():
             sharded_update(runtime, model, keras.optimizers.SGD(), stage)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_that_a_layer_sets_must_stay_whole(stage):
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.SpectralNormalization(keras.layers.Dense(2, name="inner"), name="spectral")])
+    update = sharded_update(build.start_runtime(BASE, Cluster()), model, keras.optimizers.SGD(), stage)
+    update.collect()  # as after a restore: they may be set between steps
+    with pytest.raises(ConfigError, match=f"^--zero={stage}, but layer spectral sets its weight .*inner/kernel in the forward pass"):
+        tf.function(lambda: model(tf.ones([2, 3]), training=True), autograph=False)()
+
+
+def test_a_pipeline_hands_on_one_tensor():
+    def block(number, x, y):
+        return keras.layers.Add(name=f"block_0{number}_mlp_add")([x, keras.layers.LayerNormalization(name=f"block_0{number}_norm_1")(y)])
+
+    ids = keras.Input((3,), dtype="int32")
+    table = keras.layers.Embedding(5, 4, mask_zero=True)(ids)
+    x = block(1, block(0, table, table), table)
+    for model, words in ((keras.Model(ids, keras.layers.LSTM(4)(block(0, table, table))), "block_00.*mask"), (keras.Model(ids, x), "earlier layer's output"),
+                         (keras.Model(ids, [x, x]), "1 inputs and 2 outputs")):
+        with pytest.raises(ConfigError, match=words):
+            divide(cut_into_blocks(model, "--mesh"), len(cut_into_blocks(model, "--mesh").segments))
+
+
 @pytest.mark.parametrize("options, words", [
     ({"kernel_regularizer": "l2"}, ["mlp_up/kernel", "regularizer", "--weight_decay"]),
     ({"kernel_constraint": "max_norm"}, ["mlp_up/kernel", "constraint", "data="]),
@@ -159,16 +181,16 @@ def test_hierarchical_is_refused_where_it_makes_no_sense(changes, words):
 
 def test_stages_are_balanced_or_as_given():
     model = build.build_model(BASE.replace(model_args="layers=6,width=8,heads=2").model, tf.TensorSpec([4], tf.int32), 17)
-    segments = cut_into_blocks(model, "--mesh")
+    cut_model = cut_into_blocks(model, "--mesh")
 
     def names(parts):
         return [[segment.gives[0] for segment in part] for part in parts]
 
-    balanced = names(divide(segments, 2))
-    assert sum(balanced, []) == names([segments])[0] and {len(part) for part in balanced} == {4}
-    assert names(divide(segments, 3, "block_00,block_05")) == [["start"], [f"block_0{index}" for index in range(5)], ["block_05", "outputs"]]
+    balanced = names(divide(cut_model, 2))
+    assert sum(balanced, []) == names([cut_model.segments])[0] and {len(part) for part in balanced} == {4}
+    assert names(divide(cut_model, 3, "block_00,block_05")) == [["start"], [f"block_0{index}" for index in range(5)], ["block_05", "outputs"]]
     for cut in ("block_00", "block_05,block_00", "block_00,block_77"):
         with pytest.raises(ConfigError, match="--pipe_cut"):
-            divide(segments, 3, cut)
+            divide(cut_model, 3, cut)
     with pytest.raises(ConfigError, match="9 parts"):
-        divide(segments, 9)
+        divide(cut_model, 9)

@@ -121,10 +121,68 @@ def half(num_outputs):
 
 def test_the_blocks_of_a_model():
     model = transformer(x_spec=tf.TensorSpec([8], tf.int32), num_outputs=31, layers=3, width=16, heads=2)
-    segments = cut_into_blocks(model, "--recompute=block")
+    segments = cut_into_blocks(model, "--recompute=block").segments
     assert [segment.gives for segment in segments] == [("start",), ("block_00",), ("block_01",), ("block_02",), ("outputs",)]
     with pytest.raises(ConfigError, match="--recompute=block"):
         cut_into_blocks(keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)]), "--recompute=block")
+
+
+def block(number, x, inside):
+    y = inside(keras.layers.LayerNormalization(name=f"block_{number:02}_norm_1")(x))
+    return keras.layers.Add(name=f"block_{number:02}_mlp_add")([x, keras.layers.Dense(4, name=f"block_{number:02}_mlp_out")(y)])
+
+
+def several_outputs():
+    inputs = keras.Input((4,))
+    x = block(1, block(0, inputs, keras.layers.Dense(4)), keras.layers.Dense(4))
+    return keras.Model(inputs, {"size": keras.layers.Dense(1)(x), "kind": keras.layers.Dense(3)(x)}), X
+
+
+def masks():
+    """One mask, which is used in both blocks and after them."""
+    inputs = keras.Input((3,), dtype="int32")
+    x = block(0, keras.layers.Embedding(5, 4, mask_zero=True)(inputs), keras.layers.LSTM(4, return_sequences=True))
+    x = block(1, x, lambda y: keras.layers.MultiHeadAttention(1, 4)(y, y))
+    return keras.Model(inputs, keras.layers.GlobalAveragePooling1D()(x)), tf.constant([[1, 2, 0], [3, 0, 0]])
+
+
+def early_and_late():
+    """An output of the first block, which does not come first, and an input that the second block uses."""
+    first, late = keras.Input((4,), name="first"), keras.Input((4,), name="late")
+    x = block(0, first, keras.layers.Dense(4))
+    y = block(1, x, lambda y: keras.layers.Add()([y, late]))
+    return keras.Model({"late": late, "first": first}, [keras.layers.Dense(2)(y), x]), {"late": -X, "first": X}
+
+
+X = tf.constant(np.random.default_rng(1).normal(size=[2, 4]), tf.float32)
+
+
+@pytest.mark.parametrize("make", [several_outputs, masks, early_and_late])
+def test_all_that_crosses_a_cut_travels(make):
+    keras.utils.set_random_seed(3)
+    model, x = make()
+
+    def run():
+        with tf.GradientTape() as tape:
+            outputs = model(x, training=True)
+            loss = tf.add_n([tf.reduce_sum(tf.sin(output)) for output in keras.tree.flatten(outputs)])
+        return outputs, tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+
+    kept = tf.function(run)()
+    recompute(model, "block", {})
+    again = tf.function(run)()
+    keras.tree.assert_same_structure(kept[0], again[0])
+    for ours, theirs in zip(keras.tree.flatten(again), keras.tree.flatten(kept), strict=True):
+        np.testing.assert_allclose(tf.convert_to_tensor(ours), tf.convert_to_tensor(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_a_recomputed_layer_sets_are_refused():
+    inputs = keras.Input((4,))
+    x = block(0, inputs, keras.layers.SpectralNormalization(keras.layers.Dense(4), name="spectral"))
+    model = keras.Model(inputs, x)
+    recompute(model, "block", {})
+    with pytest.raises(ConfigError, match="^--recompute=block, but layer spectral sets its weight .*kernel in the forward pass"):
+        tf.function(lambda: model(X, training=True), autograph=False)()
 
 
 @pytest.mark.slow

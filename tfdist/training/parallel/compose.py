@@ -17,6 +17,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
 from tfdist.training.parallel import segments
+from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.expert import has_experts, spread_experts
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.pipe_schedule import make_schedule
@@ -40,6 +41,8 @@ def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optim
     parallel, parts, partial = config.parallel, {}, frozenset()
     _check(config, runtime, plan)
     group, width = runtime.group("model"), model.output_shape[-1]
+    if runtime.mesh.degree("expert", "model") > 1:
+        refuse_assigned(model, model.trainable_variables, f"--mesh={runtime.mesh.describe()}")
     if runtime.mesh.degree("expert") > 1:
         parts |= spread_experts(model, runtime.group("expert"))
     if group.size > 1:
@@ -55,7 +58,9 @@ def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optim
         options["summed_over"] = lambda group: runtime.hierarchical(group, parallel.workers_per_host)
     pieces = _pieces(config, runtime, model)
     if pieces:
-        options["stages"] = stages_of(model, pieces, runtime.mesh.degree("pipe"))
+        options["stages"] = stages = stages_of(model, pieces, runtime.mesh.degree("pipe"))
+        tied = [variable for variable in model.trainable_variables if len(stages[id(variable)]) > 1]
+        refuse_assigned(model, tied, f"--mesh={runtime.mesh.describe()} ties a weight over its stages")
     if parallel.zero:
         update = sharded_update(runtime, model, optimizer, parallel.zero, on_host=parallel.offload == "optimizer", **options)
     else:
@@ -77,9 +82,11 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
         return []
     if has_experts(model):
         raise ConfigError(f"--mesh has pipe={degree}, whose stages cannot bring what experts drop to the end of the model yet: use data=, expert= or model= instead.")
-    whole = segments.cut_into_blocks(model, f"--mesh has pipe={degree}")
-    again = config.parallel.recompute == "block"
-    return divide([segment._replace(again=again and segment.gives[0].startswith("block_")) for segment in whole], degree * chunks, config.parallel.pipe_cut)
+    flag = f"--mesh has pipe={degree}"
+    cut = segments.cut_into_blocks(model, flag)
+    if config.parallel.recompute == "block":
+        cut = cut._replace(segments=segments.computed_again(model, cut.segments, segments.blocks(model, flag), "--recompute=block"))
+    return divide(cut, degree * chunks, config.parallel.pipe_cut)
 
 
 def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:

@@ -23,15 +23,16 @@ from tfdist.training.dtypes import as_summands, zero_summands
 from tfdist.training.parallel import segments as cutting
 from tfdist.training.parallel.gathered import let_go
 from tfdist.training.parallel.pipe_schedule import Schedule
-from tfdist.training.parallel.segments import Segment
+from tfdist.training.parallel.segments import Cut, Segment
 
 
-def divide(segments: Sequence[Segment], parts: int, cut: str = "") -> list[list[Segment]]:
-    """Consecutive segments as `parts` parts, the largest of which has as few parameters as possible.
+def divide(model: Cut, parts: int, cut: str = "") -> list[list[Segment]]:
+    """The segments of a model as `parts` parts, the largest of which has as few parameters as possible.
 
     cut: instead, the names of the segments with which parts 1, 2, ... begin, for example "block_02,block_05".
-    Raises ConfigError if there are too few segments, or the names do not fit.
+    Raises ConfigError if there are too few segments, the names do not fit, or more than one tensor would go from part to part.
     """
+    segments = model.segments
     names = [segment.gives[0] for segment in segments]
     if len(segments) < parts:
         raise ConfigError(f"The pipeline has {parts} parts (pipe x --pipe_chunks), but the model can only be cut into {', '.join(names)}: lower one of them, or add layers.")
@@ -41,7 +42,23 @@ def divide(segments: Sequence[Segment], parts: int, cut: str = "") -> list[list[
             raise ConfigError(f"--pipe_cut={cut} must name {parts - 1} of {', '.join(names[1:])}, in order: with which the parts after the first begin.")
     else:
         starts = _balanced([sum(math.prod(variable.shape) for variable in segment.part.trainable_variables) for segment in segments], parts)
-    return [list(segments[start:stop]) for start, stop in zip([0, *starts], [*starts, len(segments)], strict=True)]
+    divided = [list(segments[start:stop]) for start, stop in zip([0, *starts], [*starts, len(segments)], strict=True)]
+    _check_one_tensor(model, divided)
+    return divided
+
+
+def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
+    """What a stage sends is what its last segment gives first."""
+    if len(model.inputs) > 1 or len(model.outputs) > 1:
+        raise ConfigError(f"--mesh has pipe=, whose stages take one tensor and give one, but the model has {len(model.inputs)} inputs and {len(model.outputs)} outputs: use data= instead.")
+    sent = model.inputs[0]
+    for part in parts:
+        inside = {name for segment in part for name in segment.gives}
+        others = {name for segment in part for name in segment.takes} - inside - {sent}
+        if others or model.outputs[0] in inside and part is not parts[-1]:
+            raise ConfigError(f"--mesh has pipe=, whose stages hand on one tensor, but {part[0].gives[0]} and what follows it need more of what is before them "
+                              "(a mask, such as of Embedding(mask_zero=True), an input, or an earlier layer's output): use data= instead.")
+        sent = part[-1].gives[0]
 
 
 def _balanced(sizes: list[int], parts: int) -> list[int]:
@@ -102,7 +119,7 @@ class Pipeline:
         for number, part in enumerate(self.parts):
             if self._is_mine(number):
                 x = self._receive(number, "evaluate", inputs) if number else inputs
-                x = cutting.run(part, x, training, self.holders)
+                x = _run(part, x, training, self.holders)
                 if number < last:
                     sent.append(self._send(number, "evaluate", x))
         if not self._is_mine(last):
@@ -143,7 +160,7 @@ class Pipeline:
         with tf.GradientTape() as tape:
             if number:
                 tape.watch(x)
-            y = cutting.run(self.parts[number], x, True, self.holders, losses)
+            y = _run(self.parts[number], x, True, self.holders, losses)
             losses += [variable.regularizer(variable) for variable in self._regularized[number]]
             own = None  # what is differentiated on this stage
             if is_last or losses:
@@ -187,6 +204,11 @@ class Pipeline:
         spec = self.parts[number][0].part.input
         shape, dtype = (like.shape, like.dtype) if kind == "backward" else ([like.shape[0], *spec.shape[1:]], tf.as_dtype(spec.dtype))
         return self.group.pair(other, own, f"{kind} {before}").put_or_take(None, other, shape, dtype)
+
+
+def _run(part: Sequence[Segment], x: tf.Tensor, training: bool | None, holders: Mapping[int, keras.Variable], added: list[tf.Tensor] | None = None) -> tf.Tensor:
+    """A part, which takes one tensor, and gives one."""
+    return cutting.run(part, {part[0].takes[0]: x}, training, holders, added)[part[-1].gives[0]]
 
 
 class _State:

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.masking import (
+    get_keras_mask,  # not public: how tensors carry masks
+    set_keras_mask,
+)
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.recompute import recomputed
 
 
@@ -24,7 +29,16 @@ class Segment(NamedTuple):
     part: keras.Model
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+    masks: tuple[tuple[int, int], ...] = ()  # (place of a tensor in `takes`, place of its mask)
     again: bool = False  # computed again in the backward pass
+
+
+class Cut(NamedTuple):
+    """A model as segments, and the names of what goes in and of what comes out, in the model's order."""
+
+    segments: list[Segment]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 def blocks(model: keras.Model, flag: str) -> list[str]:
@@ -35,39 +49,21 @@ def blocks(model: keras.Model, flag: str) -> list[str]:
     return found
 
 
-def cut_into_blocks(model: keras.Model, flag: str) -> list[Segment]:
+def cut_into_blocks(model: keras.Model, flag: str) -> Cut:
     """[everything before the blocks, block 0, block 1, ..., everything after them]."""
     names = blocks(model, flag)
-    segments, here, place = [], model.inputs, "inputs"
-    for name in names:
-        start = model.get_layer(f"{name}_norm_1").input
-        if not segments:
-            segments.append(_segment(here, [start], (place,), ("start",)))
-            here, place = [start], "start"
-        end = [model.get_layer(f"{name}_mlp_add").output]
-        segments.append(_segment(here, end, (place,), (name,)))
-        here, place = end, name
-    segments.append(_segment(here, model.outputs, (place,), ("outputs",)))
-    return segments
+    ends = {"start": model.get_layer(f"{names[0]}_norm_1").input}
+    return _cut(model, ends | {name: model.get_layer(f"{name}_mlp_add").output for name in names})
 
 
-def cut_out_attention(model: keras.Model, flag: str) -> list[Segment]:
+def cut_out_attention(model: keras.Model, flag: str) -> Cut:
     """Each block in three: up to queries, keys and values; attention itself, whose activations grow with T^2; the rest."""
-    segments, here, place = [], model.inputs, "inputs"
-    for name in blocks(model, flag):
-        start, qkv, joined = (model.get_layer(f"{name}_{part}") for part in ("norm_1", "attention_qkv", "attention_joined"))
-        if not segments:
-            segments.append(_segment(here, [start.input], (place,), ("start",)))
-            here, place = [start.input], "start"
-        end = [model.get_layer(f"{name}_mlp_add").output]
-        segments += [
-            _segment(here, [qkv.output], (place,), ("qkv",)),
-            _segment([qkv.output], [joined.output], ("qkv",), ("joined",)),
-            _segment([joined.output, *here], end, ("joined", place), (name,)),
-        ]
-        here, place = end, name
-    segments.append(_segment(here, model.outputs, (place,), ("outputs",)))
-    return segments
+    names = blocks(model, flag)
+    ends = {"start": model.get_layer(f"{names[0]}_norm_1").input}
+    for name in names:
+        ends[f"{name}_qkv"], ends[f"{name}_joined"] = (model.get_layer(f"{name}_attention_{part}").output for part in ("qkv", "joined"))
+        ends[name] = model.get_layer(f"{name}_mlp_add").output
+    return _cut(model, ends)
 
 
 def recompute(model: keras.Model, kind: str, holders: Mapping[int, keras.Variable]) -> None:
@@ -77,22 +73,37 @@ def recompute(model: keras.Model, kind: str, holders: Mapping[int, keras.Variabl
     Raises ConfigError if the model has no blocks.
     """
     flag = f"--recompute={kind}"
-    segments = cut_into_blocks(model, flag) if kind == "block" else cut_out_attention(model, flag)
-    wanted = ("joined",) if kind == "attention" else tuple(blocks(model, flag))
-    segments = [segment._replace(again=segment.gives[0] in wanted) for segment in segments]
+    cut = cut_into_blocks(model, flag) if kind == "block" else cut_out_attention(model, flag)
+    wanted = blocks(model, flag)
+    segments = computed_again(model, cut.segments, wanted if kind == "block" else [f"{name}_joined" for name in wanted], flag)
+    functional = getattr(model, "_functional", None) or model  # that of a Sequential
 
-    model.call = lambda inputs, training=None, mask=None: run(segments, inputs, training, holders)
+    def call(inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        given = functional._standardize_inputs(inputs)  # a list, whatever structure they come in
+        tensors = run(segments, dict(zip(cut.inputs, given, strict=True)), training, holders)
+        outputs = keras.tree.pack_sequence_as(functional.output, [tensors[name] for name in cut.outputs])
+        return outputs[0] if isinstance(outputs, list | tuple) and len(outputs) == 1 else outputs  # as Keras gives them
+
+    model.call = call
 
 
-def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, holders: Mapping[int, keras.Variable], added: list[tf.Tensor] | None = None) -> tf.Tensor:
-    """From what the first segment takes to what the last one gives. See `recompute` for the others.
+def computed_again(model: keras.Model, segments: Sequence[Segment], names: Sequence[str], flag: str) -> list[Segment]:
+    """Those called `names` are computed again in the backward pass. Weights that layers set in these are a ConfigError."""
+    again = [segment._replace(again=segment.gives[0] in names) for segment in segments]
+    refuse_assigned(model, {id(variable): variable for segment in again if segment.again for variable in segment.part.trainable_variables}.values(), flag)
+    return again
+
+
+def run(segments: Sequence[Segment], inputs: Mapping[str, tf.Tensor], training: bool | None, holders: Mapping[int, keras.Variable],
+        added: list[tf.Tensor] | None = None) -> dict[str, tf.Tensor]:
+    """`inputs`, and all that the segments give, by name. See `recompute` for the others.
 
     added: gets the losses that the segments' layers add. For segments that are not called by their model: each begins a record anew.
     """
-    tensors = {segments[0].takes[0]: inputs}
+    tensors = dict(inputs)
     for segment in segments:
         given = [tensors[name] for name in segment.takes]
-        one = _runner(segment.part, training)
+        one = _runner(segment, training)
         if segment.again and training:
             parameters = [holders.get(id(variable), variable) for variable in segment.part.trainable_variables]
             # Losses go to a layer, which shares them with the whole model: a functional model takes none.
@@ -104,14 +115,66 @@ def run(segments: Sequence[Segment], inputs: tf.Tensor, training: bool | None, h
             losses = segment.part.losses  # those of weights come last
             added += losses[:len(losses) - regularizers]
         tensors.update(zip(segment.gives, given, strict=True))
-    return tensors[segments[-1].gives[0]]
+    return tensors
 
 
-def _runner(part: keras.Model, training: bool | None) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
-    return lambda given: tf.nest.flatten(part(given if len(given) > 1 else given[0], training=training))
+def _runner(segment: Segment, training: bool | None) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
+    def one(given: list[tf.Tensor]) -> list[tf.Tensor]:
+        for place, mask in segment.masks:
+            set_keras_mask(given[place], given[mask])
+        return tf.nest.flatten(segment.part(given if len(given) > 1 else given[0], training=training))
+
+    return one
+
+
+def _cut(model: keras.Model, ends: Mapping[str, Any]) -> Cut:
+    """The model in segments, of which each ends in one of `ends`, in order, and the last in what the model gives.
+
+    A segment makes all that its end needs and that none before it has made, so whatever is made before a cut and used behind it
+    goes across: the end, and also masks (of what goes across, as Keras leaves it to tensors to carry them from layer to layer),
+    inputs that come late, outputs that come early.
+    """
+    ends = {**ends, "outputs": None}
+    made_in = {id(tensor): -1 for tensor in model.inputs}  # id of a tensor -> the number of its segment
+    used: list[dict[int, Any]] = []  # of each segment, what it computes with
+    made: list[dict[int, Any]] = []
+    for number, end in enumerate(ends.values()):
+        waiting, uses, makes = [*(model.outputs if end is None else [end])], {}, {}
+        while waiting:
+            tensor = waiting.pop()
+            if id(tensor) not in made_in:
+                operation, place, _ = tensor._keras_history
+                node = operation._inbound_nodes[place]
+                made_in |= {id(output): number for output in node.output_tensors}
+                makes |= {id(output): output for output in node.output_tensors}
+                uses |= {id(source): source for source in node.input_tensors}
+                waiting += [*node.input_tensors, *_masks(node.output_tensors).values()]
+        used.append(uses | _masks([source for key, source in uses.items() if key not in makes]))
+        made.append(makes)
+    names = {id(tensor): f"inputs_{number}" if number else "inputs" for number, tensor in enumerate(model.inputs)}
+    for name, tensors in ((name, model.outputs if end is None else [end]) for name, end in ends.items()):
+        for number, tensor in enumerate(tensors):
+            names.setdefault(id(tensor), f"{name}_{number}" if number else name)
+    outputs = {id(tensor) for tensor in model.outputs}
+    segments = []
+    for number, (end, uses, makes) in enumerate(zip(ends, used, made, strict=True)):
+        takes = [source for key, source in uses.items() if key not in makes]
+        gives = [tensor for key, tensor in makes.items() if key in outputs or any(key in later for later in used[number + 1:])]
+        gives.sort(key=lambda tensor, end=end: names.get(id(tensor)) != end)
+        if gives:
+            segments.append(_segment(takes, gives, *(tuple(names.setdefault(id(tensor), tensor.name) for tensor in each) for each in (takes, gives))))
+    return Cut(segments, tuple(names[id(tensor)] for tensor in model.inputs), tuple(names[id(tensor)] for tensor in model.outputs))
+
+
+def _masks(tensors: Sequence[Any]) -> dict[int, Any]:
+    """The masks that Keras has given some of these symbolic tensors."""
+    return {id(mask): mask for mask in map(get_keras_mask, tensors) if mask is not None}
 
 
 def _segment(inputs: list, outputs: list, takes: tuple[str, ...], gives: tuple[str, ...]) -> Segment:
     part = keras.Model(inputs if len(inputs) > 1 else inputs[0], outputs if len(outputs) > 1 else outputs[0])
     part.input_spec = None  # where layers are spread, what it is called with is smaller than its symbols say
-    return Segment(part, takes, gives)
+    part.supports_masking, part.compute_mask = True, lambda inputs, previous_mask: None  # its layers say what masks its outputs have
+    places = {id(tensor): place for place, tensor in enumerate(inputs)}
+    masks = [(place, places[id(mask)]) for place, tensor in enumerate(inputs) if (mask := get_keras_mask(tensor)) is not None]
+    return Segment(part, takes, gives, tuple(masks))

@@ -28,6 +28,7 @@ from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.backward import age, made_after
 from tfdist.training.optimizer import swapped_in
+from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.shards import Layout, shard_variables
@@ -161,3 +162,4 @@ def _check(optimizer: keras.Optimizer, model: keras.Model, stage: int) -> None:
             raise ConfigError(f"--zero={stage}, but {variable.path} has a constraint, which needs the whole variable: drop it, or use --zero=0.")
         if stage == 3 and variable.regularizer is not None:
             raise ConfigError(f"--zero=3, but {variable.path} has a regularizer, which needs the whole variable: use --weight_decay instead, or --zero=2.")
+    refuse_assigned(model, model.trainable_variables, f"--zero={stage}")
