@@ -1,7 +1,7 @@
 """Models whose variables have several dtypes: the form in which gradients are added up, and norms over all of them.
 
-Gradients of float16 and bfloat16 variables are added up, over micro-batches and replicas, and scaled in float32; the optimizer rounds
-them to the variable's own type. Those of float64 variables stay float64 all the way.
+Gradients of float16 and bfloat16 variables are added up, over micro-batches and replicas, and scaled in float32; the optimizer
+rounds them to the variable's own type. Those of float64 variables stay float64 all the way.
 """
 
 from __future__ import annotations
