@@ -191,7 +191,8 @@ class MultiWorker(StrategyRuntime):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        with self.strategy.scope(), tf.variable_creator_scope(_broadcastable if self.size > 1 else lambda create, **arguments: create(**arguments)):
+        sent = tf.variable_creator_scope(_broadcastable) if self.size > 1 else contextlib.nullcontext()
+        with self.strategy.scope(), sent:
             yield
 
     def watch_for_stuck_peers(self, timeout: float) -> None:
@@ -237,8 +238,9 @@ class MultiWorker(StrategyRuntime):
 def _broadcastable(create: Callable, **arguments: Any) -> tf.Variable:
     """Makes a variable, of which the chief's initial value goes to all workers."""
     if arguments.get("dtype") and tf.as_dtype(arguments["dtype"]) == tf.bfloat16:
-        raise ConfigError(f"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable {arguments.get('name') or ''} to other workers: "
-                          'give its layer dtype="mixed_bfloat16", which keeps variables in float32, or use --strategy=mesh.')
+        raise ConfigError(
+            f"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable {arguments.get('name') or ''} to other workers: "
+            'give its layer dtype="mixed_bfloat16", which keeps variables in float32, or use --strategy=mesh.')
     return create(**arguments)
 
 

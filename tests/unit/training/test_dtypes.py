@@ -1,5 +1,4 @@
-"""Models with variables of several dtypes, and gradients without static shapes, on every runtime that one process can have:
-against a loop of plain Keras, and norms against NumPy."""
+"""Models with variables of several dtypes, and gradients without static shapes, in one process: against a loop of plain Keras, and norms against NumPy."""
 
 import keras
 import numpy as np
@@ -80,7 +79,8 @@ def expected_weights(accumulation, clip_norm):
         total = [np.zeros(variable.shape) for variable in model.trainable_variables]
         for part in np.split(np.arange(BATCH), accumulation):
             with tf.GradientTape() as tape:
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(Y[rows][part], model(X[rows][part], training=True))
+                outputs = model(X[rows][part], training=True)
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(Y[rows][part], outputs)
                 loss = tf.reduce_sum(losses * W[rows][part]) / BATCH
             found = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
             total = [before + gradient.numpy().astype("float64") for before, gradient in zip(total, found, strict=True)]
@@ -88,7 +88,8 @@ def expected_weights(accumulation, clip_norm):
         norm = np.sqrt(sum((gradient**2).sum() for gradient in total))
         factor = min(1.0, clip_norm / norm)
         variables = model.trainable_variables
-        rule.apply([tf.constant(gradient * factor, variable.dtype) for gradient, variable in zip(total, variables, strict=True)], variables)
+        clipped = [tf.constant(gradient * factor, each.dtype) for gradient, each in zip(total, variables, strict=True)]
+        rule.apply(clipped, variables)
     return [variable.numpy() for variable in model.trainable_variables], norm
 
 
@@ -108,7 +109,7 @@ def test_variables_of_several_dtypes_are_trained_as_by_keras(name, accumulation)
     assert output.finite and output.gradient_norm == pytest.approx(norm, rel=1e-2)  # some of it is known to 8 bits
     for variable, wanted in zip(held, expected, strict=True):
         assert variable.dtype == wanted.dtype.name
-        bound = 2e-2 if variable.dtype in ("bfloat16", "float16") else 2e-3  # activations and upstream gradients of 8 bits
+        bound = 2e-2 if variable.dtype in ("bfloat16", "float16") else 2e-3  # some activations have 8 bits
         found = variable.numpy().reshape(wanted.shape).astype("float64")
         np.testing.assert_allclose(found, wanted.astype("float64"), atol=bound)
 
@@ -119,7 +120,7 @@ def test_norms_neither_overflow_nor_lose_digits():
 
     assert norm(([300.0, 400.0], "float16"), ([0.0], "float32")) == 500.0  # 400^2 is infinite in float16
     assert norm(([3e-5, 4e-5], "float16")) == pytest.approx(5e-5, rel=1e-2)  # whose squares are 0 in float16
-    assert norm(([3e25, 4e25], "float64"), ([1.0], "float32")) == pytest.approx(5e25)  # whose squares are infinite in float32
+    assert norm(([3e25, 4e25], "float64"), ([1.0], "float32")) == pytest.approx(5e25)  # squares: inf in float32
     assert norm(([1.0] * 1000, "bfloat16")) == pytest.approx(1000**0.5)
     assert not np.isfinite(norm(([np.inf], "float16"), ([1.0], "float64")))
 
@@ -169,7 +170,8 @@ def test_recomputed_layers_keep_their_statistics_in_their_dtype():
     layer = keras.layers.BatchNormalization(momentum=0.0, dtype="float64")
     x = 1.0 + 1e-9 * RANDOM.normal(size=(8, 3))
     layer.build(x.shape)
-    out = recomputed(lambda rows: layer(rows, training=True), tf.constant(x), layer.trainable_variables, layer.non_trainable_variables, layer)
+    states = layer.non_trainable_variables
+    out = recomputed(lambda rows: layer(rows, training=True), tf.constant(x), layer.trainable_variables, states, layer)
     assert out.dtype == tf.float64
     np.testing.assert_allclose(layer.moving_mean.numpy(), x.mean(0), rtol=1e-15)
 
