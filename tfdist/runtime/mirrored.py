@@ -3,8 +3,9 @@ MultiWorkerMirroredStrategy (several processes, each with one or more devices)."
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -188,6 +189,12 @@ class MultiWorker(StrategyRuntime):
 
     cluster: Cluster
 
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        sent = tf.variable_creator_scope(_broadcastable) if self.size > 1 else contextlib.nullcontext()
+        with self.strategy.scope(), sent:
+            yield
+
     def watch_for_stuck_peers(self, timeout: float) -> None:
         """From now on a collective that does not end in `timeout` seconds is an error that says so; 0: never."""
         def give_up() -> None:
@@ -226,6 +233,15 @@ class MultiWorker(StrategyRuntime):
         if suits and choice in ("auto", "socket"):
             runtime.use_ring(cluster, config)
         return runtime
+
+
+def _broadcastable(create: Callable, **arguments: Any) -> tf.Variable:
+    """Makes a variable, of which the chief's initial value goes to all workers."""
+    if arguments.get("dtype") and tf.as_dtype(arguments["dtype"]) == tf.bfloat16:
+        raise ConfigError(
+            f"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable {arguments.get('name') or ''} to other workers: "
+            'give its layer dtype="mixed_bfloat16", which keeps variables in float32, or use --strategy=mesh.')
+    return create(**arguments)
 
 
 def communication_options(config: StrategyConfig) -> tf.distribute.experimental.CommunicationOptions:

@@ -1,7 +1,7 @@
 """Models whose variables have several dtypes: the form in which gradients are added up, and norms over all of them.
 
-Gradients of float16 and bfloat16 variables are added up, over micro-batches and replicas, and scaled in float32; the optimizer rounds
-them to the variable's own type. Those of float64 variables stay float64 all the way.
+Gradients of float16 and bfloat16 variables are added up, over micro-batches and replicas, and scaled in float32; the
+optimizer rounds them to the variable's own type. Those of float64 variables stay float64 all the way.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def at_least_float32(gradient: Gradient) -> Gradient:
 
 
 def as_summands(gradients: Sequence[Gradient], variables: Sequence[tf.Tensor | tf.Variable]) -> list[Gradient]:
-    """What a tape gives for `variables`, ready to be added up. Of shapes that only a run would tell (a kernel's gradient where the
-    number of rows is not known) static ones: packs and shards are cut while tracing."""
+    """What a tape gives for `variables`, ready to be added up. Where only a run would tell the shape (a kernel's gradient if
+    the number of rows is not known) it gets the variable's: packs and shards are cut while tracing."""
     for gradient, variable in zip(gradients, variables, strict=True):
         if not isinstance(gradient, tf.IndexedSlices):
             gradient.set_shape(variable.shape)
@@ -39,7 +39,7 @@ def norm_dtype(tensors: Iterable[Gradient | tf.Variable | keras.Variable]) -> tf
 
 
 def global_norm(tensors: Sequence[Gradient | tf.Variable]) -> tf.Tensor:
-    """float32 []: the norm of all elements of tensors, also of several dtypes. Of float32 ones the same bits as tf.linalg.global_norm."""
+    """float32 []: the norm of all elements. Of float32 tensors the same bits as tf.linalg.global_norm."""
     dtype = norm_dtype(tensors)
     halves = [tf.cast(tf.nn.l2_loss(at_least_float32(_elements(tensor))), dtype) for tensor in tensors]
     return tf.cast(tf.sqrt(tf.reduce_sum(tf.stack(halves)) * tf.constant(2.0, dtype)), tf.float32)
@@ -49,8 +49,11 @@ def _elements(tensor: Gradient | tf.Variable) -> tf.Tensor:
     return tensor.values if isinstance(tensor, tf.IndexedSlices) else tf.convert_to_tensor(tensor)
 
 
-def of_each_dtype(function: Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """`function` of the tensors of one dtype, and of their places, for each dtype; its results in the order of `tensors`."""
+OfOneDtype = Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]]
+
+
+def of_each_dtype(function: OfOneDtype, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """`function` of the tensors of one dtype, and of their places, for each dtype; results in the order of `tensors`."""
     results: list = [None] * len(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]

@@ -280,7 +280,8 @@ class TrainStep:
             gradients, sources = [], self.update.sources()
             for part in (total.differentiated, total.added):
                 if part is not None:
-                    gradients += as_summands(tape.gradient(part, sources, seed, unconnected_gradients=tf.UnconnectedGradients.ZERO), sources)
+                    found = tape.gradient(part, sources, seed, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+                    gradients += as_summands(found, sources)
             del tape
         if not self.options.jit_compile:
             weights_first(gradients[:len(sources)], seed)

@@ -1,5 +1,4 @@
-"""Models with variables of several dtypes, and gradients without static shapes, on every runtime that one process can have:
-against a loop of plain Keras, and norms against NumPy."""
+"""Models with variables of several dtypes, and gradients without static shapes, in one process: against a loop of plain Keras, and norms against NumPy."""
 
 import keras
 import numpy as np
@@ -12,12 +11,14 @@ from tfdist.config import Config, PrecisionConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.runtime.mirrored import _broadcastable
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.dtypes import as_summands, global_norm
 from tfdist.training.objectives import classification
 from tfdist.training.optimizer import switch_off_reduction
 from tfdist.training.parallel.compression import Compression
 from tfdist.training.parallel.mesh_update import MeshUpdate
+from tfdist.training.parallel.recompute import recomputed
 from tfdist.training.parallel.zero import Zero3Update, ZeroUpdate
 from tfdist.training.precision import LossScale
 from tfdist.training.step import StepOptions, TrainStep
@@ -43,8 +44,10 @@ class Mixed(keras.layers.Layer):
 
 def make_model():
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(6, activation="tanh", dtype=dtype, name=f"of_{dtype}") for dtype in ("float32", "float64", "bfloat16", "float16")]
-    return keras.Sequential([keras.layers.Input((4, 6)), *layers, Mixed(), keras.layers.Flatten(), keras.layers.Dense(3, dtype="float32")])
+    layers = [keras.layers.Dense(6, activation="tanh", dtype=dtype, name=f"of_{dtype}")
+              for dtype in ("float32", "float64", "bfloat16", "float16")]
+    head = keras.layers.Dense(3, dtype="float32")
+    return keras.Sequential([keras.layers.Input((4, 6)), *layers, Mixed(), keras.layers.Flatten(), head])
 
 
 def mesh_update(kind, zero, **options):
@@ -76,14 +79,17 @@ def expected_weights(accumulation, clip_norm):
         total = [np.zeros(variable.shape) for variable in model.trainable_variables]
         for part in np.split(np.arange(BATCH), accumulation):
             with tf.GradientTape() as tape:
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(Y[rows][part], model(X[rows][part], training=True))
+                outputs = model(X[rows][part], training=True)
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(Y[rows][part], outputs)
                 loss = tf.reduce_sum(losses * W[rows][part]) / BATCH
             found = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
             total = [before + gradient.numpy().astype("float64") for before, gradient in zip(total, found, strict=True)]
         total = [gradient * BATCH / W[rows].sum() for gradient in total]
         norm = np.sqrt(sum((gradient**2).sum() for gradient in total))
         factor = min(1.0, clip_norm / norm)
-        rule.apply([tf.constant(gradient * factor, variable.dtype) for gradient, variable in zip(total, model.trainable_variables, strict=True)], model.trainable_variables)
+        variables = model.trainable_variables
+        clipped = [tf.constant(gradient * factor, each.dtype) for gradient, each in zip(total, variables, strict=True)]
+        rule.apply(clipped, variables)
     return [variable.numpy() for variable in model.trainable_variables], norm
 
 
@@ -93,15 +99,19 @@ def test_variables_of_several_dtypes_are_trained_as_by_keras(name, accumulation)
     model, rule = make_model(), switch_off_reduction(keras.optimizers.SGD(0.1, momentum=0.9))
     runtime, update = UPDATES[name](model, rule)
     plan = BatchPlan(BATCH, accumulation, 1)
-    spec = (tf.TensorSpec([None, 4, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))  # kernels' gradients have no static shape
-    step = TrainStep(runtime, model, rule, classification(), LossScale(PrecisionConfig()), StepOptions(plan, 0, clip_norm=0.5), spec, update)
+    # Of an unknown number of rows: kernels' gradients have no static shape.
+    spec = (tf.TensorSpec([None, 4, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))
+    options = StepOptions(plan, 0, clip_norm=0.5)
+    step = TrainStep(runtime, model, rule, classification(), LossScale(PrecisionConfig()), options, spec, update)
     output = step([iter(tf.data.Dataset.from_tensor_slices((X, Y, W)).batch(BATCH // accumulation))], STEPS)
     expected, norm = expected_weights(accumulation, 0.5)
     held = update.shards if name == "zero 3" else model.trainable_variables
     assert output.finite and output.gradient_norm == pytest.approx(norm, rel=1e-2)  # some of it is known to 8 bits
     for variable, wanted in zip(held, expected, strict=True):
         assert variable.dtype == wanted.dtype.name
-        np.testing.assert_allclose(variable.numpy().reshape(wanted.shape).astype("float64"), wanted.astype("float64"), atol=2e-2 if variable.dtype in ("bfloat16", "float16") else 2e-3)
+        bound = 2e-2 if variable.dtype in ("bfloat16", "float16") else 2e-3  # some activations have 8 bits
+        found = variable.numpy().reshape(wanted.shape).astype("float64")
+        np.testing.assert_allclose(found, wanted.astype("float64"), atol=bound)
 
 
 def test_norms_neither_overflow_nor_lose_digits():
@@ -110,7 +120,7 @@ def test_norms_neither_overflow_nor_lose_digits():
 
     assert norm(([300.0, 400.0], "float16"), ([0.0], "float32")) == 500.0  # 400^2 is infinite in float16
     assert norm(([3e-5, 4e-5], "float16")) == pytest.approx(5e-5, rel=1e-2)  # whose squares are 0 in float16
-    assert norm(([3e25, 4e25], "float64"), ([1.0], "float32")) == pytest.approx(5e25)  # whose squares are infinite in float32
+    assert norm(([3e25, 4e25], "float64"), ([1.0], "float32")) == pytest.approx(5e25)  # squares: inf in float32
     assert norm(([1.0] * 1000, "bfloat16")) == pytest.approx(1000**0.5)
     assert not np.isfinite(norm(([np.inf], "float16"), ([1.0], "float64")))
 
@@ -148,8 +158,25 @@ def test_xla_refuses_only_synchronised_batch_normalization_that_is_trained():
     def check(trainable):
         runtime, layer = OneDevice(), keras.layers.BatchNormalization(synchronized=True, trainable=trainable)
         runtime.replicas = 2
-        _check_compiled(Config().replace(jit_compile=True), runtime, keras.Sequential([keras.layers.Input((3,)), layer, keras.layers.Dense(2)]))
+        model = keras.Sequential([keras.layers.Input((3,)), layer, keras.layers.Dense(2)])
+        _check_compiled(Config().replace(jit_compile=True), runtime, model)
 
     check(trainable=False)
     with pytest.raises(ConfigError, match="synchronised BatchNormalization"):
         check(trainable=True)
+
+
+def test_recomputed_layers_keep_their_statistics_in_their_dtype():
+    layer = keras.layers.BatchNormalization(momentum=0.0, dtype="float64")
+    x = 1.0 + 1e-9 * RANDOM.normal(size=(8, 3))
+    layer.build(x.shape)
+    states = layer.non_trainable_variables
+    out = recomputed(lambda rows: layer(rows, training=True), tf.constant(x), layer.trainable_variables, states, layer)
+    assert out.dtype == tf.float64
+    np.testing.assert_allclose(layer.moving_mean.numpy(), x.mean(0), rtol=1e-15)
+
+
+def test_bfloat16_variables_that_tensorflow_cannot_send_are_refused():
+    assert _broadcastable(dict, dtype="float16") == {"dtype": "float16"}
+    with pytest.raises(ConfigError, match="mixed_bfloat16"):
+        _broadcastable(dict, dtype=tf.bfloat16, name="kernel")

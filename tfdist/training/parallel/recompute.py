@@ -114,8 +114,8 @@ class _Recomputed:
 
 @contextlib.contextmanager
 def _autocast_to(dtype: str | None) -> Iterator[None]:
-    """Within it variables are read in this compute type; None: as they are. In an AutocastScope(None) those of any type would say
-    that they are float32, and be computed with, and kept, as such."""
+    """Within it variables are read in this compute type; None: as they are. In an AutocastScope(None) those of any type
+    would say that they are float32, and be computed with, and kept, as such."""
     with AutocastScope(dtype):
         if dtype is None:
             global_state.set_global_attribute("autocast_scope", None)

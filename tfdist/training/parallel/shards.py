@@ -38,7 +38,8 @@ class Layout:
     def _scatter_sum(self, tensors: Sequence[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
         n, lengths = self.group.size, [self.lengths[place] for place in places]
         ends = [length * n - self.sizes[place] for place, length in zip(places, lengths, strict=True)]
-        columns = [tf.reshape(_padded(tf.reshape(tensor, [-1]), end), [n, length]) for tensor, end, length in zip(tensors, ends, lengths, strict=True)]
+        columns = [tf.reshape(_padded(tf.reshape(tensor, [-1]), end), [n, length])
+                   for tensor, end, length in zip(tensors, ends, lengths, strict=True)]
         row = self.group.reduce_scatter(tf.concat(columns, 1))
         return tf.split(row[0], lengths)
 
@@ -50,8 +51,9 @@ class Layout:
         rows = self.group.all_gather(tf.concat(list(shards), 0)[tf.newaxis])
         columns = tf.split(rows, [self.lengths[place] for place in places], 1)
         flat = [tf.reshape(column, [-1]) for column in columns]
-        return [tf.reshape(tensor if tensor.shape[0] == self.sizes[place] else tensor[:self.sizes[place]], self.shapes[place])
-                for tensor, place in zip(flat, places, strict=True)]
+        sizes = [self.sizes[place] for place in places]
+        return [tf.reshape(tensor if tensor.shape[0] == size else tensor[:size], self.shapes[place])
+                for tensor, size, place in zip(flat, sizes, places, strict=True)]
 
     def cut(self, array: np.ndarray, which: int) -> np.ndarray:
         """This member's shard of a whole array, which is tensor number `which`."""
