@@ -210,6 +210,7 @@ def test_the_words_of_the_first_failure_reach_all():
 
 def guarded(beacons):
     guard = Guard(Config(), beacons.cluster)
+    guard.watchdog.close()  # or it would end this process, whose start-up never ends, after 20 minutes
     guard.beacons = beacons
     return guard
 
