@@ -15,6 +15,13 @@ from tests.fuzz.shrink import script, shrink
 from tests.fuzz.verdict import Verdict
 
 
+def rounds_to_half(case):
+    options = case.get("options", {})
+    variables = {"float16", "bfloat16"} & set(space.flat_blocks(case))
+    computes = options.get("precision", "float32") != "float32" or "precision" in case.get("compile", {})
+    return bool(variables) or computes or "compression" in options
+
+
 @pytest.mark.slow
 def test_fixed_cases():
     chosen, pool = fixed.cases(), Pool()
@@ -27,7 +34,8 @@ def test_fixed_cases():
     wrong = [verdict for verdict in verdicts if verdict.bad]
     assert not wrong, "\n".join(f"{verdict.case['runtime']}: {'; '.join(verdict.problems)}\n  scripts/fuzz.py --replay='{json.dumps(verdict.case)}'" for verdict in wrong)
     assert sum(bool(verdict.refused) for verdict in verdicts) <= 15
-    assert sum(verdict.rough > 1e-3 for verdict in verdicts) <= 50, "two of three cases must be able to show a small difference"
+    # Half precision rounds as much as a fault may change; of the others most must be able to show a small difference.
+    assert sum(verdict.rough > 1e-3 for verdict in verdicts if not rounds_to_half(verdict.case)) <= 30
 
 
 def test_a_seed_draws_the_same_cases_again():
