@@ -69,7 +69,7 @@ def measure(arguments: argparse.Namespace) -> None:
     from tfdist.config import Config
     from tfdist.control.cluster import resolve_cluster
     from tfdist.telemetry.timer import Clock
-    from tfdist.training.interval import Interval, Watch
+    from tfdist.training.log_interval import Interval, Watch
 
     base = Config().replace(**WORKLOADS[arguments.workload], steps=100_000)
     runtime = build.start_runtime(base, resolve_cluster(os.environ))

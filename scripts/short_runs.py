@@ -84,7 +84,7 @@ def main() -> None:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     versions.quiet()
     versions.import_keras()
-    from tfdist import session  # noqa: F401 - so that no worker has to import it
+    from tfdist.run import session  # noqa: F401 - so that no worker has to import it
 
     folder, found = Path(tempfile.mkdtemp(prefix="tfdist-short-runs-")), collections.Counter()
     for number in range(1, arguments.runs + 1):

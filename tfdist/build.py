@@ -19,28 +19,28 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan, plan_batch
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.data import augment, contents, pipeline
-from tfdist.data.sources.base import SPLITS, Split
-from tfdist.data.sources.registry import load_split
-from tfdist.models.fused import fuse_batch_norm
-from tfdist.models.lookup import read_rows
-from tfdist.models.registry import build_model
-from tfdist.planner import startup
+from tfdist.data import augment, contents, input_pipeline
+from tfdist.data.batch_plan import BatchPlan, plan_batch
+from tfdist.data.sources.load_split import load_split
+from tfdist.data.sources.split import SPLITS, Split
+from tfdist.models.build_model import build_model
+from tfdist.models.embedding_rows import read_rows
+from tfdist.models.fused_batch_norm import fuse_batch_norm
+from tfdist.planner import memory_check
 from tfdist.planner.layout import Layout
+from tfdist.planner.memory_check import MemoryLimits
 from tfdist.planner.shapes import Weight
-from tfdist.planner.startup import MemoryLimits
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training import fitness
+from tfdist.training import compatibility
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
-from tfdist.training.dropped import with_dropped
+from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.loss_probe import ROWS
 from tfdist.training.objectives import Objective, make_objective
@@ -85,8 +85,8 @@ class Job:
 
     @property
     def stream_cut(self) -> int:
-        """Into how many streams a run that begins now cuts its data; see data/pipeline.py."""
-        return pipeline.stream_cut(self.train_split, self.plan)
+        """Into how many streams a run that begins now cuts its data; see data/input_pipeline.py."""
+        return input_pipeline.stream_cut(self.train_split, self.plan)
 
     def iterators(self, consumed: int, cut: int | None = None) -> list:
         """One iterator of training micro-batches per local replica, from a position in the data order.
@@ -119,7 +119,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         _check_compiled(config, runtime, model)
-        warnings = fitness.check(config.model, model, train_split, eval_split, plan.global_batch)
+        warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch)
         if limits:
             _check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
@@ -183,7 +183,7 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
 
 def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int, cut: int | None = None) -> tf.data.Dataset:
     """The training micro-batches of one replica, from a position in the data order. cut: see `Job.iterators`."""
-    return pipeline.train_dataset(
+    return input_pipeline.train_dataset(
         split, plan=plan, replica=replica, seed=config.run.seed, shuffle=config.data.shuffle, consumed=consumed,
         augment=augment.load_augmentation(config.data.augment), threads=config.data.reader_threads, cut=cut)
 
@@ -193,7 +193,7 @@ def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objecti
     """An evaluator of `model` on `split`, spread over the runtime's replicas."""
 
     def datasets() -> tuple[list[tf.data.Dataset], int]:
-        made = [pipeline.eval_dataset(split, batch=config.data.eval_batch or micro_batch, replica=runtime.first_replica + index,
+        made = [input_pipeline.eval_dataset(split, batch=config.data.eval_batch or micro_batch, replica=runtime.first_replica + index,
                                       replicas=runtime.replicas, limit=config.data.eval_samples)
                 for index in range(runtime.local_replicas)]
         return [dataset for dataset, _ in made], made[0][1]
@@ -231,18 +231,18 @@ def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> Non
 
 def memory_limits(cluster: Cluster) -> MemoryLimits:
     """What memory this worker has, once its runtime has started."""
-    return startup.find_limits(cluster, bool(tf.config.list_physical_devices("GPU")))
+    return memory_check.find_limits(cluster, bool(tf.config.list_physical_devices("GPU")))
 
 
 def _check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: MemoryLimits) -> None:
-    """See planner/startup.py. Which variables pipe, model and expert divide is decided later: at best all of them."""
+    """See planner/memory_check.py. Which variables pipe, model and expert divide is decided later: at best all of them."""
     mesh = runtime.mesh if isinstance(runtime, MeshRuntime) else Mesh.create(data=runtime.replicas)
     layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
-    startup.check(config, layout, [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables], limits)
+    memory_check.check(config, layout, [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables], limits)
 
 
 def start_runtime(config: Config, cluster: Cluster, began: float | None = None) -> Runtime:
-    """The environment, then the runtime. `began`: since when peers have been waited for (control/connecting.py)."""
+    """The environment, then the runtime. `began`: since when peers have been waited for (control/startup_deadline.py)."""
     prepare_environment(config)
     return create_runtime(config, cluster, began)
 

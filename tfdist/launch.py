@@ -31,11 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist import flags
-from tfdist.batch_plan import plan_batch
 from tfdist.config import Config
 from tfdist.control import exit_codes, lease
 from tfdist.control.cluster import visible_gpus
-from tfdist.control.elastic import WorkerCount
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.job import Job
@@ -44,6 +42,8 @@ from tfdist.control.processes import Standbys
 from tfdist.control.ray_cluster import RayRoom, connect
 from tfdist.control.ray_job import RayJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
+from tfdist.control.worker_count import WorkerCount
+from tfdist.data.batch_plan import plan_batch
 
 IN_PROCESS = ("horovod",)  # strategies whose runtime can be started again in the same process
 STANDBY_AFTER_SECONDS = 15.0  # the job itself should have started by then

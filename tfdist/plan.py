@@ -23,7 +23,7 @@ from tfdist import flags
 from tfdist.config import Config, parse_args
 from tfdist.control import exit_codes
 from tfdist.control.exit_codes import ConfigError, ExitCode, TfdistError
-from tfdist.planner import estimate, formulas, report, search, shapes
+from tfdist.planner import estimate, formulas, plan_text, search, shapes
 from tfdist.planner.calibrate import calibrate, read_run
 from tfdist.planner.communication import ALGORITHMS
 from tfdist.planner.estimate import Plan
@@ -54,10 +54,10 @@ def main(argv: list[str]) -> int:
         text = json.dumps(estimate.as_json(plan, estimates, reasons), indent=1)
         _write(Path(options.json), text + "\n") if options.json != "-" else print(text)
     if options.json != "-":
-        print(report.as_text(plan, estimates, reasons))
+        print(plan_text.as_text(plan, estimates, reasons))
     if options.plot:
         try:
-            report.draw(plan, estimates[0], Path(options.plot))
+            plan_text.draw(plan, estimates[0], Path(options.plot))
         except (OSError, ValueError) as error:
             raise ConfigError(f"--plot={options.plot} cannot be written ({error}): give a file that ends in .png, in a folder that exists.") from None
     return ExitCode.OK if estimates[0].fits(hardware) else ExitCode.CONFIG
@@ -74,7 +74,7 @@ def model_shape(config: Config, train: list[str], input_shape: str = "", outputs
         text = len(sample.shape) == 1 and config.model.model in ("transformer",)
         size = f"vocab={sample.outputs}" if text else f"shape=({','.join(map(str, sample.shape))},),classes={sample.outputs}"
         source = ["--source=synthetic", f"--source_args=task={'text' if text else 'image'},{size}", *([f"--sequence_length={sample.shape[0]}"] if text else [])]
-    command = [sys.executable, "-m", "tfdist.training.count", *train, *source]
+    command = [sys.executable, "-m", "tfdist.training.model_cost", *train, *source]
     result = subprocess.run(command, capture_output=True, text=True, timeout=_COUNTING_SECONDS, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
     if result.returncode:
         said = next((line.removeprefix("tfdist: error: ") for line in reversed(result.stderr.splitlines()) if line.startswith("tfdist: error: ")), "")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, TfdistError
-from tfdist.control.own_lines import failure
+from tfdist.control.user_errors import failure
 
 
 @contextmanager

@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import OptimizerConfig, PrecisionConfig
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime import batch_norm
 from tfdist.runtime.mirrored import StrategyRuntime
 from tfdist.runtime.one_device import OneDevice

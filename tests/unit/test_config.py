@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from tfdist.batch_plan import BatchPlan, plan_batch
 from tfdist.config import BatchConfig, Config, iter_options, parse_args
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan, plan_batch
 
 GOOD = Config().replace(steps=100, global_batch=64)
 

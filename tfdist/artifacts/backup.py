@@ -8,7 +8,7 @@ by one rename. Under several workers only the chief (`writes=True`) writes.
 
 goes on in the middle of an epoch, at the very batch: the first batches of that epoch are taken from the data but not
 trained on again, and the data is taken through the epochs before (data_position.py). It must come in the same order as
-then. session.py uses the same object for `--backup_dir`.
+then. run/session.py uses the same object for `--backup_dir`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._since = 0  # batches since the last backup
         self._to_skip = 0
 
-    # -- what session.py and tfdist.fit use ------------------------------------------------------------------------
+    # -- what run/session.py and tfdist.fit use ------------------------------------------------------------------------
 
     def due(self, before: int, step: int, steps_per_epoch: int) -> bool:
         """Whether a backup falls in (before, step]; steps are counted over all epochs."""

@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import CheckpointError
-from tfdist.runtime.agreement import Held
 from tfdist.runtime.host import host_view
+from tfdist.runtime.weight_check import Held
 
 
 def collect(model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class WholeState:
         return to_host({key: variable for key, variable in self.variables.items() if key.startswith(only)}, into) if wanted else {}
 
     def held(self) -> list[Held]:
-        """The model's weights and moving statistics, for runtime/agreement.py."""
+        """The model's weights and moving statistics, for runtime/weight_check.py."""
         return [Held(_name(variable), _tf_variable(variable)) for key, variable in self.variables.items() if key.startswith("model/") and tf.as_dtype(_tf_variable(variable).dtype).is_floating]
 
     def first_of_stage(self) -> int:

@@ -1,7 +1,7 @@
 """N workers on this machine as one job: ports, environment, output, logs, first failure, no orphans.
 
 With parameter servers the job is a chief, the workers and the servers, ranks in this order; a worker that dies is
-started again alone (comeback.py), the others stop the job like any worker.
+started again alone (worker_restarts.py), the others stop the job like any worker.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import BinaryIO, TextIO
 
 from tfdist.control import token
 from tfdist.control.cluster import divide_cores, divide_gpus, local_tasks, visible_gpus, worker_environment
-from tfdist.control.comeback import Comebacks
 from tfdist.control.exit_codes import StartupError
 from tfdist.control.job import Job, Relay
 from tfdist.control.preflight import PortReservation
 from tfdist.control.processes import Standbys, is_stopped, spawn
+from tfdist.control.worker_restarts import Comebacks
 from tfdist.control.workers import Worker, describe
 
 _CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves when their chief is gone

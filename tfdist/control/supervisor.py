@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 from tfdist.control.job import Job
 from tfdist.control.ray_cluster import RayRoom
+from tfdist.control.worker_count import WorkerCount
 from tfdist.control.workers import JobResult
 
 _SNAPSHOT = re.compile(r"^step-(\d+)$")

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError
 from tfdist.data import order
-from tfdist.data.sources.base import Sample, Split
+from tfdist.data.sources.split import Sample, Split
 from tfdist.plugins import check_takes, own_code, resolve
 
 Augmentation = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple]

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError
 from tfdist.data.checksums import SAMPLED, checksum, checksum_of, sampled_rows
-from tfdist.data.sources.base import Split
+from tfdist.data.sources.split import Split
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import host_view
 

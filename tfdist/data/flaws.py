@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
-from tfdist.data import order, pipeline
-from tfdist.data.sources.base import Sample, Split, places
+from tfdist.data import input_pipeline, order
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.split import Sample, Split, places
 
 _CHUNK = 64  # samples that are read at once
 _SECONDS = 20.0  # a slow source is not read for longer
@@ -24,7 +24,7 @@ _NAMED = 3
 def find_trained(split: Split, plan: BatchPlan, *, seed: int, shuffle: bool, cut: int, first: int, count: int, classes: int | None = None) -> str:
     """Looks at `count` samples of the training order from position `first` on. See `_sentence`."""
     if split.size is None:
-        numbered = pipeline.ordered_stream(split, plan, seed, shuffle, first, cut).take(count)
+        numbered = input_pipeline.ordered_stream(split, plan, seed, shuffle, first, cut).take(count)
         return _sentence(split, ((np.arange(first, first + count)[at:at + 1], tf.nest.map_structure(lambda t: t[None], sample)) for at, (_, sample) in enumerate(numbered)), classes)
     return _sentence(split, _read(split, order.sample_of(tf.range(first, first + count, dtype=tf.int64), split.size, seed, shuffle).numpy()), classes)
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import DataError
+from tfdist.data.batch_plan import BatchPlan
 
 # From 10 rounds on, serial correlation (distances 1 to 199), parity correlation and the variance of batch means could
 # not be told from those of random permutations, for 50,000 to 10**9 samples. A round costs about 5 ns a position.

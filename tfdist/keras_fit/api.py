@@ -15,13 +15,13 @@ import keras
 
 from tfdist.config import Config
 from tfdist.control.cluster import resolve_cluster
-from tfdist.control.connecting import connecting
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
+from tfdist.control.startup_deadline import connecting
 from tfdist.control.token import with_token
 from tfdist.keras_fit.arrays import shuffle_alike
-from tfdist.keras_fit.backup import EpochBackup
 from tfdist.keras_fit.callbacks import arrange
+from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.keras_fit.refusals import refuse_what_cannot_be_spread
 from tfdist.runtime.errors import explain

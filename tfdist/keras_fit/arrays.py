@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context  # not public, and there is no public way to read the state of the generator
 
 from tfdist.control.exit_codes import DataError
-from tfdist.keras_fit.backup import EpochBackup
+from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.runtime.one_device import OneDevice
 
 _DEFAULT_BATCH = 32  # Keras'

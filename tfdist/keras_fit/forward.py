@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.gradients import Gradients
-from tfdist.keras_fit.inputs import of_the_batch
 from tfdist.keras_fit.lookups import shared_in
 from tfdist.keras_fit.losses_inside import Scales, recorded
 from tfdist.keras_fit.metrics_inside import Additions

@@ -29,8 +29,8 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import Lookup, lookups
-from tfdist.keras_fit.replaced import Once, replaced
 from tfdist.keras_fit.rows import every_row, total
+from tfdist.keras_fit.temporary_attributes import Once, replaced
 from tfdist.runtime.sockets import Sockets
 
 if TYPE_CHECKING:

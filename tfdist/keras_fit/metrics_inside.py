@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows
-from tfdist.keras_fit.replaced import replaced
+from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime.sockets import Sockets
 
 

@@ -26,8 +26,8 @@ from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.forward import SpreadCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
-from tfdist.keras_fit.replaced import replaced
 from tfdist.keras_fit.rows import Part
+from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.optimizer import updates_rows

@@ -20,7 +20,7 @@ from keras.src.random import seed_generator  # the generator of all that is draw
 from tensorflow.python.eager import context  # likewise: the seed that tf.random.set_seed has set
 
 from tfdist.keras_fit.lookups import mark
-from tfdist.keras_fit.replaced import Once, replaced
+from tfdist.keras_fit.temporary_attributes import Once, replaced
 from tfdist.keras_fit.variables import take_the_chiefs
 from tfdist.runtime.sockets import Sockets
 

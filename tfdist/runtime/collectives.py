@@ -3,7 +3,7 @@
 They are TensorFlow's own operations on the runtime that MultiWorkerMirroredStrategy starts: over gRPC on CPUs, NCCL on
 GPUs. Every member of a group must trace the same calls on it in the same order: the n-th call of one member meets the
 n-th of the others. Members meet once when a group is made, so that one who is not there, or who counts other ranks to it,
-is an error that names the ranks (errors.py). Calls after that are watched by overdue.py.
+is an error that names the ranks (errors.py). Calls after that are watched by collective_timeout.py.
 
 Gradients are those of the *sum of all members' losses* with respect to a member's own input:
 

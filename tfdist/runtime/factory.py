@@ -6,8 +6,8 @@ from importlib import import_module
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.connecting import connecting
 from tfdist.control.exit_codes import ConfigError, PeerLostError, StartupError
+from tfdist.control.startup_deadline import connecting
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.errors import explain
 

@@ -20,10 +20,10 @@ from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.packet_filter import own_address_only
-from tfdist.runtime.farewell import say_goodbye
-from tfdist.runtime.overdue import Overdue
+from tfdist.runtime.collective_timeout import Overdue
+from tfdist.runtime.interpreter_lock import interpreter_released
+from tfdist.runtime.orderly_exit import say_goodbye
 from tfdist.runtime.reducer import RingReducer, suits
-from tfdist.runtime.released import interpreter_released
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_error import MARK, RingError, user_error
 
@@ -245,7 +245,7 @@ def _broadcastable(create: Callable, **arguments: Any) -> tf.Variable:
 
 
 def communication_options(config: StrategyConfig) -> tf.distribute.experimental.CommunicationOptions:
-    """The flags of the strategy component as TensorFlow's options; of time-outs overdue.py says why there is none."""
+    """The flags of the strategy component as TensorFlow's options; of time-outs collective_timeout.py says why there is none."""
     kinds = tf.distribute.experimental.CommunicationImplementation
     return tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=int(config.pack_mb * 2**20),

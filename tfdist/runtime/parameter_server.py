@@ -16,8 +16,8 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
+from tfdist.control.liveness_probe import Watch, await_all
 from tfdist.control.packet_filter import own_address_only
-from tfdist.control.presence import Watch, await_all
 from tfdist.runtime.one_device import OneDevice
 
 _LOST_SECONDS = 5.0  # after an error of TensorFlow: how long to look for a parameter server that is gone

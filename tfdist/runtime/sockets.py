@@ -27,8 +27,8 @@ from tfdist.control.exit_codes import ConfigError, PeerLostError
 from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm, rendezvous
 from tfdist.runtime.encoding import Malformed, decode, encode
+from tfdist.runtime.liveness import Pulse
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.pulse import Pulse
 from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_error import RingError, user_error

@@ -11,7 +11,7 @@ import resource
 import sys
 from dataclasses import dataclass
 
-from tfdist.control.proc import PROCESS, amounts
+from tfdist.control.memory_amounts import PROCESS, amounts
 
 
 @dataclass(frozen=True)

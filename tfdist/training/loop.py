@@ -25,7 +25,7 @@ from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
-from tfdist.training.interval import Interval, Watch
+from tfdist.training.log_interval import Interval, Watch
 from tfdist.training.requests import Requests
 from tfdist.training.step import TrainStep
 

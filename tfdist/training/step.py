@@ -22,23 +22,23 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.layer_records import separate_replicas
 from tfdist.telemetry.phases import Call
-from tfdist.training import marks
+from tfdist.training import phase_marks
 from tfdist.training.added_losses import SumsAsMeans
-from tfdist.training.backward import weights_first
+from tfdist.training.backward_order import weights_first
 from tfdist.training.dtypes import as_summands
 from tfdist.training.forward_state import ForwardState
-from tfdist.training.marks import Marks
 from tfdist.training.objectives import Objective, scores_spec
+from tfdist.training.phase_marks import Marks
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
 from tfdist.training.requests import NOTHING, Requests
 from tfdist.training.seeds import reseed, seed_states
 from tfdist.training.step_output import Layout, StepOutput
-from tfdist.training.total import Total, TotalLoss, expected_weight, rows_of
+from tfdist.training.total_loss import Total, TotalLoss, expected_weight, rows_of
 from tfdist.training.update import DataParallel, Update, compiled, scaled
 
 
@@ -61,7 +61,7 @@ class TrainStep:
     """n optimizer steps as one call. Owns the step counter.
 
     `batch_spec`: the spec of a micro-batch (x, y, w), a dataset's `element_spec`. `update`: what becomes of gradients.
-    `pipeline`: makes the gradients of all micro-batches of a step at once, instead of one after the other (parallel/pipeline.py).
+    `pipeline`: makes the gradients of all micro-batches of a step at once, instead of one after the other (parallel/pipeline_stages.py).
     `added`: makes means over rows of what layers add; None: all are means already.
     """
 
@@ -105,7 +105,7 @@ class TrainStep:
           signals: what this worker asks for.
         """
         told = self.layout.told_by(self.runtime.rank, signals, self._wall_s, self._compute_s)
-        sampled = self._mark.always or marks.is_sampled(self._calls, self.options.phase_every)
+        sampled = self._mark.always or phase_marks.is_sampled(self._calls, self.options.phase_every)
         before, begun = self.runtime.reduction_s(), time.monotonic()
         step, packed, times = self._function(list(iterators), tf.constant(n), tf.constant(told), tf.constant(time.time() if sampled else 0.0, tf.float64))
         packed = packed.numpy()
@@ -114,7 +114,7 @@ class TrainStep:
         if self._calls > 1:  # the first call traces
             self._wall_s, self._compute_s = wall_s / n, self.layout.packed.of(packed, "compute_s") / n
         travel_s, wait_s = (None, None) if before is None else np.subtract(self.runtime.reduction_s(), before).tolist()
-        return self.layout.output(int(step), packed, n, Call(n, wall_s, wait_s, marks.in_step(times.numpy(), wait_s) if sampled else None, travel_s))
+        return self.layout.output(int(step), packed, n, Call(n, wall_s, wait_s, phase_marks.in_step(times.numpy(), wait_s) if sampled else None, travel_s))
 
     # -- inside the tf.function ------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class TrainStep:
             return i + 1, totals + tf.cast(sums, tf.float64), norm, compute_s + seconds, skipped, bad, times + more
 
         zero = tf.constant(0.0, tf.float64)
-        nothing = (tf.constant(0), tf.zeros([size], tf.float64), tf.constant(0.0), zero, tf.constant(0), tf.constant(False), tf.zeros([marks.COUNT], tf.float64))
+        nothing = (tf.constant(0), tf.zeros([size], tf.float64), tf.constant(0.0), zero, tf.constant(0), tf.constant(False), tf.zeros([phase_marks.COUNT], tf.float64))
         _, totals, norm, compute_s, skipped, bad, times = tf.while_loop(lambda i, *_: i < n, one, nothing)
         times = tf.concat([times, (mark([totals]) - begin)[None]], 0)
         # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Once a call.
@@ -164,7 +164,7 @@ class TrainStep:
                     return micro + 1, carry, times + more
 
                 _, carry, times = tf.while_loop(lambda micro, *_: micro < self.options.plan.accumulation, add, (tf.constant(1), carry, times))
-        local = mark(marks.gradients_last(self.runtime.local(carry)))
+        local = mark(phase_marks.gradients_last(self.runtime.local(carry)))
         # Of each replica the gradient that comes last; a stage without variables has none.
         with tf.control_dependencies([(gradients or rest)[0] for gradients, *rest in self.runtime.local(carry)]):
             seconds = (local if mark.always else self._now()) - begun
@@ -198,7 +198,7 @@ class TrainStep:
             times.append(self._mark(tf.nest.flatten([self.runtime.local(batch)[::-1] for batch in batches])))
         self._at_forward = None
         carry = self.runtime.run(function, (*([carry] if carry is not None else []), batches if self.pipeline else batches[0], *args))
-        at_backward = self._mark(marks.gradients_last(self.runtime.local(carry)))
+        at_backward = self._mark(phase_marks.gradients_last(self.runtime.local(carry)))
         return carry, self._mark.relative([times[0], times[-1], at_backward if self._at_forward is None else self._at_forward, at_backward])
 
     def _now(self) -> tf.Tensor:

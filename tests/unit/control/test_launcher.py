@@ -17,11 +17,11 @@ from tfdist import launch
 from tfdist.control import cluster, terminal
 from tfdist.control import job as job_module
 from tfdist.control.cluster import divide_cores, divide_gpus, visible_gpus
-from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
 from tfdist.control.launcher import LocalJob, PortReservation
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 from tfdist.control.terminal import LineReader
+from tfdist.control.worker_count import WorkerCount
 
 PREAMBLE = "import json, os, signal, subprocess, sys, time\nrank = json.loads(os.environ['TF_CONFIG'])['task']['index'] if 'TF_CONFIG' in os.environ else 0\n"
 SLEEP = "print('ready', flush=True)\ntime.sleep(60)\n"
@@ -409,7 +409,7 @@ import signal
 import sys
 from pathlib import Path
 from tfdist import launch
-from tfdist.control.elastic import WorkerCount
+from tfdist.control.worker_count import WorkerCount
 from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 logs = Path(sys.argv[2])

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
+from tfdist.control.worker_count import WorkerCount
 
 
 def policy(**options):

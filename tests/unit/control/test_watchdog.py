@@ -15,7 +15,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.control.token import Secret
 from tfdist.control.watchdog import Watchdog, all_stacks, main_thread_at
-from tfdist.guard import Guard
+from tfdist.run.health import Guard
 
 
 def until(condition, seconds=20):
@@ -235,7 +235,7 @@ def test_who_sees_a_shared_error_first_stays_until_the_others_have_seen_it():
 
 
 def test_who_alone_has_an_error_does_not_stay_for_ever(monkeypatch):
-    monkeypatch.setattr("tfdist.guard._VERDICT_SECONDS", 0.2)
+    monkeypatch.setattr("tfdist.run.health._VERDICT_SECONDS", 0.2)
     beacons, _ = crowd(2)
     error = DataError("a file is missing")
     assert guarded(beacons[1]).failed(error) is error

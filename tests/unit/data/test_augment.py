@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data import augment, order, pipeline
-from tfdist.data.sources.base import array_split
+from tfdist.data import augment, input_pipeline, order
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.split import array_split
 
 IMAGES = np.random.default_rng(0).random([400, 8, 8, 3], np.float32)
 LABELS = np.arange(400, dtype=np.int32)
@@ -73,7 +73,7 @@ def test_a_sample_changes_from_epoch_to_epoch_but_not_with_the_number_of_replica
     split = array_split("images", (IMAGES[:6], LABELS[:6]))
 
     def batches(replicas: int, augmentation: str) -> np.ndarray:
-        parts = [list(pipeline.train_dataset(
+        parts = [list(input_pipeline.train_dataset(
             split, plan=BatchPlan(6, 1, replicas), replica=r, seed=0, shuffle=False, consumed=0,
             augment=augment.load_augmentation(augmentation)).take(5).as_numpy_iterator()) for r in range(replicas)]
         return np.stack([np.concatenate([parts[r][s][0] for r in range(replicas)]) for s in range(5)])
@@ -91,7 +91,7 @@ def test_user_function(tmp_path, monkeypatch):
     np.testing.assert_array_equal(run("my_augment:double"), IMAGES * 2)
     split = array_split("images", (IMAGES, LABELS))
     with pytest.raises(DataError, match="must return"):
-        pipeline.train_dataset(split, plan=BatchPlan(6, 1, 1), replica=0, seed=0, shuffle=True, consumed=0,
+        input_pipeline.train_dataset(split, plan=BatchPlan(6, 1, 1), replica=0, seed=0, shuffle=True, consumed=0,
                                augment=augment.load_augmentation("my_augment:wrong"))
 
 
@@ -114,4 +114,4 @@ def test_an_augmentation_that_is_none(tmp_path, monkeypatch):
         augment.load_augmentation("wrong_augmentations:two")
     split = array_split("mine", (np.zeros([9, 4]), np.zeros(9)))
     with pytest.raises(ConfigError, match=r"--augment=wrong_augmentations:fails failed at .*wrong_augmentations\.py:2, in fails: TypeError"):
-        pipeline.train_dataset(split, plan=BatchPlan(3, 1, 1), replica=0, seed=0, shuffle=True, consumed=0, augment=augment.load_augmentation("wrong_augmentations:fails"))
+        input_pipeline.train_dataset(split, plan=BatchPlan(3, 1, 1), replica=0, seed=0, shuffle=True, consumed=0, augment=augment.load_augmentation("wrong_augmentations:fails"))

@@ -12,8 +12,8 @@ from tfdist.config import Config
 from tfdist.control.exit_codes import DataError
 from tfdist.data import checksums
 from tfdist.data.contents import must_be_the_same
-from tfdist.data.sources.base import Split, array_split
 from tfdist.data.sources.objects import object_split
+from tfdist.data.sources.split import Split, array_split
 
 
 class Workers:

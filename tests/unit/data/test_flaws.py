@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.data import flaws, order
-from tfdist.data.sources.base import array_split
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.split import array_split
 
 X = np.zeros([50, 2, 3], np.float32)
 

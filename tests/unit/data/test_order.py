@@ -8,9 +8,9 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import DataError
 from tfdist.data import order
+from tfdist.data.batch_plan import BatchPlan
 
 GOLDEN_10 = [3, 6, 0, 8, 5, 2, 7, 1, 4, 9]
 GOLDEN_IMAGENET = [305638, 269312, 97548, 219426]

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.sources import text
-from tfdist.data.sources.registry import load_split
+from tfdist.data.sources.load_split import load_split
 
 
 def load(folder, split="train", length=8, options=""):

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError, UnsupportedError
-from tfdist.data import augment, pipeline
-from tfdist.data.sources.registry import load_split
+from tfdist.data import augment, input_pipeline
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.load_split import load_split
 
 tfds = pytest.importorskip("tensorflow_datasets")
 
@@ -84,7 +84,7 @@ def load(data_dir, split="train", source_args="name=tiny_images"):
 
 def rows(split) -> tuple[np.ndarray, np.ndarray]:
     """All samples, in order."""
-    dataset = pipeline.eval_dataset(split, batch=7, replica=0, replicas=1)[0]
+    dataset = input_pipeline.eval_dataset(split, batch=7, replica=0, replicas=1)[0]
     x, y, w = (np.concatenate(parts) for parts in zip(*dataset.as_numpy_iterator(), strict=True))
     return x[w == 1], y[w == 1]
 
@@ -104,7 +104,7 @@ def test_samples_are_the_same_by_every_road(prepared, memory):
 def test_random_order_through_the_pipeline(prepared):
     kind, data_dir = prepared
     split = load(data_dir, source_args="name=tiny_images,memory_mb=0,x=id")
-    batches = [list(pipeline.train_dataset(split, plan=BatchPlan(10, 1, 3), replica=r, seed=0, shuffle=True, consumed=0)
+    batches = [list(input_pipeline.train_dataset(split, plan=BatchPlan(10, 1, 3), replica=r, seed=0, shuffle=True, consumed=0)
                     .take(3).as_numpy_iterator()) for r in range(3)]
     ids = [x for parts in batches for x, y, _ in parts]
     assert sorted(np.concatenate(ids).tolist()) == list(range(30))
@@ -130,7 +130,7 @@ def test_images_of_varying_size(prepared):
     if kind == "parquet":
         assert split.size is None
         return
-    dataset = pipeline.train_dataset(split, plan=BatchPlan(6, 1, 1), replica=0, seed=0, shuffle=True, consumed=0,
+    dataset = input_pipeline.train_dataset(split, plan=BatchPlan(6, 1, 1), replica=0, seed=0, shuffle=True, consumed=0,
                                      augment=augment.load_augmentation("random_resized_crop"))
     for x, y, _ in dataset.take(2).as_numpy_iterator():
         assert x.shape == (6, 16, 16, 3)

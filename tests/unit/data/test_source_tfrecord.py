@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data import augment, pipeline
+from tfdist.data import augment, input_pipeline
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources import records
-from tfdist.data.sources.registry import load_split
+from tfdist.data.sources.load_split import load_split
 
 IMAGES = np.random.default_rng(0).integers(0, 256, [30, 4, 3, 1], np.uint8)
 IMAGES[0, -1, -1] = 0  # a record that ends in zero bytes
@@ -64,7 +64,7 @@ def test_records_are_read_at_random(folder):
 
 def test_through_the_pipeline_every_record_comes_once(folder):
     split = load(folder)
-    batches = [list(pipeline.train_dataset(split, plan=BatchPlan(10, 1, 3), replica=r, seed=0, shuffle=True, consumed=10**6 * 30)
+    batches = [list(input_pipeline.train_dataset(split, plan=BatchPlan(10, 1, 3), replica=r, seed=0, shuffle=True, consumed=10**6 * 30)
                     .take(3).as_numpy_iterator()) for r in range(3)]
     images = np.concatenate([batches[r][s][0] for s in range(3) for r in range(3)])
     assert {i.tobytes() for i in images} == {i.tobytes() for i in IMAGES.astype(np.float32) / np.float32(255)}
@@ -93,7 +93,7 @@ def test_encoded_images(tmp_path):
     # The central 18 of 40 columns: about 0.29 to 0.71, and the other way round in the PNG.
     np.testing.assert_allclose(x.numpy()[0, 8, [0, -1], 0], [0.29, 0.71], atol=0.03)
     np.testing.assert_allclose(x.numpy()[1, 8, [0, -1], 0], [0.71, 0.29], atol=0.03)
-    cropped = pipeline.train_dataset(split, plan=BatchPlan(2, 1, 1), replica=0, seed=0, shuffle=False, consumed=0,
+    cropped = input_pipeline.train_dataset(split, plan=BatchPlan(2, 1, 1), replica=0, seed=0, shuffle=False, consumed=0,
                                      augment=augment.load_augmentation("random_resized_crop"))
     seen = np.concatenate([x for x, _, _ in cropped.take(30).as_numpy_iterator()])
     assert seen.shape == (60, 16, 16, 3) and len({i.tobytes() for i in seen}) > 50
@@ -152,7 +152,7 @@ def test_damaged_data_is_found_when_read(folder):
     with pytest.raises(DataError, match="byte 0 has a wrong checksum"):
         split.fetch(tf.constant([0], tf.int64))
     with pytest.raises(tf.errors.InvalidArgumentError, match="DataError: .*byte 0 has a wrong checksum"):
-        list(pipeline.eval_dataset(split, batch=5, replica=0, replicas=1)[0])
+        list(input_pipeline.eval_dataset(split, batch=5, replica=0, replicas=1)[0])
 
 
 def test_slow_index_is_kept_beside_the_files_until_they_change(folder, monkeypatch):
@@ -176,7 +176,7 @@ def test_stream_takes_every_record_once(folder, replicas):
     assert split.size is None and split.stream_shards == 2  # the empty file does not count
     plan = BatchPlan(6, 1, replicas)
     steps = 12 if replicas == 2 else 5  # two files of 12 and 18: two replicas read one each, others read all
-    parts = [[x for x, _, _ in pipeline.train_dataset(split, plan=plan, replica=r, seed=0, shuffle=False, consumed=0)
+    parts = [[x for x, _, _ in input_pipeline.train_dataset(split, plan=plan, replica=r, seed=0, shuffle=False, consumed=0)
               .take(steps).as_numpy_iterator()] for r in range(replicas)]
     if replicas == 2:
         assert unique(parts[0]) == unique([IMAGES[:12] / np.float32(255)]) and unique(parts[1]) == unique([IMAGES[12:] / np.float32(255)])

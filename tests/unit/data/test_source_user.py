@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data import pipeline
-from tfdist.data.sources.registry import load_split
+from tfdist.data import input_pipeline
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.load_split import load_split
 
 MODULE = '''
 import keras, numpy as np, tensorflow as tf
-from tfdist.data.sources.base import Split, array_split
+from tfdist.data.sources.split import Split, array_split
 
 x, y = np.arange(40, dtype=np.float32).reshape(20, 2), np.arange(20) % 4
 x_eval, y_eval = -x[:6], np.array([0, 1, 2, 6, 0, 1])
@@ -136,7 +136,7 @@ def test_random_access_object():
     split = load("rows")
     assert (split.size, split.num_classes) == (20, 4)
     assert values(split, 19, 0, 0) == ({"v": [[38, 39], [0, 1], [0, 1]], "i": [19, 0, 0]}, [3, 0, 0])
-    dataset = pipeline.train_dataset(split, plan=BatchPlan(10, 1, 2), replica=1, seed=0, shuffle=True, consumed=0)
+    dataset = input_pipeline.train_dataset(split, plan=BatchPlan(10, 1, 2), replica=1, seed=0, shuffle=True, consumed=0)
     assert dataset.element_spec[0]["v"].shape == (5, 2) and dataset.element_spec[2].shape == (5,)
     assert len(next(iter(dataset))[0]["i"]) == 5
     weighted = load("weighted_rows")
@@ -146,7 +146,7 @@ def test_random_access_object():
 def test_dataset_is_a_stream():
     split = load("dataset")
     assert split.size is None and len(list(split.stream(0, 1))) == 20 and len(list(split.stream(1, 3))) == 7
-    batches = list(pipeline.train_dataset(split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0).take(2))
+    batches = list(input_pipeline.train_dataset(split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0).take(2))
     assert sorted(np.concatenate([x[:, 0] for x, _, _ in batches]).tolist()) == list(range(0, 40, 2))
 
 
@@ -238,7 +238,7 @@ def test_a_stream_may_draw_noise():
 
 def test_an_item_of_another_shape_is_not_broadcast():
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"DataError: .*item 3 .* has x of shape \(1,\), item 0 has \(5,\)"):
-        list(pipeline.eval_dataset(load("ragged"), batch=5, replica=0, replicas=1)[0])
+        list(input_pipeline.eval_dataset(load("ragged"), batch=5, replica=0, replicas=1)[0])
 
 
 @pytest.mark.slow
@@ -247,10 +247,10 @@ def test_python_readers_work_under_op_determinism(tmp_path):
     program = """
 import tensorflow as tf
 tf.config.experimental.enable_op_determinism()
-from tfdist.batch_plan import BatchPlan
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.config import DataConfig
 from tfdist.data import pipeline
-from tfdist.data.sources.registry import load_split
+from tfdist.data.sources.load_split import load_split
 split = load_split(DataConfig(source="user_data_module:rows"), "train")
 dataset = pipeline.train_dataset(split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0, threads=3)
 print(sum(int(tf.reduce_sum(x["i"])) for x, _, _ in dataset.take(2)))

@@ -9,7 +9,7 @@ import pytest
 
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.keras_fit import backup_file
-from tfdist.keras_fit.backup import FILE, EpochBackup, _plain_state
+from tfdist.keras_fit.epoch_backup import FILE, EpochBackup, _plain_state
 from tfdist.runtime.one_device import OneDevice
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.control.exit_codes import CheckpointError, ConfigError
-from tfdist.keras_fit import api, backup, backup_file, own_rows
+from tfdist.keras_fit import api, backup_file, epoch_backup, own_rows
 from tfdist.keras_fit.batches import digest
 from tfdist.keras_fit.refusals import refuse_what_cannot_be_spread
 from tfdist.keras_fit.rows import Part
@@ -63,16 +63,16 @@ def test_backup_of_another_model_is_refused(tmp_path):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units)])
         model.compile("sgd", "mse")
         given = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
-        return model.fit(np.zeros([4, 2]), np.zeros([4, units]), epochs=epochs, verbose=0, callbacks=backup.replace([given], OneDevice())).history
+        return model.fit(np.zeros([4, 2]), np.zeros([4, units]), epochs=epochs, verbose=0, callbacks=epoch_backup.replace([given], OneDevice())).history
 
     assert len(fit(2, 2)["loss"]) == 2
     assert len(fit(2, 3)["loss"]) == 3  # two of them from the file
     with pytest.raises(CheckpointError, match="another model"):
         fit(3, 4)
-    whole = (tmp_path / backup.FILE).read_bytes()
-    assert (tmp_path / backup.FILE).stat().st_mode & 0o777 == 0o600
+    whole = (tmp_path / epoch_backup.FILE).read_bytes()
+    assert (tmp_path / epoch_backup.FILE).stat().st_mode & 0o777 == 0o600
     for damaged in (b"damaged", whole[:-1], whole[:200] + b"?" + whole[201:], whole + b"?", b""):
-        (tmp_path / backup.FILE).write_bytes(damaged)
+        (tmp_path / epoch_backup.FILE).write_bytes(damaged)
         if damaged:
             with pytest.raises(CheckpointError, match="cannot be read"):
                 fit(2, 4)

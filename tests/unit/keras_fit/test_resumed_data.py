@@ -11,7 +11,7 @@ from tensorflow.python.eager import context
 
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.data_position import _are_independent
-from tfdist.keras_fit import backup
+from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.runtime.one_device import OneDevice
 
@@ -133,7 +133,7 @@ def test_killed_between_epochs(name, options, tmp_path, capsys):
     undisturbed = run(arguments, [], **options)
 
     def backup_here():
-        return backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())
+        return epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())
 
     for epoch in (1, 3) if name.endswith("steps") else (3,):
         with pytest.raises(Killed):
@@ -169,7 +169,7 @@ def test_without_a_seed(tmp_path, capsys, monkeypatch):
         return [batch[0].numpy().ravel().tolist() for batch in x]
 
     monkeypatch.setattr(context.context(), "_seed", None)
-    first, second = (backup.EpochBackup(tmp_path, OneDevice(), []) for _ in range(2))
+    first, second = (epoch_backup.EpochBackup(tmp_path, OneDevice(), []) for _ in range(2))
     expected = order(first)
     second.order = first.order
     assert order(second) == expected and list(map(len, expected)) == [4, 4, 3]  # as Keras takes steps_per_epoch alone
@@ -178,8 +178,8 @@ def test_without_a_seed(tmp_path, capsys, monkeypatch):
         return {"x": tf.data.Dataset.from_tensor_slices((rows(), rows())).shuffle(ROWS).batch(4), "steps_per_epoch": 2}
 
     with pytest.raises(Killed):
-        run(dataset, [KilledAfter(2), *backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())], seed=None)
-    run(dataset, backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice()), seed=None)
+        run(dataset, [KilledAfter(2), *epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())], seed=None)
+    run(dataset, epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice()), seed=None)
     assert "shuffled without a seed" in capsys.readouterr().err
 
 

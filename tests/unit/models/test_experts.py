@@ -15,7 +15,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.models.blocks import normal
 from tfdist.models.experts import Experts, mixture
 from tfdist.models.transformer import transformer
-from tfdist.training.dropped import with_dropped
+from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.objectives import Scores, classification
 
 T, D = 6, 8

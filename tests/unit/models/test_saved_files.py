@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.config import ModelConfig
-from tfdist.models.registry import build_model
+from tfdist.models.build_model import build_model
 
 IMAGE = tf.TensorSpec((16, 16, 3), tf.float32)
 TOKENS = tf.TensorSpec((12,), tf.int32)

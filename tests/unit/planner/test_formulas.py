@@ -32,9 +32,9 @@ MODELS = {
 @pytest.fixture
 def counted():
     """The model of a command line, counted from its graph; in this process, as starting TensorFlow takes seconds."""
-    from tfdist.data.sources.registry import load_split
-    from tfdist.models.registry import build_model
-    from tfdist.training import count
+    from tfdist.data.sources.load_split import load_split
+    from tfdist.models.build_model import build_model
+    from tfdist.training import model_cost
     from tfdist.training.objectives import make_objective
     from tfdist.training.precision import set_policy
 
@@ -43,7 +43,7 @@ def counted():
         split = load_split(config.data, "train")
         set_policy(config.precision)
         model = build_model(config.model, split.element_spec[0], split.num_classes)
-        return shapes.from_json(count.count(model, make_objective(config.model, split.element_spec[1]), split.element_spec))
+        return shapes.from_json(model_cost.count(model, make_objective(config.model, split.element_spec[1]), split.element_spec))
 
     yield make
     keras.config.set_dtype_policy("float32")
@@ -91,7 +91,7 @@ import resource, sys
 import tensorflow
 pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (pages + 6 * 2**30,) * 2)
-from tfdist.training.count import main
+from tfdist.training.model_cost import main
 main(sys.argv[1:])
 """
     arguments = ["--source=synthetic", "--source_args=shape=(4096,),classes=10", "--model=tests.unit.planner.test_formulas:wide", "--model_args=width=65536"]

@@ -8,10 +8,10 @@ import pytest
 
 from tfdist.config import TelemetryConfig
 from tfdist.telemetry import plot, summary
-from tfdist.telemetry.build import build_observers
 from tfdist.telemetry.console import BarConsole, PlainConsole, make_console
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.jsonl import JsonlObserver, next_attempt, read_jsonl
+from tfdist.telemetry.observers import build_observers
 from tfdist.telemetry.timer import Clock
 from tfdist.telemetry.trackers import Run
 

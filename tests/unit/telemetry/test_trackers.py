@@ -10,9 +10,9 @@ import pytest
 from tfdist.config import TelemetryConfig
 from tfdist.control.exit_codes import ConfigError, UnsupportedError
 from tfdist.telemetry.background import Background
-from tfdist.telemetry.build import build_observers
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.jsonl import JsonlObserver, replay
+from tfdist.telemetry.observers import build_observers
 from tfdist.telemetry.trackers import Run, make_trackers, optional_module
 
 

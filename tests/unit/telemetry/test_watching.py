@@ -16,7 +16,7 @@ from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedErro
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.profiler import Profiler
 from tfdist.telemetry.trackers import Run
-from tfdist.training.traced import TracedRhythm
+from tfdist.training.traced_schedule import TracedRhythm
 
 TRAIN = Event("train", 20, {"train/loss": 0.5, "perf/samples_per_s": 100.0})
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import OptimizerConfig, PrecisionConfig
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.objectives import classification
 from tfdist.training.optimizer import FusedAdam, make_optimizer

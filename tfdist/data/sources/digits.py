@@ -13,7 +13,7 @@ import numpy as np
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import UnsupportedError
-from tfdist.data.sources.base import Split, array_split, read_options
+from tfdist.data.sources.split import Split, array_split, read_options
 
 
 def load(config: DataConfig, split: str) -> Split:

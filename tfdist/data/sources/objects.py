@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError, TfdistError
-from tfdist.control.own_lines import failure
+from tfdist.control.user_errors import failure
 from tfdist.data.checksums import sampled_rows
-from tfdist.data.sources.base import Sample, Split, places
+from tfdist.data.sources.split import Sample, Split, places
 
 _ORDER = "biufcSUO"  # of kinds of types: bool, whole numbers, floats, complex numbers, text
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data import order
-from tfdist.data.sources.base import Sample, Split, on_host, read_options
+from tfdist.data.sources.split import Sample, Split, on_host, read_options
 
 DEFAULTS = {
     "task": "image", "shape": (224, 224, 3), "classes": 1000, "samples": 1_281_167, "eval_samples": 50_000,

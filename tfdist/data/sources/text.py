@@ -34,7 +34,7 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data.sources.base import SPLITS, Sample, Split, on_host, read_options
+from tfdist.data.sources.split import SPLITS, Sample, Split, on_host, read_options
 
 PATTERNS = ("*.txt", "*.md", "*.rst", "*.tex", "*.html", "*.py", "*.js", "*.ts", "*.c", "*.h", "*.cc", "*.cpp", "*.go", "*.rs", "*.java")
 # Not on every machine (tests), somebody else's (packages), or tables rather than text (the last two).

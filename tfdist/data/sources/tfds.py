@@ -34,8 +34,8 @@ from tfdist.config import DataConfig
 from tfdist.control.exit_codes import DataError, UnsupportedError
 from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
-from tfdist.data.sources.base import Sample, Split, array_split, read_options, scaled, scaled_spec
 from tfdist.data.sources.records import RecordFiles, read_in_graph
+from tfdist.data.sources.split import Sample, Split, array_split, read_options, scaled, scaled_spec
 
 DEFAULTS = {
     "name": "", "train": "train", "eval": "", "x": "", "y": "", "image_size": 0, "memory_mb": 512, "download": False}

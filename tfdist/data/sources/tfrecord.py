@@ -14,7 +14,7 @@ Options:
               No [SHAPE] means one number.
   classes     number of classes or vocabulary size, if y is an integer
   train, eval file name patterns; default *train*, and *eval*, *val* or *test*
-  stream      True: read the files from front to back instead (see pipeline.py for what is lost); a replica reads only
+  stream      True: read the files from front to back instead (see input_pipeline.py for what is lost); a replica reads only
               its own files if there are at least as many files as replicas
   compression GZIP or ZLIB; only with stream=True
 """
@@ -32,8 +32,8 @@ from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
-from tfdist.data.sources.base import Sample, Split, read_options, scaled
 from tfdist.data.sources.records import RecordFiles, read_in_graph
+from tfdist.data.sources.split import Sample, Split, read_options, scaled
 from tfdist.runtime.errors import cause
 
 DEFAULTS = {"x": "", "y": "", "classes": 0, "train": "", "eval": "", "stream": False, "compression": ""}

@@ -10,7 +10,7 @@ everything). It returns the data of one split:
                            `num_classes` is read from it if it has one
   tf.data.Dataset          of single samples, not of batches, the same at every pass: it must not be shuffled, repeated
                            or sharded, that is done here, and is refused if its first samples are others at a second look. It is read as a stream (see pipeline.py for what is lost)
-  Split                    anything else (tfdist/data/sources/base.py)
+  Split                    anything else (tfdist/data/sources/split.py)
 
 or of both: {"train": ..., "eval": ...}, or a pair of pairs, as keras.datasets.*.load_data() returns them. A function
 that does not declare `split` must return both: one set of data for both would be training on what is evaluated on.
@@ -37,8 +37,8 @@ import tensorflow as tf
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.contents import checksums
-from tfdist.data.sources.base import Split, array_split
 from tfdist.data.sources.objects import object_split
+from tfdist.data.sources.split import Split, array_split
 from tfdist.plugins import own_code, resolve
 
 

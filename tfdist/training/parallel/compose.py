@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import keras
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
 from tfdist.training.parallel import segments
@@ -21,7 +21,7 @@ from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.expert import has_experts, spread_experts
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.pipe_schedule import make_schedule
-from tfdist.training.parallel.pipeline import Pipeline, divide, stages_of
+from tfdist.training.parallel.pipeline_stages import Pipeline, divide, stages_of
 from tfdist.training.parallel.sequence import spread_sequence
 from tfdist.training.parallel.tensor import Part, spread_layers, vocabulary_objective
 from tfdist.training.parallel.zero import ELEMENTWISE, sharded_update

@@ -25,10 +25,10 @@ from tfdist.artifacts import state
 from tfdist.artifacts.parts import Box, Slab, boxes_of_range, read_slabs, runs
 from tfdist.artifacts.store import SUFFIX
 from tfdist.control.exit_codes import CheckpointError
-from tfdist.runtime.agreement import Held
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.runtime.weight_check import Held
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.shards import Layout
 from tfdist.training.parallel.tensor import Part
@@ -102,7 +102,7 @@ class SpreadState:
         return whole
 
     def held(self) -> list[Held]:
-        """The pieces of the model's weights and moving statistics, for runtime/agreement.py."""
+        """The pieces of the model's weights and moving statistics, for runtime/weight_check.py."""
         return [Held(piece.name, _value(piece.holder) if self._is_here(piece) else None, self._number(piece))
                 for key, piece in self.pieces.items() if key.startswith("model/") and tf.as_dtype(piece.holder.dtype).is_floating]
 

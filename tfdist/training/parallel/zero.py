@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training.backward import age, made_after
+from tfdist.training.backward_order import age, made_after
 from tfdist.training.optimizer import swapped_in
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.gathered import gather_layers
