@@ -47,7 +47,7 @@ from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel import segments
 from tfdist.training.parallel.compose import compose_mesh
-from tfdist.training.parallel.sharded_state import SpreadState
+from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
 from tfdist.training.step import StepOptions, TrainStep
@@ -80,7 +80,7 @@ class Job:
     objective: Objective
     schedule: Schedule
     step: TrainStep
-    state: SpreadState | None = None  # where the state is spread over a mesh: how to bring it together
+    state: ShardedState | None = None  # where the state is spread over a mesh: how to bring it together
     warnings: Sequence[str] = ()  # of what was composed, for the user
 
     @property
@@ -152,7 +152,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
     ), batch_spec, *((spread.update, spread.pipeline) if spread else (None, None)), added)
     _check_best(config, step, eval_split)
-    state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
+    state = ShardedState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
     return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state, warnings)
 
 

@@ -175,7 +175,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """The rhythm of the outer loop, in steps."""
+    """How often the outer loop does what, in steps."""
 
     steps_per_loop: int = option(0, "Steps inside one tf.function call. 0: up to the next boundary, at most 100.", least=0)
     log_every: int = option(20, "Steps between two log lines.", least=1)

@@ -26,7 +26,7 @@ def run(case: dict[str, Any], runtime: Any, cluster: Any) -> dict[str, Any]:
     from tfdist.data.batch_plan import plan_batch
     from tfdist.run import parameter_server_session
     from tfdist.telemetry.timer import Clock
-    from tfdist.training.loop import Parts, Rhythm
+    from tfdist.training.loop import LoopHooks, LoopSchedule
     from tfdist.training.optimizer import make_optimizer
     from tfdist.training.parameter_server.asynchronous import Servers, Synchronous
     from tfdist.training.parameter_server.parameters import ELEMENTWISE, Parameters
@@ -46,10 +46,10 @@ def run(case: dict[str, Any], runtime: Any, cluster: Any) -> dict[str, Any]:
     step = RemoteStep(parameters, job.model, job.objective, batch, build.train_dataset(config, split, job.plan, 0, 0).element_spec,
                       RemoteOptions(plan_batch(config.batch, parameter_server_session.slices(config, cluster)), config.run.seed, config.optimizer.clip_norm))
     told: list[dict] = []
-    parts = Parts(step=job.step, iterators=[], rhythm=Rhythm(config.run.steps, config.loop.log_every, -1, 0), global_batch=job.plan.global_batch,
+    hooks = LoopHooks(step=job.step, iterators=[], schedule=LoopSchedule(config.run.steps, config.loop.log_every, -1, 0), global_batch=job.plan.global_batch,
                   position=lambda number: number * job.plan.global_batch, clock=Clock(), observer=lambda event: told.append(event.values) if event.kind == "train" else None,
                   told=dict, evaluate=None, save=lambda number: None, backup=lambda number: None, requests=lambda number: NOTHING, section=lambda name: contextlib.nullcontext())
-    Synchronous(parts, Servers(step, runtime.call, runtime.news, runtime.workers, 0, config.loop.on_nan == "skip")).train(0)
+    Synchronous(hooks, Servers(step, runtime.call, runtime.news, runtime.workers, 0, config.loop.on_nan == "skip")).train(0)
     found = {f"loss/{call}": np.array(values["train/loss"]) for call, values in enumerate(told)}
     found |= {f"model/{index:04d}": np.asarray(variable.value).astype(np.float64) for index, variable in enumerate(job.model.variables) if keras.backend.is_float_dtype(variable.dtype)}
     found |= {f"eval/{name}": np.array(value) for name, value in job.evaluator()().items() if name != "samples"}

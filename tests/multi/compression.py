@@ -67,7 +67,7 @@ def resumed(folder: str) -> None:
     from tfdist.artifacts.parts import PartedStore
     from tfdist.config import Config
     from tfdist.control.cluster import resolve_cluster
-    from tfdist.training.parallel.sharded_state import SpreadState
+    from tfdist.training.parallel.sharded_state import ShardedState
 
     base = Config().replace(strategy="mesh", communication="ring", collective_timeout=60.0, accumulation=1, **JOBS["digits"]).replace(compression_after=0)
     runtime = build.start_runtime(base, resolve_cluster(os.environ))
@@ -90,11 +90,11 @@ def resumed(folder: str) -> None:
     for number, kind in enumerate(("int8", "topk", "powersgd")):
         expected = train(kind, 0, 6).state.to_host()
         half = train(kind, 0, 3)
-        store.write(number, half.state.to_slabs(), {"variables": half.state.table()})
+        store.write(number, half.state.to_shards(), {"variables": half.state.table()})
         whole = half.state.to_host()
         runtime.barrier()
         prefix = f"{store.path(number)}/state-{number}"
-        for restore in (functools.partial(SpreadState.read, prefix=prefix), functools.partial(through_the_chief, arrays=whole)):
+        for restore in (functools.partial(ShardedState.read, prefix=prefix), functools.partial(through_the_chief, arrays=whole)):
             ended = train(kind, 3, 6, restore).state.to_host()
             found.setdefault(kind, []).append([key for key in expected if expected[key].tobytes() != ended[key].tobytes() or ("error" in key and not expected[key].any())])
     if runtime.rank == 0:

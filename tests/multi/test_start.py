@@ -1,4 +1,4 @@
-"""A peer that answers the first knock, and then nothing more: the start ends, in time, with STARTUP."""
+"""A peer that answers the first probe, and then nothing more: the start ends, in time, with STARTUP."""
 
 import json
 import os
@@ -19,7 +19,7 @@ TIMEOUT = 25
 
 
 class Peer:
-    """Listens at a port, takes connections, and says nothing; gone after the first knock, if it `dies`."""
+    """Listens at a port, takes connections, and says nothing; gone after the first probe, if it `dies`."""
 
     def __init__(self, port: int, dies: bool):
         self._listener, self._dies, self._held = socket.create_server(("127.0.0.1", port)), dies, []

@@ -141,7 +141,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
                 peak = allocated("peak") - before  # of the last step
             arrays = collect(job)
             if kind == "mesh" and row.then:  # one leg in two goes on from a snapshot that all have written
-                store.write(leg, job.state.to_slabs(), {"variables": job.state.table()})
+                store.write(leg, job.state.to_shards(), {"variables": job.state.table()})
                 runtime.barrier()
         held = bytes_held(job) if name.endswith("memory") else []
         if kind == "mesh" and name.endswith("memory"):

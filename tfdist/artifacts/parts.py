@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.02
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # where tf.train.Checkpoint looks for what is in a checkpoint
 
 
-class Slab(NamedTuple):
+class Shard(NamedTuple):
     """A box of a whole array of `shape`. `array`: its content."""
 
     key: str
@@ -71,12 +71,12 @@ def runs(places: np.ndarray) -> list[tuple[int, int]]:
     return [(int(run[0]), len(run)) for run in np.split(places, cuts) if len(run)]
 
 
-def read_slabs(prefix: str, slabs: Sequence[Slab], dtype: Any) -> list[np.ndarray]:
+def read_shards(prefix: str, shards: Sequence[Shard], dtype: Any) -> list[np.ndarray]:
     """The content of boxes of one array of the checkpoint `prefix`. Raises tf.errors.OpError."""
-    if not slabs:
+    if not shards:
         return []
     with tf.device("CPU:0"):
-        found = tf.raw_ops.RestoreV2(prefix=prefix, tensor_names=[slab.key + SUFFIX for slab in slabs], shape_and_slices=[slab.spec for slab in slabs], dtypes=[dtype] * len(slabs))
+        found = tf.raw_ops.RestoreV2(prefix=prefix, tensor_names=[shard.key + SUFFIX for shard in shards], shape_and_slices=[shard.spec for shard in shards], dtypes=[dtype] * len(shards))
     return [tensor.numpy() for tensor in found]
 
 
@@ -93,7 +93,7 @@ class PartedStore(SnapshotStore):
         self.rank, self.size, self.token, self.patience = rank, size, token, patience
         self.give_up_at = math.inf  # time.monotonic(), after an error elsewhere
 
-    def write(self, step: int, arrays: Sequence[Slab], fields: Mapping[str, Any]) -> int:
+    def write(self, step: int, arrays: Sequence[Shard], fields: Mapping[str, Any]) -> int:
         """This worker's part; on the chief also the commit. Returns the bytes of the part, on the chief of all.
 
         Raises OSError or tf.errors.OpError. Then there is no snapshot of this step, and the next save tries anew.
@@ -111,9 +111,9 @@ class PartedStore(SnapshotStore):
                     self._tell(folder, {"error": f"rank {self.rank}: {next(iter(str(error).splitlines()), type(error).__name__)}"})
             raise
 
-    def _write_part(self, folder: str, step: int, slabs: Sequence[Slab], keys: Sequence[str]) -> int:
+    def _write_part(self, folder: str, step: int, shards: Sequence[Shard], keys: Sequence[str]) -> int:
         name, files = f"part-{self.rank:05d}", {}
-        names, specs, tensors = [slab.key + SUFFIX for slab in slabs], [slab.spec for slab in slabs], [slab.array for slab in slabs]
+        names, specs, tensors = [shard.key + SUFFIX for shard in shards], [shard.spec for shard in shards], [shard.array for shard in shards]
         if self.rank == 0:
             names, specs, tensors = [*names, _GRAPH], [*specs, ""], [*tensors, _object_graph(keys)]
         if names:
@@ -123,7 +123,7 @@ class PartedStore(SnapshotStore):
         for file in sorted(entry for entry in os.listdir(folder) if entry.startswith(f"{name}.data")):
             size, digest = measure(f"{folder}/{file}", flush=True)
             files[file] = {"bytes": size, "sha256": digest}
-        self._tell(folder, {"files": files, "values": sum(math.prod(length for _, length in slab.box) for slab in slabs)})
+        self._tell(folder, {"files": files, "values": sum(math.prod(length for _, length in shard.box) for shard in shards)})
         return sum(entry["bytes"] for entry in files.values())
 
     def _tell(self, folder: str, message: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import BinaryIO, TextIO
 from tfdist.control import token
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.terminal import LineReader
-from tfdist.control.workers import JobResult, Worker, describe, guilt
+from tfdist.control.workers import JobResult, Worker, describe, root_cause_order
 
 _COLORS = (36, 33, 35, 32, 34, 31)
 # When one worker dies the others fail too. How long (in seconds) they may end by themselves, with a clearer message
@@ -116,7 +116,7 @@ class Job:
         trainers = [worker for worker in self.workers if worker.rank is not None]
         failed = [worker for worker in trainers if worker.code and not self._is_borne(worker)]
         if failed and self._kill_at is None:
-            known = any(guilt(worker) == 0 for worker in failed)
+            known = any(root_cause_order(worker) == 0 for worker in failed)
             # Where one saved on request (42) the others are saving as well, and a second SIGTERM would cut that short.
             saving = all(worker.code == ExitCode.PREEMPTED for worker in failed)
             patience = self.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
@@ -171,7 +171,7 @@ class Job:
         failed = [] if self._is_finished() else [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
         if not failed:
             return JobResult(ExitCode.OK, "", codes) if self._all_started() else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
-        cause = min(failed, key=lambda worker: (guilt(worker), worker.ended_at))
+        cause = min(failed, key=lambda worker: (root_cause_order(worker), worker.ended_at))
         return JobResult(cause.code if cause.code > 0 else ExitCode.PEER_LOST, describe(cause), codes, () if cause.shown else tuple(cause.last_lines), cause.rank)
 
 

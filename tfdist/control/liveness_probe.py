@@ -1,7 +1,7 @@
-"""Who is still there, found out by knocking: each process of a parameter-server job answers at its TF_CONFIG address.
+"""Who is still there, found out by probing: each process of a parameter-server job answers at its TF_CONFIG address.
 
 The chief watches the parameter servers, without which it cannot go on; workers and parameter servers watch the chief,
-without which they have nothing to do. A knock is a TCP connection that is closed again; TensorFlow's server on the port
+without which they have nothing to do. A probe is a TCP connection that is closed again; TensorFlow's server on the port
 does not mind.
 """
 
@@ -44,7 +44,7 @@ class Watch:
 
 
 def await_all(addresses: Mapping[str, str], timeout: float, give_up: Callable[[], bool] = lambda: False) -> None:
-    """Returns when every address (name -> host:port) has answered a knock, or when `give_up()` says so.
+    """Returns when every address (name -> host:port) has answered a probe, or when `give_up()` says so.
 
     Raises: StartupError naming those that did not within `timeout` seconds.
     """

@@ -1,6 +1,6 @@
-"""One time limit for the whole start: from the first knock at a peer until all are connected.
+"""One time limit for the whole start: from the first probe at a peer until all are connected.
 
-A peer that has answered its knock may die or stop before TensorFlow (or Horovod, or our own rendezvous) has met it. What
+A peer that has answered its probe may die or stop before TensorFlow (or Horovod, or our own rendezvous) has met it. What
 then waits does so in C++, with limits of its own that begin anew or with none. So a thread looks at the clock.
 """
 
@@ -49,8 +49,8 @@ def connecting(cluster: Cluster, timeout: float, began: float | None = None) -> 
 def too_late(cluster: Cluster, timeout: float) -> str:
     """The sentence, with those who do not answer (any more)."""
     others = [rank for rank in range(len(cluster.peers)) if rank != cluster.rank]
-    with ThreadPoolExecutor(_KNOCKS_AT_ONCE, "tfdist-knock") as knocks:
-        silent = [rank for rank, answered in zip(others, knocks.map(answers, [cluster.peers[rank] for rank in others]), strict=True) if not answered]
+    with ThreadPoolExecutor(_KNOCKS_AT_ONCE, "tfdist-probe") as probes:
+        silent = [rank for rank, answered in zip(others, probes.map(answers, [cluster.peers[rank] for rank in others]), strict=True) if not answered]
     who = f"{', '.join(map(cluster.name, silent))} answered once, but not any more" if silent else "all ports answer, but a process behind one of them is stopped or stuck, or is not a worker of this job"
     return f"The workers were not connected within --startup_timeout={timeout:g} s: {who}. Look at the logs of the others, start all workers again, or raise --startup_timeout."
 

@@ -46,7 +46,7 @@ def run(config: Config, command: str, secret: Secret) -> ExitCode:
             return ExitCode.PREEMPTED if memory.signals.stop else ExitCode.OK
         try:
             return session.run(config, cluster, command, memory)
-        except session.Regroup:
+        except session.GroupChange:
             lost = False
         except (PeerLostError, StartupError) as error:
             lost = True

@@ -29,7 +29,7 @@ _WORDS_SECONDS = 1.0  # how long a worker that lost a peer waits to hear why tha
 _VERDICT_SECONDS = 5.0  # how long a worker stays, after an error that all may share, for those that have yet to see it
 
 
-class Guard:
+class HealthMonitor:
     """Watches this worker from its start to its end."""
 
     def __init__(self, config: Config, cluster: Cluster, requests: SignalRequests | None = None):

@@ -13,11 +13,11 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.data import augment, input_pipeline
 from tfdist.data.batch_plan import plan_batch
-from tfdist.run.health import BETWEEN_STEPS, Guard
+from tfdist.run.health import BETWEEN_STEPS, HealthMonitor
 from tfdist.run.session import Session
 from tfdist.runtime import parameter_server
 from tfdist.telemetry.events import Event
-from tfdist.training.loop import Ending, Parts, Rhythm
+from tfdist.training.loop import LoopHooks, LoopSchedule, TrainResult
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parameter_server.asynchronous import Asynchronous, Servers, Synchronous
 from tfdist.training.parameter_server.parameters import ELEMENTWISE, Parameters
@@ -32,13 +32,13 @@ def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
 
 def _run(config: Config, cluster: Cluster, command: str) -> ExitCode:
     config = parameter_server.prepare(config, cluster)
-    guard = Guard(config, Cluster())  # the others neither step nor answer beacons; the runtime watches them
+    monitor = HealthMonitor(config, Cluster())  # the others neither step nor answer beacons; the runtime watches them
     session = None
     try:
-        session = ServerSession(resolve(config, cluster), cluster, command, guard)
+        session = ServerSession(resolve(config, cluster), cluster, command, monitor)
         return session.run()
     except Exception as error:
-        found = (session and session.runtime.lost(error)) or guard.failed(error)
+        found = (session and session.runtime.lost(error)) or monitor.failed(error)
         if session:
             session.give_up(found)
         if found is error:
@@ -60,8 +60,8 @@ def resolve(config: Config, cluster: Cluster) -> Config:
 class ServerSession(Session):
     """The chief's session."""
 
-    def __init__(self, config: Config, cluster: Cluster, command: str, guard: Guard):
-        super().__init__(config, cluster, command, guard)
+    def __init__(self, config: Config, cluster: Cluster, command: str, monitor: HealthMonitor):
+        super().__init__(config, cluster, command, monitor)
         job, split = self.job, self.job.train_split
         self.plan = plan_batch(self.config.batch, slices(self.config, cluster))
         if split.size is None:
@@ -85,18 +85,18 @@ class ServerSession(Session):
     def run(self) -> ExitCode:
         loop, checkpoint, recovery = self.config.loop, self.config.checkpoint, self.recovery
         evaluator = self.job.evaluator()
-        parts = Parts(
+        parts = LoopHooks(
             step=self.job.step, iterators=[],
-            rhythm=Rhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, save_at_evaluation=bool(checkpoint.keep_best)),
+            schedule=LoopSchedule(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, save_at_evaluation=bool(checkpoint.keep_best)),
             global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, told=lambda: {"train/learning_rate": recovery.learning_rate()},
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
-            save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self.guard.watchdog.section)
+            save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self.monitor.watchdog.section)
         servers = Servers(self.step, self.runtime.call, self.runtime.news, self.runtime.workers, self.config.servers.backup_workers, loop.on_nan == "skip")
         self.trainer = (Synchronous if self.config.servers.ps_mode == "sync" else Asynchronous)(parts, servers)
-        self.guard.watchdog.enter(BETWEEN_STEPS)
+        self.monitor.watchdog.enter(BETWEEN_STEPS)
         with self.diagnosis.naming():
             ending = self.trainer.train(self.first_step)
         return self._finish(ending)
 
-    def _summary(self, ending: Ending, verdict: str) -> dict[str, Any]:
+    def _summary(self, ending: TrainResult, verdict: str) -> dict[str, Any]:
         return {**super()._summary(ending, verdict), "workers": self.runtime.workers, "parameter_servers": len(self.runtime.devices), **self.trainer.staleness.values()}

@@ -213,7 +213,7 @@ class Recovery:
         self.settle_statistics()
         if self.is_copied:  # a snapshot of weights that differ would keep the damage
             check_weights(self.runtime, self.state.held(), f"at step {step}")
-        arrays = self.state.to_slabs() if self.in_parts else self.state.to_host(wanted=self.chief, into=self.writer.recycled() if self.writer else None)
+        arrays = self.state.to_shards() if self.in_parts else self.state.to_host(wanted=self.chief, into=self.writer.recycled() if self.writer else None)
         if self.writer:
             self.writer.save(step, arrays, self._manifest_fields(step))
 

@@ -22,7 +22,7 @@ from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.run import results
 from tfdist.run.agreement import broadcast_json, must_agree
 from tfdist.run.diagnosis import Diagnosis
-from tfdist.run.health import BETWEEN_STEPS, Guard
+from tfdist.run.health import BETWEEN_STEPS, HealthMonitor
 from tfdist.run.jit_tune import tuned
 from tfdist.run.recovery import Memory, Recovery
 from tfdist.runtime.weight_check import check_weights
@@ -32,20 +32,20 @@ from tfdist.telemetry.observers import build_observers
 from tfdist.telemetry.timer import Clock, process_seconds
 from tfdist.telemetry.trackers import Run
 from tfdist.training.log_interval import Watch
-from tfdist.training.loop import Ending, Parts, train
+from tfdist.training.loop import LoopHooks, TrainResult, train
 from tfdist.training.model_rates import make_rates
 from tfdist.training.requests import Requests
-from tfdist.training.traced_schedule import TracedRhythm
+from tfdist.training.traced_schedule import TracedSchedule
 
 
-class Regroup(Exception):
+class GroupChange(Exception):
     """All workers have left their group in order, so that another can be formed (elastic.py)."""
 
 
 def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = None, began: float | None = None) -> ExitCode:
     """Trains as one worker of `cluster`; returns how it ended. Raises TfdistError subclasses with their sentence.
 
-    memory: of a process that may be in several groups of workers, one after the other; then also raises Regroup.
+    memory: of a process that may be in several groups of workers, one after the other; then also raises GroupChange.
     began: since when peers have been waited for (time.monotonic()).
     """
     with lease.held(build.run_folder(config), lease.job_identity(os.environ, cluster)) if cluster.is_chief else contextlib.nullcontext():
@@ -53,19 +53,19 @@ def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = 
 
 
 def _run(config: Config, cluster: Cluster, command: str, memory: Memory | None, began: float | None) -> ExitCode:
-    guard = Guard(config, cluster, memory.signals if memory else None)
+    monitor = HealthMonitor(config, cluster, memory.signals if memory else None)
     session = None
     try:
-        session = Session(config, cluster, command, guard, memory, began)
+        session = Session(config, cluster, command, monitor, memory, began)
         return session.run()
-    except Regroup:
+    except GroupChange:
         raise
     except Exception as error:
-        found = guard.failed(error)
+        found = monitor.failed(error)
         if session:
             session.give_up(found)
         if memory:  # the process goes on; else it is watched to its end
-            guard.close()
+            monitor.close()
         if found is error:
             raise
         raise found from error
@@ -74,14 +74,14 @@ def _run(config: Config, cluster: Cluster, command: str, memory: Memory | None, 
 class Session:
     """The state of one worker's run beyond the job itself."""
 
-    def __init__(self, config: Config, cluster: Cluster, command: str, guard: Guard, memory: Memory | None = None, began: float | None = None):
+    def __init__(self, config: Config, cluster: Cluster, command: str, monitor: HealthMonitor, memory: Memory | None = None, began: float | None = None):
         started, imported_s = time.monotonic(), process_seconds()
-        self.guard, self.memory = guard, memory
+        self.monitor, self.memory = monitor, memory
         self.folder = build.run_folder(config)
         runtime = build.start_runtime(config, cluster, began)
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
-        self.signals = guard.signals()
-        guard.connect(runtime)
+        self.signals = monitor.signals()
+        monitor.connect(runtime)
         # Before the data: other flags may mean other data, and again when all of them are known.
         must_agree(runtime, "configuration", config.digest(), "give all workers the same flags")
         limits = build.memory_limits(cluster)
@@ -92,9 +92,9 @@ class Session:
         self.clock = Clock()
         self.watch = Watch(self.clock, self.runtime.rank, self.runtime.all_gather, self.job.step.splits, config.cluster.straggler_factor)
         self._agree_on_configuration()
-        self.recovery = Recovery(self.job, self.folder, self.clock, guard.faults, memory)
+        self.recovery = Recovery(self.job, self.folder, self.clock, monitor.faults, memory)
         restoring = time.monotonic()
-        with guard.watchdog.section("restore"):
+        with monitor.watchdog.section("restore"):
             messages, self.first_step = self.recovery.restore(copy=memory.copy if memory else None)
         restored = time.monotonic()
         check_weights(self.runtime, self.recovery.state.held(), "at the start")
@@ -140,17 +140,17 @@ class Session:
         evaluator = self.job.evaluator()
         if loop.on_nan == "rollback" and self.first_step == 0:
             recovery.save(0)  # so that there is something to go back to
-        parts = Parts(
+        parts = LoopHooks(
             step=self.job.step,
             iterators=self.job.iterators(recovery.position(self.first_step), recovery.stream_cut) if self.first_step < self.config.run.steps else [],
-            rhythm=TracedRhythm(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
+            schedule=TracedSchedule(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
                                 traced=parse_profile_steps(self.config.telemetry.profile_steps)),
             global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, told=lambda: {"train/learning_rate": recovery.learning_rate(), **self.job.step.update.figures()},
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
             save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self._section,
             rollback=self._rollback if loop.on_nan == "rollback" else None,
             rates=make_rates(self.config, self.runtime, self.job.model, self.job.train_split), watch=self.watch)
-        self.guard.watchdog.enter(BETWEEN_STEPS)
+        self.monitor.watchdog.enter(BETWEEN_STEPS)
         with self.diagnosis.naming():
             ending = train(parts, self.first_step)
         if ending.left:
@@ -160,7 +160,7 @@ class Session:
     @contextlib.contextmanager
     def _section(self, name: str) -> Iterator[None]:
         """What this worker is doing: for the watchdog, and for observers that follow it."""
-        with self.guard.watchdog.section(name), self.observer.section(name):
+        with self.monitor.watchdog.section(name), self.observer.section(name):
             yield
 
     def _evaluate(self, evaluator) -> dict[str, float]:
@@ -186,7 +186,7 @@ class Session:
 
     def _requests(self, step: int) -> Requests:
         """What this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""
-        self.guard.faults.at("step", step)
+        self.monitor.faults.at("step", step)
         self.diagnosis.called_at = step
         self._tell_of_saves(step)
         save, self.signals.save = self.signals.save or (self.chief and self.recovery.time_policy.due()), False
@@ -201,7 +201,7 @@ class Session:
 
     # -- end -------------------------------------------------------------------------------------------------------
 
-    def _finish(self, ending: Ending) -> ExitCode:
+    def _finish(self, ending: TrainResult) -> ExitCode:
         with self._section("save"):
             if self.config.checkpoint.save_final and not ending.stopped:
                 self.recovery.save(ending.step)
@@ -219,14 +219,14 @@ class Session:
         if self.recovery.backup and not ending.stopped and not unwritten:
             self.recovery.backup.delete()
         self.observer.close()
-        self.guard.close()
+        self.monitor.close()
         self.runtime.close()
         if unwritten:
             raise CheckpointError(f"The last snapshot could not be written ({unwritten}): free or repair {self.recovery.store.directory}, then start again to go on from the one before.")
         return ExitCode.PREEMPTED if ending.stopped else ExitCode.OK
 
     def _leave(self, step: int) -> NoReturn:
-        """Out of the group, in order and together with all others; the process goes on. Raises Regroup."""
+        """Out of the group, in order and together with all others; the process goes on. Raises GroupChange."""
         with self._section("save"):
             self.recovery.copy(step, now=True)
             self.recovery.finish()
@@ -234,11 +234,11 @@ class Session:
             self.observer(Event("regroup", step, {"message": f"another group of workers is formed at step {step}"}))
             self.runtime.barrier()
         self.observer.close()
-        self.guard.close()
+        self.monitor.close()
         self.runtime.close()
-        raise Regroup(f"step {step}")
+        raise GroupChange(f"step {step}")
 
-    def _summary(self, ending: Ending, verdict: str) -> dict[str, Any]:
+    def _summary(self, ending: TrainResult, verdict: str) -> dict[str, Any]:
         samples, losses = ending.step * self.job.plan.global_batch, self.recovery.losses.losses
         return {
             "steps": ending.step, "workers": self.runtime.size, "samples": samples, "attempts": self.attempt + 1, "train_s": self.clock.seconds,

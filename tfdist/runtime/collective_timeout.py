@@ -20,10 +20,10 @@ _LONGEST_PAUSE = 1.0  # seconds between two looks
 
 
 class Overdue:
-    """Calls `bark`, once, when something that was begun has not ended, nor anything else begun or ended, for `timeout` seconds."""
+    """Calls `on_timeout`, once, when something that was begun has not ended, nor anything else begun or ended, for `timeout` seconds."""
 
-    def __init__(self, timeout: float, bark: Callable[[], None]):
-        self._timeout, self._bark = timeout, bark
+    def __init__(self, timeout: float, on_timeout: Callable[[], None]):
+        self._timeout, self._on_timeout = timeout, on_timeout
         self._pause = min(_LONGEST_PAUSE, timeout / _LOOKS)
         with tf.init_scope(), tf.device("CPU:0"):
             self._begun, self._ended = (tf.Variable(0, dtype=tf.int64, trainable=False, name=f"tfdist_{name}") for name in ("begun", "ended"))
@@ -47,7 +47,7 @@ class Overdue:
             # A look that comes late finds a process that was stopped itself; that tells nothing about the others.
             waited = waited + min(now - looked, 2 * self._pause) if counts == before and counts[0] > counts[1] else 0.0
             before, looked = counts, now
-        self._bark()
+        self._on_timeout()
 
 
 def _tensors(nest: Any) -> list[tf.Tensor]:

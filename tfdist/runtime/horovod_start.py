@@ -124,7 +124,7 @@ def _request(server: tuple[str, int], method: str, rank: int) -> bool:
 def _open_port(cluster: Cluster, place: Placement) -> Iterator[None]:
     """What this worker's own port answers until hvd.init() has returned, and so all have found all.
 
-    Rank 0: the rendezvous server, if it is ours. The others: knocks of peers that are still in the preflight.
+    Rank 0: the rendezvous server, if it is ours. The others: probes of peers that are still in the preflight.
     """
     if place.serve and cluster.rank == 0:
         server = _rendezvous_server(place.server[1], bind_address(cluster.address, cluster.peers))
@@ -158,7 +158,7 @@ def _rendezvous_server(port: int, host: str = ""):
             self.server_name, self.server_port = self.server_address
 
         def handle_error(self, request, client_address) -> None:
-            """A knock of the preflight is a connection without a request: no reason for a traceback."""
+            """A probe of the preflight is a connection without a request: no reason for a traceback."""
 
     try:
         server = Server(("", port), RendezvousHandler, verbose=0)

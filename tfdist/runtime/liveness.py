@@ -16,7 +16,7 @@ from tfdist.runtime.ring import Ring
 _BEATS = 4  # in the time after which silence counts as death
 
 
-class Pulse:
+class Heartbeat:
     """Sends and hears the pulse over a ring of its own. `patience`: seconds of silence after which a neighbour is dead."""
 
     def __init__(self, ring: Ring, patience: float):

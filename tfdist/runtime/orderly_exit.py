@@ -37,9 +37,9 @@ def say_goodbye(cluster: Cluster, strategy: tf.distribute.Strategy) -> None:
 
 def _wait_until_gone(addresses: list[str]) -> None:
     deadline = time.monotonic() + _GONE_SECONDS
-    with ThreadPoolExecutor(_AT_ONCE, "tfdist-farewell") as knocks:
+    with ThreadPoolExecutor(_AT_ONCE, "tfdist-farewell") as probes:
         while addresses and time.monotonic() < deadline:
-            found = list(knocks.map(answers, addresses))
+            found = list(probes.map(answers, addresses))
             addresses = [address for address, there in zip(addresses, found, strict=True) if there]
             if addresses:
                 time.sleep(_LOOK_SECONDS)

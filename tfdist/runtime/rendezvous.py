@@ -1,7 +1,7 @@
 """How plain processes find each other: at the chief's TF_CONFIG address, over TCP, by control/wire.py.
 
 A worker connects to the chief, says who it is and where its ring listens; when all have, the chief answers each with the
-endpoints of all, as JSON. Connections that say nothing are the knocks of control/preflight.py, and are dropped.
+endpoints of all, as JSON. Connections that say nothing are the probes of control/preflight.py, and are dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def exchange(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
     Raises: StartupError if someone does not appear within `timeout` seconds or this worker's port is taken;
     ClusterError if the workers' TF_CONFIGs list different addresses, or their job tokens differ.
     """
-    # Every worker answers at its own port meanwhile, for peers that still knock there.
+    # Every worker answers at its own port meanwhile, for peers that still probe there.
     with _listen(cluster) as listener:
         if cluster.is_chief:
             return _collect(cluster, listener, endpoint, timeout)

@@ -27,7 +27,7 @@ from tfdist.control.exit_codes import ConfigError, PeerLostError
 from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm, rendezvous
 from tfdist.runtime.encoding import Malformed, decode, encode
-from tfdist.runtime.liveness import Pulse
+from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import Ring
@@ -61,14 +61,14 @@ class Sockets(OneDevice):
         self._last: dict[str, tf.Operation] = {}
         timeout, patience = config.strategy.collective_timeout, config.cluster.heartbeat_timeout
         startup = config.cluster.startup_timeout
-        self._pulse, self._reducer, self._gradients = None, None, None
+        self._heartbeat, self._reducer, self._gradients = None, None, None
         try:
             self._front = Ring(cluster, lambda endpoint: rendezvous.exchange(cluster, endpoint, startup), timeout, self._is_alive, patience)
 
             def exchange(endpoint: str) -> list[str]:
                 return [bytes(other).decode() for other in self._front.all_gather(endpoint.encode(), "endpoint")]
 
-            self._pulse = Pulse(Ring(cluster, exchange), patience)
+            self._heartbeat = Heartbeat(Ring(cluster, exchange), patience)
             self._gradients = Ring(cluster, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto")
         except RingError as error:
             raise user_error(str(error)) from error
@@ -76,7 +76,7 @@ class Sockets(OneDevice):
         batch_norm.synchronize_with(self)
 
     def _is_alive(self, rank: int) -> bool:
-        return self._pulse is None or self._pulse.is_alive(rank)
+        return self._heartbeat is None or self._heartbeat.is_alive(rank)
 
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Sockets(OneDevice):
 
     def close(self) -> None:
         self.barrier()  # nobody closes a connection on which another still waits
-        self._pulse.close()
+        self._heartbeat.close()
 
     def _host_gather(self, data: bytes, name: str) -> list[bytes]:
         try:

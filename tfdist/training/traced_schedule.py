@@ -1,14 +1,14 @@
-"""A rhythm in which the traced steps are calls of their own, so that each is one step of the trace."""
+"""A schedule in which the traced steps are calls of their own, so that each is one step of the trace."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tfdist.training.loop import Rhythm
+from tfdist.training.loop import LoopSchedule
 
 
 @dataclass(frozen=True)
-class TracedRhythm(Rhythm):
+class TracedSchedule(LoopSchedule):
     """From step `traced[0]` to `traced[1]` every step is a boundary. All workers must have the same."""
 
     traced: tuple[int, int] | None = None

@@ -21,7 +21,7 @@ def test_horovodrun_has_said_all_that_is_needed():
     cluster = resolve_cluster(HOROVODRUN)
     assert (cluster.rank, cluster.size, cluster.peers, cluster.started_by, cluster.name(2)) == (1, 3, (), "horovodrun", "rank 2")
     assert "rank 1 of 3 workers, started by horovodrun" in cluster.describe()
-    wait_for_peers(cluster, 0.0)  # there is nobody to knock at
+    wait_for_peers(cluster, 0.0)  # there is nobody to probe at
     place = placement(cluster, HOROVODRUN)
     assert (place.variables, place.server, place.serve, place.local_rank) == ({}, ("10.0.0.1", 4242), False, 1)
 

@@ -129,7 +129,7 @@ def test_connections_of_an_earlier_run_do_not_keep_the_port():
 
 
 def test_a_knock_does_not_answer_itself():
-    """Linux takes even local ports for outgoing connections; sooner or later the very one that is knocked at."""
+    """Linux takes even local ports for outgoing connections; sooner or later the very one that is probed at."""
     with bind_everywhere(0) as bound:
         port = bound.getsockname()[1] // 2 * 2
     assert not any(preflight.answers(f"127.0.0.1:{port}") for _ in range(20_000))
@@ -156,10 +156,10 @@ def test_more_knocks_than_the_queue_holds(addresses, monkeypatch):
     while not preflight.answers(addresses[0]) and time.monotonic() < deadline:
         time.sleep(0.02)
     answered = 0
-    with contextlib.ExitStack() as knocks:
+    with contextlib.ExitStack() as probes:
         for _ in range(7):
             with contextlib.suppress(OSError):
-                knocks.enter_context(socket.create_connection(("127.0.0.1", port_of(addresses[0])), timeout=10))  # a knock that was dropped comes again after 1, 3 and 7 s
+                probes.enter_context(socket.create_connection(("127.0.0.1", port_of(addresses[0])), timeout=10))  # a probe that was dropped comes again after 1, 3 and 7 s
                 answered += 1
     stop.set()
     thread.join()

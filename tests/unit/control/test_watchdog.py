@@ -15,7 +15,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.control.token import Secret
 from tfdist.control.watchdog import Watchdog, all_stacks, main_thread_at
-from tfdist.run.health import Guard
+from tfdist.run.health import HealthMonitor
 
 
 def until(condition, seconds=20):
@@ -209,7 +209,7 @@ def test_the_words_of_the_first_failure_reach_all():
 
 
 def guarded(beacons):
-    guard = Guard(Config(), beacons.cluster)
+    guard = HealthMonitor(Config(), beacons.cluster)
     guard.watchdog.close()  # or it would end this process, whose start-up never ends, after 20 minutes
     guard.beacons = beacons
     return guard

@@ -14,7 +14,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, StartupError
 from tfdist.control.preflight import PortReservation
 from tfdist.control.token import Secret
-from tfdist.runtime.liveness import Pulse
+from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.rendezvous import exchange
 from tfdist.runtime.ring import Ring
 
@@ -177,7 +177,7 @@ def test_a_pulse_that_stops_is_noticed():
             barrier.wait(20)
             return list(endpoints)
 
-        return Pulse(Ring(cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001")), meet), 1.0)
+        return Heartbeat(Ring(cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001")), meet), 1.0)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(make, range(2))

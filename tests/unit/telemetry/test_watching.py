@@ -16,7 +16,7 @@ from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedErro
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.profiler import Profiler
 from tfdist.telemetry.trackers import Run
-from tfdist.training.traced_schedule import TracedRhythm
+from tfdist.training.traced_schedule import TracedSchedule
 
 TRAIN = Event("train", 20, {"train/loss": 0.5, "perf/samples_per_s": 100.0})
 
@@ -181,13 +181,13 @@ def test_traces_of_given_steps_and_on_demand(tmp_path, signals):
 
 
 def test_traced_steps_are_calls_of_their_own():
-    rhythm = TracedRhythm(40, log_every=20, eval_every=0, save_every=0, traced=(23, 26))
+    schedule = TracedSchedule(40, log_every=20, eval_every=0, save_every=0, traced=(23, 26))
     steps, step = [], 0
     while step < 40:
-        step = rhythm.next_boundary(step)
+        step = schedule.next_boundary(step)
         steps.append(step)
     assert steps == [20, 23, 24, 25, 26, 40]
-    assert TracedRhythm(40, 20, 0, 0).next_boundary(20) == 40
+    assert TracedSchedule(40, 20, 0, 0).next_boundary(20) == 40
 
 
 def test_flags_of_traces():

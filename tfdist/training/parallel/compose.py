@@ -69,9 +69,9 @@ def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optim
     if pieces:
         _check_slots(optimizer, update, runtime)
         schedule = make_schedule(parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, parallel.pipe_chunks)
-        pipeline = Pipeline(runtime, model, pieces, schedule, update.trainable, update.stages, update.sources, update.holders_of_weights(), width)
+        pipeline = Pipeline(runtime, model, pieces, schedule, update.trainable, update.stages, update.sources, update.storage_variables(), width)
     elif parallel.recompute != "none":
-        segments.recompute(model, parallel.recompute, update.holders_of_weights())
+        segments.recompute(model, parallel.recompute, update.storage_variables())
     return Spread(update, objective, parts, pipeline)
 
 

@@ -35,7 +35,7 @@ def gather_layers(model: keras.Model, variables: Sequence[keras.Variable], shard
         if own:
             _gather_when_called(layer, own, [shard_of[id(variable)] for variable in own], group_of[id(own[0])], turns)
     for variable in variables:
-        let_go(variable, f"--zero=3 holds {variable.path} in shards, but it is used outside of its own layer's call: use --zero=2, or a model whose layers use their own variables only.")
+        forbid_use(variable, f"--zero=3 holds {variable.path} in shards, but it is used outside of its own layer's call: use --zero=2, or a model whose layers use their own variables only.")
 
 
 def _gather_when_called(layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict) -> None:
@@ -73,7 +73,7 @@ class _Turn:
         self._sent = [*self._sent[-1:], shards[0]]
 
 
-def let_go(variable: keras.Variable, sentence: str) -> None:
+def forbid_use(variable: keras.Variable, sentence: str) -> None:
     """Sets the variable's memory free; who uses it afterwards, outside of a scope that gives it a value, gets a ConfigError."""
 
     def initializer(*_: Any, **__: Any) -> tf.Tensor:

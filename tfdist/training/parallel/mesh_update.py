@@ -38,7 +38,7 @@ class MeshUpdate(DataParallel):
       summed_over: makes of a group what sums large tensors over it; None: the group itself (runtime/hierarchical.py).
     """
 
-    holders: tuple[str, ...] = ("pipe", "expert", "model")  # the axes along which pieces of the gradient are spread
+    sharded_axes: tuple[str, ...] = ("pipe", "expert", "model")  # the axes along which pieces of the gradient are spread
 
     def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: Mapping[int, str] | None = None, pack_bytes: int = 2**20,
                  summed_over_model: frozenset[int] = frozenset(),
@@ -69,9 +69,9 @@ class MeshUpdate(DataParallel):
         return packs
 
     def _count_copies(self, variable: keras.Variable, part: str | None, summed: Sequence[str]) -> int:
-        """How many workers of a group along `holders` hold the same piece: a part along one axis, a shard along those of its sum."""
-        spread = {"pipe", part, *(summed if self.holders == AXES else ())}
-        return self.runtime.mesh.degree(*(other for other in self.holders if other not in spread)) * len(self.stages[id(variable)])
+        """How many workers of a group along `sharded_axes` hold the same piece: a part along one axis, a shard along those of its sum."""
+        spread = {"pipe", part, *(summed if self.sharded_axes == AXES else ())}
+        return self.runtime.mesh.degree(*(other for other in self.sharded_axes if other not in spread)) * len(self.stages[id(variable)])
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -109,7 +109,7 @@ class MeshUpdate(DataParallel):
         if self.compression:  # not before: the step may be skipped
             self.compression.keep(self._compression_ends)
 
-    def holders_of_weights(self) -> dict[int, keras.Variable]:
+    def storage_variables(self) -> dict[int, keras.Variable]:
         """id of a trainable variable of the model -> the variable that it computes with, where that is another one."""
         return {}
 
@@ -144,10 +144,10 @@ class MeshUpdate(DataParallel):
         return pieces
 
     def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        dtype = norm_dtype(self.all)  # not of this stage's alone: all holders add up in the same
+        dtype = norm_dtype(self.all)  # not of this stage's alone: all sharded_axes add up in the same
         squares = [tf.cast(tf.reduce_sum(tf.square(at_least_float32(piece))) / copies, dtype)
                    for piece, copies in zip(map(tf.convert_to_tensor, pieces), self._copies, strict=True)]
-        return tf.cast(tf.sqrt(self.runtime.group(*self.holders).all_reduce(tf.add_n(squares))), tf.float32)
+        return tf.cast(tf.sqrt(self.runtime.group(*self.sharded_axes).all_reduce(tf.add_n(squares))), tf.float32)
 
     def weight_norm(self) -> tf.Tensor:
         return self.norm(self.sources())

@@ -21,7 +21,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.dtypes import as_summands, zero_summands
 from tfdist.training.parallel import segments as cutting
-from tfdist.training.parallel.gathered import let_go
+from tfdist.training.parallel.gathered import forbid_use
 from tfdist.training.parallel.pipe_schedule import Schedule
 from tfdist.training.parallel.segments import Cut, Segment
 
@@ -93,21 +93,21 @@ def _first_users(parts: Sequence[Sequence[Segment]], variables: Sequence[keras.V
 class Pipeline:
     """A model over the stages of the runtime's mesh; from now on the model's call goes over all stages.
 
-    `holders`: see segments.recompute. `variables`: the trainable ones of this stage, in the order of the gradients.
+    `storage`: see segments.recompute. `variables`: the trainable ones of this stage, in the order of the gradients.
     `width`: the last dim of the model's outputs on this rank, which has but a part of them if tensor.py spreads the logits.
     """
 
     def __init__(self, runtime: MeshRuntime, model: keras.Model, parts: Sequence[Sequence[Segment]], schedule: Schedule,
                  variables: Sequence[keras.Variable], stages: Mapping[int, tuple[int, ...]], sources: Callable[[], list[tf.Variable]],
-                 holders: Mapping[int, keras.Variable], width: int):
+                 storage: Mapping[int, keras.Variable], width: int):
         self._width = width
         self.group = runtime.group("pipe")
-        self.parts, self.schedule, self.holders, self.model, self.sources = parts, schedule[self.group.index], holders, model, sources
+        self.parts, self.schedule, self.storage, self.model, self.sources = parts, schedule[self.group.index], storage, model, sources
         self._regularized = _first_users(parts, model.trainable_variables)
         self._ties = [runtime.group_of([self.group.ranks[stage] for stage in stages[id(variable)]]) for variable in variables]
         for variable in model.trainable_variables:
             if self.group.index not in stages[id(variable)]:
-                let_go(variable, f"{variable.path} is on another stage of the pipeline.")
+                forbid_use(variable, f"{variable.path} is on another stage of the pipeline.")
         model.call = self._call
 
     # -- forward only: evaluation -----------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Pipeline:
         for number, part in enumerate(self.parts):
             if self._is_mine(number):
                 x = self._receive(number, "evaluate", inputs) if number else inputs
-                x = _run(part, x, training, self.holders)
+                x = _run(part, x, training, self.storage)
                 if number < last:
                     sent.append(self._send(number, "evaluate", x))
         if not self._is_mine(last):
@@ -160,7 +160,7 @@ class Pipeline:
         with tf.GradientTape() as tape:
             if number:
                 tape.watch(x)
-            y = _run(self.parts[number], x, True, self.holders, losses)
+            y = _run(self.parts[number], x, True, self.storage, losses)
             losses += [variable.regularizer(variable) for variable in self._regularized[number]]
             own = None  # what is differentiated on this stage
             if is_last or losses:
@@ -206,9 +206,9 @@ class Pipeline:
         return self.group.pair(other, own, f"{kind} {before}").put_or_take(None, other, shape, dtype)
 
 
-def _run(part: Sequence[Segment], x: tf.Tensor, training: bool | None, holders: Mapping[int, keras.Variable], added: list[tf.Tensor] | None = None) -> tf.Tensor:
+def _run(part: Sequence[Segment], x: tf.Tensor, training: bool | None, storage: Mapping[int, keras.Variable], added: list[tf.Tensor] | None = None) -> tf.Tensor:
     """A part, which takes one tensor, and gives one."""
-    return cutting.run(part, {part[0].takes[0]: x}, training, holders, added)[part[-1].gives[0]]
+    return cutting.run(part, {part[0].takes[0]: x}, training, storage, added)[part[-1].gives[0]]
 
 
 class _State:

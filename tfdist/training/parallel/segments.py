@@ -66,10 +66,10 @@ def cut_out_attention(model: keras.Model, flag: str) -> Cut:
     return _cut(model, ends)
 
 
-def recompute(model: keras.Model, kind: str, holders: Mapping[int, keras.Variable]) -> None:
+def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variable]) -> None:
     """--recompute=`kind`, block or attention, on a functional model, in place: its call goes from segment to segment.
 
-    holders: id of a trainable variable -> the variable that the model computes with, if that is another one (a shard).
+    storage: id of a trainable variable -> the variable that the model computes with, if that is another one (a shard).
     Raises ConfigError if the model has no blocks.
     """
     flag = f"--recompute={kind}"
@@ -80,7 +80,7 @@ def recompute(model: keras.Model, kind: str, holders: Mapping[int, keras.Variabl
 
     def call(inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         given = functional._standardize_inputs(inputs)  # a list, whatever structure they come in
-        tensors = run(segments, dict(zip(cut.inputs, given, strict=True)), training, holders)
+        tensors = run(segments, dict(zip(cut.inputs, given, strict=True)), training, storage)
         outputs = keras.tree.pack_sequence_as(functional.output, [tensors[name] for name in cut.outputs])
         return outputs[0] if isinstance(outputs, list | tuple) and len(outputs) == 1 else outputs  # as Keras gives them
 
@@ -94,7 +94,7 @@ def computed_again(model: keras.Model, segments: Sequence[Segment], names: Seque
     return again
 
 
-def run(segments: Sequence[Segment], inputs: Mapping[str, tf.Tensor], training: bool | None, holders: Mapping[int, keras.Variable],
+def run(segments: Sequence[Segment], inputs: Mapping[str, tf.Tensor], training: bool | None, storage: Mapping[int, keras.Variable],
         added: list[tf.Tensor] | None = None) -> dict[str, tf.Tensor]:
     """`inputs`, and all that the segments give, by name. See `recompute` for the others.
 
@@ -105,7 +105,7 @@ def run(segments: Sequence[Segment], inputs: Mapping[str, tf.Tensor], training: 
         given = [tensors[name] for name in segment.takes]
         one = _runner(segment, training)
         if segment.again and training:
-            parameters = [holders.get(id(variable), variable) for variable in segment.part.trainable_variables]
+            parameters = [storage.get(id(variable), variable) for variable in segment.part.trainable_variables]
             # Losses go to a layer, which shares them with the whole model: a functional model takes none.
             given = recomputed(one, given, parameters, segment.part.non_trainable_variables, segment.part.layers[-1])
         else:

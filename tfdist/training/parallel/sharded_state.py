@@ -1,6 +1,6 @@
 """State that is spread over a mesh, as whole arrays, and back: a snapshot knows nothing of the mesh that wrote it.
 
-`SpreadState` gives the variables of a run the keys, shapes and types that they have in a data-parallel run
+`ShardedState` gives the variables of a run the keys, shapes and types that they have in a data-parallel run
 (artifacts/state.py), whatever they look like here: whole, a part along `model` (tensor.py) or `expert` (expert.py), a shard along `data`
 (zero.py), a shard of a part, or on another stage of a pipeline. What every replica has of its own (the errors that compression.py
 carries) goes in as one row a replica; other replicas than those that wrote them get equal parts of the sum. So a snapshot of any
@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import state
-from tfdist.artifacts.parts import Box, Slab, boxes_of_range, read_slabs, runs
+from tfdist.artifacts.parts import Box, Shard, boxes_of_range, read_shards, runs
 from tfdist.artifacts.store import SUFFIX
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.runtime.collectives import Group
@@ -55,7 +55,7 @@ class Piece:
         return getattr(self.holder, "path", self.holder.name)
 
 
-class SpreadState:
+class ShardedState:
     """The state of a run on a mesh. All methods but `table` and `read` are collectives: every worker must call them."""
 
     def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any],
@@ -76,7 +76,7 @@ class SpreadState:
             parameter = update.all[owner]
             part, place = parts.get(id(parameter)), held.get(id(parameter))
             is_parameter = id(variable) in number
-            is_shard = sharded and (not is_parameter or id(parameter) in update.holders_of_weights())
+            is_shard = sharded and (not is_parameter or id(parameter) in update.storage_variables())
             holder = update.shards[place] if is_parameter and is_shard and place is not None else variable
             group = replicas if place is None else update.groups[place]
             self.pieces[key] = Piece(holder, part.shape if part else tuple(parameter.shape), part, is_shard, group, update.stages[id(parameter)])
@@ -136,14 +136,14 @@ class SpreadState:
 
     # -- in parts --------------------------------------------------------------------------------------------------
 
-    def to_slabs(self) -> list[Slab]:
+    def to_shards(self) -> list[Shard]:
         """What this worker writes: every element of the state is written by exactly one."""
-        slabs = []
+        shards = []
         for key, piece in self.pieces.items():
             if self._is_here(piece) and self._writes(piece):
                 array = np.asarray(_value(piece.holder).numpy())
-                slabs += self._slabs(key, piece, array[np.newaxis] if piece.is_row else array)
-        return slabs
+                shards += self._shards(key, piece, array[np.newaxis] if piece.is_row else array)
+        return shards
 
     def read(self, prefix: str) -> None:
         """Gives every variable its piece of the arrays in TensorFlow's checkpoint `prefix`, of which this worker reads no more."""
@@ -156,7 +156,7 @@ class SpreadState:
         if piece.is_row:
             return self._read_row(prefix, key, piece)
         regions = self._regions(piece)
-        contents = iter(read_slabs(prefix, [Slab(key, piece.shape, box) for _, boxes in regions for box in boxes], tf.as_dtype(piece.holder.dtype)))
+        contents = iter(read_shards(prefix, [Shard(key, piece.shape, box) for _, boxes in regions for box in boxes], tf.as_dtype(piece.holder.dtype)))
         joined = [next(contents) if len(boxes) == 1 else np.concatenate([next(contents) for _ in boxes], piece.part.dim) for _, boxes in regions]
         if piece.is_shard:
             flat = np.concatenate([array.reshape(-1) for array in joined]) if joined else np.zeros(0, tf.as_dtype(piece.holder.dtype).as_numpy_dtype)
@@ -166,20 +166,20 @@ class SpreadState:
     def _read_row(self, prefix: str, key: str, piece: Piece) -> np.ndarray:
         count, *shape = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()[key + SUFFIX]
         wanted = [piece.group.index] if count == piece.group.size else range(count)
-        slabs = [Slab(key, (count, *shape), ((row, 1), *((0, length) for length in shape))) for row in wanted]
-        rows = np.concatenate(read_slabs(prefix, slabs, tf.as_dtype(piece.holder.dtype)))
+        shards = [Shard(key, (count, *shape), ((row, 1), *((0, length) for length in shape))) for row in wanted]
+        rows = np.concatenate(read_shards(prefix, shards, tf.as_dtype(piece.holder.dtype)))
         return rows[0] if count == piece.group.size else shared_out(rows, piece.group.size)[0]
 
-    def _slabs(self, key: str, piece: Piece, array: np.ndarray) -> list[Slab]:
-        slabs, offset = [], 0
+    def _shards(self, key: str, piece: Piece, array: np.ndarray) -> list[Shard]:
+        shards, offset = [], 0
         for lengths, boxes in self._regions(piece):
             size = math.prod(lengths)
             content = array.reshape(-1)[offset:offset + size].reshape(lengths) if piece.is_shard else array
             offset += size
             contents = [content] if len(boxes) == 1 else np.split(content, np.cumsum([box[piece.part.dim][1] for box in boxes])[:-1], piece.part.dim)
             with tf.device("CPU:0"):  # as a tensor it is saved without another copy
-                slabs += [Slab(key, piece.shape, box, tf.constant(part)) for box, part in zip(boxes, contents, strict=True)]
-        return slabs
+                shards += [Shard(key, piece.shape, box, tf.constant(part)) for box, part in zip(boxes, contents, strict=True)]
+        return shards
 
     def _regions(self, piece: Piece) -> list[tuple[tuple[int, ...], list[Box]]]:
         """What this worker holds of a piece, as (lengths of a box of its part, the boxes of the whole that make it up along the part's dim)."""

@@ -47,7 +47,7 @@ class ShardedUpdate(MeshUpdate):
     Raises: ConfigError if the optimizer is not element-wise, or a variable has a constraint.
     """
 
-    holders = AXES
+    sharded_axes = AXES
 
     def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, on_host: bool = False, **options):
         _check(optimizer, model, stage)
@@ -137,7 +137,7 @@ class Zero3Update(ShardedUpdate):
     def sources(self) -> list[tf.Variable]:
         return [shard.value for shard in self.shards]
 
-    def holders_of_weights(self) -> dict[int, keras.Variable]:
+    def storage_variables(self) -> dict[int, keras.Variable]:
         return dict(zip(map(id, self.trainable), self.shards, strict=True))
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -30,7 +30,7 @@ from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.staleness import Staleness
 from tfdist.training.log_interval import Interval
-from tfdist.training.loop import Ending, Parts
+from tfdist.training.loop import LoopHooks, TrainResult
 from tfdist.training.parameter_server.remote_step import RemoteStep, Result
 from tfdist.training.step_output import StepOutput, means_of
 
@@ -85,55 +85,55 @@ class Calls:
 class Trainer:
     """One parameter-server run; `advance` is what the two modes differ in."""
 
-    def __init__(self, parts: Parts, servers: Servers, calls_at_a_time: int):
-        self.parts, self.servers, self.step = parts, servers, servers.step
+    def __init__(self, hooks: LoopHooks, servers: Servers, calls_at_a_time: int):
+        self.hooks, self.servers, self.step = hooks, servers, servers.step
         self.calls = Calls(servers, calls_at_a_time)
         self.staleness, self.recent = Staleness(), Staleness()  # of the run; since the last log line
         self.updates = 0  # in this process
-        self.interval = Interval(parts.clock, parts.global_batch, parts.position, parts.rates)
+        self.interval = Interval(hooks.clock, hooks.global_batch, hooks.position, hooks.rates)
 
-    def train(self, step: int) -> Ending:
-        """Trains from `step` to the rhythm's target. Raises DivergedError, PeerLostError."""
-        parts, rhythm = self.parts, self.parts.rhythm
+    def train(self, step: int) -> TrainResult:
+        """Trains from `step` to the schedule's target. Raises DivergedError, PeerLostError."""
+        hooks, schedule = self.hooks, self.hooks.schedule
         evaluation: dict[str, float] = {}
         evaluated_at, stopped = -1, False
-        parts.clock.start()
-        while step < rhythm.target and not stopped:
-            periods = [period for period in (rhythm.eval_every, rhythm.save_every) if period > 0]
-            boundary = min([rhythm.target, *((step // period + 1) * period for period in periods)])
+        hooks.clock.start()
+        while step < schedule.target and not stopped:
+            periods = [period for period in (schedule.eval_every, schedule.save_every) if period > 0]
+            boundary = min([schedule.target, *((step // period + 1) * period for period in periods)])
             before = step
             step, save, stopped = self.advance(step, boundary)
-            with parts.clock.pause("saving"), parts.section("save"):
+            with hooks.clock.pause("saving"), hooks.section("save"):
                 self.step.parameters.pull(step)
-            if parts.evaluate and rhythm.due(rhythm.eval_every, before, step):
+            if hooks.evaluate and schedule.due(schedule.eval_every, before, step):
                 evaluation, evaluated_at = self._evaluate(step), step
-            if save or stopped or (rhythm.save_at_evaluation and evaluated_at == step) or rhythm.due(rhythm.save_every, before, step):
-                with parts.clock.pause("saving"), parts.section("save"):
-                    parts.save(step)
-        if parts.evaluate and rhythm.eval_every >= 0 and evaluated_at != step and not stopped:
+            if save or stopped or (schedule.save_at_evaluation and evaluated_at == step) or schedule.due(schedule.save_every, before, step):
+                with hooks.clock.pause("saving"), hooks.section("save"):
+                    hooks.save(step)
+        if hooks.evaluate and schedule.eval_every >= 0 and evaluated_at != step and not stopped:
             evaluation = self._evaluate(step)
-        parts.clock.stop()
+        hooks.clock.stop()
         self.calls.close()
-        return Ending(step, stopped, evaluation)
+        return TrainResult(step, stopped, evaluation)
 
     def advance(self, step: int, boundary: int) -> tuple[int, bool, bool]:
         """Trains from `step` to `boundary`, or less far if a save or stop is asked for: (step, save, stop). Nothing is under way afterwards."""
         raise NotImplementedError
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        with self.parts.clock.pause("evaluation"), self.parts.section("evaluation"):
-            evaluation = self.parts.evaluate()
-        self.parts.observer(Event("eval", step, {f"eval/{name}": value for name, value in evaluation.items()}))
+        with self.hooks.clock.pause("evaluation"), self.hooks.section("evaluation"):
+            evaluation = self.hooks.evaluate()
+        self.hooks.observer(Event("eval", step, {f"eval/{name}": value for name, value in evaluation.items()}))
         return evaluation
 
     def section(self) -> AbstractContextManager:
         """For the watchdog: until something comes back."""
-        return self.parts.section("step" if self.updates else "first step")
+        return self.hooks.section("step" if self.updates else "first step")
 
     def look(self, step: int, seconds: float = _LOOK_SECONDS) -> list[tuple[Any, Result | None]]:
         """What has come back within `seconds`. Also tells who left."""
         for sentence in self.servers.news():
-            self.parts.observer(Event("warning", step, {"message": sentence}))
+            self.hooks.observer(Event("warning", step, {"message": sentence}))
         return self.calls.collect(seconds)
 
     def count(self, step: int, sums: np.ndarray, norm: float, finite: bool) -> None:
@@ -148,19 +148,19 @@ class Trainer:
         named["regularization"] *= weight
         means = means_of(named, weight)
         self.interval.add(StepOutput(step, means, weight, norm, 1.0, int(not finite), finite, {name: named[name] for name in means}, {}, 0.0, np.zeros(0)), 1,
-                          last=step == self.parts.rhythm.target)
+                          last=step == self.hooks.schedule.target)
         self.updates += 1
         if self.updates == 1:  # see loop.py
             gc.collect()
             gc.freeze()
-        rhythm = self.parts.rhythm
-        if rhythm.due(rhythm.log_every, step - 1, step) or step == rhythm.target:
+        schedule = self.hooks.schedule
+        if schedule.due(schedule.log_every, step - 1, step) or step == schedule.target:
             self._log(step)
 
     def _log(self, step: int) -> None:
         self.step.parameters.optimizer.iterations.assign(step - self.step.parameters.skipped)  # the chief's: for the learning rate that is told
-        event = self.interval.event(step, self.parts.told())
-        self.parts.observer(Event("train", step, {**event.values, **self.recent.values()}))
+        event = self.interval.event(step, self.hooks.told())
+        self.hooks.observer(Event("train", step, {**event.values, **self.recent.values()}))
         self.staleness.merge(self.recent)
         self.recent = Staleness()
 
@@ -168,8 +168,8 @@ class Trainer:
 class Asynchronous(Trainer):
     """Every batch an update of its own."""
 
-    def __init__(self, parts: Parts, servers: Servers):
-        super().__init__(parts, servers, _AHEAD * servers.workers)
+    def __init__(self, hooks: LoopHooks, servers: Servers):
+        super().__init__(hooks, servers, _AHEAD * servers.workers)
 
     def advance(self, step: int, boundary: int) -> tuple[int, bool, bool]:
         given = done = step
@@ -179,7 +179,7 @@ class Asynchronous(Trainer):
             while self.calls.free() and (again or given < boundary):
                 number = again.pop(0) if again else given
                 given = max(given, number + 1)
-                self.calls.give(number, self.step.update, number, self.parts.position(number))
+                self.calls.give(number, self.step.update, number, self.hooks.position(number))
             found = []
             with self.section():
                 while not found:
@@ -194,7 +194,7 @@ class Asynchronous(Trainer):
                     if result.applied:
                         self.recent.add(result.staleness, applied=True)
                     self.count(done, result.sums, result.norm, result.finite)
-            asked = self.parts.requests(done)
+            asked = self.hooks.requests(done)
             save, stop = save or asked.save, stop or asked.stop
             boundary = given if save or stop else boundary
         return done, save, stop
@@ -203,8 +203,8 @@ class Asynchronous(Trainer):
 class Synchronous(Trainer):
     """Every batch an update of all workers."""
 
-    def __init__(self, parts: Parts, servers: Servers):
-        super().__init__(parts, servers, servers.workers)
+    def __init__(self, hooks: LoopHooks, servers: Servers):
+        super().__init__(hooks, servers, servers.workers)
         self.slices = servers.workers - servers.backup_workers
         self.seconds: deque[float] = deque(maxlen=100)  # that the last slices took
 
@@ -215,7 +215,7 @@ class Synchronous(Trainer):
             norm, finite = self.step.apply(tf.constant(self.step.combine(results)), tf.constant(sum(self.step.sums.of(result.sums, "weight") for result in results), tf.float32))
             step += 1
             self.count(step, np.sum([result.sums for result in results], axis=0), float(norm), bool(finite))
-            asked = self.parts.requests(step)
+            asked = self.hooks.requests(step)
             save, stop = asked.save, asked.stop
         return step, save, stop
 
@@ -228,7 +228,7 @@ class Synchronous(Trainer):
             while len(results) < self.slices:
                 while self.calls.free() and (index := self._next(begun, results, planned)) is not None:
                     begun[index].append(time.monotonic())
-                    self.calls.give((step, index), self.step.differentiate, step, self.parts.position(step), index)
+                    self.calls.give((step, index), self.step.differentiate, step, self.hooks.position(step), index)
                 for (of_step, index), result in self.look(step, _LOOK_SECONDS if not self.servers.backup_workers else _LATE_LOOK_SECONDS):
                     if of_step == step and result is None:
                         begun[index].pop()
