@@ -1,6 +1,7 @@
 """python -m tfdist.train: trains a Keras 3 model, as one worker of the cluster that TF_CONFIG describes.
 
-Without TF_CONFIG it is the only worker. `python -m tfdist.launch --workers=N -- FLAGS` starts N of them on this machine.
+Without TF_CONFIG it is the only worker. `python -m tfdist.launch --workers=N -- FLAGS` starts N of them on this
+machine.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from tfdist.models.model_names import MODELS
 from tfdist.planner import memory_check
 from tfdist.plugins import check_name
 
-USAGE = __doc__ + """
+USAGE = (
+    __doc__
+    + """
   python -m tfdist.train --flagfile=flags/digits_cnn.flags
   python -m tfdist.train --source=digits --model=cnn --global_batch=64 --epochs=10 --run_dir=runs/first
 """
+)
 
 
 def main(argv: list[str]) -> int:
@@ -54,19 +58,26 @@ def main(argv: list[str]) -> int:
         if cluster.role in ("worker", "ps"):  # they need none of the rest, not even Keras
             from tfdist.runtime import parameter_server
 
-            return parameter_server.serve(config, cluster, lambda: read_status(Path(config.run.run_dir)).get("status") == "finished")
+            return parameter_server.serve(
+                config, cluster, lambda: read_status(Path(config.run.run_dir)).get("status") == "finished"
+            )
         from tfdist.run import parameter_server_session
 
         return parameter_server_session.run(config, cluster, flags.main_command(argv))
     if cluster.role == "ps":
-        raise ConfigError(f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use --strategy=parameter_server.")
+        raise ConfigError(
+            f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use"
+            " --strategy=parameter_server."
+        )
     memory_check.check_by_formula(config, cluster)
     if VARIABLE in os.environ:  # tfdist.launch --elastic tells who the peers are, again and again
         versions.import_keras()
         from tfdist.run import elastic
 
         return elastic.run(config, flags.main_command(argv), cluster.secret)
-    with Preflight(cluster, config.cluster.startup_timeout) as preflight:  # peers are looked for while TensorFlow is imported
+    with Preflight(
+        cluster, config.cluster.startup_timeout
+    ) as preflight:  # peers are looked for while TensorFlow is imported
         versions.import_keras()
         from tfdist.run import session
     return session.run(config, cluster, flags.main_command(argv), began=preflight.began)

@@ -46,9 +46,10 @@ def test_imports_go_down():
     for path in modules():
         for name in imported(path):
             parts = name.split(".")
-            if parts[0] == "tfdist" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != room(path):
-                if LEVEL[parts[1]] >= LEVEL[room(path)]:
-                    wrong.append(f"{path} imports {name}")
+            if parts[0] != "tfdist" or len(parts) == 1 or parts[1] not in LEVEL or parts[1] == room(path):
+                continue
+            if LEVEL[parts[1]] >= LEVEL[room(path)]:
+                wrong.append(f"{path} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 

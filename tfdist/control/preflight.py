@@ -36,8 +36,8 @@ class PortReservation:
     """TCP ports that stay ours: bound with SO_REUSEPORT but not listening, for as long as the job runs.
 
     Nobody else can take them, and the workers can listen on them all the same: TensorFlow's gRPC server sets
-    SO_REUSEPORT if TF_GRPC_REUSE_PORT is "true" (without it, the server does not start beside the reservation). Choosing
-    a free port and letting it go again would leave a gap for another process to slip in.
+    SO_REUSEPORT if TF_GRPC_REUSE_PORT is "true" (without it, the server does not start beside the reservation).
+    Choosing a free port and letting it go again would leave a gap for another process to slip in.
     """
 
     def __init__(self, count: int, host: str = "127.0.0.1"):
@@ -83,8 +83,14 @@ class Preflight:
             raise self._error
 
 
-def wait_for_peers(cluster: Cluster, timeout: float, *, until: threading.Event | None = None, given_up: threading.Event | None = None,
-                   report: Callable[[str], None] = _print_to_stderr) -> None:
+def wait_for_peers(
+    cluster: Cluster,
+    timeout: float,
+    *,
+    until: threading.Event | None = None,
+    given_up: threading.Event | None = None,
+    report: Callable[[str], None] = _print_to_stderr,
+) -> None:
     """Returns when every peer has answered at its address, and `until` (if given) is set; early if `given_up` is set.
 
     Args:
@@ -109,8 +115,9 @@ def wait_for_peers(cluster: Cluster, timeout: float, *, until: threading.Event |
             names = ", ".join(cluster.name(rank) for rank in missing)
             if missing and now - start > timeout:
                 raise StartupError(
-                    f"{names} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, check that the "
-                    "address in TF_CONFIG can be reached from here, or raise --startup_timeout.")
+                    f"{names} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, check"
+                    " that the address in TF_CONFIG can be reached from here, or raise --startup_timeout."
+                )
             if missing and now - reported > _REPORT_SECONDS:
                 reported = now
                 report(f"waiting for {names}, {now - start:.0f} s of {timeout:g} s.")
@@ -160,7 +167,9 @@ def _listen(cluster: Cluster) -> socket.socket:
     """A socket that answers probes at this worker's port."""
     host, _, port = cluster.address.rpartition(":")
     in_use = StartupError(
-        f"Port {port} of {cluster.name(cluster.rank)} is in use on this machine: stop the process that listens there, or change the address in TF_CONFIG.")
+        f"Port {port} of {cluster.name(cluster.rank)} is in use on this machine: stop the process that listens there,"
+        " or change the address in TF_CONFIG."
+    )
     # A server that allows sharing would let us bind and then take some of our connections: so probe first. The name in
     # TF_CONFIG may belong to a service in front of this machine, so it is asked only if it is an address of our own.
     if answers(f"127.0.0.1:{port}") or (_is_local(host) and answers(cluster.address)):
@@ -171,7 +180,10 @@ def _listen(cluster: Cluster) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise in_use from None
-        raise StartupError(f"Port {port} of {cluster.name(cluster.rank)} cannot be opened ({error.strerror}): choose a port from 1024 on in TF_CONFIG.") from None
+        raise StartupError(
+            f"Port {port} of {cluster.name(cluster.rank)} cannot be opened ({error.strerror}): choose a port from 1024"
+            " on in TF_CONFIG."
+        ) from None
     listener.setblocking(False)
     return listener
 

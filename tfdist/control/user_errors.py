@@ -1,4 +1,6 @@
-"""Where in the user's own code an error arose: the last of its lines that is neither Python's, TensorFlow's, Keras' nor tfdist's."""
+"""Where in the user's own code an error arose: the last of its lines that is neither Python's, TensorFlow's, Keras' nor
+tfdist's.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,21 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-_NOT_OWN = re.compile(rf"site-packages/(keras|tensorflow|numpy)/|^<|^{re.escape(str(Path(__file__).parents[1]))}/|^{re.escape(sysconfig.get_path('stdlib'))}/(?!site-packages)")
+_NOT_OWN = re.compile(
+    rf"site-packages/(keras|tensorflow|numpy)/|^<|^{re.escape(str(Path(__file__).parents[1]))}/|^{re.escape(sysconfig.get_path('stdlib'))}/(?!site-packages)"
+)
 
 
 def failure(error: BaseException) -> str:
-    """"failed at FILE:LINE, in FUNCTION: what": the user's own line in which an error arose, and what it says."""
+    """ "failed at FILE:LINE, in FUNCTION: what": the user's own line in which an error arose, and what it says."""
     places = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     return _failure(places, f"{type(error).__name__}: {error}")
 
 
 def failure_told(text: str) -> str:
-    """The same of an error that TensorFlow tells as text with a traceback in it; "" if it has no line of the user's own."""
+    """The same of an error that TensorFlow tells as text with a traceback in it; "" if it has no line of the user's
+    own.
+    """
     text = text.partition("Traceback (most recent call last)")[2]
     places = [(file, int(line), name) for file, line, name in _PLACE.findall(text)]
     return _failure(places, _what(text)) if _own(places) else ""

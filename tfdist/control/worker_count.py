@@ -19,8 +19,21 @@ class WorkerCount:
     it is tried again, and each time that fails the wait doubles.
     """
 
-    def __init__(self, most: int, least: int, discover: str = "", grow_after: float = 300.0, now: Callable[[], float] = time.monotonic):
-        self.most, self.least, self.discover, self.grow_after, self._now = most, least or most, discover, grow_after, now
+    def __init__(
+        self,
+        most: int,
+        least: int,
+        discover: str = "",
+        grow_after: float = 300.0,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self.most, self.least, self.discover, self.grow_after, self._now = (
+            most,
+            least or most,
+            discover,
+            grow_after,
+            now,
+        )
         self.count = most
         self._last_guilty: int | None = None
         self._grow_at: float | None = None
@@ -66,7 +79,9 @@ class WorkerCount:
 
     def _answer(self) -> None:
         try:
-            output = subprocess.run(self.discover, shell=True, capture_output=True, text=True, timeout=_ANSWER_SECONDS).stdout
+            output = subprocess.run(
+                self.discover, shell=True, capture_output=True, text=True, timeout=_ANSWER_SECONDS
+            ).stdout
             self.count = max(self.least, min(self.most, int(output.split()[-1])))
         except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
             pass  # no answer: what was known stays

@@ -11,7 +11,10 @@ _LIVED_SECONDS = 60.0  # a worker that lived this long had come back well
 
 
 class Comebacks:
-    """Asked about every worker at every look, by name. `wait`: seconds until a worker is started again; `most`: times in a row."""
+    """Asked about every worker at every look, by name.
+
+    `wait`: seconds until a worker is started again; `most`: times in a row.
+    """
 
     def __init__(self, wait: float = 1.0, most: int = 5, now: Callable[[], float] = time.monotonic):
         self.wait, self.most, self._now = wait, most, now

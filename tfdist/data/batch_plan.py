@@ -37,8 +37,10 @@ class BatchPlan:
 
     def describe(self) -> str:
         approximately = "" if self.even else "at most "
-        return (f"global batch {self.global_batch} = {approximately}{self.micro_batch} per micro-batch "
-                f"x {self.accumulation} accumulation x {self.replicas} replica{'s' if self.replicas > 1 else ''}")
+        return (
+            f"global batch {self.global_batch} = {approximately}{self.micro_batch} per micro-batch "
+            f"x {self.accumulation} accumulation x {self.replicas} replica{'s' if self.replicas > 1 else ''}"
+        )
 
 
 def plan_batch(batch: BatchConfig, replicas: int) -> BatchPlan:
@@ -57,19 +59,24 @@ def plan_batch(batch: BatchConfig, replicas: int) -> BatchPlan:
     total = total or micro * accumulation * replicas
     if micro and micro * accumulation * replicas != total:
         raise ConfigError(
-            f"--global_batch={total} contradicts --micro_batch={micro} x --accumulation={accumulation} x {replicas} replicas "
-            f"= {micro * accumulation * replicas}: drop one of the three.")
+            f"--global_batch={total} contradicts --micro_batch={micro} x --accumulation={accumulation} x {replicas}"
+            f" replicas = {micro * accumulation * replicas}: drop one of the three."
+        )
     return _checked(BatchPlan(total, accumulation, replicas))
 
 
 def check_given(batch: BatchConfig) -> None:
     """Raises ConfigError without any batch size."""
     if not batch.global_batch and not batch.micro_batch:
-        raise ConfigError("The batch size is not given: set --global_batch (samples per step over all workers) or --micro_batch.")
+        raise ConfigError(
+            "The batch size is not given: set --global_batch (samples per step over all workers) or --micro_batch."
+        )
 
 
 def _checked(plan: BatchPlan) -> BatchPlan:
     if plan.global_batch < plan.accumulation * plan.replicas:
-        raise ConfigError(f"--global_batch={plan.global_batch} leaves some of {plan.replicas} replicas x {plan.accumulation} micro-batches empty: "
-                          f"raise it to at least {plan.accumulation * plan.replicas}, or use fewer workers.")
+        raise ConfigError(
+            f"--global_batch={plan.global_batch} leaves some of {plan.replicas} replicas x {plan.accumulation}"
+            f" micro-batches empty: raise it to at least {plan.accumulation * plan.replicas}, or use fewer workers."
+        )
     return plan

@@ -3,9 +3,9 @@
 A batch is (x, y, w): x and y nests of tensors with leading dim n, w the float32 weights, [n] or [n, T].
 
 What a batch of 32, 64, 256 costs, all threads and the consuming loop on one core together (60,000 images of 8x8,
-shuffled): 40, 46, 75 us, against 104, 148, 422 us for `from_tensor_slices().shuffle(10000).repeat().batch()`. Made one by
-one and not in blocks of BLOCK it is 105, 105, 140 us. Above BLOCK_BYTES blocks cost more than they save: 128 images of
-32x32x3 take 271 us one by one and 398 us in blocks, 32 of them 154 and 106 us.
+shuffled): 40, 46, 75 us, against 104, 148, 422 us for `from_tensor_slices().shuffle(10000).repeat().batch()`. Made one
+by one and not in blocks of BLOCK it is 105, 105, 140 us. Above BLOCK_BYTES blocks cost more than they save: 128 images
+of 32x32x3 take 271 us one by one and 398 us in blocks, 32 of them 154 and 106 us.
 """
 
 from __future__ import annotations
@@ -27,26 +27,39 @@ STREAM_WINDOW_BYTES = 2**28  # fewer, if they would take more memory
 
 
 def stream_cut(split: Split, plan: BatchPlan) -> int:
-    """Into how many streams a run with this plan cuts a split: into as many as there are replicas, if it is a stream of files
-    enough and they take equal parts of each batch; else 1, which is not at all."""
+    """Into how many streams a run with this plan cuts a split: into as many as there are replicas, if it is a stream of
+    files enough and they take equal parts of each batch; else 1, which is not at all."""
     can = split.size is None and 1 < plan.replicas <= split.stream_shards and plan.even
     return plan.replicas if can else 1
 
 
-def train_dataset(split: Split, *, plan: BatchPlan, replica: int, seed: int, shuffle: bool, consumed: int,
-                  augment: augmentation.Augmentation | None = None, threads: int = 0, cut: int | None = None) -> tf.data.Dataset:
-    """The endless micro-batches of one replica: step 0 micro-batch 0, step 0 micro-batch 1, ..., counted from `consumed`.
+def train_dataset(
+    split: Split,
+    *,
+    plan: BatchPlan,
+    replica: int,
+    seed: int,
+    shuffle: bool,
+    consumed: int,
+    augment: augmentation.Augmentation | None = None,
+    threads: int = 0,
+    cut: int | None = None,
+) -> tf.data.Dataset:
+    """The endless micro-batches of one replica: step 0 micro-batch 0, step 0 micro-batch 1, ..., counted from
+    `consumed`.
 
-    `consumed` is reached in constant time; it need not be a multiple of the global batch. n is static if the plan is even.
+    `consumed` is reached in constant time; it need not be a multiple of the global batch. n is static if the plan is
+    even.
     augment: see augment.py. threads: batches made at the same time; 0: tf.data tunes it.
 
-    Streams (split.size None) know no order. The stream is shuffled within windows of STREAM_WINDOW samples (fewer if they
-    are large), repeated, and cut by position, so that the global batches are the same at any number of replicas; every
-    replica reads (and decodes) all of it, and `consumed` is reached by reading on. If the stream can be cut into enough
-    shards (files), each replica reads and repeats its own: less reading, but which samples make a batch then depends on
-    `cut`, the number of shards, and shards of different length end their passes at different times. None: as `stream_cut`
-    says. A run keeps its cut: with another number of replicas, each reads all the shards and takes its part of the same
-    batches. A cut anew would begin in the middle of other shards: some samples would come twice in a pass, others never.
+    Streams (split.size None) know no order. The stream is shuffled within windows of STREAM_WINDOW samples (fewer if
+    they are large), repeated, and cut by position, so that the global batches are the same at any number of replicas;
+    every replica reads (and decodes) all of it, and `consumed` is reached by reading on. If the stream can be cut into
+    enough shards (files), each replica reads and repeats its own: less reading, but which samples make a batch then
+    depends on `cut`, the number of shards, and shards of different length end their passes at different times. None: as
+    `stream_cut` says. A run keeps its cut: with another number of replicas, each reads all the shards and takes its
+    part of the same batches. A cut anew would begin in the middle of other shards: some samples would come twice in a
+    pass, others never.
     """
     if split.size is None:
         cut = stream_cut(split, plan) if cut is None else cut
@@ -56,8 +69,13 @@ def train_dataset(split: Split, *, plan: BatchPlan, replica: int, seed: int, shu
     return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
 
 
-def batch_fetch(split: Split, *, seed: int, shuffle: bool, augment: augmentation.Augmentation | None = None) -> Callable[[tf.Tensor], Sample]:
-    """positions int64 [n] in the data order -> the batch (x, y, w) there, as `train_dataset` makes it. For a split with random access."""
+def batch_fetch(
+    split: Split, *, seed: int, shuffle: bool, augment: augmentation.Augmentation | None = None
+) -> Callable[[tf.Tensor], Sample]:
+    """positions int64 [n] in the data order -> the batch (x, y, w) there, as `train_dataset` makes it.
+
+    For a split with random access.
+    """
     fetch = augmentation.augmented_fetch(split, augment)
     shaped = _shaper(None, split.element_spec if augment is None else None)
 
@@ -69,7 +87,8 @@ def batch_fetch(split: Split, *, seed: int, shuffle: bool, augment: augmentation
 
 
 def eval_dataset(
-        split: Split, *, batch: int, replica: int, replicas: int, limit: int = 0) -> tuple[tf.data.Dataset, int]:
+    split: Split, *, batch: int, replica: int, replicas: int, limit: int = 0
+) -> tuple[tf.data.Dataset, int]:
     """The evaluation batches of one replica, and their number, which is the same on all replicas.
 
     Step s, replica r takes samples s * batch * replicas + r * batch + (0..batch-1), in plain order: each of the first
@@ -111,8 +130,16 @@ def _options() -> tf.data.Options:
     return options
 
 
-def _indexed_batches(split: Split, plan: BatchPlan, replica: int, seed: int, shuffle: bool, consumed: int,
-                     augment: augmentation.Augmentation | None, threads: int) -> tf.data.Dataset:
+def _indexed_batches(
+    split: Split,
+    plan: BatchPlan,
+    replica: int,
+    seed: int,
+    shuffle: bool,
+    consumed: int,
+    augment: augmentation.Augmentation | None,
+    threads: int,
+) -> tf.data.Dataset:
     """The micro-batches of a split with random access, made in blocks of several where that is cheaper."""
     small = plan.micro_batch * split.sample_bytes <= BLOCK_BYTES
     block = BLOCK if split.cheap and small and plan.even and not split.fixed else 1
@@ -149,6 +176,7 @@ def _masked(w: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
 
 def _shaper(rows: int | None, spec: tuple | None) -> Callable[..., Sample]:
     """(x, y, w) -> the same with static shapes, which Python sources lose: `rows`, then as in `spec` if given."""
+
     def shaped(x, y, w):
         if spec is None:
             tf.nest.map_structure(lambda t: t.set_shape([rows, *t.shape[1:]]), (x, y, w))
@@ -160,15 +188,25 @@ def _shaper(rows: int | None, spec: tuple | None) -> Callable[..., Sample]:
     return shaped
 
 
-def _stream_batches(split: Split, plan: BatchPlan, replica: int, seed: int, shuffle: bool, consumed: int,
-                    augment: augmentation.Augmentation | None, cut: int) -> tf.data.Dataset:
+def _stream_batches(
+    split: Split,
+    plan: BatchPlan,
+    replica: int,
+    seed: int,
+    shuffle: bool,
+    consumed: int,
+    augment: augmentation.Augmentation | None,
+    cut: int,
+) -> tf.data.Dataset:
     """The micro-batches of a stream: numbered samples, the replica's own among them, cut to the plan's lengths."""
     bounds = [plan.slice(micro, replica) for micro in range(plan.accumulation)]
     lengths = [stop - start for start, stop in bounds]
     if plan.global_batch % cut or (cut > 1 and cut > split.stream_shards):
         raise DataError(
-            f"{split.name}: this run has read the stream in {cut} parts, one for each worker that it began with, but there are {split.stream_shards} files now "
-            f"and --global_batch={plan.global_batch}: go on with the files, and the batch, that it began with.")
+            f"{split.name}: this run has read the stream in {cut} parts, one for each worker that it began with, but"
+            f" there are {split.stream_shards} files now and --global_batch={plan.global_batch}: go on with the files,"
+            " and the batch, that it began with."
+        )
     if cut == plan.replicas and plan.even:
         numbered = _shard(split, replica, cut, seed, shuffle, consumed // cut)
     else:
@@ -193,23 +231,32 @@ def _stream_batches(split: Split, plan: BatchPlan, replica: int, seed: int, shuf
 
 
 def _shard(split: Split, shard: int, cut: int, seed: int, shuffle: bool, own: int) -> tf.data.Dataset:
-    """One of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample). No two shards share a
-    number, so that no two samples share an augmentation."""
+    """One of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample). No two shards
+    share a number, so that no two samples share an augmentation."""
     stream = split.stream(shard, cut)
     if not list(stream.take(1)):  # repeated, it would end at once, on this replica alone
-        raise DataError(f"{split.name} has no samples for replica {shard} of {cut}: check --source_args and --data_dir.")
+        raise DataError(
+            f"{split.name} has no samples for replica {shard} of {cut}: check --source_args and --data_dir."
+        )
     endless = _window_shuffled(stream, split.sample_bytes, seed) if shuffle else stream.repeat()
     return endless.enumerate().skip(own).map(lambda i, sample: (i * cut + shard, sample))
 
 
 def ordered_stream(split: Split, plan: BatchPlan, seed: int, shuffle: bool, consumed: int, cut: int) -> tf.data.Dataset:
-    """All the shards of a stream as one, (number, sample): global batch after global batch, each with equal parts of all shards, from `consumed` on."""
+    """All the shards of a stream as one, (number, sample): global batch after global batch, each with equal parts of
+    all shards, from `consumed` on.
+    """
     shards = [_shard(split, shard, cut, seed, shuffle, consumed // cut) for shard in range(cut)]
     if cut == 1:
         return shards[0]
-    parts = plan.accumulation * cut  # of a global batch: those of the first micro-batch, then those of the second, as `cut` replicas take them
+    parts = (
+        plan.accumulation * cut
+    )  # of a global batch: those of the first micro-batch, then those of the second, as `cut` replicas take them
     rows = plan.global_batch // (parts if plan.global_batch % parts == 0 else cut)
-    return tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(cut).flat_map(lambda shard: tf.data.Dataset.from_tensors(shard).repeat(rows)).repeat())
+    return tf.data.Dataset.choose_from_datasets(
+        shards,
+        tf.data.Dataset.range(cut).flat_map(lambda shard: tf.data.Dataset.from_tensors(shard).repeat(rows)).repeat(),
+    )
 
 
 def _window_shuffled(stream: tf.data.Dataset, sample_bytes: int, seed: int) -> tf.data.Dataset:

@@ -102,7 +102,8 @@ def _permute(index: tf.Tensor, keys: tf.Tensor, size: int) -> tf.Tensor:
 
     def cipher(values: tf.Tensor) -> tf.Tensor:
         return tf.raw_ops.RandomIndexShuffle(
-            index=values, seed=keys, max_index=tf.constant(size if short else largest, tf.int64), rounds=ROUNDS)
+            index=values, seed=keys, max_index=tf.constant(size if short else largest, tf.int64), rounds=ROUNDS
+        )
 
     image = cipher(index)
     if not short:

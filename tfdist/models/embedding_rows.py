@@ -1,8 +1,9 @@
 """Embedding tables are read by the row.
 
-Keras' Embedding reads its whole table and then gathers from it. That costs nothing as long as nobody changes single rows
-of the variable; from the first time on that somebody does, as plain SGD does with the gradient of a table, TensorFlow copies
-the table at every such read: 128 MB in each step for 2,000,000 rows of 16. With --precision the whole table is cast as well.
+Keras' Embedding reads its whole table and then gathers from it. That costs nothing as long as nobody changes single
+rows of the variable; from the first time on that somebody does, as plain SGD does with the gradient of a table,
+TensorFlow copies the table at every such read: 128 MB in each step for 2,000,000 rows of 16. With --precision the whole
+table is cast as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from keras.src.backend.common.variables import (
 
 
 def read_rows(model: keras.Model) -> None:
-    """Makes every Embedding of the model, at any depth, read the rows that it looks up. The results are the same bits."""
+    """Makes every Embedding of the model, at any depth, read the rows that it looks up.
+
+    The results are the same bits.
+    """
     for layer in model._flatten_layers():  # Keras has no public way into layers that are attributes of layers
         if type(layer) is keras.layers.Embedding and not layer.lora_enabled and layer.quantization_mode is None:
             _read_rows(layer)
@@ -31,7 +35,9 @@ def _read_rows(layer: keras.layers.Embedding) -> None:
         rows = tf.where(rows < 0, rows + layer.input_dim, rows)  # as Keras has it
         with AutocastScope(None):
             table = layer.embeddings.value
-        if hasattr(table, "_get"):  # mirrored over replicas: the one of this replica, for which there is no public way either
+        if hasattr(
+            table, "_get"
+        ):  # mirrored over replicas: the one of this replica, for which there is no public way either
             table = table._get()
         return tf.cast(tf.gather(table, rows), layer.compute_dtype)
 

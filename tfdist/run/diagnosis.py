@@ -1,5 +1,5 @@
-"""When a loss was not finite, or a label fitted no output: which samples may be the cause. Looked for when it has done harm
-(data/flaws.py), on what the last call of the training function, or the evaluation, has read."""
+"""When a loss was not finite, or a label fitted no output: which samples may be the cause. Looked for when it has done
+harm (data/flaws.py), on what the last call of the training function, or the evaluation, has read."""
 
 from __future__ import annotations
 
@@ -41,14 +41,26 @@ class Diagnosis:
             raise DataError(f"{label.sentence} {self.flaws(evaluated, label.classes)}".strip()) from error
 
     def flaws(self, evaluated: bool = False, classes: int | None = None, first: int | None = None) -> str:
-        """Sentences about the samples since step `first` (None: of the last call), or those that are evaluated on; or ""."""
+        """Sentences about the samples since step `first` (None: of the last call), or those that are evaluated on; or
+        "".
+        """
         config, job = self.job.config, self.job
         if evaluated:
             return flaws.find_evaluated(job.eval_split, limit=config.data.eval_samples, classes=classes)
         first = self.called_at if first is None else first
-        steps = max(1, int(job.step.counter.numpy()) - first + (classes is not None))  # the counter stands before a step that failed
-        return flaws.find_trained(job.train_split, job.plan, seed=config.run.seed, shuffle=config.data.shuffle, cut=self.recovery.stream_cut,
-                                  first=self.recovery.position(first), count=steps * job.plan.global_batch, classes=classes)
+        steps = max(
+            1, int(job.step.counter.numpy()) - first + (classes is not None)
+        )  # the counter stands before a step that failed
+        return flaws.find_trained(
+            job.train_split,
+            job.plan,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            cut=self.recovery.stream_cut,
+            first=self.recovery.position(first),
+            count=steps * job.plan.global_batch,
+            classes=classes,
+        )
 
     def evaluated(self, means: Mapping[str, float]) -> None:
         """An evaluation has come to this."""

@@ -9,9 +9,9 @@
   forget the session, keep the copy (recovery.Memory), join the next group
 
 The model, the step and the iterators are composed anew in every group, since rank, plan and sizes are constants in what
-TensorFlow has traced. The chief of the new group is the worker with the newest copy; all take over its state, newcomers too.
-The data order is a function of the position, and the global batch does not change, so the new group sees the batches that
-the old one would have seen.
+TensorFlow has traced. The chief of the new group is the worker with the newest copy; all take over its state, newcomers
+too. The data order is a function of the position, and the global batch does not change, so the new group sees the
+batches that the old one would have seen.
 
 Any runtime can be used whose start (runtime/factory.py) works again in the same process after an error.
 """
@@ -61,7 +61,10 @@ def run(config: Config, command: str, secret: Secret) -> ExitCode:
 
 
 def _forget() -> None:
-    """Frees what the last group has left: models, traced functions. Layers get the same names again as in a new process."""
+    """Frees what the last group has left: models, traced functions.
+
+    Layers get the same names again as in a new process.
+    """
     keras.utils.clear_session()
     gc.unfreeze()  # the loop froze it
     gc.collect()

@@ -35,12 +35,17 @@ class HealthMonitor:
     def __init__(self, config: Config, cluster: Cluster, requests: SignalRequests | None = None):
         self.cluster, self.options = cluster, config.cluster
         self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
-        self.faults = faults.Faults.parse(os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), Path(config.run.run_dir))
+        self.faults = faults.Faults.parse(
+            os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), Path(config.run.run_dir)
+        )
         self.beacons: Beacons | None = None
         self._requests = requests  # of a process that may have been in another group before
 
     def signals(self) -> SignalRequests:
-        """The requests of this process, from now on if nobody has asked for them before. The grace period is counted from the first SIGTERM."""
+        """The requests of this process, from now on if nobody has asked for them before.
+
+        The grace period is counted from the first SIGTERM.
+        """
         margin = min(2.0, self.options.grace_period / 4)  # to say that it was not enough
         requests = self._requests or take_signals(self.options)
         requests.on_stop = lambda: self.watchdog.stop_within(self.options.grace_period - margin)
@@ -50,6 +55,7 @@ class HealthMonitor:
 
     def connect(self, runtime: Runtime) -> None:
         """From now on this worker hears of the others, and they of it. A collective."""
+
         def exchange(endpoint: str) -> list[str]:
             rows = runtime.all_gather(np.frombuffer(endpoint.encode().ljust(ENDPOINT_BYTES), np.uint8))
             return [row.tobytes().decode().strip() for row in rows]
@@ -64,18 +70,30 @@ class HealthMonitor:
         lost, told = isinstance(found, PeerLostError), time.time()
         if self.beacons is None:
             return found
-        self.beacons.tell(f"{type(found).__name__}: {found}" if sentence is None and not isinstance(found, TfdistError) else str(found), secondary=lost)
+        self.beacons.tell(
+            (
+                f"{type(found).__name__}: {found}"
+                if sentence is None and not isinstance(found, TfdistError)
+                else str(found)
+            ),
+            secondary=lost,
+        )
         if lost:
             words = self.beacons.first_error(_WORDS_SECONDS)
             if words and not words.secondary:
                 return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
-            more = f" Before, {self.cluster.name(words.rank)} said: {words.error.partition(' Look at')[0]}" if words and words.error_time < told else ""
+            more = (
+                f" Before, {self.cluster.name(words.rank)} said: {words.error.partition(' Look at')[0]}"
+                if words and words.error_time < told
+                else ""
+            )
             if silent := self.beacons.silent():
                 more += f" Silent: {'; '.join(map(self.beacons.describe, silent))}."
             found = PeerLostError(f"{found}{more}")
         elif isinstance(found, TfdistError) and found.exit_code not in RESTARTABLE:
-            # Most such errors are verdicts on what a collective brought (flags that differ, weights that do): who leaves at
-            # once takes it from those that are still receiving, and they would end as if they had lost a peer.
+            # Most such errors are verdicts on what a collective brought (flags that differ, weights that do): who
+            # leaves at once takes it from those that are still receiving, and they would end as if they had lost a
+            # peer.
             self.beacons.wait_for_errors(_VERDICT_SECONDS)
         return found
 
@@ -86,19 +104,33 @@ class HealthMonitor:
             self.beacons.close()
 
     def _expired(self, section: str, seconds: float) -> None:
-        """In the watchdog's thread: names what is stuck, in this worker's log and to the others, and ends the process."""
+        """In the watchdog's thread: names what is stuck, in this worker's log and to the others, and ends the
+        process.
+        """
         ranks = self.beacons.culprits() if self.beacons else None
         if section == "stopping":
-            sentence = (f"Not saved within --grace_period={self.options.grace_period:g} s of SIGTERM: the run goes on from the snapshot before. "
-                        "Raise the platform's limit and the flag, or make calls shorter with --steps_per_loop.")
+            sentence = (
+                f"Not saved within --grace_period={self.options.grace_period:g} s of SIGTERM: the run goes on from the"
+                " snapshot before. Raise the platform's limit and the flag, or make calls shorter with"
+                " --steps_per_loop."
+            )
         else:
-            sentence = f"Section \"{section}\" took {seconds:.0f} s, more than {_FLAG.get(section, _FLAG['start-up'])} allows: {self._blame(ranks)}"
+            sentence = (
+                f'Section "{section}" took {seconds:.0f} s, more than {_FLAG.get(section, _FLAG["start-up"])} allows:'
+                f" {self._blame(ranks)}"
+            )
         if ranks in ([], None) or self.cluster.rank in ranks:  # the others only wait; what they would show misleads
             print(f"tfdist: this worker's Python stacks:\n{all_stacks()}", file=sys.stderr)
-        print(f"tfdist: error: {sentence} (exit code {ExitCode.HANG.value}, {ExitCode.HANG.name})", file=sys.stderr, flush=True)
+        print(
+            f"tfdist: error: {sentence} (exit code {ExitCode.HANG.value}, {ExitCode.HANG.name})",
+            file=sys.stderr,
+            flush=True,
+        )
         if self.beacons:
             self.beacons.tell(sentence)
-            time.sleep(self.beacons.interval)  # so that the others, whose time is up as well, still see where this one is
+            time.sleep(
+                self.beacons.interval
+            )  # so that the others, whose time is up as well, still see where this one is
         os._exit(ExitCode.HANG)
 
     def _blame(self, ranks: list[int] | None) -> str:
@@ -114,7 +146,12 @@ def take_signals(options: ClusterConfig) -> SignalRequests:
     requests = SignalRequests().install()
 
     def on_notice() -> None:
-        print(f"tfdist: --preemption_notice={options.preemption_notice}: this machine is about to be taken away; saving, then ending with exit code {ExitCode.PREEMPTED.value}.", file=sys.stderr, flush=True)
+        print(
+            f"tfdist: --preemption_notice={options.preemption_notice}: this machine is about to be taken away; saving,"
+            f" then ending with exit code {ExitCode.PREEMPTED.value}.",
+            file=sys.stderr,
+            flush=True,
+        )
         requests.stop = True
 
     preemption.watch(options.preemption_notice, on_notice)
@@ -122,11 +159,25 @@ def take_signals(options: ClusterConfig) -> SignalRequests:
 
 
 # Which flag limits a section.
-_FLAG = {"first step": "--first_step_timeout", "step": "--step_timeout", "evaluation": "--eval_timeout", "save": "--save_timeout", "restore": "--save_timeout",
-         BETWEEN_STEPS: "--step_timeout", "start-up": f"{_START_UPS} x --startup_timeout"}
+_FLAG = {
+    "first step": "--first_step_timeout",
+    "step": "--step_timeout",
+    "evaluation": "--eval_timeout",
+    "save": "--save_timeout",
+    "restore": "--save_timeout",
+    BETWEEN_STEPS: "--step_timeout",
+    "start-up": f"{_START_UPS} x --startup_timeout",
+}
 
 
 def section_limits(options: ClusterConfig) -> dict[str, float]:
     """Section of a run -> the seconds that it may take; 0: no limit."""
-    return {"start-up": _START_UPS * options.startup_timeout, "restore": options.save_timeout, "first step": options.first_step_timeout, "step": options.step_timeout,
-            BETWEEN_STEPS: options.step_timeout, "evaluation": options.eval_timeout, "save": options.save_timeout}
+    return {
+        "start-up": _START_UPS * options.startup_timeout,
+        "restore": options.save_timeout,
+        "first step": options.first_step_timeout,
+        "step": options.step_timeout,
+        BETWEEN_STEPS: options.step_timeout,
+        "evaluation": options.eval_timeout,
+        "save": options.save_timeout,
+    }

@@ -1,7 +1,7 @@
 """Whether XLA pays, measured at the start of a run (--jit_tune): it makes some models faster and others slower.
 
-Steps are made with and without --jit_compile by jobs that are thrown away: whole ones, with their reduction and update, on the
-run's own data. What was found is in RUN_DIR/xla.json: a run that is resumed computes as it did before.
+Steps are made with and without --jit_compile by jobs that are thrown away: whole ones, with their reduction and update,
+on the run's own data. What was found is in RUN_DIR/xla.json: a run that is resumed computes as it did before.
 """
 
 from __future__ import annotations
@@ -59,7 +59,13 @@ def _measure(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> d
     except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):  # on all workers alike, when it is compiled
         return {"jit_compile": False, "message": "XLA is not used: it cannot compile this model"}
     pays = compiled < _PAYS * without
-    return {"jit_compile": pays, "message": f"XLA makes a step take {compiled * 1e3:.4g} ms in place of {without * 1e3:.4g} ms: {'' if pays else 'not '}used"}
+    return {
+        "jit_compile": pays,
+        "message": (
+            f"XLA makes a step take {compiled * 1e3:.4g} ms in place of {without * 1e3:.4g} ms:"
+            f" {'' if pays else 'not '}used"
+        ),
+    }
 
 
 def _seconds(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> float:

@@ -1,5 +1,5 @@
-"""A parameter-server run from start to end, on the chief: the session of run/session.py with a loop of its own. What workers and
-parameter servers do is in runtime/parameter_server.py."""
+"""A parameter-server run from start to end, on the chief: the session of run/session.py with a loop of its own. What
+workers and parameter servers do is in runtime/parameter_server.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def slices(config: Config, cluster: Cluster) -> int:
 def resolve(config: Config, cluster: Cluster) -> Config:
     """The batch arithmetic as numbers: the chief composes as the only replica, but the slices count as replicas."""
     plan = plan_batch(config.batch, slices(config, cluster))
-    return config.replace(strategy="parameter_server", global_batch=plan.global_batch, accumulation=plan.accumulation, micro_batch=0).validate()
+    return config.replace(
+        strategy="parameter_server", global_batch=plan.global_batch, accumulation=plan.accumulation, micro_batch=0
+    ).validate()
 
 
 class ServerSession(Session):
@@ -65,33 +67,95 @@ class ServerSession(Session):
         job, split = self.job, self.job.train_split
         self.plan = plan_batch(self.config.batch, slices(self.config, cluster))
         if split.size is None:
-            raise ConfigError(f"--strategy=parameter_server finds samples by their number, but --source={self.config.data.source} is a stream: use a source with random access, or --strategy=multi_worker.")
+            raise ConfigError(
+                f"--strategy=parameter_server finds samples by their number, but --source={self.config.data.source} is"
+                " a stream: use a source with random access, or --strategy=multi_worker."
+            )
         options, whole = self.config.servers, self.config.optimizer.optimizer not in ELEMENTWISE
-        self.parameters = Parameters(job.model, job.optimizer, job.schedule, lambda schedule: make_optimizer(self.config.optimizer, schedule),
-                                     self.runtime.devices, 0 if whole else options.ps_piece_kb * 1024, lambda step: job.step.counter.assign(step))
+        self.parameters = Parameters(
+            job.model,
+            job.optimizer,
+            job.schedule,
+            lambda schedule: make_optimizer(self.config.optimizer, schedule),
+            self.runtime.devices,
+            0 if whole else options.ps_piece_kb * 1024,
+            lambda step: job.step.counter.assign(step),
+        )
         self.parameters.push(self.first_step)
         self.step = RemoteStep(
-            self.parameters, job.model, job.objective,
-            input_pipeline.batch_fetch(split, seed=self.config.run.seed, shuffle=self.config.data.shuffle, augment=augment.load_augmentation(self.config.data.augment)),
+            self.parameters,
+            job.model,
+            job.objective,
+            input_pipeline.batch_fetch(
+                split,
+                seed=self.config.run.seed,
+                shuffle=self.config.data.shuffle,
+                augment=augment.load_augmentation(self.config.data.augment),
+            ),
             build.train_dataset(self.config, split, job.plan, 0, 0).element_spec,
-            RemoteOptions(self.plan, self.config.run.seed, self.config.optimizer.clip_norm, options.max_staleness, options.staleness_scaling, job.step.options.weighted), job.step.added)
+            RemoteOptions(
+                self.plan,
+                self.config.run.seed,
+                self.config.optimizer.clip_norm,
+                options.max_staleness,
+                options.staleness_scaling,
+                job.step.options.weighted,
+            ),
+            job.step.added,
+        )
         self._say(f"{options.ps_mode}: {self.plan.describe()}; {self.parameters.describe()}")
 
     def _say(self, message: str) -> None:
         self.observer(Event("start", self.first_step, {"message": message}))
-        if any(getattr(layer, "synchronized", False) for layer in self.job.model._flatten_layers()) and self.runtime.workers > 1:
-            self.observer(Event("warning", self.first_step, {"message": "BatchNormalization takes its statistics from what one worker has: parameter servers cannot synchronise it (--nosync_batchnorm says so)."}))
+        if (
+            any(getattr(layer, "synchronized", False) for layer in self.job.model._flatten_layers())
+            and self.runtime.workers > 1
+        ):
+            self.observer(
+                Event(
+                    "warning",
+                    self.first_step,
+                    {
+                        "message": (
+                            "BatchNormalization takes its statistics from what one worker has: parameter servers cannot"
+                            " synchronise it (--nosync_batchnorm says so)."
+                        )
+                    },
+                )
+            )
 
     def run(self) -> ExitCode:
         loop, checkpoint, recovery = self.config.loop, self.config.checkpoint, self.recovery
         evaluator = self.job.evaluator()
         parts = LoopHooks(
-            step=self.job.step, iterators=[],
-            schedule=LoopSchedule(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, save_at_evaluation=bool(checkpoint.keep_best)),
-            global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, told=lambda: {"train/learning_rate": recovery.learning_rate()},
+            step=self.job.step,
+            iterators=[],
+            schedule=LoopSchedule(
+                self.config.run.steps,
+                loop.log_every,
+                loop.eval_every,
+                checkpoint.save_every,
+                save_at_evaluation=bool(checkpoint.keep_best),
+            ),
+            global_batch=self.job.plan.global_batch,
+            position=recovery.position,
+            clock=self.clock,
+            observer=self._observe,
+            told=lambda: {"train/learning_rate": recovery.learning_rate()},
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
-            save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self.monitor.watchdog.section)
-        servers = Servers(self.step, self.runtime.call, self.runtime.news, self.runtime.workers, self.config.servers.backup_workers, loop.on_nan == "skip")
+            save=recovery.save,
+            backup=recovery.back_up,
+            requests=self._requests,
+            section=self.monitor.watchdog.section,
+        )
+        servers = Servers(
+            self.step,
+            self.runtime.call,
+            self.runtime.news,
+            self.runtime.workers,
+            self.config.servers.backup_workers,
+            loop.on_nan == "skip",
+        )
         self.trainer = (Synchronous if self.config.servers.ps_mode == "sync" else Asynchronous)(parts, servers)
         self.monitor.watchdog.enter(BETWEEN_STEPS)
         with self.diagnosis.naming():
@@ -99,4 +163,9 @@ class ServerSession(Session):
         return self._finish(ending)
 
     def _summary(self, ending: TrainResult, verdict: str) -> dict[str, Any]:
-        return {**super()._summary(ending, verdict), "workers": self.runtime.workers, "parameter_servers": len(self.runtime.devices), **self.trainer.staleness.values()}
+        return {
+            **super()._summary(ending, verdict),
+            "workers": self.runtime.workers,
+            "parameter_servers": len(self.runtime.devices),
+            **self.trainer.staleness.values(),
+        }

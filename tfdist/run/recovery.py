@@ -73,10 +73,18 @@ class Recovery:
         retention = Retention(checkpoint.keep, checkpoint.keep_every, checkpoint.keep_best) if self.chief else None
         self.writer = None
         if self.chief or self.in_parts:
-            self.writer = SnapshotWriter(self.store, retention, asynchronous=checkpoint.async_save, attempts=1 if self.in_parts else 2)
+            self.writer = SnapshotWriter(
+                self.store, retention, asynchronous=checkpoint.async_save, attempts=1 if self.in_parts else 2
+            )
         self.backup = None
         if checkpoint.backup_dir:
-            self.backup = BackupAndRestore(checkpoint.backup_dir, checkpoint.backup_every or "epoch", checkpoint.double_backup, checkpoint.delete_backup, writes=self.chief)
+            self.backup = BackupAndRestore(
+                checkpoint.backup_dir,
+                checkpoint.backup_every or "epoch",
+                checkpoint.double_backup,
+                checkpoint.delete_backup,
+                writes=self.chief,
+            )
         for store in filter(None, (self.store, self.backup and self.backup.store)):
             store.required = restore.REQUIRED
         self.memory = memory
@@ -104,7 +112,14 @@ class Recovery:
         if self.chief:
             mark.unlink(missing_ok=True)
         if self.in_parts:
-            self.store = PartedStore(self.store.directory, self.store.before_commit, self.runtime.rank, self.runtime.size, token, self.config.cluster.save_timeout or math.inf)
+            self.store = PartedStore(
+                self.store.directory,
+                self.store.before_commit,
+                self.runtime.rank,
+                self.runtime.size,
+                token,
+                self.config.cluster.save_timeout or math.inf,
+            )
 
     def position(self, step: int) -> int:
         """Samples consumed when `step` steps are done."""
@@ -116,7 +131,8 @@ class Recovery:
     # -- going on --------------------------------------------------------------------------------------------------
 
     def restore(self, config: Config | None = None, copy: Copy | None = None) -> tuple[list[str], int]:
-        """Restores from the chief's choice (the chief's `copy`, if it has one), or leaves everything as it is. A collective.
+        """Restores from the chief's choice (the chief's `copy`, if it has one), or leaves everything as it is. A
+        collective.
 
         Returns messages and the step to go on from. Raises CheckpointError on all workers.
         """
@@ -148,8 +164,14 @@ class Recovery:
     def _recall(self, copy: Copy) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
         """The chief's part, from memory."""
         before, size = copy.manifest["workers"], self.runtime.size
-        return {"messages": [f"went on from memory: step {copy.step}, {copy.manifest['consumed']:,} samples consumed, by {before} workers before, now {size}"],
-                "manifest": {**copy.manifest, "in_memory": True}, "in_parts": False}, copy.arrays
+        return {
+            "messages": [
+                f"went on from memory: step {copy.step}, {copy.manifest['consumed']:,} samples consumed, by {before}"
+                f" workers before, now {size}"
+            ],
+            "manifest": {**copy.manifest, "in_memory": True},
+            "in_parts": False,
+        }, copy.arrays
 
     def _choose(self, config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
         """The chief's part: (messages and manifest for all, arrays)."""
@@ -160,11 +182,15 @@ class Recovery:
         for store in filter(None, (self.store, self.backup and self.backup.store)):
             store.set_aside_damaged()
         self.state.check(self.store.table(snapshot))
-        in_parts = self.in_parts and snapshot.path == self.store.path(snapshot.step)  # a backup is on the chief's machine alone
+        in_parts = self.in_parts and snapshot.path == self.store.path(
+            snapshot.step
+        )  # a backup is on the chief's machine alone
         arrays = None if in_parts else self.store.read(snapshot)
         manifest, size = snapshot.manifest, self.runtime.size
         change = f", written by {manifest['workers']} workers, now {size}" if manifest["workers"] != size else ""
-        messages.append(f"resumed from {snapshot.path}: step {manifest['step']}, {manifest['consumed']:,} samples consumed{change}")
+        messages.append(
+            f"resumed from {snapshot.path}: step {manifest['step']}, {manifest['consumed']:,} samples consumed{change}"
+        )
         return {"messages": messages, "manifest": dict(manifest), "in_parts": in_parts}, arrays
 
     def _adopt(self, manifest: Mapping[str, Any]) -> list[str]:
@@ -174,13 +200,21 @@ class Recovery:
         warning = restore.check_learning_rate(manifest, self.learning_rate(), self.config.digest())
         self.clock.restore(manifest["clock"])
         self.losses = restore.LossContinuity(manifest.get("losses", ()))
-        split, replicas = self.job.train_split, manifest["replicas"]  # a manifest without a cut is of a version that always cut
-        self.stream_cut = manifest.get("stream_cut", replicas if split.size is None and replicas <= split.stream_shards else 1)
+        split, replicas = (
+            self.job.train_split,
+            manifest["replicas"],
+        )  # a manifest without a cut is of a version that always cut
+        self.stream_cut = manifest.get(
+            "stream_cut", replicas if split.size is None and replicas <= split.stream_shards else 1
+        )
         state.restore_generator_states(manifest["generators"])
         # With another global batch (allowed by --allow_config_change) the position stays where it was.
         self._skipped = manifest["consumed"] - step * plan.global_batch
         self.evaluation, self._saved_step = manifest.get("metrics", {}), -1 if "in_memory" in manifest else step
-        kept = self.stream_cut != self.job.stream_cut and f"{split.name} is read in {self.stream_cut} parts, as the run began, and all of it by every worker"
+        kept = (
+            self.stream_cut != self.job.stream_cut
+            and f"{split.name} is read in {self.stream_cut} parts, as the run began, and all of it by every worker"
+        )
         return [message for message in (warning, kept) if message]
 
     def rollback(self, step: int) -> tuple[list[str], int]:
@@ -190,7 +224,10 @@ class Recovery:
         """
         limit = self.config.loop.max_rollbacks
         if self._rollbacks == limit:
-            raise DivergedError(f"Loss or gradients became NaN or infinite before step {step}, after {limit} rollbacks (--max_rollbacks={limit}): lower --learning_rate or set --clip_norm.")
+            raise DivergedError(
+                f"Loss or gradients became NaN or infinite before step {step}, after {limit} rollbacks"
+                f" (--max_rollbacks={limit}): lower --learning_rate or set --clip_norm."
+            )
         self._rollbacks += 1
         position = self.position(step)
         if self.writer:
@@ -198,8 +235,13 @@ class Recovery:
         messages, restored = self.restore(self.config.replace(resume="auto"))
         passed = position - self.position(restored)
         self._skipped += passed
-        self._saved_step = self._copied_step = -1  # the snapshot, and the copy, of this step lead back to the bad batches
-        messages.append(f"NaN or infinite values before step {step}: went back to step {restored} and past {passed:,} samples, which are not trained on (rollback {self._rollbacks} of {limit})")
+        self._saved_step = (
+            self._copied_step
+        ) = -1  # the snapshot, and the copy, of this step lead back to the bad batches
+        messages.append(
+            f"NaN or infinite values before step {step}: went back to step {restored} and past {passed:,} samples,"
+            f" which are not trained on (rollback {self._rollbacks} of {limit})"
+        )
         return messages, restored
 
     # -- leaving ---------------------------------------------------------------------------------------------------
@@ -213,13 +255,19 @@ class Recovery:
         self.settle_statistics()
         if self.is_copied:  # a snapshot of weights that differ would keep the damage
             check_weights(self.runtime, self.state.held(), f"at step {step}")
-        arrays = self.state.to_shards() if self.in_parts else self.state.to_host(wanted=self.chief, into=self.writer.recycled() if self.writer else None)
+        arrays = (
+            self.state.to_shards()
+            if self.in_parts
+            else self.state.to_host(wanted=self.chief, into=self.writer.recycled() if self.writer else None)
+        )
         if self.writer:
             self.writer.save(step, arrays, self._manifest_fields(step))
 
     def copy(self, step: int, now: bool = False) -> None:
         """A copy in this worker's memory, if it is time for one, or `now`. On all workers."""
-        if self._copied_step >= 0 and step - self._copied_step < (1 if now else max(1, self.config.checkpoint.elastic_commit_every)):
+        if self._copied_step >= 0 and step - self._copied_step < (
+            1 if now else max(1, self.config.checkpoint.elastic_commit_every)
+        ):
             return
         self._copied_step = step
         self.settle_statistics()
@@ -233,7 +281,10 @@ class Recovery:
             self.backup.back_up(step, arrays, self._manifest_fields(step))
 
     def weights(self) -> dict[str, np.ndarray]:
-        """key -> array of each of the model's variables, with the moving averages if there are any: on the chief. A collective."""
+        """key -> array of each of the model's variables, with the moving averages if there are any: on the chief.
+
+        A collective.
+        """
         with self.job.step.update.averaged():
             return self.state.to_host(wanted=self.chief, only="model/")
 
@@ -248,12 +299,18 @@ class Recovery:
         """Moving statistics that are not synchronised drift apart: everyone takes the first's before they are used."""
         if self.config.model.sync_batchnorm or not self.is_copied:
             return
-        variables = [variable.value for variable in self.job.model.non_trainable_variables if variable.dtype == "float32"]
-        for variable, value in zip(variables, self._of_the_first([variable.numpy() for variable in variables]), strict=True):
+        variables = [
+            variable.value for variable in self.job.model.non_trainable_variables if variable.dtype == "float32"
+        ]
+        for variable, value in zip(
+            variables, self._of_the_first([variable.numpy() for variable in variables]), strict=True
+        ):
             variable.assign(value)
 
     def _of_the_first(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """The chief's or, on another stage of a pipeline, which has what the chief has not, those of the first rank there. A collective."""
+        """The chief's or, on another stage of a pipeline, which has what the chief has not, those of the first rank
+        there. A collective.
+        """
         first = self.state.first_of_stage()
         firsts = self.runtime.all_gather(np.array([first], np.int64))[:, 0]
         if not firsts.any():
@@ -289,9 +346,24 @@ class Recovery:
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         return {
-            "consumed": self.position(step), "stream_cut": self.stream_cut, "skipped_samples": self._skipped, "config_digest": self.config.digest(), "identity": self.config.identity(),
-            "workers": self.runtime.size, "replicas": self.runtime.replicas, "strategy": self.runtime.name,
-            "versions": {name: flags.metadata_version(name) or flags.metadata_version(f"{name}-cpu") for name in ("tensorflow", "keras", "numpy")},
-            "variables": self.state.table(), "generators": state.generator_states(), "clock": self.clock.state(),
-            "metrics": self.evaluation, "learning_rate": self.learning_rate(), "losses": self.losses.losses, "time": time.time(), "run_id": self.run_id,
+            "consumed": self.position(step),
+            "stream_cut": self.stream_cut,
+            "skipped_samples": self._skipped,
+            "config_digest": self.config.digest(),
+            "identity": self.config.identity(),
+            "workers": self.runtime.size,
+            "replicas": self.runtime.replicas,
+            "strategy": self.runtime.name,
+            "versions": {
+                name: flags.metadata_version(name) or flags.metadata_version(f"{name}-cpu")
+                for name in ("tensorflow", "keras", "numpy")
+            },
+            "variables": self.state.table(),
+            "generators": state.generator_states(),
+            "clock": self.clock.state(),
+            "metrics": self.evaluation,
+            "learning_rate": self.learning_rate(),
+            "losses": self.losses.losses,
+            "time": time.time(),
+            "run_id": self.run_id,
         }

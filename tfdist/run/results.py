@@ -18,7 +18,9 @@ from tfdist.telemetry import plot, summary
 from tfdist.telemetry.events import Event, Observer
 
 
-def leave_results(job: Job, weights: Mapping[str, np.ndarray], folder: Path, observer: Observer, step: int, values: Mapping[str, Any]) -> None:
+def leave_results(
+    job: Job, weights: Mapping[str, np.ndarray], folder: Path, observer: Observer, step: int, values: Mapping[str, Any]
+) -> None:
     """Exports, curves.png, summary.json and the table on the console. Raises CheckpointError if the export fails: the
     rest can be made again from the logs, so it only warns.
 
@@ -30,7 +32,10 @@ def leave_results(job: Job, weights: Mapping[str, np.ndarray], folder: Path, obs
         try:
             export_model(_plain_model(job, weights), folder / "export", formats)
         except OSError as error:
-            raise CheckpointError(f"The model could not be exported to {folder / 'export'} ({error}): free or repair it, then start again; the training itself is saved.") from None
+            raise CheckpointError(
+                f"The model could not be exported to {folder / 'export'} ({error}): free or repair it, then start"
+                " again; the training itself is saved."
+            ) from None
     log, curves = folder / "logs" / "rank-0.jsonl", folder / "curves.png"
     if config.telemetry.plot:
         entropy = info.get("data/eval_unigram_entropy_nats")
@@ -38,9 +43,19 @@ def leave_results(job: Job, weights: Mapping[str, np.ndarray], folder: Path, obs
         if problem:
             observer(Event("warning", step, {"message": problem}))
     table = {
-        "run_dir": str(folder), "parameters": job.model.count_params(), "global_batch": job.plan.global_batch, **values, **info,
-        "log": str(log), "tensorboard": f"tensorboard --logdir={folder / 'tensorboard'}" if "tensorboard" in config.telemetry.trackers.split(",") else "",
-        "checkpoints": str(folder / "checkpoints"), "export": str(folder / "export") if formats else "",
+        "run_dir": str(folder),
+        "parameters": job.model.count_params(),
+        "global_batch": job.plan.global_batch,
+        **values,
+        **info,
+        "log": str(log),
+        "tensorboard": (
+            f"tensorboard --logdir={folder / 'tensorboard'}"
+            if "tensorboard" in config.telemetry.trackers.split(",")
+            else ""
+        ),
+        "checkpoints": str(folder / "checkpoints"),
+        "export": str(folder / "export") if formats else "",
         "curves": str(curves) if config.telemetry.plot and curves.exists() else "",
     }
     try:
@@ -55,7 +70,9 @@ def source_info(job: Job) -> dict[str, Any]:
     values: dict[str, Any] = {"data/train_samples": job.train_split.size}
     if job.eval_split:
         values["data/eval_samples"] = job.eval_split.size
-        values |= {f"data/{name}": value for name, value in job.eval_split.info.items() if isinstance(value, (int, float, str))}
+        values |= {
+            f"data/{name}": value for name, value in job.eval_split.info.items() if isinstance(value, (int, float, str))
+        }
     return values
 
 

@@ -42,13 +42,19 @@ class GroupChange(Exception):
     """All workers have left their group in order, so that another can be formed (elastic.py)."""
 
 
-def run(config: Config, cluster: Cluster, command: str, memory: Memory | None = None, began: float | None = None) -> ExitCode:
+def run(
+    config: Config, cluster: Cluster, command: str, memory: Memory | None = None, began: float | None = None
+) -> ExitCode:
     """Trains as one worker of `cluster`; returns how it ended. Raises TfdistError subclasses with their sentence.
 
     memory: of a process that may be in several groups of workers, one after the other; then also raises GroupChange.
     began: since when peers have been waited for (time.monotonic()).
     """
-    with lease.held(build.run_folder(config), lease.job_identity(os.environ, cluster)) if cluster.is_chief else contextlib.nullcontext():
+    with (
+        lease.held(build.run_folder(config), lease.job_identity(os.environ, cluster))
+        if cluster.is_chief
+        else contextlib.nullcontext()
+    ):
         return _run(config, cluster, command, memory, began)
 
 
@@ -74,7 +80,15 @@ def _run(config: Config, cluster: Cluster, command: str, memory: Memory | None, 
 class Session:
     """The state of one worker's run beyond the job itself."""
 
-    def __init__(self, config: Config, cluster: Cluster, command: str, monitor: HealthMonitor, memory: Memory | None = None, began: float | None = None):
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        command: str,
+        monitor: HealthMonitor,
+        memory: Memory | None = None,
+        began: float | None = None,
+    ):
         started, imported_s = time.monotonic(), process_seconds()
         self.monitor, self.memory = monitor, memory
         self.folder = build.run_folder(config)
@@ -90,7 +104,13 @@ class Session:
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
         self.clock = Clock()
-        self.watch = Watch(self.clock, self.runtime.rank, self.runtime.all_gather, self.job.step.splits, config.cluster.straggler_factor)
+        self.watch = Watch(
+            self.clock,
+            self.runtime.rank,
+            self.runtime.all_gather,
+            self.job.step.splits,
+            config.cluster.straggler_factor,
+        )
         self._agree_on_configuration()
         self.recovery = Recovery(self.job, self.folder, self.clock, monitor.faults, memory)
         restoring = time.monotonic()
@@ -98,22 +118,56 @@ class Session:
             messages, self.first_step = self.recovery.restore(copy=memory.copy if memory else None)
         restored = time.monotonic()
         check_weights(self.runtime, self.recovery.state.held(), "at the start")
-        self.diagnosis = Diagnosis(self.job, self.recovery, self.first_step, lambda message: self.observer(Event("warning", int(self.job.step.counter.numpy()), {"message": message})))
+        self.diagnosis = Diagnosis(
+            self.job,
+            self.recovery,
+            self.first_step,
+            lambda message: self.observer(Event("warning", int(self.job.step.counter.numpy()), {"message": message})),
+        )
         self.run_id, self.attempt = self._identify()
         self.recovery.run_id = self.run_id
         size = self.job.train_split.size
         self.observer = build_observers(
             self.config.telemetry,
-            Run(self.folder, self.run_id, self.attempt, self.first_step, self.runtime.rank, cluster.local_rank, self.config.flat(),
-                weights=lambda: {variable.path: variable.numpy() for variable in self.job.model.trainable_variables}, step=lambda: int(self.job.step.counter.numpy())),
-            total_steps=self.config.run.steps, steps_per_epoch=size / self.job.plan.global_batch if size else None)
+            Run(
+                self.folder,
+                self.run_id,
+                self.attempt,
+                self.first_step,
+                self.runtime.rank,
+                cluster.local_rank,
+                self.config.flat(),
+                weights=lambda: {variable.path: variable.numpy() for variable in self.job.model.trainable_variables},
+                step=lambda: int(self.job.step.counter.numpy()),
+            ),
+            total_steps=self.config.run.steps,
+            steps_per_epoch=size / self.job.plan.global_batch if size else None,
+        )
         if self.chief:
             flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, command)
             write_status(self.folder, "running", self.run_id)
-        self.observer(Event("start", self.first_step, {
-            "message": f"{cluster.describe()}; {self.runtime.name}; {self.job.plan.describe()}; {self.job.model.count_params():,} parameters; run folder {self.folder}{xla and '; '}{xla}",
-            "parameters": self.job.model.count_params(), "config_digest": self.config.digest(), "replicas": self.runtime.replicas, "workers": self.runtime.size,
-            "import_s": imported_s, "build_s": restoring - started, "restore_s": restored - restoring, "startup_s": process_seconds(), "flags": (self.folder / flags.FLAGS_FILE).read_text() if self.chief else "", **results.source_info(self.job)}))
+        self.observer(
+            Event(
+                "start",
+                self.first_step,
+                {
+                    "message": (
+                        f"{cluster.describe()}; {self.runtime.name}; {self.job.plan.describe()};"
+                        f" {self.job.model.count_params():,} parameters; run folder {self.folder}{xla and '; '}{xla}"
+                    ),
+                    "parameters": self.job.model.count_params(),
+                    "config_digest": self.config.digest(),
+                    "replicas": self.runtime.replicas,
+                    "workers": self.runtime.size,
+                    "import_s": imported_s,
+                    "build_s": restoring - started,
+                    "restore_s": restored - restoring,
+                    "startup_s": process_seconds(),
+                    "flags": (self.folder / flags.FLAGS_FILE).read_text() if self.chief else "",
+                    **results.source_info(self.job),
+                },
+            )
+        )
         for message in messages:
             self.observer(Event("restore", self.first_step, {"message": message}))
         for message in self.job.warnings:
@@ -142,14 +196,35 @@ class Session:
             recovery.save(0)  # so that there is something to go back to
         parts = LoopHooks(
             step=self.job.step,
-            iterators=self.job.iterators(recovery.position(self.first_step), recovery.stream_cut) if self.first_step < self.config.run.steps else [],
-            schedule=TracedSchedule(self.config.run.steps, loop.log_every, loop.eval_every, checkpoint.save_every, recovery.backup_period(), loop.steps_per_loop, bool(checkpoint.keep_best),
-                                traced=parse_profile_steps(self.config.telemetry.profile_steps)),
-            global_batch=self.job.plan.global_batch, position=recovery.position, clock=self.clock, observer=self._observe, told=lambda: {"train/learning_rate": recovery.learning_rate(), **self.job.step.update.figures()},
+            iterators=(
+                self.job.iterators(recovery.position(self.first_step), recovery.stream_cut)
+                if self.first_step < self.config.run.steps
+                else []
+            ),
+            schedule=TracedSchedule(
+                self.config.run.steps,
+                loop.log_every,
+                loop.eval_every,
+                checkpoint.save_every,
+                recovery.backup_period(),
+                loop.steps_per_loop,
+                bool(checkpoint.keep_best),
+                traced=parse_profile_steps(self.config.telemetry.profile_steps),
+            ),
+            global_batch=self.job.plan.global_batch,
+            position=recovery.position,
+            clock=self.clock,
+            observer=self._observe,
+            told=lambda: {"train/learning_rate": recovery.learning_rate(), **self.job.step.update.figures()},
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
-            save=recovery.save, backup=recovery.back_up, requests=self._requests, section=self._section,
+            save=recovery.save,
+            backup=recovery.back_up,
+            requests=self._requests,
+            section=self._section,
             rollback=self._rollback if loop.on_nan == "rollback" else None,
-            rates=make_rates(self.config, self.runtime, self.job.model, self.job.train_split), watch=self.watch)
+            rates=make_rates(self.config, self.runtime, self.job.model, self.job.train_split),
+            watch=self.watch,
+        )
         self.monitor.watchdog.enter(BETWEEN_STEPS)
         with self.diagnosis.naming():
             ending = train(parts, self.first_step)
@@ -212,9 +287,21 @@ class Session:
                 self.observer(Event("verdict", ending.step, {"message": verdict, "final": True}))
             weights = {} if ending.stopped or self.config.export.export == "none" else self.recovery.weights()
             if not ending.stopped and self.chief:
-                results.leave_results(self.job, weights, self.folder, self.observer, ending.step, self._summary(ending, verdict))
+                results.leave_results(
+                    self.job, weights, self.folder, self.observer, ending.step, self._summary(ending, verdict)
+                )
                 write_status(self.folder, "finished", self.run_id)
-            self.observer(Event("end", ending.step, {"stopped": ending.stopped, "train_s": self.clock.seconds, **{f"eval/{name}": value for name, value in ending.evaluation.items()}}))
+            self.observer(
+                Event(
+                    "end",
+                    ending.step,
+                    {
+                        "stopped": ending.stopped,
+                        "train_s": self.clock.seconds,
+                        **{f"eval/{name}": value for name, value in ending.evaluation.items()},
+                    },
+                )
+            )
             self.runtime.barrier()
         if self.recovery.backup and not ending.stopped and not unwritten:
             self.recovery.backup.delete()
@@ -222,7 +309,10 @@ class Session:
         self.monitor.close()
         self.runtime.close()
         if unwritten:
-            raise CheckpointError(f"The last snapshot could not be written ({unwritten}): free or repair {self.recovery.store.directory}, then start again to go on from the one before.")
+            raise CheckpointError(
+                f"The last snapshot could not be written ({unwritten}): free or repair {self.recovery.store.directory},"
+                " then start again to go on from the one before."
+            )
         return ExitCode.PREEMPTED if ending.stopped else ExitCode.OK
 
     def _leave(self, step: int) -> NoReturn:
@@ -241,15 +331,24 @@ class Session:
     def _summary(self, ending: TrainResult, verdict: str) -> dict[str, Any]:
         samples, losses = ending.step * self.job.plan.global_batch, self.recovery.losses.losses
         return {
-            "steps": ending.step, "workers": self.runtime.size, "samples": samples, "attempts": self.attempt + 1, "train_s": self.clock.seconds,
-            "samples_per_s": samples / max(self.clock.seconds, 1e-9), "pauses_s": dict(self.clock.pauses),
-            **({"train/loss": losses[-1]} if losses else {}), **{f"eval/{name}": value for name, value in ending.evaluation.items()},
-            "verdict": verdict, "snapshots": asdict(self.recovery.writer.stats),
+            "steps": ending.step,
+            "workers": self.runtime.size,
+            "samples": samples,
+            "attempts": self.attempt + 1,
+            "train_s": self.clock.seconds,
+            "samples_per_s": samples / max(self.clock.seconds, 1e-9),
+            "pauses_s": dict(self.clock.pauses),
+            **({"train/loss": losses[-1]} if losses else {}),
+            **{f"eval/{name}": value for name, value in ending.evaluation.items()},
+            "verdict": verdict,
+            "snapshots": asdict(self.recovery.writer.stats),
         }
 
     def give_up(self, error: BaseException) -> None:
         """After an error: what can still be saved is saved, and every tracker writes what it holds."""
         self.recovery.give_up()
         with contextlib.suppress(Exception):
-            self.observer(Event("error", int(self.job.step.counter.numpy()), {"message": f"{type(error).__name__}: {error}"}))
+            self.observer(
+                Event("error", int(self.job.step.counter.numpy()), {"message": f"{type(error).__name__}: {error}"})
+            )
             self.observer.close()

@@ -1,8 +1,8 @@
 """Lets Python's other threads run while TensorFlow connects a cluster.
 
 TensorFlow holds the interpreter's lock while it waits for all workers to register, without an end where one of them has
-died or stopped since it was last seen: no time-out of ours could act. The same function of its C library, called through
-ctypes, holds no lock. Where a build of TensorFlow hides that library, its own way is taken.
+died or stopped since it was last seen: no time-out of ours could act. The same function of its C library, called
+through ctypes, holds no lock. Where a build of TensorFlow hides that library, its own way is taken.
 """
 
 from __future__ import annotations

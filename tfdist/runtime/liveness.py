@@ -17,7 +17,10 @@ _BEATS = 4  # in the time after which silence counts as death
 
 
 class Heartbeat:
-    """Sends and hears the pulse over a ring of its own. `patience`: seconds of silence after which a neighbour is dead."""
+    """Sends and hears the pulse over a ring of its own.
+
+    `patience`: seconds of silence after which a neighbour is dead.
+    """
 
     def __init__(self, ring: Ring, patience: float):
         self._ring, self._patience = ring, patience
@@ -33,8 +36,10 @@ class Heartbeat:
         self._ended.set()
 
     def _beat(self) -> None:
-        neighbours = {self._ring.left.fileno(): (self._ring.left, (self._ring.rank - 1) % self._ring.size),
-                      self._ring.right.fileno(): (self._ring.right, (self._ring.rank + 1) % self._ring.size)}
+        neighbours = {
+            self._ring.left.fileno(): (self._ring.left, (self._ring.rank - 1) % self._ring.size),
+            self._ring.right.fileno(): (self._ring.right, (self._ring.rank + 1) % self._ring.size),
+        }
         poll = select.poll()
         for number in neighbours:
             poll.register(number, select.POLLIN)

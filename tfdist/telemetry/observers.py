@@ -13,7 +13,9 @@ from tfdist.telemetry.trackers import Run, make_trackers
 
 
 def build_observers(config: TelemetryConfig, run: Run, *, total_steps: int, steps_per_epoch: float | None) -> FanOut:
-    """Every rank writes JSONL and may have an endpoint, spans and traces; the chief also shows progress and has the trackers."""
+    """Every rank writes JSONL and may have an endpoint, spans and traces; the chief also shows progress and has the
+    trackers.
+    """
     # Trackers first: they read what earlier attempts left in the log.
     trackers = make_trackers(config.trackers, run) if run.rank == 0 else []
     observers: list[Observer | None] = [

@@ -1,9 +1,10 @@
 """The order in which a backward pass computes.
 
 From the gradient dY of a layer's output come the gradient of its weights, dW, which nothing waits for, and that of its
-input, dX, for which all layers before wait. TensorFlow takes both as ready and leaves to its executor which comes first: with
-a single thread that is dX, each time, so that every dW is computed at the very end. By then all activations and all dY are
-still in memory, and none of the gradients could travel while the pass went on. So what else uses dY is made to wait for dW.
+input, dX, for which all layers before wait. TensorFlow takes both as ready and leaves to its executor which comes
+first: with a single thread that is dX, each time, so that every dW is computed at the very end. By then all activations
+and all dY are still in memory, and none of the gradients could travel while the pass went on. So what else uses dY is
+made to wait for dW.
 """
 
 from __future__ import annotations
@@ -13,14 +14,28 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-_VIEWS = ("Cast", "Reshape", "Transpose", "Identity", "Squeeze", "ExpandDims", "Slice", "StridedSlice", "Split", "SplitV")
+_VIEWS = (
+    "Cast",
+    "Reshape",
+    "Transpose",
+    "Identity",
+    "Squeeze",
+    "ExpandDims",
+    "Slice",
+    "StridedSlice",
+    "Split",
+    "SplitV",
+)
 
 
 def weights_first(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Tensor) -> None:
-    """Within a graph: each of `gradients` is computed as soon as it can be. `start`: what the backward pass began with."""
+    """Within a graph: each of `gradients` is computed as soon as it can be.
+
+    `start`: what the backward pass began with.
+    """
     ends = _ends(gradients, start.op)
-    # Operations are numbered as they are made, so that all they hang on has lower numbers. An end could be at once after the
-    # newest tensor that it hangs on; edges that lead from there to higher numbers cannot close a circle.
+    # Operations are numbered as they are made, so that all they hang on has lower numbers. An end could be at once
+    # after the newest tensor that it hangs on; edges that lead from there to higher numbers cannot close a circle.
     place: dict[int, int] = {}
     for number, end in sorted(ends.items()):
         before = [source._id for source in (*(tensor.op for tensor in end.inputs), *end.control_inputs)]
@@ -33,8 +48,12 @@ def weights_first(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.T
 
 
 def _ends(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Operation) -> dict[int, tf.Operation]:
-    """The operations after `start` that lead to one gradient, or to several that travel as one, and to nothing else; by number."""
-    last = [gradient.op for gradient in (each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients)]
+    """The operations after `start` that lead to one gradient, or to several that travel as one, and to nothing else; by
+    number.
+    """
+    last = [
+        gradient.op for gradient in (each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients)
+    ]
     leads_to = {operation._id: _seen(operation)._id for operation in last}
     waiting = {operation._id: operation for operation in last}
     order = [-number for number in waiting]
@@ -43,7 +62,9 @@ def _ends(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Operation
     while order:  # from the newest: who uses an operation's results is newer than it
         operation = waiting[-heapq.heappop(order)]
         users = [user._id for output in operation.outputs for user in output.consumers()]
-        found = {leads_to[user] if user in ends else None for user in users} | ({leads_to[operation._id]} if operation._id in leads_to else set())
+        found = {leads_to[user] if user in ends else None for user in users} | (
+            {leads_to[operation._id]} if operation._id in leads_to else set()
+        )
         if operation._id > start._id and len(found) == 1 and None not in found:
             ends[operation._id], leads_to[operation._id] = operation, found.pop()
             for source in (tensor.op for tensor in operation.inputs):
@@ -66,8 +87,8 @@ def age(gradient: tf.Tensor) -> int:
 
 
 def made_after(gradient: tf.Tensor, tensor: tf.Tensor, newest: int) -> None:
-    """Within a graph: a gradient is not computed before `tensor` is there, which hangs on gradients up to an age of `newest`;
-    unless all that it is made of was there before these were."""
+    """Within a graph: a gradient is not computed before `tensor` is there, which hangs on gradients up to an age of
+    `newest`; unless all that it is made of was there before these were."""
     made = _seen(gradient.op)
     if made.graph is tensor.graph and max((_seen(source.op)._id for source in made.inputs), default=0) > newest:
         made._add_control_input(tensor.op)

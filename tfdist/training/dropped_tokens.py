@@ -17,8 +17,8 @@ METRIC = "dropped_fraction"
 
 
 def with_dropped(objective: Objective, model: keras.Model) -> Objective:
-    """`objective` with the metric `dropped_fraction`: of all choices of tokens for experts, the part that was dropped, the
-    mean over blocks. The objective itself if the model has no experts."""
+    """`objective` with the metric `dropped_fraction`: of all choices of tokens for experts, the part that was dropped,
+    the mean over blocks. The objective itself if the model has no experts."""
     noted: dict[str, tf.Tensor] = {}
     routers = [layer for layer in model._flatten_layers(include_self=False) if layer.name.endswith("_router_dropped")]
     for layer in routers:

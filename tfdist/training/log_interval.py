@@ -1,4 +1,6 @@
-"""What happened since the last log line, as events: "train", and where the time went: "phases", "verdict", stragglers."""
+"""What happened since the last log line, as events: "train", and where the time went: "phases", "verdict",
+stragglers.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,26 @@ _MOST_SKIPPED = 50  # steps in a row: the search for the loss scale of float16 t
 
 
 class Interval:
-    """Adds up step outputs; `event` ends the interval and starts the next. Raises DivergedError where steps are skipped only."""
+    """Adds up step outputs; `event` ends the interval and starts the next.
 
-    def __init__(self, clock: Clock, global_batch: int, position: Callable[[int], int], rates: Rates | None = None, watch: Watch | None = None):
-        self.clock, self.global_batch, self.position, self.rates, self.watch = clock, global_batch, position, rates or Rates(), watch
+    Raises DivergedError where steps are skipped only.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        global_batch: int,
+        position: Callable[[int], int],
+        rates: Rates | None = None,
+        watch: Watch | None = None,
+    ):
+        self.clock, self.global_batch, self.position, self.rates, self.watch = (
+            clock,
+            global_batch,
+            position,
+            rates or Rates(),
+            watch,
+        )
         if watch:
             watch.forget()
         self._skipped_in_a_row = 0
@@ -42,8 +60,11 @@ class Interval:
         """The output of a call of n steps. `last`: the run ends with it."""
         self._skipped_in_a_row = self._skipped_in_a_row + n if out.skipped == n else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED or (last and self._skipped_in_a_row == out.step):
-            raise DivergedError(f"Loss or gradients were NaN or infinite in each of the last {self._skipped_in_a_row} steps up to step {out.step}, so all of them were skipped "
-                                "and nothing was learned: look for NaN in the data, lower --learning_rate, or set --clip_norm.")
+            raise DivergedError(
+                f"Loss or gradients were NaN or infinite in each of the last {self._skipped_in_a_row} steps up to step"
+                f" {out.step}, so all of them were skipped and nothing was learned: look for NaN in the data, lower"
+                " --learning_rate, or set --clip_norm."
+            )
         self.steps += n
         self.weight += out.weight
         self.skipped += out.skipped
@@ -63,13 +84,26 @@ class Interval:
         """What there is to tell at a log line, the "train" event last. A collective if a call was sampled."""
         watched = list(self.watch.events(step, self.compute_by_rank())) if self.watch else []
         if self.skipped == self.steps:
-            watched.append(Event("warning", step, {"message": f"All of the last {self.steps} steps were skipped, because loss or gradients were not finite: there is no loss to show."}))
+            watched.append(
+                Event(
+                    "warning",
+                    step,
+                    {
+                        "message": (
+                            f"All of the last {self.steps} steps were skipped, because loss or gradients were not"
+                            " finite: there is no loss to show."
+                        )
+                    },
+                )
+            )
         return [*watched, self.event(step, told)]
 
     def event(self, step: int, told: Mapping[str, float]) -> Event:
         """`told`: further values."""
         seconds = max(self.clock.seconds - self.seconds, 1e-9)
-        values = {f"train/{name}": total / self.weight if self.weight else math.nan for name, total in self.sums.items()}
+        values = {
+            f"train/{name}": total / self.weight if self.weight else math.nan for name, total in self.sums.items()
+        }
         values |= {
             **told,
             "train/gradient_norm": self.last.gradient_norm,
@@ -81,10 +115,18 @@ class Interval:
             **self.rates.values(self.steps * self.global_batch / seconds, self.position(step)),
             **memory(),
         }
-        values |= {f"pause/{name}_s": seconds - self.pauses.get(name, 0.0) for name, seconds in self.clock.pauses.items() if seconds > self.pauses.get(name, 0.0)}
+        values |= {
+            f"pause/{name}_s": seconds - self.pauses.get(name, 0.0)
+            for name, seconds in self.clock.pauses.items()
+            if seconds > self.pauses.get(name, 0.0)
+        }
         seconds_by_rank = self.compute_by_rank()
         if len(seconds_by_rank) > 1 and max(seconds_by_rank) > 0:
-            values |= {"perf/compute_s": statistics.median(seconds_by_rank), "perf/slowest_compute_s": max(seconds_by_rank), "perf/slowest_rank": int(np.argmax(seconds_by_rank))}
+            values |= {
+                "perf/compute_s": statistics.median(seconds_by_rank),
+                "perf/slowest_compute_s": max(seconds_by_rank),
+                "perf/slowest_rank": int(np.argmax(seconds_by_rank)),
+            }
         self._reset()
         return Event("train", step, values)
 
@@ -99,7 +141,14 @@ class Watch:
       straggler_factor: see stragglers.py.
     """
 
-    def __init__(self, clock: Clock, rank: int, gather: Callable[[np.ndarray], np.ndarray], split: bool = True, straggler_factor: float = 0.0):
+    def __init__(
+        self,
+        clock: Clock,
+        rank: int,
+        gather: Callable[[np.ndarray], np.ndarray],
+        split: bool = True,
+        straggler_factor: float = 0.0,
+    ):
         self.rank, self.gather, self.split = rank, gather, split
         self.meter, self.verdicts, self.stragglers = PhaseMeter(clock), Verdicts(), Stragglers(straggler_factor)
         self._first: int | None = None  # the step from which the meter counts

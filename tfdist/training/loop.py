@@ -47,10 +47,15 @@ class LoopSchedule:
     save_at_evaluation: bool = False  # so that the best by a metric can be kept
 
     def next_boundary(self, step: int, step_s: float = 0.0) -> int:
-        """The first step after `step` at which something is due. `step_s`: seconds per step, the same on all workers; 0: unknown."""
+        """The first step after `step` at which something is due.
+
+        `step_s`: seconds per step, the same on all workers; 0: unknown.
+        """
         affordable = max(1, int(_MOST_SECONDS_PER_LOOP / step_s)) if step_s else _MOST_STEPS_PER_LOOP
         most = step + (self.steps_per_loop or min(_MOST_STEPS_PER_LOOP, affordable))
-        periods = [period for period in (self.log_every, self.eval_every, self.save_every, self.backup_every) if period > 0]
+        periods = [
+            period for period in (self.log_every, self.eval_every, self.save_every, self.backup_every) if period > 0
+        ]
         return min([self.target, most, *((step // period + 1) * period for period in periods)])
 
     def due(self, period: int, before: int, step: int) -> bool:
@@ -75,7 +80,9 @@ class LoopHooks:
     backup: Callable[[int], None]  # the same, for the short-lived backup
     requests: Callable[[int], Requests]  # what this worker asks for
     section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
-    rollback: Callable[[int], tuple[int, Sequence]] | None = None  # from a bad step to (a good one, its iterators); None: stop
+    rollback: Callable[[int], tuple[int, Sequence]] | None = (
+        None  # from a bad step to (a good one, its iterators); None: stop
+    )
     rates: Rates | None = None
     watch: Watch | None = None  # of where the time goes
 
@@ -93,7 +100,8 @@ class TrainResult:
 def train(hooks: LoopHooks, step: int) -> TrainResult:
     """Trains from `step` to the schedule's target.
 
-    Raises: DivergedError when loss or gradients are not finite; RuntimeError when the step counter and the loop disagree.
+    Raises: DivergedError when loss or gradients are not finite; RuntimeError when the step counter and the loop
+    disagree.
     """
     schedule, clock, iterators = hooks.schedule, hooks.clock, hooks.iterators
     interval = Interval(clock, hooks.global_batch, hooks.position, hooks.rates, hooks.watch)
@@ -107,16 +115,25 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
         with hooks.section("first step" if first else "step"):
             out = hooks.step(iterators, n, hooks.requests(step))
         if out.step != step + n:
-            raise RuntimeError(f"The step counter is {out.step} after {n} steps from {step}: the run stops, its state cannot be trusted.")
+            raise RuntimeError(
+                f"The step counter is {out.step} after {n} steps from {step}: the run stops, its state cannot be"
+                " trusted."
+            )
         before, step, step_s = step, out.step, out.step_s
         if not out.finite:
             if hooks.rollback is None:
                 raise DivergedError(
-                    f"Loss or gradients became NaN or infinite between step {before} and {step} (loss {out.means['loss']}): "
-                    "lower --learning_rate, set --clip_norm, or use --on_nan=skip or --on_nan=rollback.")
+                    f"Loss or gradients became NaN or infinite between step {before} and {step} (loss"
+                    f" {out.means['loss']}): lower --learning_rate, set --clip_norm, or use --on_nan=skip or"
+                    " --on_nan=rollback."
+                )
             with clock.pause("rollback"), hooks.section("restore"):
                 step, iterators = hooks.rollback(step)
-            interval, stopped, left = Interval(clock, hooks.global_batch, hooks.position, hooks.rates, hooks.watch), out.signals["stop"], out.signals["leave"]
+            interval, stopped, left = (
+                Interval(clock, hooks.global_batch, hooks.position, hooks.rates, hooks.watch),
+                out.signals["stop"],
+                out.signals["leave"],
+            )
             continue
         interval.add(out, n, last=step == schedule.target)
         if schedule.due(schedule.log_every, before, step) or step == schedule.target:

@@ -39,11 +39,14 @@ def trace(model: Any, objective: Any, specs: tuple, batch: int, precision: str) 
 
     graph = tf.Graph()
     with graph.as_default():
+
         def placeholder(spec: tf.TensorSpec) -> tf.Tensor:
             return tf.compat.v1.placeholder(spec.dtype, (batch, *spec.shape))
 
-        values = [[tf.compat.v1.placeholder(variable.dtype, variable.shape) for variable in group]
-                  for group in (model.trainable_variables, model.non_trainable_variables)]
+        values = [
+            [tf.compat.v1.placeholder(variable.dtype, variable.shape) for variable in group]
+            for group in (model.trainable_variables, model.non_trainable_variables)
+        ]
         x, y = (tf.nest.map_structure(placeholder, spec) for spec in specs[:2])
         w = placeholder(specs[2]) if len(specs) == 3 else tf.ones([batch])
         inputs = set(graph.get_operations())
@@ -52,8 +55,12 @@ def trace(model: Any, objective: Any, specs: tuple, batch: int, precision: str) 
         scores = objective(output, y, w)
         loss = tf.reduce_sum(scores.losses * scores.weights)
         forward = set(graph.get_operations())
-        needed = _ancestors([gradient.op for gradient in tf.nest.flatten(tf.gradients(loss, values[0])) if gradient is not None])
-    parts = {name: {"flops": 0.0, "saved": {}, "output": 0} for name in [*(layer.name for layer in model.layers), "loss"]}
+        needed = _ancestors(
+            [gradient.op for gradient in tf.nest.flatten(tf.gradients(loss, values[0])) if gradient is not None]
+        )
+    parts = {
+        name: {"flops": 0.0, "saved": {}, "output": 0} for name in [*(layer.name for layer in model.layers), "loss"]
+    }
     _fill(parts, [op for op in graph.get_operations() if op in forward or op in needed], inputs, in_model, forward)
     return parts
 
@@ -104,7 +111,16 @@ def _bytes(tensor: Any) -> int:
 
 def _flops(operation: Any) -> float:
     """2 x multiplications of a product or convolution of known shapes; 0 for everything else."""
-    if operation.type not in ("MatMul", "BatchMatMulV2", "BatchMatMul", "Conv2D", "DepthwiseConv2dNative", "Conv1D", "Conv3D", "Einsum"):
+    if operation.type not in (
+        "MatMul",
+        "BatchMatMulV2",
+        "BatchMatMul",
+        "Conv2D",
+        "DepthwiseConv2dNative",
+        "Conv1D",
+        "Conv3D",
+        "Einsum",
+    ):
         return 0.0
     shapes = [tensor.shape.as_list() for tensor in (*operation.inputs, *operation.outputs)]
     if any(size is None for shape in shapes for size in shape):
@@ -116,14 +132,21 @@ def _flops(operation: Any) -> float:
         return 2.0 * result * shapes[0][-2 if operation.get_attr("adj_x") else -1]
     if operation.type == "Einsum":
         terms, out = operation.get_attr("equation").decode().split("->")
-        sizes = {letter: size for term, shape in zip(terms.split(","), shapes, strict=False) for letter, size in zip(term, shape, strict=False)}
+        sizes = {
+            letter: size
+            for term, shape in zip(terms.split(","), shapes, strict=False)
+            for letter, size in zip(term, shape, strict=False)
+        }
         return 2.0 * result * math.prod(size for letter, size in sizes.items() if letter not in out)
     kernel = shapes[1]
     return 2.0 * result * (math.prod(kernel[:2]) if operation.type.startswith("Depthwise") else math.prod(kernel[:-1]))
 
 
 def forward_flops(model: Any, x_spec: Any) -> float:
-    """Floating-point operations of the forward pass of one sample: products and convolutions. Traces it once, runs nothing."""
+    """Floating-point operations of the forward pass of one sample: products and convolutions.
+
+    Traces it once, runs nothing.
+    """
     import tensorflow as tf
 
     spec = tf.nest.map_structure(lambda each: tf.TensorSpec([1, *each.shape], each.dtype), x_spec)
@@ -144,14 +167,26 @@ def count(model: Any, objective: Any, specs: tuple, precision: str = "float32") 
             constants[name] += math.prod(variable.shape)
     parts = []
     for name in small:
-        per_sample = {tensor: (large[name]["saved"].get(tensor, size) - size) / step for tensor, size in small[name]["saved"].items()}
+        per_sample = {
+            tensor: (large[name]["saved"].get(tensor, size) - size) / step
+            for tensor, size in small[name]["saved"].items()
+        }
         fixed = sum(size - _SIZES[0] * per_sample[tensor] for tensor, size in small[name]["saved"].items())
-        parts.append({
-            "name": name, "weights": weights[name], "constants": constants[name],
-            "flops": (large[name]["flops"] - small[name]["flops"]) / step,
-            "saved": [size for size in per_sample.values() if size], "fixed": fixed,
-            "output": (large[name]["output"] - small[name]["output"]) / step})
-    return {"name": model.name, "parts": [part for part in parts if part["weights"] or part["flops"] or part["saved"] or part["fixed"]]}
+        parts.append(
+            {
+                "name": name,
+                "weights": weights[name],
+                "constants": constants[name],
+                "flops": (large[name]["flops"] - small[name]["flops"]) / step,
+                "saved": [size for size in per_sample.values() if size],
+                "fixed": fixed,
+                "output": (large[name]["output"] - small[name]["output"]) / step,
+            }
+        )
+    return {
+        "name": model.name,
+        "parts": [part for part in parts if part["weights"] or part["flops"] or part["saved"] or part["fixed"]],
+    }
 
 
 def main(argv: list[str]) -> int:

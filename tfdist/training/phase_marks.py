@@ -1,13 +1,13 @@
 """Marks: at what time the phases of a step end, seen from inside the training function, in calls that are sampled.
 
 A mark looks at the clock when some tensors are there. What comes after waits for it (an executor with one thread would
-else look when all is done), but never where that would take away an overlap: gradients travel while the backward pass goes
-on, marks or not. There is one traced function, so measuring costs no second trace, and cannot change a result.
+else look when all is done), but never where that would take away an overlap: gradients travel while the backward pass
+goes on, marks or not. There is one traced function, so measuring costs no second trace, and cannot change a result.
 
-Where TensorFlow's clock tells the truth, looking at it costs less than asking whether to look: every call has its marks.
-On a GPU an operation counts as done when it has been handed to the device. There a mark copies one element of the last
-tensor to the host, which waits for all that the device was given before; so the marks sleep in calls that are not sampled.
-So they do with deterministic operations, which bar TensorFlow's clock: Python's is slower.
+Where TensorFlow's clock tells the truth, looking at it costs less than asking whether to look: every call has its
+marks. On a GPU an operation counts as done when it has been handed to the device. There a mark copies one element of
+the last tensor to the host, which waits for all that the device was given before; so the marks sleep in calls that are
+not sampled. So they do with deterministic operations, which bar TensorFlow's clock: Python's is slower.
 
 The marks of a step, in order; with several micro-batches those from DATA to BACKWARD come once for each:
 
@@ -32,7 +32,8 @@ class Marks:
     """The marks of one call.
 
     Args:
-      base: float64 [], Unix seconds near to the call's begin: differences from it stay exact. 0: the call is not sampled.
+      base: float64 [], Unix seconds near to the call's begin: differences from it stay exact. 0: the call is not
+      sampled.
       timed: whether TensorFlow's own clock may be used.
       on: False: there are no marks in the graph at all.
       on_device: whether the tensors are on a GPU.
@@ -43,7 +44,9 @@ class Marks:
         self.always = on and timed and not on_device
 
     def __call__(self, after: Sequence[tf.Tensor]) -> tf.Tensor:
-        """float64 []: Unix seconds when all of `after` are there (on a GPU: when the last one is); anything in calls that are not sampled."""
+        """float64 []: Unix seconds when all of `after` are there (on a GPU: when the last one is); anything in calls
+        that are not sampled.
+        """
         if not self.on:
             return tf.constant(0.0, tf.float64)
         with tf.control_dependencies(after):
@@ -57,7 +60,9 @@ class Marks:
                 with tf.device("CPU:0"):
                     there = tf.reduce_sum(tf.cast(tf.reshape(after[-1], [-1])[:1], tf.float64))
             with tf.control_dependencies([there]):
-                now = tf.timestamp() if self.timed else tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
+                now = (
+                    tf.timestamp() if self.timed else tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
+                )
             # Always 0, which TensorFlow does not see: it would drop a copy that nobody uses.
             return now + tf.cast(tf.logical_and(there > 0, there < 0), tf.float64)
 
@@ -70,7 +75,9 @@ class Marks:
 
 def is_sampled(number: int, every: int) -> bool:
     """Whether call `number` is: one in each row of `every` calls, the same on all workers; not always the same one of a
-    row, since that might be just the one which follows a save. Of the first row it is the second: the first call traces."""
+    row, since that might be just the one which follows a save. Of the first row it is the second: the first call
+    traces.
+    """
     if every < 1:
         return False
     row, at = divmod(number, every)
@@ -78,7 +85,9 @@ def is_sampled(number: int, every: int) -> bool:
 
 
 def gradients_last(local: Sequence[tuple[list, tf.Tensor]]) -> list[tf.Tensor]:
-    """All that the replicas hold after their backward pass; what is computed last, the first variable's gradient, is last."""
+    """All that the replicas hold after their backward pass; what is computed last, the first variable's gradient, is
+    last.
+    """
     return [getattr(tensor, "values", tensor) for gradients, sums in local for tensor in (sums, *gradients[::-1])]
 
 
@@ -86,7 +95,8 @@ def in_step(sums: np.ndarray, wait_s: float | None) -> np.ndarray:
     """float64 [6]: the seconds of data wait, host to device, forward, backward, gradient synchronisation and optimizer.
 
     Args:
-      sums: float64 [COUNT + 1], the marks of a call, each added up over its steps (and micro-batches), and the seconds from
+      sums: float64 [COUNT + 1], the marks of a call, each added up over its steps (and micro-batches), and the seconds
+      from
         the first START to the end of the last step.
       wait_s: gradient synchronisation, where the runtime knows it better; None: it does not.
     """
@@ -95,4 +105,6 @@ def in_step(sums: np.ndarray, wait_s: float | None) -> np.ndarray:
     begins = start + backward - local
     if wait_s is not None:
         backward, local = backward + reduced - wait_s - local, reduced - wait_s
-    return np.array([data - begins, device - data, forward - device, backward - forward, reduced - local, total - (reduced - start)])
+    return np.array(
+        [data - begins, device - data, forward - device, backward - forward, reduced - local, total - (reduced - start)]
+    )

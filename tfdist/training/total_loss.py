@@ -17,7 +17,9 @@ class Total(NamedTuple):
     """Of a micro-batch."""
 
     differentiated: tf.Tensor
-    added: tf.Tensor | None  # what layers add, where it must be differentiated by itself: weights of samples do not count for it
+    added: (
+        tf.Tensor | None
+    )  # what layers add, where it must be differentiated by itself: weights of samples do not count for it
     sums: tf.Tensor  # step_output.FIRST_SUMS and those of the metrics
 
 
@@ -37,13 +39,26 @@ def added_by_rows(model: keras.Model) -> bool:
 
 
 class TotalLoss:
-    """(outputs, y, w, scale) -> Total, of the model's last call; see step.py. `weighted`: not every weight is known to be 1."""
+    """(outputs, y, w, scale) -> Total, of the model's last call; see step.py.
 
-    def __init__(self, model: keras.Model, objective: Objective, metric_names: tuple[str, ...], global_batch: int, expected: float, weighted: bool):
+    `weighted`: not every weight is known to be 1.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        objective: Objective,
+        metric_names: tuple[str, ...],
+        global_batch: int,
+        expected: float,
+        weighted: bool,
+    ):
         self.model, self.objective, self.metric_names = model, objective, metric_names
         self.global_batch, self.expected, self.weighted = global_batch, expected, weighted
 
-    def __call__(self, outputs: Any, y: Any, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor] | None = None) -> Total:
+    def __call__(
+        self, outputs: Any, y: Any, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor] | None = None
+    ) -> Total:
         """losses: what was added; None: what the model's layers have recorded."""
         by_rows = bool(losses) if losses is not None else added_by_rows(self.model)
         losses = self.model.losses if losses is None else losses

@@ -1,4 +1,7 @@
-"""The names of the data sources, and where their functions are. No TensorFlow: a name that is unknown is told at once."""
+"""The names of the data sources, and where their functions are.
+
+No TensorFlow: a name that is unknown is told at once.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,9 @@ class Split:
     def check(self) -> Split:
         """Returns self, or raises DataError if the split is empty or not usable."""
         if self.size is None and self.stream is None:
-            raise DataError(f"{self.name} has neither a size nor a stream: a source must set size and fetch, or stream.")
+            raise DataError(
+                f"{self.name} has neither a size nor a stream: a source must set size and fetch, or stream."
+            )
         if self.size is not None and (self.size < 1 or self.fetch is None):
             raise DataError(f"{self.name} has no samples: check --source, --source_args and --data_dir.")
         if not isinstance(self.element_spec, tuple) or len(self.element_spec) not in (2, 3):
@@ -87,11 +89,14 @@ def read_options(config: DataConfig, defaults: Mapping[str, Any]) -> dict[str, A
         if name not in defaults:
             raise ConfigError(
                 f"--source_args={config.source_args}: --source={config.source} has no option {name!r}; "
-                f"it has {', '.join(defaults) or 'none'}.")
+                f"it has {', '.join(defaults) or 'none'}."
+            )
         kind = type(defaults[name])
         if kind in (int, bool, str) and type(value) is not kind:
             raise ConfigError(
-                f"--source_args: {name}={value!r} must be of type {kind.__name__}, for example {name}={defaults[name]!r}.")
+                f"--source_args: {name}={value!r} must be of type {kind.__name__}, for example"
+                f" {name}={defaults[name]!r}."
+            )
         if kind is int and value < 0:
             raise ConfigError(f"--source_args: {name}={value} must not be negative.")
     return {**defaults, **given}
@@ -103,8 +108,14 @@ def on_host(array: Any, dtype: tf.DType | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(array, dtype)
 
 
-def array_split(name: str, arrays: tuple, *, num_classes: int | None = None, info: Mapping[str, Any] | None = None,
-                scale: bool = False) -> Split:
+def array_split(
+    name: str,
+    arrays: tuple,
+    *,
+    num_classes: int | None = None,
+    info: Mapping[str, Any] | None = None,
+    scale: bool = False,
+) -> Split:
     """A split over arrays in memory.
 
     arrays: (x, y) or (x, y, w) nests of NumPy arrays with one leading dim. scale: see `scaled`; memory keeps the bytes.
@@ -118,7 +129,9 @@ def array_split(name: str, arrays: tuple, *, num_classes: int | None = None, inf
     try:
         tensors = tf.nest.map_structure(on_host, arrays)
     except (ValueError, TypeError) as error:
-        raise DataError(f"{name} has an array that cannot be a tensor ({error}): use numeric arrays of one shape.") from error
+        raise DataError(
+            f"{name} has an array that cannot be a tensor ({error}): use numeric arrays of one shape."
+        ) from error
 
     def fetch(indices: tf.Tensor) -> Sample:
         sample = tf.nest.map_structure(lambda t: tf.gather(t, indices), tensors)
@@ -127,12 +140,15 @@ def array_split(name: str, arrays: tuple, *, num_classes: int | None = None, inf
     spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), tensors)
     if scale:
         spec = (tf.nest.map_structure(scaled_spec, spec[0]), *spec[1:])
+
     def contents() -> list[int]:
         return [checksum(host_view(tensor)) for tensor in tf.nest.flatten(tensors)]
 
     y = tensors[1]
     labels = (lambda: host_view(y)) if isinstance(y, tf.Tensor) and y.dtype.is_integer else None
-    return Split(name, sizes.pop(), spec, fetch, num_classes, dict(info or {}), cheap=True, labels=labels, contents=contents)
+    return Split(
+        name, sizes.pop(), spec, fetch, num_classes, dict(info or {}), cheap=True, labels=labels, contents=contents
+    )
 
 
 def scaled(x: tf.Tensor) -> tf.Tensor:
@@ -146,7 +162,9 @@ def scaled_spec(spec: tf.TensorSpec) -> tf.TensorSpec:
 
 
 def places(nest: Any, names: Sequence[str] = "xyw") -> list[str]:
-    """What the parts of a sample are called, in the order of tf.nest: x, y, w, or x['image'] where there are several."""
+    """What the parts of a sample are called, in the order of tf.nest: x, y, w, or x['image'] where there are
+    several.
+    """
     if isinstance(nest, dict):
         parts = [(nest[key], f"{names}[{key!r}]") for key in sorted(nest)]
     elif isinstance(nest, tuple | list):

@@ -1,14 +1,15 @@
 """The outer loop of a parameter-server run, on the chief: hands out batches by number, collects what came of them.
 
-Asynchronous: every batch is one update, made by whichever worker has it; up to `_AHEAD` a worker are given out at a time.
-Synchronous: a batch is cut into slices, one per worker but for the backup workers; the sum of their gradients is one update.
-With B backup workers (Chen et al. 2016, arXiv:1604.00981) there are N slices for N + B workers: some slices are given out
-twice from the start, others once they are late, and the first result of each counts; those that come later are dropped
-and counted. In that paper each of N + B workers has samples of its own, and those of the last B are lost. Here no sample
-is lost, and a step has the batch that it has with any strategy.
+Asynchronous: every batch is one update, made by whichever worker has it; up to `_AHEAD` a worker are given out at a
+time.
+Synchronous: a batch is cut into slices, one per worker but for the backup workers; the sum of their gradients is one
+update. With B backup workers (Chen et al. 2016, arXiv:1604.00981) there are N slices for N + B workers: some slices are
+given out twice from the start, others once they are late, and the first result of each counts; those that come later
+are dropped and counted. In that paper each of N + B workers has samples of its own, and those of the last B are lost.
+Here no sample is lost, and a step has the batch that it has with any strategy.
 
-Batches are given out in order and each is done before the next evaluation, snapshot or end, so that there, and only there,
-`step` batches are done and no others: what a snapshot needs.
+Batches are given out in order and each is done before the next evaluation, snapshot or end, so that there, and only
+there, `step` batches are done and no others: what a snapshot needs.
 """
 
 from __future__ import annotations
@@ -107,7 +108,12 @@ class Trainer:
                 self.step.parameters.pull(step)
             if hooks.evaluate and schedule.due(schedule.eval_every, before, step):
                 evaluation, evaluated_at = self._evaluate(step), step
-            if save or stopped or (schedule.save_at_evaluation and evaluated_at == step) or schedule.due(schedule.save_every, before, step):
+            if (
+                save
+                or stopped
+                or (schedule.save_at_evaluation and evaluated_at == step)
+                or schedule.due(schedule.save_every, before, step)
+            ):
                 with hooks.clock.pause("saving"), hooks.section("save"):
                     hooks.save(step)
         if hooks.evaluate and schedule.eval_every >= 0 and evaluated_at != step and not stopped:
@@ -117,7 +123,10 @@ class Trainer:
         return TrainResult(step, stopped, evaluation)
 
     def advance(self, step: int, boundary: int) -> tuple[int, bool, bool]:
-        """Trains from `step` to `boundary`, or less far if a save or stop is asked for: (step, save, stop). Nothing is under way afterwards."""
+        """Trains from `step` to `boundary`, or less far if a save or stop is asked for: (step, save, stop).
+
+        Nothing is under way afterwards.
+        """
         raise NotImplementedError
 
     def _evaluate(self, step: int) -> dict[str, float]:
@@ -140,15 +149,34 @@ class Trainer:
         """Adds update number `step` to the interval, and tells of it when it is due. Raises DivergedError."""
         named = self.step.sums.read(sums)
         if not finite and not self.servers.skip_non_finite:
-            raise DivergedError(f"Loss or gradients became NaN or infinite at step {step} (loss {named['loss'] / max(named['weight'], 1e-30)}): lower --learning_rate, set --clip_norm, or use --on_nan=skip.")
+            raise DivergedError(
+                f"Loss or gradients became NaN or infinite at step {step} (loss"
+                f" {named['loss'] / max(named['weight'], 1e-30)}): lower --learning_rate, set --clip_norm, or use"
+                " --on_nan=skip."
+            )
         if not finite:  # it did not take place
             named = dict.fromkeys(named, 0.0)
             self.step.parameters.skipped += 1
         weight = named.pop("weight")
         named["regularization"] *= weight
         means = means_of(named, weight)
-        self.interval.add(StepOutput(step, means, weight, norm, 1.0, int(not finite), finite, {name: named[name] for name in means}, {}, 0.0, np.zeros(0)), 1,
-                          last=step == self.hooks.schedule.target)
+        self.interval.add(
+            StepOutput(
+                step,
+                means,
+                weight,
+                norm,
+                1.0,
+                int(not finite),
+                finite,
+                {name: named[name] for name in means},
+                {},
+                0.0,
+                np.zeros(0),
+            ),
+            1,
+            last=step == self.hooks.schedule.target,
+        )
         self.updates += 1
         if self.updates == 1:  # see loop.py
             gc.collect()
@@ -158,7 +186,9 @@ class Trainer:
             self._log(step)
 
     def _log(self, step: int) -> None:
-        self.step.parameters.optimizer.iterations.assign(step - self.step.parameters.skipped)  # the chief's: for the learning rate that is told
+        self.step.parameters.optimizer.iterations.assign(
+            step - self.step.parameters.skipped
+        )  # the chief's: for the learning rate that is told
         event = self.interval.event(step, self.hooks.told())
         self.hooks.observer(Event("train", step, {**event.values, **self.recent.values()}))
         self.staleness.merge(self.recent)
@@ -212,7 +242,10 @@ class Synchronous(Trainer):
         save = stop = False
         while step < boundary and not (save or stop):
             results = self._slices(step)
-            norm, finite = self.step.apply(tf.constant(self.step.combine(results)), tf.constant(sum(self.step.sums.of(result.sums, "weight") for result in results), tf.float32))
+            norm, finite = self.step.apply(
+                tf.constant(self.step.combine(results)),
+                tf.constant(sum(self.step.sums.of(result.sums, "weight") for result in results), tf.float32),
+            )
             step += 1
             self.count(step, np.sum([result.sums for result in results], axis=0), float(norm), bool(finite))
             asked = self.hooks.requests(step)
@@ -229,7 +262,9 @@ class Synchronous(Trainer):
                 while self.calls.free() and (index := self._next(begun, results, planned)) is not None:
                     begun[index].append(time.monotonic())
                     self.calls.give((step, index), self.step.differentiate, step, self.hooks.position(step), index)
-                for (of_step, index), result in self.look(step, _LOOK_SECONDS if not self.servers.backup_workers else _LATE_LOOK_SECONDS):
+                for (of_step, index), result in self.look(
+                    step, _LOOK_SECONDS if not self.servers.backup_workers else _LATE_LOOK_SECONDS
+                ):
                     if of_step == step and result is None:
                         begun[index].pop()
                     elif of_step == step and index not in results and result.version == step:
@@ -240,8 +275,13 @@ class Synchronous(Trainer):
         return [results[index] for index in range(self.slices)]
 
     def _next(self, begun: dict[int, list[float]], results: dict[int, Result], planned: int) -> int | None:
-        """The slice to give out now: one that nobody has; while fewer than `planned` were given out, one that is not done; one that is late."""
-        open_ = sorted((index for index in begun if index not in results and len(begun[index]) <= self.servers.backup_workers), key=lambda index: len(begun[index]))
+        """The slice to give out now: one that nobody has; while fewer than `planned` were given out, one that is not
+        done; one that is late.
+        """
+        open_ = sorted(
+            (index for index in begun if index not in results and len(begun[index]) <= self.servers.backup_workers),
+            key=lambda index: len(begun[index]),
+        )
         if not open_:
             return None
         if not begun[open_[0]] or (not results and sum(map(len, begun.values())) < planned):

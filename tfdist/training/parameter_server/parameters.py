@@ -79,21 +79,39 @@ class Parameters:
     Raises ConfigError for a model whose weights have constraints, which an update of pieces cannot keep.
     """
 
-    def __init__(self, model: keras.Model, optimizer: keras.Optimizer, schedule: keras.optimizers.schedules.LearningRateSchedule,
-                 make_optimizer: Callable[[keras.optimizers.schedules.LearningRateSchedule], keras.Optimizer], devices: Sequence[str], piece_bytes: float, tell_step: Callable[[int], Any] = lambda step: None):
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.Optimizer,
+        schedule: keras.optimizers.schedules.LearningRateSchedule,
+        make_optimizer: Callable[[keras.optimizers.schedules.LearningRateSchedule], keras.Optimizer],
+        devices: Sequence[str],
+        piece_bytes: float,
+        tell_step: Callable[[int], Any] = lambda step: None,
+    ):
         self.model, self.optimizer, self.devices, self.tell_step = model, optimizer, list(devices), tell_step
         self.weights = list(model.trainable_variables)
         if any(variable.constraint is not None for variable in self.weights):
-            raise ConfigError("--strategy=parameter_server does not keep weight constraints (kernel_constraint and the like): remove them from the model, or use another strategy.")
-        self.states = [variable for variable in model.non_trainable_variables if not variable.path.endswith("seed_generator_state")]
+            raise ConfigError(
+                "--strategy=parameter_server does not keep weight constraints (kernel_constraint and the like): remove"
+                " them from the model, or use another strategy."
+            )
+        self.states = [
+            variable for variable in model.non_trainable_variables if not variable.path.endswith("seed_generator_state")
+        ]
         self.schedule = ScaledSchedule(schedule)
         self.pieces = place([tuple(variable.shape) for variable in self.weights], len(devices), piece_bytes)
         self._values = [self._make_piece(piece) for piece in self.pieces]
         with tf.device(self.devices[0]):
             self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="updates")
-            self._states = [tf.Variable(variable.numpy(), trainable=False, dtype=variable.dtype) for variable in self.states]
+            self._states = [
+                tf.Variable(variable.numpy(), trainable=False, dtype=variable.dtype) for variable in self.states
+            ]
         self._slots: list[tuple[Piece, str, keras.Variable]] = []  # (piece, name of the slot, the server's variable)
-        self._optimizers = {server: self._build_optimizer(server, make_optimizer) for server in sorted({piece.server for piece in self.pieces})}
+        self._optimizers = {
+            server: self._build_optimizer(server, make_optimizer)
+            for server in sorted({piece.server for piece in self.pieces})
+        }
         self._local = {variable.name: variable for variable in optimizer.variables}
         self.skipped = 0  # steps without an update, which the optimizer does not count
 
@@ -107,12 +125,16 @@ class Parameters:
             return keras.Variable(_rows(whole.numpy(), piece), name=name, dtype=whole.dtype)
 
     def _build_optimizer(self, server: int, make_optimizer: Callable) -> keras.Optimizer:
-        own = {id(value): piece for piece, value in zip(self.pieces, self._values, strict=True) if piece.server == server}
+        own = {
+            id(value): piece for piece, value in zip(self.pieces, self._values, strict=True) if piece.server == server
+        }
         with tf.device(self.devices[server]):
             optimizer = make_optimizer(self.schedule)
             add = optimizer.add_variable_from_reference
 
-            def recording(reference_variable: keras.Variable, name: str | None = None, initializer: str = "zeros") -> keras.Variable:
+            def recording(
+                reference_variable: keras.Variable, name: str | None = None, initializer: str = "zeros"
+            ) -> keras.Variable:
                 made = add(reference_variable, name=name, initializer=initializer)
                 self._slots.append((own[id(reference_variable)], name or "var", made))
                 return made
@@ -131,15 +153,23 @@ class Parameters:
         rows: list[list[tf.Tensor]] = [[] for _ in self.weights]
         for piece, value in zip(self.pieces, self._values, strict=True):
             rows[piece.weight].append(value.value.read_value())
-        return [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in rows], [state.read_value() for state in self._states]
+        return [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in rows], [
+            state.read_value() for state in self._states
+        ]
 
     def update(self, gradients: Sequence[tf.Tensor], factor: tf.Tensor | None = None) -> None:
         """One update with whole gradients; `factor` multiplies the learning rate."""
         self.schedule.factor = factor
         for server, optimizer in self._optimizers.items():
             with tf.device(self.devices[server]):
-                own = [(piece, value) for piece, value in zip(self.pieces, self._values, strict=True) if piece.server == server]
-                optimizer.apply([_rows(gradients[piece.weight], piece) for piece, _ in own], [value for _, value in own])
+                own = [
+                    (piece, value)
+                    for piece, value in zip(self.pieces, self._values, strict=True)
+                    if piece.server == server
+                ]
+                optimizer.apply(
+                    [_rows(gradients[piece.weight], piece) for piece, _ in own], [value for _, value in own]
+                )
         self.schedule.factor = None
 
     def set_states(self, values: Sequence[tf.Tensor]) -> None:
@@ -150,7 +180,10 @@ class Parameters:
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def pull(self, step: int) -> None:
-        """The servers' values into the chief's model and optimizer, whose step becomes `step`. When no update is going on."""
+        """The servers' values into the chief's model and optimizer, whose step becomes `step`.
+
+        When no update is going on.
+        """
         arrays = [np.empty(variable.shape, variable.dtype) for variable in self.weights]
         for piece, value in zip(self.pieces, self._values, strict=True):
             _rows(arrays[piece.weight], piece)[...] = value.numpy()
@@ -162,7 +195,9 @@ class Parameters:
         for piece, name, value in self._slots:
             local = self._slot(piece, name)
             array = slots.setdefault(local.name, np.empty(local.shape, local.dtype))
-            (_rows(array, piece) if tuple(array.shape) == tuple(self.weights[piece.weight].shape) else array)[...] = value.numpy()
+            (_rows(array, piece) if tuple(array.shape) == tuple(self.weights[piece.weight].shape) else array)[...] = (
+                value.numpy()
+            )
         for name, array in slots.items():
             self._local[name].assign(array)
         for local, remote in self._others(min(self._optimizers)):
@@ -180,14 +215,19 @@ class Parameters:
             state.assign(variable.numpy())
         for piece, name, value in self._slots:
             array = self._slot(piece, name).numpy()
-            value.assign(_rows(array, piece) if tuple(array.shape) == tuple(self.weights[piece.weight].shape) else array)
+            value.assign(
+                _rows(array, piece) if tuple(array.shape) == tuple(self.weights[piece.weight].shape) else array
+            )
         for server in self._optimizers:
             for local, remote in self._others(server):
                 remote.assign(local.numpy())
         self.set_step(step)
 
     def set_step(self, step: int) -> None:
-        """The number of steps, and of updates, on every server. An update that a dying worker began may have been counted, and be done again."""
+        """The number of steps, and of updates, on every server.
+
+        An update that a dying worker began may have been counted, and be done again.
+        """
         self.counter.assign(step)
         for optimizer in self._optimizers.values():
             optimizer.iterations.assign(step - self.skipped)
@@ -200,9 +240,15 @@ class Parameters:
         """(the chief's, the server's) optimizer variables that belong to no weight, but for the iterations."""
         slots = {id(value) for _, _, value in self._slots}
         taken = {id(self._slot(piece, name)) for piece, name, _ in self._slots}
-        local = [variable for variable in self.optimizer.variables if id(variable) not in taken and variable is not self.optimizer.iterations]
+        local = [
+            variable
+            for variable in self.optimizer.variables
+            if id(variable) not in taken and variable is not self.optimizer.iterations
+        ]
         own = self._optimizers[server]
-        remote = [variable for variable in own.variables if id(variable) not in slots and variable is not own.iterations]
+        remote = [
+            variable for variable in own.variables if id(variable) not in slots and variable is not own.iterations
+        ]
         return list(zip(local, remote, strict=True))
 
     def describe(self) -> str:
@@ -211,9 +257,12 @@ class Parameters:
         for piece, value in zip(self.pieces, self._values, strict=True):
             load[piece.server] += 4 * math.prod(value.shape)
         cut = len({piece.weight for piece in self.pieces if piece.start})
-        return f"{len(self.weights)} weights on {len(self.devices)} parameter servers ({', '.join(f'{size / 1e6:.3g} MB' for size in load)}), {cut} of them in pieces"
+        return (
+            f"{len(self.weights)} weights on {len(self.devices)} parameter servers"
+            f" ({', '.join(f'{size / 1e6:.3g} MB' for size in load)}), {cut} of them in pieces"
+        )
 
 
 def _rows(array, piece: Piece):
     """The rows of a piece; a scalar has none."""
-    return array[piece.start:piece.stop] if len(array.shape) else array
+    return array[piece.start : piece.stop] if len(array.shape) else array
