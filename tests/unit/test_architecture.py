@@ -19,7 +19,15 @@ LEVEL = {
     "train": 9,  # which may turn out to be an evaluator
 }
 NO_TENSORFLOW = (
-    "control", "config", "flags", "plugins", "planner", "data/batch_plan", "data/sources/source_names", "models/model_names", *COMMANDS
+    "control",
+    "config",
+    "flags",
+    "plugins",
+    "planner",
+    "data/batch_plan",
+    "data/sources/source_names",
+    "models/model_names",
+    *COMMANDS,
 )
 
 
@@ -55,7 +63,9 @@ def test_imports_go_down():
 
 def test_no_module_imports_itself_by_way_of_others():
     names = {".".join(path.with_suffix("").parts): path for path in modules()}
-    below = {name: {other for other in imported(path, top_level_only=True) if other in names} for name, path in names.items()}
+    below = {
+        name: {other for other in imported(path, top_level_only=True) if other in names} for name, path in names.items()
+    }
     while ready := [name for name, others in below.items() if not others & set(below)]:
         for name in ready:
             del below[name]
@@ -79,13 +89,27 @@ def test_no_tensorflow_where_answers_must_be_instant():
 
 def test_nothing_that_could_execute_what_it_reads():
     """What comes from another process is read by runtime/encoding.py or as JSON."""
-    wrong = {f"{path} imports {name}" for path in modules() for name in imported(path) if name.split(".")[0] in ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")}
+    wrong = {
+        f"{path} imports {name}"
+        for path in modules()
+        for name in imported(path)
+        if name.split(".")[0] in ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+    }
     assert not wrong, wrong
 
 
 def test_only_the_runtime_touches_distribution():
-    wrong = [str(path) for path in modules() if room(path) != "runtime" and "tf.distribute" in "".join(
-        line for line in path.read_text().splitlines() if not line.strip().startswith("#") and '"""' not in line and "tf.distribute." in line)]
+    wrong = [
+        str(path)
+        for path in modules()
+        if room(path) != "runtime"
+        and "tf.distribute"
+        in "".join(
+            line
+            for line in path.read_text().splitlines()
+            if not line.strip().startswith("#") and '"""' not in line and "tf.distribute." in line
+        )
+    ]
     assert not wrong, wrong
 
 

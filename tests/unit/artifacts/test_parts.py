@@ -12,8 +12,15 @@ import tensorflow as tf
 from tfdist.artifacts.parts import PartedStore, Shard, boxes_of_range, read_shards, runs
 from tfdist.artifacts.store import SnapshotStore
 
-ARRAYS = {"model/0000": np.arange(60, dtype=np.float32).reshape(3, 4, 5), "model/0001": np.arange(7, dtype=np.float32), "train/step": np.array(12, np.int64)}
-FIELDS = {"variables": {key: (key, list(array.shape), array.dtype.name) for key, array in ARRAYS.items()}, "metrics": {}}
+ARRAYS = {
+    "model/0000": np.arange(60, dtype=np.float32).reshape(3, 4, 5),
+    "model/0001": np.arange(7, dtype=np.float32),
+    "train/step": np.array(12, np.int64),
+}
+FIELDS = {
+    "variables": {key: (key, list(array.shape), array.dtype.name) for key, array in ARRAYS.items()},
+    "metrics": {},
+}
 
 
 def box(array, where):
@@ -25,7 +32,9 @@ def test_a_range_of_a_flat_array_is_boxes_in_order(shape):
     array = np.arange(math.prod(shape)).reshape(shape)
     for start, stop in itertools.combinations(range(array.size + 1), 2):
         boxes = boxes_of_range(shape, start, stop)
-        np.testing.assert_array_equal(np.concatenate([box(array, where).reshape(-1) for where in boxes]), np.arange(start, stop))
+        np.testing.assert_array_equal(
+            np.concatenate([box(array, where).reshape(-1) for where in boxes]), np.arange(start, stop)
+        )
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
@@ -39,13 +48,23 @@ def shards(rank, size):
     for key, array in ARRAYS.items():
         length = -(-array.size // size)
         for where in boxes_of_range(array.shape, rank * length, min((rank + 1) * length, array.size)):
-            found.append(Shard(key, array.shape, where, np.ascontiguousarray(box(array, where)).reshape([length for _, length in where])))
+            found.append(
+                Shard(
+                    key,
+                    array.shape,
+                    where,
+                    np.ascontiguousarray(box(array, where)).reshape([length for _, length in where]),
+                )
+            )
     return found
 
 
 def write(folder, size, hooks=None, patience=30.0):
     """(stores, what each one's `write` returned or raised)."""
-    stores = [PartedStore(str(folder), (hooks or {}).get(rank, lambda step: None), rank, size, "token", patience) for rank in range(size)]
+    stores = [
+        PartedStore(str(folder), (hooks or {}).get(rank, lambda step: None), rank, size, "token", patience)
+        for rank in range(size)
+    ]
     results = [None] * size
 
     def one(rank):
@@ -68,7 +87,9 @@ def test_written_in_parts_read_as_any(tmp_path, size):
     store = SnapshotStore(str(tmp_path))
     snapshot = store.verify(12)  # with all checksums
     whole = store.read(snapshot)
-    assert whole.keys() == ARRAYS.keys() and all(whole[key].tobytes() == array.tobytes() and whole[key].shape == array.shape for key, array in ARRAYS.items())
+    assert whole.keys() == ARRAYS.keys() and all(
+        whole[key].tobytes() == array.tobytes() and whole[key].shape == array.shape for key, array in ARRAYS.items()
+    )
     assert store.table(snapshot)["model/0000"] == ((3, 4, 5), "float32")
     for rank, key in itertools.product(range(2), ARRAYS):  # two read what `size` wrote
         wanted = [shard for shard in shards(rank, 2) if shard.key == key]
@@ -103,7 +124,11 @@ def test_a_part_that_fails_or_does_not_come_leaves_no_snapshot(tmp_path):
 def test_a_part_that_was_changed_is_noticed(tmp_path):
     write(tmp_path, 3)
     path = tmp_path / "step-00000012"
-    victim = next(name for name, entry in json.loads((path / "manifest.json").read_text())["files"].items() if "data" in name and entry["bytes"])
+    victim = next(
+        name
+        for name, entry in json.loads((path / "manifest.json").read_text())["files"].items()
+        if "data" in name and entry["bytes"]
+    )
     content = bytearray((path / victim).read_bytes())
     content[0] ^= 1
     (path / victim).write_bytes(content)

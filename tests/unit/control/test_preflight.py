@@ -15,7 +15,10 @@ from tfdist.control.preflight import Preflight, bind_everywhere, wait_for_peers
 
 
 def clusters(addresses):
-    return [Cluster("worker", rank, rank, len(addresses), tuple(addresses), {"worker": list(addresses)}) for rank in range(len(addresses))]
+    return [
+        Cluster("worker", rank, rank, len(addresses), tuple(addresses), {"worker": list(addresses)})
+        for rank in range(len(addresses))
+    ]
 
 
 def port_of(address):
@@ -114,7 +117,10 @@ def test_a_server_at_an_own_address_that_is_not_the_first_is_found():
 
 def test_a_server_behind_a_name_that_is_not_ours_is_found():
     """The name in TF_CONFIG may be that of a service; the port is this machine's all the same."""
-    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other, pytest.raises(StartupError, match="is in use"):
+    with (
+        socket.create_server(("127.0.0.1", 0), reuse_port=True) as other,
+        pytest.raises(StartupError, match="is in use"),
+    ):
         wait_for_peers(clusters([f"no-such-host.invalid:{other.getsockname()[1]}", "127.0.0.1:1"])[0], timeout=5)
 
 
@@ -159,7 +165,9 @@ def test_more_knocks_than_the_queue_holds(addresses, monkeypatch):
     with contextlib.ExitStack() as probes:
         for _ in range(7):
             with contextlib.suppress(OSError):
-                probes.enter_context(socket.create_connection(("127.0.0.1", port_of(addresses[0])), timeout=10))  # a probe that was dropped comes again after 1, 3 and 7 s
+                probes.enter_context(
+                    socket.create_connection(("127.0.0.1", port_of(addresses[0])), timeout=10)
+                )  # a probe that was dropped comes again after 1, 3 and 7 s
                 answered += 1
     stop.set()
     thread.join()

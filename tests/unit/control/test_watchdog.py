@@ -27,7 +27,9 @@ def until(condition, seconds=20):
 
 def test_a_section_that_takes_too_long_is_told_once():
     clock, told = [0.0], []
-    dog = Watchdog({"step": 5.0, "save": 0.0}, lambda *found: told.append(found), interval=0.01, now=lambda: clock[0]).start()
+    dog = Watchdog(
+        {"step": 5.0, "save": 0.0}, lambda *found: told.append(found), interval=0.01, now=lambda: clock[0]
+    ).start()
     with dog.section("save"):
         clock[0] = 100.0
         assert dog.expired() is None  # no limit
@@ -140,7 +142,13 @@ def work():
 @pytest.mark.slow
 def test_threads_that_are_looked_at_run_on_unharmed(work):
     environment = {**os.environ, "TF_NUM_INTEROP_THREADS": "4"}
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", LOOKED_AT.format(work=work)], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", LOOKED_AT.format(work=work)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout == "unharmed\n", done.stderr
 
 
@@ -173,7 +181,9 @@ def test_a_worker_that_is_behind_is_named():
     for rank in (0, 2):
         dogs[rank].enter("evaluation")
     until(lambda: all(each.culprits() == [1] for each in beacons))
-    assert "worker 1 (rank 1, 127.0.0.1:2001)" in beacons[0].describe(1) and 'in section "step"' in beacons[0].describe(1)
+    assert "worker 1 (rank 1, 127.0.0.1:2001)" in beacons[0].describe(1) and 'in section "step"' in beacons[0].describe(
+        1
+    )
 
 
 def test_a_worker_that_waits_for_nobody_is_named():

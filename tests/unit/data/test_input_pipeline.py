@@ -25,22 +25,31 @@ def numbered(size: int, **changes) -> Split:
 
 def stream(size: int, **changes) -> Split:
     """The same as a stream."""
+
     def make(shard: int, shards: int) -> tf.data.Dataset:
         return tf.data.Dataset.range(size).shard(shards, shard).map(lambda i: (i, tf.cast(i % 10, tf.int32)))
 
     return dataclasses.replace(numbered(size), size=None, fetch=None, stream=make, **changes)
 
 
-def micro_batches(split: Split, plan: BatchPlan, replica: int, count: int, *, seed=3, shuffle=True, consumed=0, **options) -> list:
-    dataset = input_pipeline.train_dataset(split, plan=plan, replica=replica, seed=seed, shuffle=shuffle, consumed=consumed, **options)
+def micro_batches(
+    split: Split, plan: BatchPlan, replica: int, count: int, *, seed=3, shuffle=True, consumed=0, **options
+) -> list:
+    dataset = input_pipeline.train_dataset(
+        split, plan=plan, replica=replica, seed=seed, shuffle=shuffle, consumed=consumed, **options
+    )
     return [tuple(part.numpy() for part in batch) for batch in dataset.take(count)]
 
 
-def global_batches(split: Split, global_batch: int, accumulation: int, replicas: int, steps: int, **options) -> np.ndarray:
+def global_batches(
+    split: Split, global_batch: int, accumulation: int, replicas: int, steps: int, **options
+) -> np.ndarray:
     """Which samples make each global batch [steps, global_batch], in the order of (micro-batch, replica, row)."""
     plan = BatchPlan(global_batch, accumulation, replicas)
     found = [micro_batches(split, plan, replica, steps * accumulation, **options) for replica in range(replicas)]
-    in_order = [found[r][s * accumulation + m][0] for s in range(steps) for m in range(accumulation) for r in range(replicas)]
+    in_order = [
+        found[r][s * accumulation + m][0] for s in range(steps) for m in range(accumulation) for r in range(replicas)
+    ]
     return np.concatenate(in_order).reshape(steps, global_batch)
 
 
@@ -50,14 +59,20 @@ def test_same_global_batches_and_every_sample_once_an_epoch_at_any_number_of_rep
     alone = global_batches(numbered(size), global_batch, accumulation, 1, steps)
     for replicas in (2, 3, 5):
         if global_batch >= accumulation * replicas:
-            np.testing.assert_array_equal(global_batches(numbered(size), global_batch, accumulation, replicas, steps), alone)
-    epochs = alone.reshape(-1)[:2 * size].reshape(2, size)
+            np.testing.assert_array_equal(
+                global_batches(numbered(size), global_batch, accumulation, replicas, steps), alone
+            )
+    epochs = alone.reshape(-1)[: 2 * size].reshape(2, size)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(size), (2, 1)))
     assert (epochs[0] != epochs[1]).any()
-    np.testing.assert_array_equal(alone, global_batches(numbered(size), global_batch, 1, 1, steps))  # whatever the accumulation
+    np.testing.assert_array_equal(
+        alone, global_batches(numbered(size), global_batch, 1, 1, steps)
+    )  # whatever the accumulation
 
 
-@pytest.mark.parametrize(("replicas", "consumed"), [(1, 0), (2, 64 * 3), (1, 10**9 // 64 * 64), (3, 10**9 + 7), (5, 2**60)])
+@pytest.mark.parametrize(
+    ("replicas", "consumed"), [(1, 0), (2, 64 * 3), (1, 10**9 // 64 * 64), (3, 10**9 + 7), (5, 2**60)]
+)
 def test_seek_gives_what_the_order_says(replicas, consumed):
     found = global_batches(numbered(97), 64, 1, replicas, 2, consumed=consumed)
     expected = order.sample_of(tf.range(consumed, consumed + 128, dtype=tf.int64), 97, 3, True)
@@ -73,11 +88,15 @@ def test_resuming_in_the_middle_continues_the_sequence():
 
 
 def test_without_shuffle_the_order_is_plain():
-    np.testing.assert_array_equal(global_batches(numbered(10), 4, 1, 2, 5, shuffle=False).reshape(-1), np.arange(20) % 10)
+    np.testing.assert_array_equal(
+        global_batches(numbered(10), 4, 1, 2, 5, shuffle=False).reshape(-1), np.arange(20) % 10
+    )
 
 
 def test_seed_changes_the_order():
-    assert (global_batches(numbered(97), 16, 1, 1, 2, seed=1) != global_batches(numbered(97), 16, 1, 1, 2, seed=2)).any()
+    assert (
+        global_batches(numbered(97), 16, 1, 1, 2, seed=1) != global_batches(numbered(97), 16, 1, 1, 2, seed=2)
+    ).any()
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
@@ -91,7 +110,9 @@ def test_blocks_and_threads_do_not_change_batches(threads):
 def test_labels_and_weights_go_with_their_samples():
     weights = np.arange(97, dtype=np.float32)[:, None] + np.array([0.0, 0.5], np.float32)
     split = array_split("weighted", ({"a": np.arange(97), "b": np.arange(97) * 2}, np.arange(97) * 3, weights))
-    for x, y, w in input_pipeline.train_dataset(split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0).take(20):
+    for x, y, w in input_pipeline.train_dataset(
+        split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0
+    ).take(20):
         assert (x["b"] == 2 * x["a"]).numpy().all() and (y == 3 * x["a"]).numpy().all()
         np.testing.assert_array_equal(w, weights[x["a"].numpy()])
 
@@ -110,7 +131,9 @@ def test_static_shapes():
 
 def test_fixed_split_repeats_its_first_batches():
     found = micro_batches(numbered(97, fixed=True), BatchPlan(10, 2, 1), 0, 6)
-    assert (found[0][0] == found[2][0]).all() and (found[1][0] == found[5][0]).all() and (found[0][0] != found[1][0]).any()
+    assert (
+        (found[0][0] == found[2][0]).all() and (found[1][0] == found[5][0]).all() and (found[0][0] != found[1][0]).any()
+    )
 
 
 @pytest.mark.parametrize("make", [numbered, stream])
@@ -119,7 +142,9 @@ def test_fixed_split_repeats_its_first_batches():
 def test_evaluation_takes_every_sample_once(make, replicas, size, batch, limit):
     seen, all_steps = [], set()
     for replica in range(replicas):
-        dataset, steps = input_pipeline.eval_dataset(make(size), batch=batch, replica=replica, replicas=replicas, limit=limit)
+        dataset, steps = input_pipeline.eval_dataset(
+            make(size), batch=batch, replica=replica, replicas=replicas, limit=limit
+        )
         batches = list(dataset.as_numpy_iterator())
         assert len(batches) == steps and all(len(x) == len(y) == len(w) == batch for x, y, w in batches)
         all_steps.add(steps)
@@ -134,7 +159,9 @@ def test_evaluation_masks_weights_a_token():
     weights = np.full([5, 3], np.nan, np.float32)
     weights[1:] = np.arange(12).reshape(4, 3)
     split = array_split("tokens", (np.arange(5), np.arange(5), weights))
-    (_, _, first), (x, _, last) = input_pipeline.eval_dataset(split, batch=4, replica=0, replicas=1)[0].as_numpy_iterator()
+    (_, _, first), (x, _, last) = input_pipeline.eval_dataset(split, batch=4, replica=0, replicas=1)[
+        0
+    ].as_numpy_iterator()
     np.testing.assert_array_equal(first, weights[:4])
     np.testing.assert_array_equal(last, np.vstack([weights[4], np.zeros([3, 3])]))  # no NaN from the repeated sample 0
     assert x.tolist() == [4, 0, 0, 0]
@@ -146,10 +173,14 @@ def test_stream_has_the_same_global_batches_at_any_number_of_replicas(size, glob
     steps = -(-2 * size // global_batch)
     alone = global_batches(stream(size), global_batch, accumulation, 1, steps, shuffle=shuffle)
     for replicas in (2, 3):
-        np.testing.assert_array_equal(global_batches(stream(size), global_batch, accumulation, replicas, steps, shuffle=shuffle), alone)
-    epochs = alone.reshape(-1)[:2 * size].reshape(2, size)
+        np.testing.assert_array_equal(
+            global_batches(stream(size), global_batch, accumulation, replicas, steps, shuffle=shuffle), alone
+        )
+    epochs = alone.reshape(-1)[: 2 * size].reshape(2, size)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(size), (2, 1)))
-    resumed = global_batches(stream(size), global_batch, accumulation, 2, steps - 2, shuffle=shuffle, consumed=2 * global_batch)
+    resumed = global_batches(
+        stream(size), global_batch, accumulation, 2, steps - 2, shuffle=shuffle, consumed=2 * global_batch
+    )
     np.testing.assert_array_equal(resumed, alone[2:])
     if shuffle:
         assert (epochs[0] != epochs[1]).any() and (epochs[0] != np.arange(size)).any()
@@ -181,9 +212,14 @@ def test_stream_cut_by_shards():
     np.testing.assert_array_equal(np.concatenate([x for x, _, _ in resumed]), found[1][12:])
 
 
-@pytest.mark.parametrize(("cut", "replicas", "accumulation", "window"), [(2, 1, 1, 1024), (2, 3, 1, 8), (2, 4, 2, 1024), (3, 2, 1, 8), (3, 1, 2, 8), (4, 2, 3, 1024), (4, 8, 1, 8)])
+@pytest.mark.parametrize(
+    ("cut", "replicas", "accumulation", "window"),
+    [(2, 1, 1, 1024), (2, 3, 1, 8), (2, 4, 2, 1024), (3, 2, 1, 8), (3, 1, 2, 8), (4, 2, 3, 1024), (4, 8, 1, 8)],
+)
 def test_a_stream_keeps_its_cut_when_it_goes_on_with_other_workers(monkeypatch, cut, replicas, accumulation, window):
-    """The same global batches, with the same augmentation, as on the workers that it began with; so each sample once a pass."""
+    """The same global batches, with the same augmentation, as on the workers that it began with; so each sample once a
+    pass.
+    """
     monkeypatch.setattr(input_pipeline, "STREAM_WINDOW", window)
 
     def draw(x, y, seeds):
@@ -193,7 +229,17 @@ def test_a_stream_keeps_its_cut_when_it_goes_on_with_other_workers(monkeypatch, 
 
     def run(replicas, accumulation, steps, consumed):
         plan = BatchPlan(24, accumulation, replicas)
-        found = [np.concatenate([x for x, _, _ in micro_batches(split, plan, r, steps * accumulation, consumed=consumed, cut=cut, augment=draw)]) for r in range(replicas)]
+        found = [
+            np.concatenate(
+                [
+                    x
+                    for x, _, _ in micro_batches(
+                        split, plan, r, steps * accumulation, consumed=consumed, cut=cut, augment=draw
+                    )
+                ]
+            )
+            for r in range(replicas)
+        ]
         parts = [part.reshape(steps, -1, 2) for part in found]
         return np.concatenate(parts, axis=1)
 
@@ -205,13 +251,28 @@ def test_a_stream_keeps_its_cut_when_it_goes_on_with_other_workers(monkeypatch, 
     assert in_any_order(np.concatenate([run(cut, 1, 1, 0), run(replicas, accumulation, 3, 24)])) == in_any_order(whole)
     np.testing.assert_array_equal(np.sort(whole[:2, :, 0].reshape(-1)), np.arange(48))
     if accumulation == 1 and cut > 1:  # the cut it would have taken anew is another one, and would have read some twice
-        assert in_any_order(np.concatenate([micro_batches(split, BatchPlan(24, 1, 1), 0, 1, consumed=24, cut=1, augment=draw)[0][0]])[None]) != in_any_order(whole[1:2])
+        assert in_any_order(
+            np.concatenate([micro_batches(split, BatchPlan(24, 1, 1), 0, 1, consumed=24, cut=1, augment=draw)[0][0]])[
+                None
+            ]
+        ) != in_any_order(whole[1:2])
 
 
 def test_a_stream_is_cut_only_into_equal_parts_of_a_batch():
     split = stream(48, stream_shards=4)
-    assert [input_pipeline.stream_cut(split, BatchPlan(24, 1, replicas)) for replicas in (1, 2, 3, 4, 5, 6)] == [1, 2, 3, 4, 1, 1]
-    assert input_pipeline.stream_cut(split, BatchPlan(24, 5, 2)) == input_pipeline.stream_cut(numbered(48), BatchPlan(24, 1, 2)) == 1
+    assert [input_pipeline.stream_cut(split, BatchPlan(24, 1, replicas)) for replicas in (1, 2, 3, 4, 5, 6)] == [
+        1,
+        2,
+        3,
+        4,
+        1,
+        1,
+    ]
+    assert (
+        input_pipeline.stream_cut(split, BatchPlan(24, 5, 2))
+        == input_pipeline.stream_cut(numbered(48), BatchPlan(24, 1, 2))
+        == 1
+    )
     with pytest.raises(DataError, match="has read the stream in 4 parts.* 3 files now"):
         micro_batches(stream(48, stream_shards=3), BatchPlan(24, 1, 2), 0, 1, cut=4)
 
@@ -229,7 +290,9 @@ def test_streams_that_cannot_be_evaluated():
     assert steps == 4 and sum(w.sum() for _, _, w in dataset.as_numpy_iterator()) == 7
     with pytest.raises(DataError, match="empty"):
         input_pipeline.eval_dataset(stream(0), batch=2, replica=0, replicas=1)
-    of_unknown_length = dataclasses.replace(stream(5), stream=lambda *_: stream(9).stream(0, 1).filter(lambda x, y: x < 5))
+    of_unknown_length = dataclasses.replace(
+        stream(5), stream=lambda *_: stream(9).stream(0, 1).filter(lambda x, y: x < 5)
+    )
     assert input_pipeline.eval_dataset(of_unknown_length, batch=2, replica=0, replicas=1)[1] == 3
 
 
@@ -254,7 +317,9 @@ def test_options():
 
 
 def test_iterates_inside_a_tf_function():
-    dataset = input_pipeline.train_dataset(numbered(97), plan=BatchPlan(8, 1, 1), replica=0, seed=0, shuffle=True, consumed=0)
+    dataset = input_pipeline.train_dataset(
+        numbered(97), plan=BatchPlan(8, 1, 1), replica=0, seed=0, shuffle=True, consumed=0
+    )
 
     @tf.function
     def total(iterator, steps):

@@ -57,17 +57,20 @@ def test_fixed_synthetic_repeats_one_batch():
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("source", "source_args", "message"), [
-    ("digit", "", "--source=digit is unknown: use digits, synthetic"),
-    ("digits", "size=3", "has no option 'size'; it has none"),
-    ("synthetic", "shapes=(3,)", "has no option 'shapes'; it has task, shape"),
-    ("synthetic", "shape=3", "shape=3 must be a tuple"),
-    ("synthetic", "shape=(0,)", "must be a tuple of positive integers"),
-    ("synthetic", "task=audio", "must be image or text"),
-    ("synthetic", "classes=many", "classes='many' must be of type int"),
-    ("synthetic", "samples=-1", "samples=-1 must not be negative"),
-    ("synthetic", "classes=0", "classes=0 must be from 1"),
-])
+@pytest.mark.parametrize(
+    ("source", "source_args", "message"),
+    [
+        ("digit", "", "--source=digit is unknown: use digits, synthetic"),
+        ("digits", "size=3", "has no option 'size'; it has none"),
+        ("synthetic", "shapes=(3,)", "has no option 'shapes'; it has task, shape"),
+        ("synthetic", "shape=3", "shape=3 must be a tuple"),
+        ("synthetic", "shape=(0,)", "must be a tuple of positive integers"),
+        ("synthetic", "task=audio", "must be image or text"),
+        ("synthetic", "classes=many", "classes='many' must be of type int"),
+        ("synthetic", "samples=-1", "samples=-1 must not be negative"),
+        ("synthetic", "classes=0", "classes=0 must be from 1"),
+    ],
+)
 def test_bad_options(source, source_args, message):
     with pytest.raises(ConfigError) as error:
         load_split(DataConfig(source=source, source_args=source_args), "train")

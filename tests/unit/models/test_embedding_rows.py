@@ -21,7 +21,14 @@ def make(dtype):
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(dtype)
     try:
-        return keras.Sequential([keras.layers.Input([3], dtype="int32"), Inner(), keras.layers.Flatten(), keras.layers.Dense(2, dtype="float32")])
+        return keras.Sequential(
+            [
+                keras.layers.Input([3], dtype="int32"),
+                Inner(),
+                keras.layers.Flatten(),
+                keras.layers.Dense(2, dtype="float32"),
+            ]
+        )
     finally:
         keras.config.set_dtype_policy("float32")
 
@@ -45,7 +52,9 @@ def test_the_same_outputs_and_gradients(dtype):
         gradient = tf.convert_to_tensor(tape.gradient(loss, model.trainable_variables[0].value))
         found.append((y.numpy(), gradient.numpy()))
     np.testing.assert_array_equal(found[0][0], found[1][0])
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-6 if dtype == "float32" else 0.02, atol=1e-6 if dtype == "float32" else 1e-3)
+    np.testing.assert_allclose(
+        found[0][1], found[1][1], rtol=1e-6 if dtype == "float32" else 0.02, atol=1e-6 if dtype == "float32" else 1e-3
+    )
 
 
 def test_a_saved_model_is_keras_own(tmp_path):

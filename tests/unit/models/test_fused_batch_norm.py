@@ -33,7 +33,9 @@ def make(dtype, shape=(5, 4, 3), **options):
 
 
 def operations(model, x):
-    return [op.type for op in tf.function(lambda x: model(x, training=True)).get_concrete_function(x).graph.get_operations()]
+    return [
+        op.type for op in tf.function(lambda x: model(x, training=True)).get_concrete_function(x).graph.get_operations()
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"scale": False}, {"center": False, "momentum": 0.7, "epsilon": 1e-2}])
@@ -52,7 +54,9 @@ def test_the_same_outputs_statistics_and_gradients(dtype, bound, options, sample
             y = model(x, training=True)
             loss = tf.reduce_sum(tf.cast(y, tf.float32) ** 3)
         gradients = tape.gradient(loss, [x, *(variable.value for variable in model.trainable_variables)])
-        found.append([y, *gradients, *(variable.value for variable in model.non_trainable_variables), model(x, training=False)])
+        found.append(
+            [y, *gradients, *(variable.value for variable in model.non_trainable_variables), model(x, training=False)]
+        )
         assert y.dtype == model.layers[-1].compute_dtype
     assert len(found[0]) > 4
     for own, other in zip(*found, strict=True):

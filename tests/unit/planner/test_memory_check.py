@@ -19,8 +19,16 @@ WEIGHTS = [(Weight("kernel", (500, 1000)), 2)]
 BASE = Config().replace(steps=1, global_batch=8, optimizer="adamw", strategy="mesh")
 
 
-@pytest.mark.parametrize("zero, accumulation, expected", [
-    (0, 1, 16 * P), (1, 1, 4 * P + 4 * P / 4 + 12 * P / 4), (1, 2, 8 * P + 12 * P / 4), (2, 1, 4 * P + 4 * P / 4 + 12 * P / 4), (3, 2, 16 * P / 4)])
+@pytest.mark.parametrize(
+    "zero, accumulation, expected",
+    [
+        (0, 1, 16 * P),
+        (1, 1, 4 * P + 4 * P / 4 + 12 * P / 4),
+        (1, 2, 8 * P + 12 * P / 4),
+        (2, 1, 4 * P + 4 * P / 4 + 12 * P / 4),
+        (3, 2, 16 * P / 4),
+    ],
+)
 def test_what_is_certain_is_zeros_table(zero, accumulation, expected):
     config = BASE.replace(zero=zero, accumulation=accumulation)
     assert least_states(config, Layout(data=4, zero=zero), WEIGHTS).total == expected
@@ -28,7 +36,12 @@ def test_what_is_certain_is_zeros_table(zero, accumulation, expected):
 
 def test_stages_and_parts_divide():
     assert least_states(BASE, Layout(pipe=2), WEIGHTS).total == 8 * P
-    assert least_states(BASE, Layout(model=2), [(Weight("kernel", (500, 1000), "model"), 1), (Weight("bias", (500_000,)), 1)]).total == 16 * P * 0.75
+    assert (
+        least_states(
+            BASE, Layout(model=2), [(Weight("kernel", (500, 1000), "model"), 1), (Weight("bias", (500_000,)), 1)]
+        ).total
+        == 16 * P * 0.75
+    )
 
 
 def refuse(config, layout, limit, **options):
@@ -44,11 +57,23 @@ def test_what_fits_passes_and_what_does_not_is_told_with_the_cure():
     check(BASE, layout, WEIGHTS, limits(20e6, in_use=4e6))
     check(BASE, layout, WEIGHTS, limits(32e6, sharers=2))
     said = refuse(BASE, layout, 15.9e6)
-    assert all(word in said for word in ("1,000,000 parameters", "16 MB", "--optimizer=adamw", "--zero=0", "cgroup gives 15.9 MB", "use --zero=1, with which these take 8 MB")), said
+    assert all(
+        word in said
+        for word in (
+            "1,000,000 parameters",
+            "16 MB",
+            "--optimizer=adamw",
+            "--zero=0",
+            "cgroup gives 15.9 MB",
+            "use --zero=1, with which these take 8 MB",
+        )
+    ), said
     assert "use --zero=3, with which these take 4 MB" in refuse(BASE, layout, 7.9e6)
     assert "use --zero=3 on at least 6 workers" in refuse(BASE, layout, 3e6)
     assert "beside 14 MB in use already" in refuse(BASE, layout, 20e6, in_use=14e6)
-    assert "on at least 2 workers" in refuse(BASE, Layout(), 10e6) and "for 2 workers" in refuse(BASE, layout, 20e6, sharers=2)
+    assert "on at least 2 workers" in refuse(BASE, Layout(), 10e6) and "for 2 workers" in refuse(
+        BASE, layout, 20e6, sharers=2
+    )
     assert "use --strategy=mesh --zero=1" in refuse(BASE.replace(strategy="multi_worker"), layout, 15e6)
     assert "an optimizer that --zero can share out" in refuse(BASE.replace(optimizer="lamb"), layout, 15e6)
 
@@ -75,8 +100,15 @@ def test_limits_are_found():
     assert 1e6 < memory_check.anonymous_bytes() < limits[-1].size
 
 
-@pytest.mark.parametrize("name, text, swap, limit", [("memory.max", "max\n", "0\n", float("inf")), ("memory.max", "1000\n", "max\n", 1500), ("memory.max", "1000\n", "100\n", 1100),
-                                                     ("memory.limit_in_bytes", "1000\n", None, 1500)])
+@pytest.mark.parametrize(
+    "name, text, swap, limit",
+    [
+        ("memory.max", "max\n", "0\n", float("inf")),
+        ("memory.max", "1000\n", "max\n", 1500),
+        ("memory.max", "1000\n", "100\n", 1100),
+        ("memory.limit_in_bytes", "1000\n", None, 1500),
+    ],
+)
 def test_limits_of_cgroups(tmp_path, name, text, swap, limit):
     (tmp_path / name).write_text(text)
     if swap:
@@ -96,6 +128,11 @@ try:
 except ValueError as error:
     print(error.exit_code.value, error, "tensorflow" in sys.modules)
 """
-    said = {size: subprocess.run([sys.executable, "-c", script, size], capture_output=True, text=True).stdout for size in ("gpt2-medium", "gpt2")}
-    assert said["gpt2-medium"].startswith(f"{ExitCode.MEMORY.value} --model=transformer does not fit") and said["gpt2-medium"].endswith("False\n"), said
+    said = {
+        size: subprocess.run([sys.executable, "-c", script, size], capture_output=True, text=True).stdout
+        for size in ("gpt2-medium", "gpt2")
+    }
+    assert said["gpt2-medium"].startswith(f"{ExitCode.MEMORY.value} --model=transformer does not fit") and said[
+        "gpt2-medium"
+    ].endswith("False\n"), said
     assert "--strategy=nothing is not one of" in said["gpt2"], said  # 2 GB fit, so it goes on

@@ -30,13 +30,27 @@ def tuned(monkeypatch, tmp_path):
     return tuned
 
 
-@pytest.mark.parametrize("without, compiled, uses, says", [
-    (0.2, 0.1, True, "XLA makes a step take 100 ms in place of 200 ms: used"),
-    (0.1, 0.098, False, "98 ms in place of 100 ms: not used"),
-    (0.1, 0.3, False, "300 ms in place of 100 ms: not used"),
-    (0.1, ConfigError("--jit_compile cannot compile what cannot be: drop it."), False, "not used: --jit_compile cannot compile what cannot be"),
-    (0.1, tf.errors.InvalidArgumentError(None, None, "Detected unsupported operations"), False, "not used: it cannot compile this model"),
-], ids=["faster", "hardly faster", "slower", "refused", "not compiled"])
+@pytest.mark.parametrize(
+    "without, compiled, uses, says",
+    [
+        (0.2, 0.1, True, "XLA makes a step take 100 ms in place of 200 ms: used"),
+        (0.1, 0.098, False, "98 ms in place of 100 ms: not used"),
+        (0.1, 0.3, False, "300 ms in place of 100 ms: not used"),
+        (
+            0.1,
+            ConfigError("--jit_compile cannot compile what cannot be: drop it."),
+            False,
+            "not used: --jit_compile cannot compile what cannot be",
+        ),
+        (
+            0.1,
+            tf.errors.InvalidArgumentError(None, None, "Detected unsupported operations"),
+            False,
+            "not used: it cannot compile this model",
+        ),
+    ],
+    ids=["faster", "hardly faster", "slower", "refused", "not compiled"],
+)
 def test_the_faster_one_is_used(without, compiled, uses, says, tuned):
     used, message, _ = tuned(without, compiled)
     assert used is uses and says in message

@@ -11,15 +11,33 @@ from tfdist.training.parallel.recompute import recomputed
 
 def dense(tied=False):
     first = keras.layers.Dense(4, activation="tanh")
-    return keras.Sequential([keras.layers.Input([4]), first, first if tied else keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(4)])
+    return keras.Sequential(
+        [
+            keras.layers.Input([4]),
+            first,
+            first if tied else keras.layers.Dense(4, activation="tanh"),
+            keras.layers.Dense(4),
+        ]
+    )
 
 
 def recurrent():
-    return keras.Sequential([keras.layers.Input([4]), keras.layers.Reshape([2, 2]), keras.layers.LSTM(4), keras.layers.Dense(2)])
+    return keras.Sequential(
+        [keras.layers.Input([4]), keras.layers.Reshape([2, 2]), keras.layers.LSTM(4), keras.layers.Dense(2)]
+    )
 
 
 def images():
-    return keras.Sequential([keras.layers.Input([4]), keras.layers.Reshape([2, 2, 1]), keras.layers.Conv2D(3, 2, padding="same"), keras.layers.BatchNormalization(), keras.layers.Flatten(), keras.layers.Dense(2)])
+    return keras.Sequential(
+        [
+            keras.layers.Input([4]),
+            keras.layers.Reshape([2, 2, 1]),
+            keras.layers.Conv2D(3, 2, padding="same"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2),
+        ]
+    )
 
 
 def again():
@@ -40,6 +58,7 @@ def again():
 
 def gradients_of(model, function):
     """`function`(gradients, what the backward pass began with) at the end of a backward pass."""
+
     @tf.function(autograph=False)
     def gradients(x):
         with tf.GradientTape() as tape:
@@ -49,10 +68,17 @@ def gradients_of(model, function):
         function(found, seed)
         return [tf.convert_to_tensor(gradient) for gradient in found]
 
-    return [gradient.numpy() for gradient in gradients(tf.constant(np.random.default_rng(0).normal(size=(8, 4)), tf.float32))]
+    return [
+        gradient.numpy()
+        for gradient in gradients(tf.constant(np.random.default_rng(0).normal(size=(8, 4)), tf.float32))
+    ]
 
 
-@pytest.mark.parametrize("make", [dense, lambda: dense(tied=True), recurrent, images, again], ids=["dense", "tied", "recurrent", "images", "recomputed"])
+@pytest.mark.parametrize(
+    "make",
+    [dense, lambda: dense(tied=True), recurrent, images, again],
+    ids=["dense", "tied", "recurrent", "images", "recomputed"],
+)
 def test_the_order_changes_no_gradient(make):
     keras.utils.set_random_seed(0)
     model = make()
@@ -76,7 +102,9 @@ def test_the_gradient_of_an_input_waits_for_that_of_the_weights(make):
     assert waits and all(waits), waits
 
 
-@pytest.mark.parametrize("first, second, waits", [(-1, 0, True), (0, -1, False)], ids=["in the order of the pass", "against it"])
+@pytest.mark.parametrize(
+    "first, second, waits", [(-1, 0, True), (0, -1, False)], ids=["in the order of the pass", "against it"]
+)
 def test_a_gradient_can_be_made_to_wait_for_an_older_one_only(first, second, waits):
     def order(gradients, seed):
         kernels = gradients[0::2]

@@ -1,4 +1,6 @@
-"""Models with variables of several dtypes, and gradients without static shapes, in one process: against a loop of plain Keras, and norms against NumPy."""
+"""Models with variables of several dtypes, and gradients without static shapes, in one process: against a loop of plain
+Keras, and norms against NumPy.
+"""
 
 import keras
 import numpy as np
@@ -44,8 +46,10 @@ class Mixed(keras.layers.Layer):
 
 def make_model():
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(6, activation="tanh", dtype=dtype, name=f"of_{dtype}")
-              for dtype in ("float32", "float64", "bfloat16", "float16")]
+    layers = [
+        keras.layers.Dense(6, activation="tanh", dtype=dtype, name=f"of_{dtype}")
+        for dtype in ("float32", "float64", "bfloat16", "float16")
+    ]
     head = keras.layers.Dense(3, dtype="float32")
     return keras.Sequential([keras.layers.Input((4, 6)), *layers, Mixed(), keras.layers.Flatten(), head])
 
@@ -65,9 +69,12 @@ def data_parallel(model, rule):
 
 UPDATES = {
     "one_device": data_parallel,
-    "mesh": mesh_update(MeshUpdate, 0), "mesh, one pack each": mesh_update(MeshUpdate, 0, pack_bytes=0),
+    "mesh": mesh_update(MeshUpdate, 0),
+    "mesh, one pack each": mesh_update(MeshUpdate, 0, pack_bytes=0),
     "compression": mesh_update(MeshUpdate, 0, compression="topk", compression_after=100),
-    "zero 1": mesh_update(ZeroUpdate, 1), "zero 2": mesh_update(ZeroUpdate, 2), "zero 3": mesh_update(Zero3Update, 3),
+    "zero 1": mesh_update(ZeroUpdate, 1),
+    "zero 2": mesh_update(ZeroUpdate, 2),
+    "zero 3": mesh_update(Zero3Update, 3),
 }
 
 

@@ -21,19 +21,29 @@ def test_pauses_are_told_once_and_take_no_time_from_the_speed():
         for name, seconds in pauses.items():
             with clock.pause(name):
                 now[0] += seconds
-        fields = dict.fromkeys(StepOutput._fields, 0) | {"step": step, "sums": {"loss": 4.0}, "weight": 2.0, "compute_s": np.zeros(1), "call": None}
+        fields = dict.fromkeys(StepOutput._fields, 0) | {
+            "step": step,
+            "sums": {"loss": 4.0},
+            "weight": 2.0,
+            "compute_s": np.zeros(1),
+            "call": None,
+        }
         interval.add(StepOutput(**fields), 4)
         return interval.event(step, {"train/learning_rate": 0.1}).values
 
     first, second, third = event(4, 2.0, evaluation=5.0, saving=1.0), event(8, 4.0), event(12, 2.0, saving=0.5)
     assert [values["perf/steps_per_s"] for values in (first, second, third)] == pytest.approx([2.0, 1.0, 2.0])
-    assert [{name: value for name, value in values.items() if name.startswith("pause/")} for values in (first, second, third)] == [
-        {"pause/saving_s": 1.0, "pause/evaluation_s": 5.0}, {}, {"pause/saving_s": 0.5}]
+    assert [
+        {name: value for name, value in values.items() if name.startswith("pause/")}
+        for values in (first, second, third)
+    ] == [{"pause/saving_s": 1.0, "pause/evaluation_s": 5.0}, {}, {"pause/saving_s": 0.5}]
 
 
 def output(step, n, skipped, loss=0.5):
     counted = n - skipped
-    return StepOutput(step, {}, 8.0 * counted, 1.0, 1.0, skipped, True, {"loss": 8.0 * counted * loss}, {}, 0.0, np.zeros(0))
+    return StepOutput(
+        step, {}, 8.0 * counted, 1.0, 1.0, skipped, True, {"loss": 8.0 * counted * loss}, {}, 0.0, np.zeros(0)
+    )
 
 
 def test_skipped_steps_are_not_part_of_the_loss_that_is_shown():

@@ -29,9 +29,19 @@ def test_formula_and_graph_agree():
     model = build_model(Config().replace(model="transformer", model_args="size=tiny").model, x, 256)
     assert forward_flops(model, x) == pytest.approx(rates.forward_flops, rel=0.01)
     layers, width, tokens = 2, 64, 8
-    assert rates.forward_flops == 2 * tokens * 12 * layers * width**2 + 4 * tokens**2 * width * layers + 2 * tokens * width * 256
+    assert (
+        rates.forward_flops
+        == 2 * tokens * 12 * layers * width**2 + 4 * tokens**2 * width * layers + 2 * tokens * width * 256
+    )
     told = rates.values(1000.0, consumed=250)
-    assert told == pytest.approx({"perf/tokens_per_s": 8000.0, "perf/model_flops_per_s": 3000 * rates.forward_flops, "perf/mfu": 3000 * rates.forward_flops / 2e12, "data/epoch": 2.5})
+    assert told == pytest.approx(
+        {
+            "perf/tokens_per_s": 8000.0,
+            "perf/model_flops_per_s": 3000 * rates.forward_flops,
+            "perf/mfu": 3000 * rates.forward_flops / 2e12,
+            "data/epoch": 2.5,
+        }
+    )
 
 
 def test_a_model_without_formula_is_read_from_its_graph():

@@ -20,7 +20,17 @@ def slow_batches(size, seconds):
     return [iter(tf.data.Dataset.from_tensor_slices((X, Y, W)).repeat().batch(size).map(slowly))]
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": 48, "accumulation": 3, "dropout": 0.2}, {"timed": False}, {"jit_compile": True}, {"skip_non_finite": True, "clip_norm": 0.1}, {"as_on_gpu": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch": 48, "accumulation": 3, "dropout": 0.2},
+        {"timed": False},
+        {"jit_compile": True},
+        {"skip_non_finite": True, "clip_norm": 0.1},
+        {"as_on_gpu": True},
+    ],
+)
 def test_a_step_with_marks_is_the_same_step(options):
     options, as_on_gpu = dict(options), options.get("as_on_gpu", False)
     options.pop("as_on_gpu", None)
@@ -39,8 +49,8 @@ def test_a_step_with_marks_is_the_same_step(options):
 def test_of_every_row_of_calls_one_is_sampled():
     step, iterators = make_step(phase_every=4, timed=False), batches(16)
     sampled = [step(iterators, 1).call.phases_s is not None for _ in range(16)]
-    assert [sum(sampled[row:row + 4]) for row in range(0, 16, 4)] == [1, 1, 1, 1] and sampled[1]
-    assert len({sampled[row:row + 4].index(True) for row in range(0, 16, 4)}) > 1
+    assert [sum(sampled[row : row + 4]) for row in range(0, 16, 4)] == [1, 1, 1, 1] and sampled[1]
+    assert len({sampled[row : row + 4].index(True) for row in range(0, 16, 4)}) > 1
 
 
 @pytest.mark.parametrize("timed", [True, False])

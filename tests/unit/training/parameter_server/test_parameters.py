@@ -17,7 +17,14 @@ from tfdist.training.parameter_server.parameters import Parameters, place
 from tfdist.training.parameter_server.remote_step import RemoteOptions, RemoteStep
 
 DEVICES = ["/device:CPU:0", "/device:CPU:0"]
-BASE = {"source": "digits", "model": "tests.parity.models:dense", "global_batch": 24, "steps": 6, "learning_rate": 0.01, "strategy": "one_device"}
+BASE = {
+    "source": "digits",
+    "model": "tests.parity.models:dense",
+    "global_batch": 24,
+    "steps": 6,
+    "learning_rate": 0.01,
+    "strategy": "one_device",
+}
 
 
 def make_job(**changes):
@@ -28,12 +35,26 @@ def make_job(**changes):
 
 def make_step(job, piece_bytes=400, batch=None, kind=Parameters, **options):
     config = job.config
-    parameters = kind(job.model, job.optimizer, job.schedule, lambda schedule: make_optimizer(config.optimizer, schedule), DEVICES, piece_bytes)
+    parameters = kind(
+        job.model,
+        job.optimizer,
+        job.schedule,
+        lambda schedule: make_optimizer(config.optimizer, schedule),
+        DEVICES,
+        piece_bytes,
+    )
     parameters.push(0)
     batch = batch or input_pipeline.batch_fetch(job.train_split, seed=config.run.seed, shuffle=True)
     plan = dataclasses.replace(job.plan, replicas=options.pop("slices", 1))
     spec = build.train_dataset(config, job.train_split, job.plan, 0, 0).element_spec
-    return RemoteStep(parameters, job.model, job.objective, batch, spec, RemoteOptions(plan, config.run.seed, config.optimizer.clip_norm, **options))
+    return RemoteStep(
+        parameters,
+        job.model,
+        job.objective,
+        batch,
+        spec,
+        RemoteOptions(plan, config.run.seed, config.optimizer.clip_norm, **options),
+    )
 
 
 def call(step, function, *numbers):
@@ -47,15 +68,30 @@ def test_every_row_lies_somewhere_once_and_servers_hold_about_the_same():
     for weight, shape in enumerate(shapes):
         own = [piece for piece in pieces if piece.weight == weight]
         assert [row for piece in own for row in range(piece.start, piece.stop)] == list(range(shape[0] if shape else 1))
-    assert len([piece for piece in pieces if piece.weight == 0]) == 3 and len([piece for piece in pieces if piece.weight == 3]) == 1
-    load = [sum(np.prod(shapes[piece.weight][1:]) * (piece.stop - piece.start) for piece in pieces if piece.server == server) for server in range(3)]
+    assert (
+        len([piece for piece in pieces if piece.weight == 0]) == 3
+        and len([piece for piece in pieces if piece.weight == 3]) == 1
+    )
+    load = [
+        sum(
+            np.prod(shapes[piece.weight][1:]) * (piece.stop - piece.start) for piece in pieces if piece.server == server
+        )
+        for server in range(3)
+    ]
     assert max(load) < 1.5 * min(load)
     assert len(place(shapes, 3, 0)) == len(shapes)
 
 
-@pytest.mark.parametrize("flags", [
-    {"optimizer": "momentum", "clip_norm": 0.5, "accumulation": 4}, {"optimizer": "adamw", "weight_decay": 0.1, "ema": 0.9, "schedule": "cosine", "warmup_steps": 3},
-    {"optimizer": "muon"}, {"optimizer": "adam", "model": "mlp", "model_args": "widths=(16,),dropout=0.3"}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"optimizer": "momentum", "clip_norm": 0.5, "accumulation": 4},
+        {"optimizer": "adamw", "weight_decay": 0.1, "ema": 0.9, "schedule": "cosine", "warmup_steps": 3},
+        {"optimizer": "muon"},
+        {"optimizer": "adam", "model": "mlp", "model_args": "widths=(16,),dropout=0.3"},
+    ],
+    ids=str,
+)
 def test_updates_are_those_of_one_device(flags):
     """Weights, slots, averages and all: after three steps here, pushed again, and three more."""
     reference, job = make_job(**flags), make_job(**flags)
@@ -66,7 +102,12 @@ def test_updates_are_those_of_one_device(flags):
     assert whole or len(step.parameters.pieces) > len(step.parameters.weights)
     for number in range(3):
         result = call(step, step.update, number, number * 24)
-        assert result.applied and result.finite and (result.version, result.staleness) == (number, 0) and result.sums[1] == 24
+        assert (
+            result.applied
+            and result.finite
+            and (result.version, result.staleness) == (number, 0)
+            and result.sums[1] == 24
+        )
     step.parameters.pull(3)
     for variable in step.parameters._values:
         variable.assign(tf.zeros_like(variable))  # so that only a push can bring them back
@@ -74,7 +115,11 @@ def test_updates_are_those_of_one_device(flags):
     for number in range(3, 6):
         call(step, step.update, number, number * 24)
     step.parameters.pull(6)
-    pairs = zip([*reference.model.variables, *reference.optimizer.variables], [*job.model.variables, *job.optimizer.variables], strict=True)
+    pairs = zip(
+        [*reference.model.variables, *reference.optimizer.variables],
+        [*job.model.variables, *job.optimizer.variables],
+        strict=True,
+    )
     for expected, found in pairs:
         if not expected.path.endswith("seed_generator_state"):
             np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=0, atol=2e-6, err_msg=expected.path)
@@ -86,7 +131,11 @@ def test_slices_add_up_to_the_batch():
     step = make_step(job, slices=3)
     for number in range(2):
         results = [call(step, step.differentiate, number, number * 25, replica) for replica in range(3)]
-        assert [result.version for result in results] == [number] * 3 and [result.sums[1] for result in results] == [8, 8, 9]
+        assert [result.version for result in results] == [number] * 3 and [result.sums[1] for result in results] == [
+            8,
+            8,
+            9,
+        ]
         norm, finite = step.apply(tf.constant(step.combine(results)), tf.constant(25.0))
         assert finite and norm > 0
     step.parameters.pull(2)
@@ -150,7 +199,11 @@ def test_data_in_memory_is_part_of_the_function_and_python_is_refused():
 
     def python(positions):
         x = tf.numpy_function(lambda n: np.zeros([len(n), 8, 8, 1], "float32"), [positions], tf.float32)
-        return tf.ensure_shape(x, [None, 8, 8, 1]), tf.zeros_like(positions, tf.int32), tf.ones_like(positions, tf.float32)
+        return (
+            tf.ensure_shape(x, [None, 8, 8, 1]),
+            tf.zeros_like(positions, tf.int32),
+            tf.ones_like(positions, tf.float32),
+        )
 
     with pytest.raises(ConfigError, match="runs Python"):
         make_step(job, batch=python)
@@ -160,7 +213,9 @@ def test_data_in_memory_is_part_of_the_function_and_python_is_refused():
 
 
 def test_skipped_steps_are_no_updates():
-    """Steps go on, but the optimizer, and with it the learning rate, counts as on one device: here and after a resume."""
+    """Steps go on, but the optimizer, and with it the learning rate, counts as on one device: here and after a
+    resume.
+    """
     job = make_job(optimizer="sgd", schedule="linear", learning_rate=0.1)
     step = make_step(job)
     for number in range(2):
