@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.strategies import asked_for
 
 
 def option(
@@ -626,23 +627,9 @@ class Config:
 
     def check_compression(self, strategy: str) -> None:
         """Whether gradients can travel as --compression says, on the strategy that --strategy has come to."""
-        kind = self.parallel.compression
-        if (
-            kind == "none"
-            or strategy == "mesh"
-            or (kind == "bf16" and strategy in ("multi_worker", "mirrored", "sockets"))
-        ):
-            return
-        fix = (
-            "use --horovod_compression=fp16"
-            if strategy == "horovod"
-            else (
-                "drop it"
-                if strategy in ("one_device", "parameter_server")
-                else "use --compression=bf16, or --strategy=mesh"
-            )
-        )
-        raise ConfigError(f"--compression={kind} is not for --strategy={strategy}: {fix}.")
+        kind, can = self.parallel.compression, asked_for(strategy)
+        if kind != "none" and kind not in can.compression:
+            raise ConfigError(f"--compression={kind} is not for --strategy={strategy}: {can.compression_fix}.")
 
     def _check_servers(self) -> None:
         """What a parameter-server run cannot do, and what only such a run can."""
