@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
@@ -280,7 +281,9 @@ def _check_best(config: Config, step: TrainStep, eval_split: Split | None) -> No
 
 def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
     """XLA cannot compile the collectives of a synchronised BatchNormalization; a frozen one has none."""
-    synchronized = any(getattr(layer, "synchronized", False) and layer.trainable for layer in model._flatten_layers())
+    synchronized = any(
+        getattr(layer, "synchronized", False) and layer.trainable for layer in keras_layers.all_layers(model)
+    )
     if config.model.jit_compile and synchronized and runtime.replicas > 1:
         raise ConfigError(
             "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"

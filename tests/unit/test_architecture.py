@@ -8,6 +8,7 @@ COMMANDS = {"train", "launch", "evaluate", "plan", "jobs", "report", "script", "
 # A room may import the rooms of lower levels, and its own.
 LEVEL = {
     "control": 0,
+    "compat": 1,
     "config": 1,
     **dict.fromkeys(("plugins", "flags", "runtime"), 2),
     **dict.fromkeys(("data", "models", "telemetry", "artifacts"), 3),

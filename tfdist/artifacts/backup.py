@@ -24,6 +24,7 @@ from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
+from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 _METRIC = "metric/"
@@ -106,7 +107,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
         if not RunningFit.of(self.model).go_to(self._epoch, snapshot.manifest["ends"]):
             state.restore_generator_states(snapshot.manifest["generators"])  # else reading has drawn from them just now
-        self.model._initial_epoch = self._epoch  # what Keras' own callback sets
+        keras_trainer.begin_at(self.model, self._epoch)
         self._skip_batches(snapshot.manifest["batch"], metrics)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
@@ -162,7 +163,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             for _ in range(min(model.steps_per_execution, left)):
                 batch = next(iterator)
                 if left == count:
-                    model._symbolic_build(data_batch=batch)  # Keras makes the metrics' variables at the first batch
+                    keras_trainer.build_for(model, batch)  # Keras makes the metrics' variables at the first batch
                     for variable, value in zip(model.metrics_variables, metrics, strict=True):
                         variable.assign(value)
                 left -= 1

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from tfdist import build
+from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control import lease
 from tfdist.control.cluster import Cluster
@@ -108,7 +109,7 @@ class ServerSession(Session):
     def _say(self, message: str) -> None:
         self.observer(Event("start", self.first_step, {"message": message}))
         if (
-            any(getattr(layer, "synchronized", False) for layer in self.job.model._flatten_layers())
+            any(getattr(layer, "synchronized", False) for layer in keras_layers.all_layers(self.job.model))
             and self.runtime.workers > 1
         ):
             self.observer(
