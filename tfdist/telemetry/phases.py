@@ -1,16 +1,16 @@
 """What the seconds of a step go to, per worker: means over the steps since the last account.
 
-| phase          | what                                                                                                          |
-|----------------|---------------------------------------------------------------------------------------------------------------|
-| data_wait      | waiting for the next batch                                                                                    |
-| host_to_device | copying it to the device; 0 on a CPU                                                                          |
-| forward        | forward pass and loss (with tensor parallelism, pipelines and synchronised BatchNorm also what they communicate) |
-| backward       | until the last gradient is there                                                                              |
-| gradient_sync  | from then until all gradients are reduced: what the backward pass does not hide, and waiting for slower workers |
-| optimizer      | until the weights are updated                                                                                 |
-| other          | entering and leaving the training function, logging, all else between its calls                               |
-| checkpoint     | training stood still for a snapshot or a backup                                                               |
-| evaluation     | training stood still for an evaluation                                                                        |
+data_wait       waiting for the next batch
+host_to_device  copying it to the device; 0 on a CPU
+forward         forward pass and loss (with tensor parallelism, pipelines and synchronised BatchNorm also what they
+                communicate)
+backward        until the last gradient is there
+gradient_sync   from then until all gradients are reduced: what the backward pass does not hide, and waiting for slower
+                workers
+optimizer       until the weights are updated
+other           entering and leaving the training function, logging, all else between its calls
+checkpoint      training stood still for a snapshot or a backup
+evaluation      training stood still for an evaluation
 
 They lie end to end and add up to the wall time. Reduction that the backward pass hides is no phase: it is told beside
 them as overlap. Checkpoint, evaluation and, where our own ring reduces, gradient_sync are measured always, the rest in
