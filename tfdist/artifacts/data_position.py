@@ -174,7 +174,7 @@ class _Passes:
     def settle(self) -> None:
         """Reads what is left to be read of a pass that goes on."""
         goes_on = self.iterator.steps_per_epoch and self.iterator._current_iterator is not None
-        if goes_on and not self.reads and self._pass is self.iterator._current_iterator:
+        if goes_on and not self.reads and self._pass is not None and self._pass is self.iterator._current_iterator:
             _read(self._pass, self._unread)
         if goes_on and (self._unread or self.reads) and _has_no_seed(self.iterator.data_adapter):
             print(

@@ -103,5 +103,5 @@ def _bad(values: np.ndarray, classes: int | None) -> Iterator[tuple[int, str]]:
             int(row),
             f"{what} in {{}}"
             + (f" at {list(at)}" if at else "")
-            + (f", which is no class of 0 to {classes - 1}" if values.dtype.kind in "iu" else ""),
+            + (f", which is no class of 0 to {classes - 1}" if classes and values.dtype.kind in "iu" else ""),
         )

@@ -46,7 +46,7 @@ def batch_fetch(split: Split, reading: Reading) -> Callable[[tf.Tensor], Sample]
     shaped = shaper(None, split.element_spec if reading.augment is None else None)
 
     def batch(positions: tf.Tensor) -> Sample:
-        samples = order.sample_of(positions, split.size, reading.seed, reading.shuffle)
+        samples = order.sample_of(positions, split.length, reading.seed, reading.shuffle)
         return shaped(*weighted(fetch(samples, order.element_seeds(positions, reading.seed)), tf.shape(positions)[0]))
 
     return batch
@@ -103,7 +103,7 @@ def _indexed_batches(split: Split, reading: Reading, plan: BatchPlan, replica: i
 
     def make(first: tf.Tensor) -> Sample:
         at = positions(first + tf.range(block, dtype=tf.int64))
-        samples = order.sample_of(at, split.size, reading.seed, reading.shuffle)
+        samples = order.sample_of(at, split.length, reading.seed, reading.shuffle)
         batch = shaped(*weighted(fetch(samples, order.element_seeds(at, reading.seed)), tf.shape(at)[0]))
         return batch if block == 1 else tf.nest.map_structure(in_block, batch)
 

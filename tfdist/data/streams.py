@@ -49,10 +49,10 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
         starts, stops = (list(ends) for ends in zip(*bounds, strict=True))
 
         def is_own(position: tf.Tensor, _) -> tf.Tensor:
-            offset = position % plan.global_batch
+            offset = tf.math.floormod(position, plan.global_batch)
             return tf.reduce_any((offset >= starts) & (offset < stops))
 
-        own = ordered_stream(split, plan, seed, shuffle, consumed, cut).enumerate().filter(is_own)
+        own = ordered_stream(split, plan, seed, shuffle, consumed, cut).enumerate().filter(as_is(is_own))
         numbered = own.map(lambda _, numbered: numbered)
 
     shaped = shaper(plan.micro_batch if plan.even else None, split.element_spec if augment is None else None)
@@ -62,7 +62,11 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
             sample = augmentation.apply(augment, sample, order.element_seeds(numbers, seed), split.name)
         return shaped(*weighted(sample, tf.shape(numbers)[0]))
 
-    batched = numbered.batch(sum(lengths)).rebatch(lengths) if len(set(lengths)) > 1 else numbered.batch(lengths[0])
+    batched = (
+        numbered.batch(sum(lengths)).rebatch(tf.constant(lengths, tf.int64))
+        if len(set(lengths)) > 1
+        else numbered.batch(lengths[0])
+    )
     return batched.map(as_is(finish), num_parallel_calls=tf.data.AUTOTUNE)
 
 
@@ -134,5 +138,8 @@ def stream_eval(split: Split, size: int, steps: int, batch: int, replica: int, w
         x, y, w = weighted(sample, batch)
         return x, y, masked(w, index < size)
 
-    own = padded.filter(lambda index, _: index % width // batch == replica)
+    def is_own(index: tf.Tensor, _) -> tf.Tensor:
+        return tf.equal(tf.math.floormod(index, width) // batch, replica)
+
+    own = padded.filter(as_is(is_own))
     return own.batch(batch, drop_remainder=True).map(as_is(finish))

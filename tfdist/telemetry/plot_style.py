@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -31,7 +32,7 @@ PART_COLORS = {
     "other": "#c4c4c4",
 }
 _MOST_POINTS = 600
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.sans-serif": ["system-ui", "DejaVu Sans"],

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 from tfdist.control.exit_codes import StartupError
 from tfdist.telemetry.events import Event
@@ -35,7 +36,7 @@ class PrometheusEndpoint:
         self._registry = self._client.CollectorRegistry()
         self._client.ProcessCollector(registry=self._registry)
         self._rank, self._run = str(run.rank), run
-        self._gauges: dict[str, object] = {}
+        self._gauges: dict[str, Any] = {}
         labels = {"registry": self._registry}
         self._events = self._client.Counter("tfdist_events", "Events by kind.", ["kind", "rank"], **labels)
         self._seconds = self._client.Counter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from tfdist.telemetry.plot_style import as_svg, bytes_text, color, draw_line, label_rows, one_plot, styled
@@ -42,7 +43,7 @@ def curves(
                 draw_line(axis, points, color=color(number), linestyle=style, label=text)
     axis.set(xlabel="optimizer step", ylabel=label)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    values = [value for line in axis.lines for value in line.get_ydata()]
+    values = [value for line in axis.lines for value in np.asarray(line.get_ydata())]
     if log and min(values) > 0 and max(values) > 10 * min(values):
         axis.set_yscale("log")
     if from_zero:
