@@ -89,9 +89,11 @@ class ServerSession(Session):
             job.objective,
             input_pipeline.batch_fetch(
                 split,
-                seed=self.config.run.seed,
-                shuffle=self.config.data.shuffle,
-                augment=augment.load_augmentation(self.config.data.augment),
+                input_pipeline.Reading(
+                    seed=self.config.run.seed,
+                    shuffle=self.config.data.shuffle,
+                    augment=augment.load_augmentation(self.config.data.augment),
+                ),
             ),
             build.train_dataset(self.config, split, job.plan, 0, 0).element_spec,
             RemoteOptions(
