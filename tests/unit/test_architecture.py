@@ -11,6 +11,7 @@ COMMANDS = {"train", "launch", "evaluate", "plan", "jobs", "report", "script", "
 # A room may import the rooms of lower levels, and its own.
 LEVEL = {
     "control": 0,
+    "compat": 1,
     "config": 1,
     **dict.fromkeys(("plugins", "flags", "runtime"), 2),
     **dict.fromkeys(("data", "models", "telemetry", "artifacts"), 3),
@@ -118,7 +119,7 @@ def test_only_the_runtime_touches_distribution():
 
 
 # Where a strategy's name may stand: the registry, the choice of one, the checks of the configuration.
-NAMES_OF_STRATEGIES = (PACKAGE / "control/strategies.py", PACKAGE / "runtime/factory.py", PACKAGE / "config.py")
+NAMES_OF_STRATEGIES = ("control/strategies.py", "runtime/factory.py", "config/checks.py")
 
 
 @functools.cache
@@ -165,7 +166,7 @@ def test_nobody_asks_a_runtime_who_it_is():
     wrong = [
         f"{path}:{line}"
         for path in modules()
-        if path not in NAMES_OF_STRATEGIES
+        if path.relative_to(PACKAGE).as_posix() not in NAMES_OF_STRATEGIES
         for line in asks_who_it_is(ast.parse(path.read_text()), in_runtime=room(path) == "runtime")
     ]
     assert not wrong, "\n".join(wrong)
@@ -187,7 +188,7 @@ def test_the_rule_about_runtimes_finds_what_it_should():
 def test_files_say_what_lives_in_them_and_stay_small():
     for path in modules():
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} does not say what lives in it"
-        limit = 150 if path == PACKAGE / "training/loop.py" else 500 if path == PACKAGE / "config.py" else 300
+        limit = 150 if path == PACKAGE / "training/loop.py" else 300
         assert len(path.read_text().splitlines()) <= limit, f"{path} has more than {limit} lines"
         assert path.stem not in ("utils", "common", "helpers")
 

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from tfdist import build
+from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control import lease
 from tfdist.control.cluster import Cluster
@@ -89,9 +90,11 @@ class ServerSession(Session):
             job.objective,
             input_pipeline.batch_fetch(
                 split,
-                seed=self.config.run.seed,
-                shuffle=self.config.data.shuffle,
-                augment=augment.load_augmentation(self.config.data.augment),
+                input_pipeline.Reading(
+                    seed=self.config.run.seed,
+                    shuffle=self.config.data.shuffle,
+                    augment=augment.load_augmentation(self.config.data.augment),
+                ),
             ),
             build.train_dataset(self.config, split, job.plan, 0, 0).element_spec,
             RemoteOptions(
@@ -109,7 +112,7 @@ class ServerSession(Session):
     def _say(self, message: str) -> None:
         self.observer(Event("start", self.first_step, {"message": message}))
         if (
-            any(getattr(layer, "synchronized", False) for layer in self.job.model._flatten_layers())
+            any(getattr(layer, "synchronized", False) for layer in keras_layers.all_layers(self.job.model))
             and self.runtime.workers > 1
         ):
             self.observer(
