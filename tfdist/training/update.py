@@ -77,6 +77,7 @@ class DataParallel:
         slices: bool = False,
         small: bool = False,
     ):
+        slices = slices and runtime.sums_slices
         self.runtime, self.model, self.optimizer, self.slices = runtime, model, optimizer, slices
         self.small = small and runtime.replicas > 1
         if slices and updates_rows(optimizer):
