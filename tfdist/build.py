@@ -38,7 +38,7 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
-from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.runtime.mesh_runtime import on_mesh
 from tfdist.training import compatibility
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped_tokens import with_dropped
@@ -141,7 +141,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
     added = _added_losses(config, runtime, model, train_split, plan)
-    if isinstance(runtime, MeshRuntime):
+    if on_mesh(runtime):
         spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
         objective = spread.objective
     else:
@@ -260,7 +260,7 @@ def make_evaluator(
 def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
     """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before
     the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean."""
-    slices = getattr(runtime, "workers", 1) if config.servers.ps_mode == "sync" else 1  # of parameter servers
+    slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
     if plan.replicas * plan.accumulation * slices == 1:
         return SumsAsMeans(())
 
@@ -303,7 +303,7 @@ def _check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: 
 
     Which variables pipe, model and expert divide is decided later: at best all of them.
     """
-    mesh = runtime.mesh if isinstance(runtime, MeshRuntime) else Mesh.create(data=runtime.replicas)
+    mesh = runtime.mesh or Mesh.create(data=runtime.replicas)
     layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
     memory_check.check(
         config,

@@ -268,9 +268,7 @@ class Mirrored(tf.distribute.MirroredStrategy):
 
 
 def mirrored(count):
-    return StrategyRuntime(
-        "mirrored", Mirrored(count), tf.distribute.experimental.CommunicationOptions(), rank=0, size=1
-    )
+    return StrategyRuntime(Mirrored(count), tf.distribute.experimental.CommunicationOptions(), rank=0, size=1)
 
 
 def difference(case, found, expected):

@@ -36,6 +36,9 @@ class Update(Protocol):
         several.
         """
 
+    def travels_as_rows(self, gradient: tf.Tensor | tf.IndexedSlices) -> bool:
+        """Whether the gradient is kept as the rows that it has, tf.IndexedSlices."""
+
     def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """On one replica: (pieces of the gradients' sum over replicas, [*sums over replicas, *signals over all
         workers]).
@@ -161,11 +164,7 @@ def compiled(differentiate: Callable, update: Update) -> Callable:
     def inside(*args: tf.Tensor) -> tuple[list, tf.Tensor]:
         gradients, sums = differentiate(*args)
         shapes[:] = [
-            (
-                (gradient.values.shape, gradient.shape)
-                if isinstance(update, DataParallel) and update.travels_as_rows(gradient)
-                else None
-            )
+            ((gradient.values.shape, gradient.shape) if update.travels_as_rows(gradient) else None)
             for gradient in gradients
         ]
         return [

@@ -13,7 +13,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.runtime.mirrored import _broadcastable
+from tfdist.runtime.multi_worker import _broadcastable
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.dtypes import as_summands, global_norm
 from tfdist.training.objectives import classification
