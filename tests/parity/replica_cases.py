@@ -1,7 +1,8 @@
 """Models with state, masks and added losses on one, two and three replicas of one process, against a plain Keras loop.
 
-    python -m tests.parity.replica_cases OUT.json      writes {case: {replicas: largest difference / what rounding allows}}
+    python -m tests.parity.replica_cases OUT.json
 
+writes {case: {replicas: largest difference / what rounding allows}}.
 One process runs all cases: a model and its tracing take about a second, starting TensorFlow takes four.
 """
 

@@ -114,7 +114,9 @@ OFTEN_THE_SAME_ROWS = """
 import keras, numpy as np, tensorflow as tf
 from tests.unit.training.test_update import make_update
 random = np.random.default_rng(0)
-slices = tf.IndexedSlices(tf.constant(random.normal(size=(50_000, 2)), tf.float32), tf.constant(random.integers(0, 1000, 50_000)), tf.constant([100_000, 2], tf.int64))
+values, rows = random.normal(size=(50_000, 2)), random.integers(0, 1000, 50_000)
+shape = tf.constant([100_000, 2], tf.int64)
+slices = tf.IndexedSlices(tf.constant(values, tf.float32), tf.constant(rows), shape)
 found = set()
 for _ in range(20):
     update = make_update(rows=100_000)
