@@ -14,8 +14,18 @@ import pytest
 def horovod() -> None:
     """Horovod, built if need be (about three minutes; the wheel is kept). Skips only where nothing can be compiled."""
     missing = [tool for tool in ("g++", "make") if not shutil.which(tool)]
-    installed = subprocess.run([sys.executable, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('horovod') is None)"]).returncode == 0
+    installed = (
+        subprocess.run(
+            [sys.executable, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('horovod') is None)"]
+        ).returncode
+        == 0
+    )
     if missing and not installed:
         pytest.skip(f"Horovod cannot be built: this machine has no {' and no '.join(missing)}")
-    made = subprocess.run(["bash", "scripts/install_horovod.sh"], env={**os.environ, "HOROVOD_PYTHON": sys.executable}, capture_output=True, text=True)
+    made = subprocess.run(
+        ["bash", "scripts/install_horovod.sh"],
+        env={**os.environ, "HOROVOD_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
     assert made.returncode == 0, made.stdout + made.stderr

@@ -51,7 +51,7 @@ def _part(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> dict[
 
     from tfdist import build
     from tfdist.artifacts.state import WholeState, collect
-    from tfdist.runtime.agreement import check_weights
+    from tfdist.runtime.weight_check import check_weights
 
     keras.backend.clear_session()
     given.case = case

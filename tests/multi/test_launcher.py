@@ -42,7 +42,14 @@ def run(tmp_path, fault="", grace=10.0):
     script = tmp_path / "worker.py"
     script.write_text(WORKER.format(fault=fault))
     output = io.StringIO()
-    made = LocalJob([sys.executable, str(script)], 2, tmp_path / "logs", output=output, grace=grace, environment={**os.environ, "PYTHONPATH": os.getcwd()})
+    made = LocalJob(
+        [sys.executable, str(script)],
+        2,
+        tmp_path / "logs",
+        output=output,
+        grace=grace,
+        environment={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
     made.start()
     return made.wait(), output.getvalue()
 

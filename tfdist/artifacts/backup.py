@@ -1,14 +1,14 @@
 """`BackupAndRestore`: a frequent, short-lived backup beside the long-lived snapshots.
 
-A subclass of the Keras callback with the same arguments and meaning, but it holds the full state (weights, optimizer slots,
-seed generators, metrics, the position in the epoch) at step granularity, in the form of store.py: checksummed, committed
-by one rename. Under several workers only the chief (`writes=True`) writes.
+A subclass of the Keras callback with the same arguments and meaning, but it holds the full state (weights, optimizer
+slots, seed generators, metrics, the position in the epoch) at step granularity, in the form of store.py: checksummed,
+committed by one rename. Under several workers only the chief (`writes=True`) writes.
 
     model.fit(..., callbacks=[tfdist.BackupAndRestore("/dev/shm/backup", save_freq=100)])
 
 goes on in the middle of an epoch, at the very batch: the first batches of that epoch are taken from the data but not
 trained on again, and the data is taken through the epochs before (data_position.py). It must come in the same order as
-then. session.py uses the same object for `--backup_dir`.
+then. run/session.py uses the same object for `--backup_dir`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,19 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     Raises ConfigError (a ValueError, as Keras does) on wrong arguments; CheckpointError on a backup of another model.
     """
 
-    def __init__(self, backup_dir: str, save_freq: str | int = "epoch", double_checkpoint: bool = False, delete_checkpoint: bool = True, *, writes: bool = True):
+    def __init__(
+        self,
+        backup_dir: str,
+        save_freq: str | int = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+        *,
+        writes: bool = True,
+    ):
         if isinstance(save_freq, bool) or (save_freq != "epoch" and not (isinstance(save_freq, int) and save_freq > 0)):
-            raise ConfigError(f"BackupAndRestore(save_freq={save_freq!r}) must be \"epoch\" or a number of batches from 1 on.")
+            raise ConfigError(
+                f'BackupAndRestore(save_freq={save_freq!r}) must be "epoch" or a number of batches from 1 on.'
+            )
         if not backup_dir:
             raise ConfigError("BackupAndRestore(backup_dir=...) is empty: name a folder for the backup of this run.")
         super().__init__(str(backup_dir), save_freq, double_checkpoint, delete_checkpoint)
@@ -59,7 +69,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._since = 0  # batches since the last backup
         self._to_skip = 0
 
-    # -- what session.py and tfdist.fit use ------------------------------------------------------------------------
+    # -- what run/session.py and tfdist.fit use ------------------------------------------------------------------------
 
     def due(self, before: int, step: int, steps_per_epoch: int) -> bool:
         """Whether a backup falls in (before, step]; steps are counted over all epochs."""
@@ -85,7 +95,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if snapshot is None:
             return
         if not self.model.built:
-            raise CheckpointError("BackupAndRestore needs a built model: call it on a batch, or give it an Input layer, before `fit`.")
+            raise CheckpointError(
+                "BackupAndRestore needs a built model: call it on a batch, or give it an Input layer, before `fit`."
+            )
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
         arrays = self.store.read(snapshot)
@@ -118,8 +130,16 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _save(self, epoch: int, batch: int) -> None:
         self._since = 0
-        self.back_up(self._step, state.to_host(self._variables()), {
-            "epoch": epoch, "batch": batch, "generators": state.generator_states(), "ends": RunningFit.of(self.model).ends()})
+        self.back_up(
+            self._step,
+            state.to_host(self._variables()),
+            {
+                "epoch": epoch,
+                "batch": batch,
+                "generators": state.generator_states(),
+                "ends": RunningFit.of(self.model).ends(),
+            },
+        )
         self.writer.wait()  # a script that is killed a moment later must find it
 
     def _variables(self) -> dict[str, Any]:
@@ -127,7 +147,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return {**state.collect(self.model, self.model.optimizer, {}), **metrics}
 
     def _skip_batches(self, count: int, metrics: Sequence[np.ndarray]) -> None:
-        """The first `count` batches of the resumed epoch are taken, but not trained on; `metrics` is what they had come to."""
+        """The first `count` batches of the resumed epoch are taken, but not trained on; `metrics` is what they had come
+        to.
+        """
         self._to_skip = count
         if not count:
             return

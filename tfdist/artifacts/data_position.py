@@ -32,15 +32,53 @@ from tfdist.control.exit_codes import CheckpointError
 # Datasets whose iterators begin anew, whatever iterators before them have read. Not `repeat`: a shuffle in it draws an
 # order whenever a pass ends. Not `cache`: it keeps the order of the first pass.
 _INDEPENDENT = {
-    "TensorDataset", "TensorSliceDataset", "RangeDataset", "ShuffleDataset", "BatchDataset", "ParallelBatchDataset",
-    "PaddedBatchDataset", "MapDataset", "ParallelMapDataset", "PrefetchDataset", "TakeDataset", "SkipDataset", "ShardDataset",
-    "FilterDataset", "OptionsDataset", "ZipDataset", "UnbatchDataset", "TFRecordDatasetV2", "TextLineDatasetV2",
-    "FixedLengthRecordDatasetV2", "FlatMapDataset", "InterleaveDataset", "ParallelInterleaveDataset"}
-# Stateful operations in their functions that may be: calls, files, and random numbers, which begin anew with each iterator.
+    "TensorDataset",
+    "TensorSliceDataset",
+    "RangeDataset",
+    "ShuffleDataset",
+    "BatchDataset",
+    "ParallelBatchDataset",
+    "PaddedBatchDataset",
+    "MapDataset",
+    "ParallelMapDataset",
+    "PrefetchDataset",
+    "TakeDataset",
+    "SkipDataset",
+    "ShardDataset",
+    "FilterDataset",
+    "OptionsDataset",
+    "ZipDataset",
+    "UnbatchDataset",
+    "TFRecordDatasetV2",
+    "TextLineDatasetV2",
+    "FixedLengthRecordDatasetV2",
+    "FlatMapDataset",
+    "InterleaveDataset",
+    "ParallelInterleaveDataset",
+}
+# Stateful operations in their functions that may be: calls, files, and random numbers, which begin anew with each
+# iterator.
 _ANEW = {
-    "PartitionedCall", "StatefulPartitionedCall", "If", "While", "Assert", "ReadFile", "TFRecordDataset", "TFRecordDatasetV2",
-    "TextLineDataset", "TensorSliceDataset", "TensorDataset", "RangeDataset", "FixedLengthRecordDatasetV2", "RandomUniform",
-    "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomShuffle", "Multinomial"}
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+    "If",
+    "While",
+    "Assert",
+    "ReadFile",
+    "TFRecordDataset",
+    "TFRecordDatasetV2",
+    "TextLineDataset",
+    "TensorSliceDataset",
+    "TensorDataset",
+    "RangeDataset",
+    "FixedLengthRecordDatasetV2",
+    "RandomUniform",
+    "RandomUniformInt",
+    "RandomStandardNormal",
+    "TruncatedNormal",
+    "RandomShuffle",
+    "Multinomial",
+}
 
 
 @dataclass(frozen=True)
@@ -59,12 +97,17 @@ class RunningFit:
             if values.get("self") is model and isinstance(values.get("epoch_iterator"), TFEpochIterator):
                 return cls(model, dict(values))
             frame = frame.f_back
-        raise CheckpointError("The backup goes with Keras' own fit, which this model does not use: save and restore in your own loop.")
+        raise CheckpointError(
+            "The backup goes with Keras' own fit, which this model does not use: save and restore in your own loop."
+        )
 
     def ends(self) -> dict[str, int | None]:
         """At which batch the data was found to end, where its length was not known before; to be saved, JSON."""
         evaluated = getattr(self.model, "_eval_epoch_iterator", None)
-        return {"training": self.values["epoch_iterator"]._num_batches, "validation": evaluated and evaluated._num_batches}
+        return {
+            "training": self.values["epoch_iterator"]._num_batches,
+            "validation": evaluated and evaluated._num_batches,
+        }
 
     def go_to(self, epoch: int, ends: Mapping[str, int | None]) -> bool:
         """Takes the data to where it stands when `epoch` begins. Returns whether all of it had to be read for that.
@@ -88,9 +131,15 @@ class RunningFit:
         """What `fit` makes for its first validation, and then uses again."""
         values, model = self.values, self.model
         model._eval_epoch_iterator = TFEpochIterator(
-            x=values["val_x"], y=values["val_y"], sample_weight=values["val_sample_weight"],
-            batch_size=values["validation_batch_size"] or values["batch_size"], steps_per_epoch=values["validation_steps"], shuffle=False,
-            distribute_strategy=model.distribute_strategy, steps_per_execution=model.steps_per_execution)
+            x=values["val_x"],
+            y=values["val_y"],
+            sample_weight=values["val_sample_weight"],
+            batch_size=values["validation_batch_size"] or values["batch_size"],
+            steps_per_epoch=values["validation_steps"],
+            shuffle=False,
+            distribute_strategy=model.distribute_strategy,
+            steps_per_execution=model.steps_per_execution,
+        )
         return model._eval_epoch_iterator
 
 
@@ -114,7 +163,11 @@ class _Passes:
     def _count(self, batches: Iterator) -> None:
         if batches is not self._pass:
             self._pass, self._unread = batches, 0
-        if self._end is not None and self.iterator.data_adapter.num_batches is None and self.iterator._steps_seen >= self._end:
+        if (
+            self._end is not None
+            and self.iterator.data_adapter.num_batches is None
+            and self.iterator._steps_seen >= self._end
+        ):
             raise StopIteration  # as reading would
         self._unread += self.iterator.steps_per_execution
 
@@ -124,8 +177,13 @@ class _Passes:
         if goes_on and not self.reads and self._pass is self.iterator._current_iterator:
             _read(self._pass, self._unread)
         if goes_on and (self._unread or self.reads) and _has_no_seed(self.iterator.data_adapter):
-            print("tfdist: the data is shuffled without a seed: what is left of the pass in which the run ended comes in another order, "
-                  "so samples of it may come twice or not at all. Call keras.utils.set_random_seed before the data is made.", file=sys.stderr, flush=True)
+            print(
+                "tfdist: the data is shuffled without a seed: what is left of the pass in which the run ended comes in"
+                " another order, so samples of it may come twice or not at all. Call keras.utils.set_random_seed before"
+                " the data is made.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _read(batches: Iterator, count: int) -> None:
@@ -141,7 +199,10 @@ def _read(batches: Iterator, count: int) -> None:
 
 def _are_independent(adapter: Any) -> bool:
     if isinstance(adapter, TFDatasetAdapter):
-        return all(_kind(dataset) in _INDEPENDENT and all(map(_begins_anew, dataset._functions())) for dataset in _with_inputs(adapter._dataset))
+        return all(
+            _kind(dataset) in _INDEPENDENT and all(map(_begins_anew, dataset._functions()))
+            for dataset in _with_inputs(adapter._dataset)
+        )
     return isinstance(adapter, ArrayDataAdapter)
 
 
@@ -169,5 +230,8 @@ def _begins_anew(function: Any) -> bool:
 
 def _has_no_seed(adapter: Any) -> bool:
     if isinstance(adapter, TFDatasetAdapter):
-        return any(_kind(dataset) == "ShuffleDataset" and not (int(dataset._seed) or int(dataset._seed2)) for dataset in _with_inputs(adapter._dataset))
+        return any(
+            _kind(dataset) == "ShuffleDataset" and not (int(dataset._seed) or int(dataset._seed2))
+            for dataset in _with_inputs(adapter._dataset)
+        )
     return isinstance(adapter, ArrayDataAdapter) and bool(adapter._shuffle) and context.global_seed() is None

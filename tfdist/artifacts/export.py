@@ -20,8 +20,13 @@ def load_export(path: str) -> keras.Model:
         return keras.models.load_model(path, compile=False, safe_mode=True)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         if "lambda" in str(error).lower():
-            raise CheckpointError(f"{path} holds Python code (a Lambda layer), which could do anything and is not executed: save the model with a layer of its own class in place of the Lambda.") from None
-        raise CheckpointError(f"{path} cannot be loaded: {next(iter(str(error).splitlines()), type(error).__name__)[:300]}") from None
+            raise CheckpointError(
+                f"{path} holds Python code (a Lambda layer), which could do anything and is not executed: save the"
+                " model with a layer of its own class in place of the Lambda."
+            ) from None
+        raise CheckpointError(
+            f"{path} cannot be loaded: {next(iter(str(error).splitlines()), type(error).__name__)[:300]}"
+        ) from None
 
 
 def export_model(model: keras.Model, folder: Path, formats: tuple[str, ...]) -> list[Path]:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError
 from tfdist.data import order
-from tfdist.data.sources.base import Sample, Split
+from tfdist.data.sources.split import Sample, Split
 from tfdist.plugins import check_takes, own_code, resolve
 
 Augmentation = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple]
@@ -31,8 +31,14 @@ def load_augmentation(name: str) -> Augmentation | None:
     function = resolve("augment", name, AUGMENTATIONS)
     if name in AUGMENTATIONS:
         return function
-    check_takes("augment", name, function, ("x", "y", "seeds"), "an augmentation is a function (x, y, seeds) of a whole micro-batch that returns (x, y), "
-                "and draws from seeds, int32 [n, 2], one a sample (tfdist/data/augment.py)")
+    check_takes(
+        "augment",
+        name,
+        function,
+        ("x", "y", "seeds"),
+        "an augmentation is a function (x, y, seeds) of a whole micro-batch that returns (x, y), "
+        "and draws from seeds, int32 [n, 2], one a sample (tfdist/data/augment.py)",
+    )
 
     def augmentation(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
         with own_code("augment", name):
@@ -42,7 +48,9 @@ def load_augmentation(name: str) -> Augmentation | None:
 
 
 def augmented_fetch(split: Split, augment: Augmentation | None) -> Callable[[tf.Tensor, tf.Tensor], Sample]:
-    """(indices int64 [n], seeds int32 [n, 2]) -> augmented samples; what the source can do while decoding is left to it."""
+    """(indices int64 [n], seeds int32 [n, 2]) -> augmented samples; what the source can do while decoding is left to
+    it.
+    """
     if augment is None:
         return lambda indices, seeds: split.fetch(indices)
     if augment is random_resized_crop and split.fetch_cropped is not None:
@@ -51,13 +59,18 @@ def augmented_fetch(split: Split, augment: Augmentation | None) -> Callable[[tf.
 
 
 def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) -> Sample:
-    """The micro-batch with x and y augmented, and its weights, if any, kept. Raises DataError on a wrong return value."""
+    """The micro-batch with x and y augmented, and its weights, if any, kept.
+
+    Raises DataError on a wrong return value.
+    """
     result = augment(*sample[:2], seeds)
     if not isinstance(result, tuple) or len(result) != 2:
         raise DataError(f"--augment: the function returned {type(result).__name__} for {name}: it must return (x, y).")
     for tensor in tf.nest.flatten(result):
         if not tensor.shape[1:].is_fully_defined():
-            raise DataError(f"--augment: the function lost the shape of {name} ({tensor.shape}): end it with tf.ensure_shape.")
+            raise DataError(
+                f"--augment: the function lost the shape of {name} ({tensor.shape}): end it with tf.ensure_shape."
+            )
     return (*result, *sample[2:])
 
 
@@ -99,7 +112,12 @@ def random_resized_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
 
 
 AUGMENTATIONS = {
-    "none": None, "flip": flip, "flip_crop": flip_crop, "random_resized_crop": random_resized_crop, "shift": shift}
+    "none": None,
+    "flip": flip,
+    "flip_crop": flip_crop,
+    "random_resized_crop": random_resized_crop,
+    "shift": shift,
+}
 
 
 def _pad_and_crop(x: tf.Tensor, seeds: tf.Tensor, pad: int) -> tf.Tensor:
@@ -115,4 +133,5 @@ def _check_images(name: str, x: tf.Tensor) -> None:
     if not isinstance(x, tf.Tensor) or x.shape.rank != 4:
         raise DataError(
             f"--augment={name} is for batches of images [n, height, width, channels], not for "
-            f"{getattr(x, 'shape', type(x).__name__)}: use --augment=none.")
+            f"{getattr(x, 'shape', type(x).__name__)}: use --augment=none."
+        )

@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import DataError
+from tfdist.data.batch_plan import BatchPlan
 
 # From 10 rounds on, serial correlation (distances 1 to 199), parity correlation and the variance of batch means could
 # not be told from those of random permutations, for 50,000 to 10**9 samples. A round costs about 5 ns a position.
@@ -102,7 +102,8 @@ def _permute(index: tf.Tensor, keys: tf.Tensor, size: int) -> tf.Tensor:
 
     def cipher(values: tf.Tensor) -> tf.Tensor:
         return tf.raw_ops.RandomIndexShuffle(
-            index=values, seed=keys, max_index=tf.constant(size if short else largest, tf.int64), rounds=ROUNDS)
+            index=values, seed=keys, max_index=tf.constant(size if short else largest, tf.int64), rounds=ROUNDS
+        )
 
     image = cipher(index)
     if not short:

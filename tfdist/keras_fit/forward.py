@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.gradients import Gradients
-from tfdist.keras_fit.inputs import of_the_batch
 from tfdist.keras_fit.lookups import shared_in
 from tfdist.keras_fit.losses_inside import Scales, recorded
 from tfdist.keras_fit.metrics_inside import Additions
@@ -54,7 +54,13 @@ class SpreadCall:
         if share is not None:  # these are our own rows
             own = self._forward(args, kwargs)
             as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
-            outputs, losses = own.outputs, [loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss for loss, scales in zip(own.losses, own.scales, strict=True)]
+            outputs, losses = (
+                own.outputs,
+                [
+                    loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss
+                    for loss, scales in zip(own.losses, own.scales, strict=True)
+                ],
+            )
         else:
             part = Part(self._runtime, (args, kwargs), self.of_the_batch((args, kwargs)))
             taken = part.take((args, kwargs))
@@ -71,11 +77,18 @@ class SpreadCall:
 
         def returned(dims: Sequence[int]) -> int | None:
             rows = iter(dims)
-            specs = [tf.TensorSpec([next(rows), *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype) for tensor in tensors]
+            specs = [
+                tf.TensorSpec([next(rows), *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype)
+                for tensor in tensors
+            ]
 
             def trace(tensors: list[tf.Tensor]) -> list:
                 args, kwargs = rebuild(tensors)
-                return [output for output in keras.tree.flatten(self._call(*args, **kwargs)) if isinstance(output, tf.Tensor)]
+                return [
+                    output
+                    for output in keras.tree.flatten(self._call(*args, **kwargs))
+                    if isinstance(output, tf.Tensor)
+                ]
 
             try:
                 with self._without_a_trace():
@@ -105,13 +118,20 @@ class SpreadCall:
         """Over this worker's rows."""
         tensors, rebuild = _tensors_of((args, kwargs))
         layers = self._model._flatten_layers()
-        additions = Additions(layers if self._gradients.share is None else [])  # else own_rows.py adds up what all metrics were given
+        additions = Additions(
+            layers if self._gradients.share is None else []
+        )  # else own_rows.py adds up what all metrics were given
 
         def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list, list]:
             args, kwargs = rebuild(tensors)
             with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), additions.collected():
                 outputs = self._call(*args, **kwargs)
-            return outputs, recorded(layers), [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)], additions.values
+            return (
+                outputs,
+                recorded(layers),
+                [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)],
+                additions.values,
+            )
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         find_shared = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
@@ -133,6 +153,7 @@ class SpreadCall:
 
     def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], dict]:
         """What finds the shared lookups of a forward pass when it is asked, as that takes another trace."""
+
         def forward(tensors: list[tf.Tensor]) -> Any:
             args, kwargs = rebuild(tensors)
             return self._call(*args, **kwargs)
@@ -145,10 +166,12 @@ class SpreadCall:
         return find
 
     def _compiles(self, kwargs: dict) -> bool:
-        """XLA compiles the pass over the own rows; but not collectives inside it. (And not lookups that do not depend on the batch,
-        which cannot be told from others any more when their gradients come out of it.)"""
+        """XLA compiles the pass over the own rows; but not collectives inside it. (And not lookups that do not depend
+        on the batch, which cannot be told from others any more when their gradients come out of it.)"""
         model = self._model
-        inside = kwargs.get("training") and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers())
+        inside = kwargs.get("training") and any(
+            isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()
+        )
         return bool(model.jit_compile) and not inside and not tf.executing_eagerly()
 
 

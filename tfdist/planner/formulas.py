@@ -1,6 +1,6 @@
 """The built-in models as shapes.py describes them: weights, work and activations by formula, without TensorFlow.
 
-A test holds each formula against the model's graph (training/count.py): parameters exactly, activations and work
+A test holds each formula against the model's graph (training/model_cost.py): parameters exactly, activations and work
 closely. Legend: s bytes of the compute type. Transformers are in transformer_formulas.py.
 """
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tfdist.batch_plan import plan_batch
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import plan_batch
 from tfdist.planner.estimate import Estimate, Plan, estimate
 from tfdist.planner.layout import Layout
 

@@ -1,8 +1,8 @@
 """What a plan knows of a model: its parts in order, with their weights, work and activations per sample.
 
 A *part* lies between two places where the model can be cut (a block, or a layer). Built-in models are described by
-formula (formulas.py), which takes no time; any other model by training/count.py, which reads its graph and prints what
-`from_json` takes. Legend: bytes are of one sample, before any sharding.
+formula (formulas.py), which takes no time; any other model by training/model_cost.py, which reads its graph and prints
+what `from_json` takes. Legend: bytes are of one sample, before any sharding.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _cut(parts: Sequence[Part], pipe: int, total: float) -> list[list[Part]]:
 
 
 def from_json(values: Mapping[str, Any], tokens: int = 1) -> ModelShape:
-    """What `python -m tfdist.training.count` printed."""
+    """What `python -m tfdist.training.model_cost` printed."""
     parts = tuple(
         Part(
             part["name"],

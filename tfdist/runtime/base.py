@@ -24,7 +24,8 @@ class Runtime(Protocol):
     replicas: int  # over all workers
     local_replicas: int  # of this worker
     first_replica: int  # global index of this worker's first replica
-    leads: bool  # False where another worker, with another part of the same replica, reads the same samples and counts them
+    # False where another worker, with another part of the same replica, reads the same samples and counts them
+    leads: bool
 
     # Inside a tf.function.
 
@@ -46,13 +47,14 @@ class Runtime(Protocol):
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Inside the `fn` of `run`: the sum of each tensor over all replicas. Every replica passes the same shapes.
 
-        Of tf.IndexedSlices with values of a static shape the sum is given as those of all replicas, one after the other:
-        a row may be there several times. bfloat16 travels in two bytes an element, and may come back as float32. A runtime that is not used with training/update.py's DataParallel need not know them.
+        Of tf.IndexedSlices with values of a static shape the sum is given as those of all replicas, one after the
+        other: a row may be there several times. bfloat16 travels in two bytes an element, and may come back as float32.
+        A runtime that is not used with training/update.py's DataParallel need not know them.
         """
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
-        """Inside the `fn` of `run`: [replicas, k], float32 or float64, the row [k] of every replica, in one order on all. Its
-        gradient is that of the sum of all replicas' losses. For rows of a few thousand elements."""
+        """Inside the `fn` of `run`: [replicas, k], float32 or float64, the row [k] of every replica, in one order on
+        all. Its gradient is that of the sum of all replicas' losses. For rows of a few thousand elements."""
 
     def assign(self, variable: tf.Variable, value: Any) -> None:
         """Outside of `run`: sets every local replica's copy of the variable to its own value of a per-replica value."""
@@ -69,10 +71,15 @@ class Runtime(Protocol):
         """Returns when every worker has called it."""
 
     def waiting_for(self) -> int | None:
-        """The rank whose data this worker waits for at the moment; None: nobody's, or not known. Asked by another thread."""
+        """The rank whose data this worker waits for at the moment; None: nobody's, or not known.
+
+        Asked by another thread.
+        """
 
     def reduction_s(self) -> tuple[float, float] | None:
-        """Seconds so far in which gradients travelled, and in which nothing else was left to do but to wait for them; None: not known."""
+        """Seconds so far in which gradients travelled, and in which nothing else was left to do but to wait for them;
+        None: not known.
+        """
 
     def close(self) -> None:
         """Leaves the cluster in order."""

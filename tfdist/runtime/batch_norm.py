@@ -1,9 +1,9 @@
 """Moments over the rows of all replicas, for BatchNormalization(synchronized=True) on every runtime.
 
-Keras asks tf.distribute for its synchronised moments. Where there is no tf.distribute strategy it would silently take those
-of this worker's rows alone; with one it takes E[x^2] - E[x]^2, which has no digits left where the mean is large; and with a
-mask it does not ask at all. So what Keras calls is replaced (the tests in tests/unit/runtime and tests/parity fail if Keras
-renames it).
+Keras asks tf.distribute for its synchronised moments. Where there is no tf.distribute strategy it would silently take
+those of this worker's rows alone; with one it takes E[x^2] - E[x]^2, which has no digits left where the mean is large;
+and with a mask it does not ask at all. So what Keras calls is replaced (the tests in tests/unit/runtime and
+tests/parity fail if Keras renames it).
 
 Each replica contributes (count, mean, variance) of its rows; together (Chan, Golub and LeVeque 1979)
     mean = sum c_r m_r / C        variance = sum c_r (v_r + (m_r - mean)^2) / C
@@ -26,11 +26,18 @@ _apart = False
 
 
 def synchronize_with(runtime: Runtime) -> None:
-    """From now on synchronised moments are over the replicas of `runtime`. Raises UnsupportedError for another Keras."""
-    if not hasattr(nn, "_compute_moments_sync") or _of_keras is None:
-        raise UnsupportedError(f"Keras {keras.__version__} synchronises BatchNormalization in an unknown way: install keras~=3.15.")
+    """From now on synchronised moments are over the replicas of `runtime`.
 
-    def of_layer(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+    Raises UnsupportedError for another Keras.
+    """
+    if not hasattr(nn, "_compute_moments_sync") or _of_keras is None:
+        raise UnsupportedError(
+            f"Keras {keras.__version__} synchronises BatchNormalization in an unknown way: install keras~=3.15."
+        )
+
+    def of_layer(
+        layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         if mask is None or not layer.synchronized:
             return _of_keras(layer, inputs, mask)
         return moments(runtime, inputs, layer._reduction_axes, mask=mask)
@@ -50,7 +57,9 @@ def each_alone() -> Iterator[None]:
         _apart = False
 
 
-def moments(runtime: Runtime, x: tf.Tensor, axes: Sequence[int], keepdims: bool = False, mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+def moments(
+    runtime: Runtime, x: tf.Tensor, axes: Sequence[int], keepdims: bool = False, mask: tf.Tensor | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """(mean, variance) of x over `axes` and over all replicas, with the gradient through all of them.
 
     mask: bool, x's shape without the last dim; only where it is true does x count.
@@ -73,9 +82,11 @@ def moments(runtime: Runtime, x: tf.Tensor, axes: Sequence[int], keepdims: bool 
     return tf.reshape(all_mean, tf.shape(mean)), tf.reshape(all_variance, tf.shape(variance))
 
 
-def _masked(x: tf.Tensor, axes: Sequence[int], keepdims: bool, mask: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """(count, mean, variance) of where the mask is true; zeros, and no gradient, where it is true nowhere. What stands at the
-    other places may be NaN."""
+def _masked(
+    x: tf.Tensor, axes: Sequence[int], keepdims: bool, mask: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """(count, mean, variance) of where the mask is true; zeros, and no gradient, where it is true nowhere. What stands
+    at the other places may be NaN."""
     chosen = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
     x = tf.where(chosen, x, tf.zeros_like(x))
     count = tf.reduce_sum(tf.cast(chosen, x.dtype), axes, keepdims=True)

@@ -6,8 +6,8 @@ from importlib import import_module
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.connecting import connecting
 from tfdist.control.exit_codes import ConfigError, PeerLostError, StartupError
+from tfdist.control.startup_deadline import connecting
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.errors import explain
 
@@ -23,7 +23,8 @@ RUNTIMES: dict[str, str] = {
 
 
 def create_runtime(config: Config, cluster: Cluster, began: float | None = None) -> Runtime:
-    """Builds the runtime named by --strategy (`auto`: by what is there), in what is left of --startup_timeout since `began`.
+    """Builds the runtime named by --strategy (`auto`: by what is there), in what is left of --startup_timeout since
+    `began`.
 
     Raises: ConfigError if the name is unknown or does not fit the cluster; StartupError if a peer is lost meanwhile.
     """
@@ -33,7 +34,10 @@ def create_runtime(config: Config, cluster: Cluster, began: float | None = None)
     if name not in RUNTIMES:
         raise ConfigError(f"--strategy={name} is not one of auto, {', '.join(RUNTIMES)}.")
     if cluster.started_by and name != "horovod":
-        raise ConfigError(f"--strategy={name}, but {cluster.started_by} started this process and tells no addresses: use --strategy=horovod, or start with tfdist.launch or TF_CONFIG.")
+        raise ConfigError(
+            f"--strategy={name}, but {cluster.started_by} started this process and tells no addresses: use"
+            " --strategy=horovod, or start with tfdist.launch or TF_CONFIG."
+        )
     config.check_compression(name)
     module, _, kind = RUNTIMES[name].partition(":")
     with connecting(cluster, config.cluster.startup_timeout, began):

@@ -10,5 +10,11 @@ def host_view(variable: tf.Variable | tf.Tensor) -> np.ndarray:
     """The value of a variable or tensor, for reading at once: without a copy where it is in host memory already."""
     try:
         return np.asarray(memoryview(tf.convert_to_tensor(variable)))
-    except (TypeError, ValueError, BufferError, RuntimeError, NotImplementedError):  # other devices; dtypes that NumPy does not know
+    except (
+        TypeError,
+        ValueError,
+        BufferError,
+        RuntimeError,
+        NotImplementedError,
+    ):  # other devices; dtypes that NumPy does not know
         return np.asarray(variable.numpy())

@@ -75,7 +75,9 @@ class MeshRuntime:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Variables get the chief's initial values, so all ranks must create the same ones here, and cut them afterwards."""
+        """Variables get the chief's initial values, so all ranks must create the same ones here, and cut them
+        afterwards.
+        """
         created: list[tf.Variable] = []
 
         def creator(create: Callable, **arguments: Any) -> tf.Variable:

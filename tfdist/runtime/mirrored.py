@@ -20,10 +20,10 @@ from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.packet_filter import own_address_only
-from tfdist.runtime.farewell import say_goodbye
-from tfdist.runtime.overdue import Overdue
+from tfdist.runtime.collective_timeout import Overdue
+from tfdist.runtime.interpreter_lock import interpreter_released
+from tfdist.runtime.orderly_exit import say_goodbye
 from tfdist.runtime.reducer import RingReducer, suits
-from tfdist.runtime.released import interpreter_released
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_error import MARK, RingError, user_error
 
@@ -36,7 +36,15 @@ class StrategyRuntime:
 
     leads = True
 
-    def __init__(self, name: str, strategy: tf.distribute.Strategy, options: tf.distribute.experimental.CommunicationOptions, *, rank: int, size: int):
+    def __init__(
+        self,
+        name: str,
+        strategy: tf.distribute.Strategy,
+        options: tf.distribute.experimental.CommunicationOptions,
+        *,
+        rank: int,
+        size: int,
+    ):
         self.name = name
         self.strategy = strategy
         self.options = options
@@ -68,7 +76,9 @@ class StrategyRuntime:
         if self.local_replicas == 1:
             return (value,)
         leaves = [self.strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(value)]
-        return tuple(tf.nest.pack_sequence_as(value, [leaf[index] for leaf in leaves]) for index in range(self.local_replicas))
+        return tuple(
+            tf.nest.pack_sequence_as(value, [leaf[index] for leaf in leaves]) for index in range(self.local_replicas)
+        )
 
     def replica_id(self) -> tf.Tensor:
         return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
@@ -83,13 +93,22 @@ class StrategyRuntime:
 
         def is_alive(rank: int) -> bool:
             try:
-                context.context().check_collective_ops_peer_health(cluster.task(rank), timeout_in_ms=int(patience * 1000))
+                context.context().check_collective_ops_peer_health(
+                    cluster.task(rank), timeout_in_ms=int(patience * 1000)
+                )
             except tf.errors.OpError:
                 return False
             return True
 
         try:
-            ring = Ring(cluster, exchange, config.strategy.collective_timeout, is_alive, patience, share=config.strategy.communication == "auto")
+            ring = Ring(
+                cluster,
+                exchange,
+                config.strategy.collective_timeout,
+                is_alive,
+                patience,
+                share=config.strategy.communication == "auto",
+            )
         except RingError as error:
             raise user_error(str(error)) from error
         self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
@@ -105,8 +124,11 @@ class StrategyRuntime:
         reduced: list = [None] * len(tensors)
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # it packs tensors of one type only
             places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            # Arguments of `run` that pass straight through fail with "destinations can not be empty" without the identity.
-            sums = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(tensors[place]) for place in places], options=self.options)
+            # Arguments of `run` that pass straight through fail with "destinations can not be empty" without the
+            # identity.
+            sums = tf.distribute.get_replica_context().all_reduce(
+                tf.distribute.ReduceOp.SUM, [tf.identity(tensors[place]) for place in places], options=self.options
+            )
             for place, total in zip(places, sums, strict=True):
                 reduced[place] = total
         return reduced
@@ -152,12 +174,17 @@ class StrategyRuntime:
         """Sum of int32 [n] over workers: exact, and of any dtype when all but one worker pass zeros."""
         if self.size == 1:
             return words
-        chunks = [self._sum_function(tf.constant(words[start:start + _CHUNK])).numpy() for start in range(0, words.size, _CHUNK)]
+        chunks = [
+            self._sum_function(tf.constant(words[start : start + _CHUNK])).numpy()
+            for start in range(0, words.size, _CHUNK)
+        ]
         return np.concatenate(chunks) if chunks else words
 
     def _sum_of_first_replicas(self, words: tf.Tensor) -> tf.Tensor:
         # int32, so never through the ring: that is set up with this.
-        first = self.per_replica([words if index == 0 else tf.zeros_like(words) for index in range(self.local_replicas)])
+        first = self.per_replica(
+            [words if index == 0 else tf.zeros_like(words) for index in range(self.local_replicas)]
+        )
         return self.local(self.run(lambda value: self.all_reduce([value])[0], (first,)))[0]
 
 
@@ -168,7 +195,9 @@ class Mirrored(StrategyRuntime):
     def create(cls, config: Config, cluster: Cluster) -> Mirrored:
         if cluster.size > 1:
             raise ConfigError(
-                f"--strategy=mirrored trains in one process, but TF_CONFIG lists {cluster.size} workers: use --strategy=multi_worker.")
+                f"--strategy=mirrored trains in one process, but TF_CONFIG lists {cluster.size} workers: use"
+                " --strategy=multi_worker."
+            )
         virtual = config.strategy.virtual_devices
         if virtual:
             cpu = tf.config.list_physical_devices("CPU")[0]
@@ -178,7 +207,10 @@ class Mirrored(StrategyRuntime):
         else:
             devices = [f"GPU:{index}" for index in range(len(tf.config.list_logical_devices("GPU")))]
             if not devices:
-                raise ConfigError("--strategy=mirrored, but this machine shows no GPU: use --virtual_devices=2 to try it on the CPU, or --strategy=one_device.")
+                raise ConfigError(
+                    "--strategy=mirrored, but this machine shows no GPU: use --virtual_devices=2 to try it on the CPU,"
+                    " or --strategy=one_device."
+                )
         options = communication_options(config.strategy)
         strategy = tf.distribute.MirroredStrategy(devices)
         return cls("mirrored", strategy, options, rank=0, size=1)
@@ -197,11 +229,14 @@ class MultiWorker(StrategyRuntime):
 
     def watch_for_stuck_peers(self, timeout: float) -> None:
         """From now on a collective that does not end in `timeout` seconds is an error that says so; 0: never."""
+
         def give_up() -> None:
             context.context().abort_collective_ops(
                 tf.errors.DEADLINE_EXCEEDED,
-                f"{MARK}rank {self.rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks "
-                f"{', '.join(str(rank) for rank in range(self.size) if rank != self.rank)}, which is stuck or much slower.")
+                f"{MARK}rank {self.rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks"
+                f" {', '.join(str(rank) for rank in range(self.size) if rank != self.rank)}, which is stuck or much"
+                " slower.",
+            )
 
         if timeout and self.size > 1:
             self._overdue = Overdue(timeout, give_up)
@@ -218,9 +253,12 @@ class MultiWorker(StrategyRuntime):
             # The heartbeat is how the death of a peer that cannot say so (SIGSTOP, power, network) is noticed.
             context.context().configure_coordination_service(
                 service_type="standalone",
-                service_leader="/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0",
+                service_leader=(
+                    "/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0"
+                ),
                 heartbeat_timeout_in_ms=int(config.cluster.heartbeat_timeout * 1000),
-                cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000))
+                cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000),
+            )
         with own_address_only(cluster.address, cluster.peers), interpreter_released():
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         runtime = cls("multi_worker", strategy, options, rank=cluster.rank, size=cluster.size)
@@ -229,7 +267,9 @@ class MultiWorker(StrategyRuntime):
         choice = config.strategy.communication
         suits = cluster.size > 1 and runtime.local_replicas == 1 and not tf.config.list_logical_devices("GPU")
         if choice == "socket" and not suits:
-            raise ConfigError("--communication=socket is for several workers of one CPU replica each: use --communication=auto.")
+            raise ConfigError(
+                "--communication=socket is for several workers of one CPU replica each: use --communication=auto."
+            )
         if suits and choice in ("auto", "socket"):
             runtime.use_ring(cluster, config)
         return runtime
@@ -239,17 +279,24 @@ def _broadcastable(create: Callable, **arguments: Any) -> tf.Variable:
     """Makes a variable, of which the chief's initial value goes to all workers."""
     if arguments.get("dtype") and tf.as_dtype(arguments["dtype"]) == tf.bfloat16:
         raise ConfigError(
-            f"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable {arguments.get('name') or ''} to other workers: "
-            'give its layer dtype="mixed_bfloat16", which keeps variables in float32, or use --strategy=mesh.')
+            f"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable {arguments.get('name') or ''} to"
+            ' other workers: give its layer dtype="mixed_bfloat16", which keeps variables in float32, or use'
+            " --strategy=mesh."
+        )
     return create(**arguments)
 
 
 def communication_options(config: StrategyConfig) -> tf.distribute.experimental.CommunicationOptions:
-    """The flags of the strategy component as TensorFlow's options; of time-outs overdue.py says why there is none."""
+    """The flags of the strategy component as TensorFlow's options; of time-outs collective_timeout.py says why there is
+    none.
+    """
     kinds = tf.distribute.experimental.CommunicationImplementation
     return tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=int(config.pack_mb * 2**20),
-        implementation={"auto": kinds.AUTO, "socket": kinds.AUTO, "ring": kinds.RING, "nccl": kinds.NCCL}[config.communication])
+        implementation={"auto": kinds.AUTO, "socket": kinds.AUTO, "ring": kinds.RING, "nccl": kinds.NCCL}[
+            config.communication
+        ],
+    )
 
 
 def _to_words(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -29,7 +29,9 @@ class OneDevice:
     def create(cls, config: Config, cluster: Cluster) -> OneDevice:
         if cluster.size > 1:
             raise ConfigError(
-                f"--strategy=one_device, but TF_CONFIG lists {cluster.size} workers: use --strategy=multi_worker, or unset TF_CONFIG.")
+                f"--strategy=one_device, but TF_CONFIG lists {cluster.size} workers: use --strategy=multi_worker, or"
+                " unset TF_CONFIG."
+            )
         return cls()
 
     def scope(self) -> contextlib.AbstractContextManager:

@@ -21,7 +21,9 @@ class Collective:
     """One of `in_graph` and `on_host` is set."""
 
     through: str  # what carries the bytes
-    in_graph: Callable[[tf.Tensor], tf.Tensor] | None = None  # of a replica's tensor, float32 [k], inside the `fn` of `run`
+    in_graph: Callable[[tf.Tensor], tf.Tensor] | None = (
+        None  # of a replica's tensor, float32 [k], inside the `fn` of `run`
+    )
     on_host: Callable[[np.ndarray], np.ndarray] | None = None  # of an array, float32 [k], between steps
 
 
@@ -52,22 +54,37 @@ def _of_mesh(runtime, cluster: Cluster) -> dict[str, Collective]:
 
 
 def _of_strategy(runtime, cluster: Cluster) -> dict[str, Collective]:
-    """all_reduce and all_gather are those of tf.distribute, or the ring where gradients travel through it; it has no others,
-    so the others are TensorFlow's bare operations, which know one replica per worker."""
+    """all_reduce and all_gather are those of tf.distribute, or the ring where gradients travel through it; it has no
+    others, so the others are TensorFlow's bare operations, which know one replica per worker."""
     found = {}
     if runtime.local_replicas == 1:
-        found = _of_group(Group(range(runtime.size), runtime.rank, tasks=[cluster.task(rank) for rank in range(runtime.size)], nccl=bool(tf.config.list_logical_devices("GPU"))))
+        found = _of_group(
+            Group(
+                range(runtime.size),
+                runtime.rank,
+                tasks=[cluster.task(rank) for rank in range(runtime.size)],
+                nccl=bool(tf.config.list_logical_devices("GPU")),
+            )
+        )
     return {
         **found,
         "all_reduce": Collective(_RING if runtime.uses_ring else _tensorflow(), lambda x: runtime.all_reduce([x])[0]),
-        "all_gather": Collective(_tensorflow(), lambda x: tf.distribute.get_replica_context().all_gather(x, axis=0, options=runtime.options)),
+        "all_gather": Collective(
+            _tensorflow(), lambda x: tf.distribute.get_replica_context().all_gather(x, axis=0, options=runtime.options)
+        ),
     }
 
 
 def _of_horovod(runtime, cluster: Cluster) -> dict[str, Collective]:
     import horovod.tensorflow as hvd
 
-    through = "Horovod, NCCL" if hvd.nccl_built() and tf.config.list_logical_devices("GPU") else "Horovod, Gloo" if hvd.gloo_enabled() else "Horovod, MPI"
+    through = (
+        "Horovod, NCCL"
+        if hvd.nccl_built() and tf.config.list_logical_devices("GPU")
+        else "Horovod, Gloo"
+        if hvd.gloo_enabled()
+        else "Horovod, MPI"
+    )
     return {
         "all_reduce": Collective(through, lambda x: runtime.all_reduce([x])[0]),
         "all_gather": Collective(through, hvd.allgather),

@@ -27,8 +27,8 @@ from tfdist.control.exit_codes import ConfigError, PeerLostError
 from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm, rendezvous
 from tfdist.runtime.encoding import Malformed, decode, encode
+from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.pulse import Pulse
 from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_error import RingError, user_error
@@ -47,9 +47,15 @@ class Sockets(OneDevice):
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> Sockets:
         if not cluster.peers:
-            raise ConfigError("--strategy=sockets is for several workers, but TF_CONFIG lists none: start them with tfdist.launch, or use --strategy=one_device.")
+            raise ConfigError(
+                "--strategy=sockets is for several workers, but TF_CONFIG lists none: start them with tfdist.launch, or"
+                " use --strategy=one_device."
+            )
         if config.strategy.communication in ("ring", "nccl"):
-            raise ConfigError(f"--strategy=sockets has its own communication, not --communication={config.strategy.communication}: use --communication=auto or --strategy=multi_worker.")
+            raise ConfigError(
+                f"--strategy=sockets has its own communication, not --communication={config.strategy.communication}:"
+                " use --communication=auto or --strategy=multi_worker."
+            )
         return cls(config, cluster)
 
     def __init__(self, config: Config, cluster: Cluster):
@@ -61,22 +67,30 @@ class Sockets(OneDevice):
         self._last: dict[str, tf.Operation] = {}
         timeout, patience = config.strategy.collective_timeout, config.cluster.heartbeat_timeout
         startup = config.cluster.startup_timeout
-        self._pulse, self._reducer, self._gradients = None, None, None
+        self._heartbeat, self._reducer, self._gradients = None, None, None
         try:
-            self._front = Ring(cluster, lambda endpoint: rendezvous.exchange(cluster, endpoint, startup), timeout, self._is_alive, patience)
+            self._front = Ring(
+                cluster,
+                lambda endpoint: rendezvous.exchange(cluster, endpoint, startup),
+                timeout,
+                self._is_alive,
+                patience,
+            )
 
             def exchange(endpoint: str) -> list[str]:
                 return [bytes(other).decode() for other in self._front.all_gather(endpoint.encode(), "endpoint")]
 
-            self._pulse = Pulse(Ring(cluster, exchange), patience)
-            self._gradients = Ring(cluster, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto")
+            self._heartbeat = Heartbeat(Ring(cluster, exchange), patience)
+            self._gradients = Ring(
+                cluster, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto"
+            )
         except RingError as error:
             raise user_error(str(error)) from error
         self._reducer = RingReducer(self._gradients, int(config.strategy.pack_mb * 2**20))
         batch_norm.synchronize_with(self)
 
     def _is_alive(self, rank: int) -> bool:
-        return self._pulse is None or self._pulse.is_alive(rank)
+        return self._heartbeat is None or self._heartbeat.is_alive(rank)
 
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
@@ -110,6 +124,7 @@ class Sockets(OneDevice):
 
     def _own_row_of_sum(self, rows: tf.Tensor) -> tf.Tensor:
         """The adjoint of gather_row, which is this one's: [workers, k] of each worker -> [k]."""
+
         @tf.custom_gradient
         def own(rows: tf.Tensor):
             return tf.reduce_sum(self.gather([rows[tf.newaxis]])[0], 0)[self.rank], self.gather_row
@@ -124,7 +139,11 @@ class Sockets(OneDevice):
         """
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         with tf.control_dependencies(self._previous()):
-            rows = tf.numpy_function(functools.partial(self._exchange_rows, len(tensors)), [*tensors, *same], [tensor.dtype for tensor in tensors])
+            rows = tf.numpy_function(
+                functools.partial(self._exchange_rows, len(tensors)),
+                [*tensors, *same],
+                [tensor.dtype for tensor in tensors],
+            )
         rows = rows if isinstance(rows, (list, tuple)) else [rows]
         if not tf.executing_eagerly():
             self._last = {"op": rows[0].op}
@@ -146,7 +165,9 @@ class Sockets(OneDevice):
             stamp = zlib.crc32(data, stamp)
         lengths = np.array([len(array) for array in arrays], np.int64)
         with self._lock:
-            blocks = self._front.all_gather(b"".join([lengths.tobytes(), *(array.tobytes() for array in arrays)]), "batches", stamp)
+            blocks = self._front.all_gather(
+                b"".join([lengths.tobytes(), *(array.tobytes() for array in arrays)]), "batches", stamp
+            )
         parts: list[list[np.ndarray]] = [[] for _ in arrays]
         for block in blocks:
             offset = lengths.nbytes
@@ -165,7 +186,9 @@ class Sockets(OneDevice):
 
     def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         arrays = [np.asarray(array) for array in arrays]
-        block = self._host_gather(b"".join(array.tobytes() for array in arrays) if self.rank == 0 else b"", "broadcast")[0]
+        block = self._host_gather(
+            b"".join(array.tobytes() for array in arrays) if self.rank == 0 else b"", "broadcast"
+        )[0]
         received, offset = [], 0
         for array in arrays:
             received.append(np.frombuffer(block, array.dtype, array.size, offset).reshape(array.shape).copy())
@@ -186,7 +209,10 @@ class Sockets(OneDevice):
         try:
             found = decode(self._host_gather(data, name)[0])
         except Malformed as error:
-            raise PeerLostError(f"What rank 0 has sent as {name} cannot be read ({printable(str(error))}): give all workers the same version of tfdist.") from None
+            raise PeerLostError(
+                f"What rank 0 has sent as {name} cannot be read ({printable(str(error))}): give all workers the same"
+                " version of tfdist."
+            ) from None
         if isinstance(found, str):
             raise problem or ConfigError(printable(found))
         return found[0]
@@ -198,21 +224,26 @@ class Sockets(OneDevice):
         """Raises ConfigError if not all workers are about to do the same; otherwise returns when all are."""
         for rank, other in enumerate(self._host_gather(call.encode(), "call")):
             if bytes(other) != call.encode():
-                raise ConfigError(f"Rank {self.rank} is at {call}, rank {rank} at {printable(bytes(other).decode(errors='replace'))}: all workers must make the same calls of tfdist, with the same arguments, in the same order.")
+                raise ConfigError(
+                    f"Rank {self.rank} is at {call}, rank {rank} at {printable(bytes(other).decode(errors='replace'))}:"
+                    " all workers must make the same calls of tfdist, with the same arguments, in the same order."
+                )
 
     def leave(self) -> None:
         """Tells the neighbour that this script has come to its end, in case it waits for this worker."""
         self._front.say_goodbye()
 
     def waiting_for(self) -> int | None:
-        return next((ring.waiting_for for ring in (self._gradients, self._front) if ring and ring.waiting_for is not None), None)
+        return next(
+            (ring.waiting_for for ring in (self._gradients, self._front) if ring and ring.waiting_for is not None), None
+        )
 
     def reduction_s(self) -> tuple[float, float] | None:
         return self._reducer.travel_s, self._reducer.wait_s
 
     def close(self) -> None:
         self.barrier()  # nobody closes a connection on which another still waits
-        self._pulse.close()
+        self._heartbeat.close()
 
     def _host_gather(self, data: bytes, name: str) -> list[bytes]:
         try:
@@ -226,4 +257,8 @@ def warn_about_gpus(runtime: Sockets) -> None:
     """Says that a worker uses one GPU only."""
     gpus = tf.config.list_physical_devices("GPU")
     if len(gpus) > 1 and runtime.rank == 0:
-        print(f"tfdist: each worker computes on one GPU, but sees {len(gpus)}: start one worker per GPU (tfdist.launch divides them).", file=sys.stderr)
+        print(
+            f"tfdist: each worker computes on one GPU, but sees {len(gpus)}: start one worker per GPU (tfdist.launch"
+            " divides them).",
+            file=sys.stderr,
+        )

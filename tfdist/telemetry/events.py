@@ -82,4 +82,9 @@ class FanOut:
             getattr(observer, "close", lambda: None)()
         name = getattr(observer, "__qualname__", type(observer).__name__)
         with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full
-            print(f"tfdist: WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training goes on.", file=sys.stderr, flush=True)
+            print(
+                f"tfdist: WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training"
+                " goes on.",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -13,8 +13,8 @@
 | evaluation     | training stood still for an evaluation                                                                        |
 
 They lie end to end and add up to the wall time. Reduction that the backward pass hides is no phase: it is told beside
-them as overlap. Checkpoint, evaluation and, where our own ring reduces, gradient_sync are measured always, the rest in sampled calls of the
-training function; the other calls are taken to split in the same way.
+them as overlap. Checkpoint, evaluation and, where our own ring reduces, gradient_sync are measured always, the rest in
+sampled calls of the training function; the other calls are taken to split in the same way.
 """
 
 from __future__ import annotations
@@ -25,9 +25,21 @@ import numpy as np
 
 from tfdist.telemetry.timer import Clock
 
-PHASES = ("data_wait", "host_to_device", "forward", "backward", "gradient_sync", "optimizer", "other", "checkpoint", "evaluation")
+PHASES = (
+    "data_wait",
+    "host_to_device",
+    "forward",
+    "backward",
+    "gradient_sync",
+    "optimizer",
+    "other",
+    "checkpoint",
+    "evaluation",
+)
 IN_CALL = 6  # the first six are measured inside the training function
-SYNC, OTHER, CHECKPOINT, EVALUATION = (PHASES.index(name) for name in ("gradient_sync", "other", "checkpoint", "evaluation"))
+SYNC, OTHER, CHECKPOINT, EVALUATION = (
+    PHASES.index(name) for name in ("gradient_sync", "other", "checkpoint", "evaluation")
+)
 _PAUSES = {CHECKPOINT: "saving", EVALUATION: "evaluation"}  # of the clock
 
 
@@ -60,7 +72,11 @@ class PhaseMeter:
     @property
     def overlap_s(self) -> float | None:
         """Per step: reduction behind the backward pass; None: not known, or there is none to hide."""
-        if not self._all or any(call.travel_s is None or call.sync_s is None for call in self._all) or not any(call.travel_s for call in self._all):
+        if (
+            not self._all
+            or any(call.travel_s is None or call.sync_s is None for call in self._all)
+            or not any(call.travel_s for call in self._all)
+        ):
             return None
         return max(0.0, sum(call.travel_s - call.sync_s for call in self._all)) / sum(call.steps for call in self._all)
 
@@ -91,7 +107,14 @@ def values(seconds: np.ndarray, overlap_s: float | None, split: bool) -> dict[st
     """The values of a "phases" event. `split`: whether forward and backward pass can be told apart."""
     named = dict(zip(PHASES, seconds.tolist(), strict=True))
     if not split:
-        named = {("forward_backward" if name == "forward" else name): value + (named["backward"] if name == "forward" else 0.0)
-                 for name, value in named.items() if name != "backward"}
-    found = {f"phase/{name}_s": value for name, value in named.items() if value or name in ("data_wait", "gradient_sync")}
+        named = {
+            ("forward_backward" if name == "forward" else name): (
+                value + (named["backward"] if name == "forward" else 0.0)
+            )
+            for name, value in named.items()
+            if name != "backward"
+        }
+    found = {
+        f"phase/{name}_s": value for name, value in named.items() if value or name in ("data_wait", "gradient_sync")
+    }
     return found | ({"overlap/gradient_sync_s": overlap_s} if overlap_s is not None else {})

@@ -1,9 +1,10 @@
-"""Traces with tf.profiler, for TensorBoard's profile plugin: the steps of --profile_steps, and the next call of the training
-function after SIGUSR2. On the ranks of --profile_ranks.
+"""Traces with tf.profiler, for TensorBoard's profile plugin: the steps of --profile_steps, and the next call of the
+training function after SIGUSR2. On the ranks of --profile_ranks.
 
-A trace is written under RUN_DIR/tensorboard (rank 0) or RUN_DIR/tensorboard/rank-K. One call of the training function is one
-step of the plugin, named "train" with the number of its first optimizer step: with --profile_steps one optimizer step (see
-training/traced.py), on demand as many as the loop makes in a call. Evaluations and saves show under their names.
+A trace is written under RUN_DIR/tensorboard (rank 0) or RUN_DIR/tensorboard/rank-K. One call of the training function
+is one step of the plugin, named "train" with the number of its first optimizer step: with --profile_steps one optimizer
+step (see training/traced_schedule.py), on demand as many as the loop makes in a call. Evaluations and saves show under
+their names.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Profiler:
 
     def _on_signal(self, *_) -> None:
         self._asked = True
-        os.write(2, b"tfdist: SIGUSR2: the next call of the training function is traced.\n")  # print() may deadlock in a handler
+        os.write(
+            2, b"tfdist: SIGUSR2: the next call of the training function is traced.\n"
+        )  # print() may deadlock in a handler
 
     def __call__(self, event: Event) -> None:
         """Sections tell all."""
@@ -79,8 +82,20 @@ class Profiler:
         since, self._since = self._since, None
         stop()
         step = self._run.step()
-        self._tell(Event("trace", step, {"message": f"steps {since} to {step} traced; to see it: pip install tensorboard-plugin-profile; tensorboard --logdir={self.folder}",
-                                         "trace/first_step": since, "trace/folder": str(self.folder)}))
+        self._tell(
+            Event(
+                "trace",
+                step,
+                {
+                    "message": (
+                        f"steps {since} to {step} traced; to see it: pip install tensorboard-plugin-profile;"
+                        f" tensorboard --logdir={self.folder}"
+                    ),
+                    "trace/first_step": since,
+                    "trace/folder": str(self.folder),
+                },
+            )
+        )
 
     def close(self) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -25,7 +25,10 @@ from tfdist.telemetry.trackers import Run, numbers, optional_module
 
 
 class PrometheusEndpoint:
-    """Serves the numbers of one worker. Raises UnsupportedError without the package, StartupError if the port is taken."""
+    """Serves the numbers of one worker.
+
+    Raises UnsupportedError without the package, StartupError if the port is taken.
+    """
 
     def __init__(self, port: int, run: Run):
         self._client = optional_module("prometheus_client", f"--prometheus_port={port}", "prometheus_client")
@@ -36,21 +39,32 @@ class PrometheusEndpoint:
         self._gauges: dict[str, object] = {}
         labels = {"registry": self._registry}
         self._events = self._client.Counter("tfdist_events", "Events by kind.", ["kind", "rank"], **labels)
-        self._seconds = self._client.Counter("tfdist_section_seconds", "Seconds in finished sections.", ["section", "rank"], **labels)
-        self._active = self._client.Gauge("tfdist_section_active", "1 for the section that the worker is in.", ["section", "rank"], **labels)
-        self._info = self._client.Gauge("tfdist_run_info", "What is run.", ["run_id", "config_digest", "rank"], **labels)
+        self._seconds = self._client.Counter(
+            "tfdist_section_seconds", "Seconds in finished sections.", ["section", "rank"], **labels
+        )
+        self._active = self._client.Gauge(
+            "tfdist_section_active", "1 for the section that the worker is in.", ["section", "rank"], **labels
+        )
+        self._info = self._client.Gauge(
+            "tfdist_run_info", "What is run.", ["run_id", "config_digest", "rank"], **labels
+        )
         self._entered: list[float] = []
         try:
             self._server, self._thread = self._client.start_http_server(self.port, registry=self._registry)
         except OSError as error:
-            raise StartupError(f"--prometheus_port={port}: port {self.port} of local rank {run.local_rank} cannot be opened ({error.strerror}): choose another.") from error
+            raise StartupError(
+                f"--prometheus_port={port}: port {self.port} of local rank {run.local_rank} cannot be opened"
+                f" ({error.strerror}): choose another."
+            ) from error
         self._set("attempt", run.attempt)
         self._set("step", run.resumed_step)
 
     def _set(self, name: str, value: float) -> None:
         name = "tfdist_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
         if name not in self._gauges:
-            self._gauges[name] = self._client.Gauge(name, "The last value that was told.", ["rank"], registry=self._registry)
+            self._gauges[name] = self._client.Gauge(
+                name, "The last value that was told.", ["rank"], registry=self._registry
+            )
         self._gauges[name].labels(self._rank).set(value)
 
     def __call__(self, event: Event) -> None:

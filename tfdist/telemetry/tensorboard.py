@@ -50,12 +50,23 @@ class TensorBoardObserver:
 
         if event.kind == "train":
             self._on_train(event)
-        scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in event.values.items()
-                   if event.kind in ("train", "eval") and name.startswith(_GROUPS) and isinstance(value, Real)]  # the end repeats what was told
+        scalars = [
+            Summary.Value(tag=name, simple_value=float(value))
+            for name, value in event.values.items()
+            if event.kind in ("train", "eval") and name.startswith(_GROUPS) and isinstance(value, Real)
+        ]  # the end repeats what was told
         if scalars:
-            self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step, summary=Summary(value=scalars)))
+            self._writer.add_event(
+                self._proto.Event(wall_time=event.time, step=event.step, summary=Summary(value=scalars))
+            )
         if event.values.get("flags"):
-            self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step, summary=Summary(value=[_text("flags", event.values["flags"])])))
+            self._writer.add_event(
+                self._proto.Event(
+                    wall_time=event.time,
+                    step=event.step,
+                    summary=Summary(value=[_text("flags", event.values["flags"])]),
+                )
+            )
         if self._run and event.kind in ("start", "end"):
             self._hyper_parameters(event)
         self._writer.flush()  # so that a killed process loses nothing that it has told
@@ -67,11 +78,17 @@ class TensorBoardObserver:
             from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
             for name, value in self._run.weights().items():
-                self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step, summary=histogram_pb(f"weights/{name}", value)))
+                self._writer.add_event(
+                    self._proto.Event(
+                        wall_time=event.time, step=event.step, summary=histogram_pb(f"weights/{name}", value)
+                    )
+                )
         self._last = event.step
 
     def _hyper_parameters(self, event: Event) -> None:
-        """Flags at the start; that the run has ended well at its end, and not before: TensorBoard keeps the first that it reads."""
+        """Flags at the start; that the run has ended well at its end, and not before: TensorBoard keeps the first that
+        it reads.
+        """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
@@ -79,8 +96,18 @@ class TensorBoardObserver:
         if event.kind == "start":
             summary = hparams_pb(dict(self._run.flags), trial_id=self._run.run_id, start_time_secs=event.time)
         elif not event.values.get("stopped"):
-            data = plugin_data_pb2.HParamsPluginData(session_end_info=plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=event.time))
-            summary = Summary(value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR)])
+            data = plugin_data_pb2.HParamsPluginData(
+                session_end_info=plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=event.time)
+            )
+            summary = Summary(
+                value=[
+                    Summary.Value(
+                        tag=metadata.SESSION_END_INFO_TAG,
+                        metadata=metadata.create_summary_metadata(data),
+                        tensor=metadata.NULL_TENSOR,
+                    )
+                ]
+            )
         else:
             return
         self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step, summary=summary))

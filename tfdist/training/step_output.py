@@ -18,7 +18,9 @@ class StepOutput(NamedTuple):
     """Results of n steps, the same on every worker."""
 
     step: int  # the counter after them
-    means: dict[str, float]  # loss and metrics, weighted means over the n global batches but for those that were skipped; NaN if all were
+    means: dict[
+        str, float
+    ]  # loss and metrics, weighted means over the n global batches but for those that were skipped; NaN if all were
     weight: float  # sum of the weights: samples, or tokens
     gradient_norm: float  # of the last step, before clipping
     loss_scale: float
@@ -32,8 +34,15 @@ class StepOutput(NamedTuple):
 
 
 def means_of(sums: dict[str, float], weight: float) -> dict[str, float]:
-    """Sums of values times weights -> the values' means; NaN if nothing was counted. Regularization only if there is any."""
-    return {name: float(value / weight) if weight else float("nan") for name, value in sums.items() if name != "regularization" or value}
+    """Sums of values times weights -> the values' means; NaN if nothing was counted.
+
+    Regularization only if there is any.
+    """
+    return {
+        name: float(value / weight) if weight else float("nan")
+        for name, value in sums.items()
+        if name != "regularization" or value
+    }
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,9 @@ class Fields:
 
 
 class Layout:
-    """The vectors of a step: `batch`, sums over samples; `told`, what workers tell each other; `head`, what is the same anyway."""
+    """The vectors of a step: `batch`, sums over samples; `told`, what workers tell each other; `head`, what is the same
+    anyway.
+    """
 
     def __init__(self, metrics: tuple[str, ...], workers: int):
         self.batch = Fields((*FIRST_SUMS, *metrics))
@@ -72,5 +83,17 @@ class Layout:
         shown = {name: found[name] for name in self._shown}
         means = means_of(shown, found["weight"])
         compute_s = np.array([found[f"compute_s of {rank}"] for rank in range(self._workers)]) / n
-        return StepOutput(step, means, found["weight"], found["gradient_norm"], found["loss_scale"], int(found["skipped"]), not found["bad"],
-                          {name: shown[name] for name in means}, {name: bool(found[name]) for name in SIGNALS}, found["step_s"] / n, compute_s, call)
+        return StepOutput(
+            step,
+            means,
+            found["weight"],
+            found["gradient_norm"],
+            found["loss_scale"],
+            int(found["skipped"]),
+            not found["bad"],
+            {name: shown[name] for name in means},
+            {name: bool(found[name]) for name in SIGNALS},
+            found["step_s"] / n,
+            compute_s,
+            call,
+        )

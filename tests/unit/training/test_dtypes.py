@@ -1,15 +1,17 @@
-"""Models with variables of several dtypes, and gradients without static shapes, in one process: against a loop of plain Keras, and norms against NumPy."""
+"""Models with variables of several dtypes, and gradients without static shapes, in one process: against a loop of plain
+Keras, and norms against NumPy.
+"""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.build import _check_compiled
 from tfdist.config import Config, PrecisionConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.runtime.mirrored import _broadcastable
 from tfdist.runtime.one_device import OneDevice
@@ -44,8 +46,10 @@ class Mixed(keras.layers.Layer):
 
 def make_model():
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(6, activation="tanh", dtype=dtype, name=f"of_{dtype}")
-              for dtype in ("float32", "float64", "bfloat16", "float16")]
+    layers = [
+        keras.layers.Dense(6, activation="tanh", dtype=dtype, name=f"of_{dtype}")
+        for dtype in ("float32", "float64", "bfloat16", "float16")
+    ]
     head = keras.layers.Dense(3, dtype="float32")
     return keras.Sequential([keras.layers.Input((4, 6)), *layers, Mixed(), keras.layers.Flatten(), head])
 
@@ -65,9 +69,12 @@ def data_parallel(model, rule):
 
 UPDATES = {
     "one_device": data_parallel,
-    "mesh": mesh_update(MeshUpdate, 0), "mesh, one pack each": mesh_update(MeshUpdate, 0, pack_bytes=0),
+    "mesh": mesh_update(MeshUpdate, 0),
+    "mesh, one pack each": mesh_update(MeshUpdate, 0, pack_bytes=0),
     "compression": mesh_update(MeshUpdate, 0, compression="topk", compression_after=100),
-    "zero 1": mesh_update(ZeroUpdate, 1), "zero 2": mesh_update(ZeroUpdate, 2), "zero 3": mesh_update(Zero3Update, 3),
+    "zero 1": mesh_update(ZeroUpdate, 1),
+    "zero 2": mesh_update(ZeroUpdate, 2),
+    "zero 3": mesh_update(Zero3Update, 3),
 }
 
 

@@ -6,8 +6,8 @@ meant for an expert to the member that holds it, and one brings the results back
 
     [B, E, C, D] -> all-to-all -> [n B, E / n, C, D] -> up, GELU, down -> all-to-all -> [B, E, C, D]
 
-The backward pass takes the same way, and so brings each expert the gradient of all members' samples: a sum over `expert`
-that ordinary variables have to make by themselves. So experts are summed over `data` alone (mesh_update.py).
+The backward pass takes the same way, and so brings each expert the gradient of all members' samples: a sum over
+`expert` that ordinary variables have to make by themselves. So experts are summed over `data` alone (mesh_update.py).
 
 Legend. B sequences of one member, E experts, C places, D width, n members.
 """
@@ -75,6 +75,9 @@ def _own_experts(layer: keras.Layer, group: Group) -> dict[int, Part]:
     """Cuts the kernel [E, ...] and the bias [E, ...] down to this member's experts."""
     experts = layer._kernel.shape[0]
     if experts % group.size:
-        raise ConfigError(f"--mesh has expert={group.size}, which does not divide the {experts} experts of {layer.name}: choose another number of experts, or another degree.")
+        raise ConfigError(
+            f"--mesh has expert={group.size}, which does not divide the {experts} experts of {layer.name}: choose"
+            " another number of experts, or another degree."
+        )
     parts = cut(layer, layer._kernel, 0, group) | cut(layer, layer.bias, 0, group)
     return {key: dataclasses.replace(part, axis="expert") for key, part in parts.items()}

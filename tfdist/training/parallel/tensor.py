@@ -1,8 +1,9 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): single layers spread over the `model` axis.
 
-It is data: an ordered list of (pattern of layer names, rule); the first pattern that matches a layer decides. A rule cuts
-the layer's variables, in place, down to this rank's part, and says what travels when it is called. The model stays the
-one that the registry built; layers that no pattern matches are whole, and compute the same on every rank of the axis.
+It is data: an ordered list of (pattern of layer names, rule); the first pattern that matches a layer decides. A rule
+cuts the layer's variables, in place, down to this rank's part, and says what travels when it is called. The model stays
+the one that the registry built; layers that no pattern matches are whole, and compute the same on every rank of the
+axis.
 
     column   y_part = x @ W[:, part]: x is copied to all (its gradient is summed); no traffic forward
     row      y = sum over ranks of x_part @ W[part, :], then the bias, once
@@ -40,7 +41,7 @@ class Part:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return (*self.shape[:self.dim], len(self.places[self.index]), *self.shape[self.dim + 1:])
+        return (*self.shape[: self.dim], len(self.places[self.index]), *self.shape[self.dim + 1 :])
 
     def cut(self, whole: np.ndarray) -> np.ndarray:
         """This member's part of the whole."""
@@ -77,11 +78,17 @@ def summed(x: tf.Tensor, group: Group) -> tf.Tensor:
 
 
 def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
-    """A Dense layer [in, out] -> [in, out / m]. `blocks`: out is that many matrices side by side, each of which is cut."""
+    """A Dense layer [in, out] -> [in, out / m].
+
+    `blocks`: out is that many matrices side by side, each of which is cut.
+    """
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
         if layer.activity_regularizer is not None:
-            raise ConfigError(f"--mesh has model={group.size}, but {layer.name} has an activity regularizer, of whose activations each worker would have a part: give it to a layer behind it, or drop it.")
+            raise ConfigError(
+                f"--mesh has model={group.size}, but {layer.name} has an activity regularizer, of whose activations"
+                " each worker would have a part: give it to a layer behind it, or drop it."
+            )
         inner = layer.call
         parts = cut(layer, layer._kernel, 1, group, blocks)
         if layer.bias is not None:
@@ -114,7 +121,10 @@ def reshape(dim: int) -> Rule:
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
         target = list(layer.target_shape)
         if target[dim] % group.size:
-            raise ConfigError(f"--mesh has model={group.size}, which does not divide the {target[dim]} of layer {layer.name}: choose a number of heads that it divides, or another degree.")
+            raise ConfigError(
+                f"--mesh has model={group.size}, which does not divide the {target[dim]} of layer {layer.name}: choose"
+                " a number of heads that it divides, or another degree."
+            )
         target[dim] //= group.size
         layer.target_shape = tuple(target)
         return {}
@@ -172,10 +182,17 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 
 
-def spread_layers(model: keras.Model, group: Group, axis: str = "model", rules: Sequence[tuple[str, Rule]] = RULES, fix: str = "use --model=transformer or vit") -> dict[int, Part]:
+def spread_layers(
+    model: keras.Model,
+    group: Group,
+    axis: str = "model",
+    rules: Sequence[tuple[str, Rule]] = RULES,
+    fix: str = "use --model=transformer or vit",
+) -> dict[int, Part]:
     """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its Part.
 
-    Raises: ConfigError if no layer matches any rule, or a layer cannot be cut into so many parts; `fix` says what to do.
+    Raises: ConfigError if no layer matches any rule, or a layer cannot be cut into so many parts; `fix` says what to
+    do.
     """
     parts: dict[int, Part] = {}
     matched = False
@@ -186,7 +203,10 @@ def spread_layers(model: keras.Model, group: Group, axis: str = "model", rules: 
                 matched = True
                 break
     if not matched:
-        raise ConfigError(f"--mesh has {axis}={group.size}, but no layer of {model.name} can be spread over it: {fix}, or give the workers to data=.")
+        raise ConfigError(
+            f"--mesh has {axis}={group.size}, but no layer of {model.name} can be spread over it: {fix}, or give the"
+            " workers to data=."
+        )
     return parts
 
 
@@ -196,7 +216,10 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
     Only one number a token travels for each of: the largest logit, the sum of exponentials, the label's logit.
     """
     if config.objective not in ("auto", "classification", "next_token"):
-        raise ConfigError(f"--objective={config.objective} needs whole logits, but --mesh has model={group.size}, which spreads them: use --objective=next_token.")
+        raise ConfigError(
+            f"--objective={config.objective} needs whole logits, but --mesh has model={group.size}, which spreads them:"
+            " use --objective=next_token."
+        )
     first = group.index * size // group.size
 
     def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
@@ -221,9 +244,16 @@ def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, bl
     size = variable.shape[dim]
     for kind in ("regularizer", "constraint"):
         if getattr(variable, kind) is not None:
-            raise ConfigError(f"--mesh spreads {variable.path} over {group.size} workers, but it has a {kind}, which needs the whole variable: drop it ({'--weight_decay does much the same' if kind == 'regularizer' else 'or give the workers to data='}).")
+            raise ConfigError(
+                f"--mesh spreads {variable.path} over {group.size} workers, but it has a {kind}, which needs the whole"
+                " variable: drop it"
+                f" ({'--weight_decay does much the same' if kind == 'regularizer' else 'or give the workers to data='})."
+            )
     if size // blocks < group.size:
-        raise ConfigError(f"--mesh has model={group.size}, but {variable.path} has only {size // blocks} to share out: lower the degree.")
+        raise ConfigError(
+            f"--mesh has model={group.size}, but {variable.path} has only {size // blocks} to share out: lower the"
+            " degree."
+        )
     block = np.arange(size).reshape(blocks, -1)
     points = [member * block.shape[1] // group.size for member in range(group.size + 1)]
     places = tuple(block[:, start:stop].reshape(-1) for start, stop in zip(points, points[1:], strict=False))
