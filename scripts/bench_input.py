@@ -2,9 +2,9 @@
 
     python scripts/bench_input.py [--repeats=5] [--only=cnn,digits]       about 2 minutes on an idle core
 
-For each workload of bench_peers.py, and for digits from its source: batches a second that the pipeline hands over if nobody
-computes, and steps a second that training makes, in turns. The ratio says how far reading is from being the limit; the
-pipeline's work also takes its share of a core that computes, which the last column shows.
+For each workload of bench_peers.py, and for digits from its source: batches a second that the pipeline hands over if
+nobody computes, and steps a second that training makes, in turns. The ratio says how far reading is from being the
+limit; the pipeline's work also takes its share of a core that computes, which the last column shows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ from tests.e2e.job import ENVIRONMENT  # noqa: E402
 WORKLOADS = {
     "digits, mlp": ["--source=digits", "--model=mlp", "--global_batch=64", "--optimizer=momentum"],
     "digits, cnn": ["--source=digits", "--model=cnn", "--global_batch=64"],
-    **{name: [f"--source_args=workload={name}", "--source=tfdist_job:source", "--model=tfdist_job:model", f"--model_args=workload={name}", "--objective=classification"]
-       for name in ("cnn", "resnet", "embedding", "transformer10m")},
+    **{
+        name: [
+            f"--source_args=workload={name}",
+            "--source=tfdist_job:source",
+            "--model=tfdist_job:model",
+            f"--model_args=workload={name}",
+            "--objective=classification",
+        ]
+        for name in ("cnn", "resnet", "embedding", "transformer10m")
+    },
 }
 
 
@@ -40,17 +48,31 @@ def main() -> None:
         print(json.dumps(measure(arguments.child, arguments.repeats)))
         return
     parts = [part for part in arguments.only.split(",") if part]
-    print("| workload | batch | pipeline alone, batches/s | training, steps/s | pipeline / training | reading takes of a step |\n|---|---|---|---|---|---|")
+    print(
+        "| workload | batch | pipeline alone, batches/s | training, steps/s | pipeline / training | reading takes of a"
+        " step |\n|---|---|---|---|---|---|"
+    )
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(HERE / "peers")])}
     core = {min(os.sched_getaffinity(0))}
     for name in WORKLOADS:
         if parts and not any(part in name for part in parts):
             continue
-        done = subprocess.run([sys.executable, __file__, f"--child={name}", f"--repeats={arguments.repeats}"], env=environment, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=lambda: os.sched_setaffinity(0, core))
+        done = subprocess.run(
+            [sys.executable, __file__, f"--child={name}", f"--repeats={arguments.repeats}"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, core),
+        )
         found = json.loads(done.stdout.splitlines()[-1])
         alone, training = statistics.median(found["alone"]), statistics.median(found["training"])
-        print(f"| {name} | {found['batch']} | {alone:.0f} ({min(found['alone']):.0f} to {max(found['alone']):.0f}) | {training:.1f} ({min(found['training']):.1f} to {max(found['training']):.1f}) "
-              f"| {alone / training:.0f} | {training / alone:.1%} |", flush=True)
+        print(
+            f"| {name} | {found['batch']} | {alone:.0f} ({min(found['alone']):.0f} to {max(found['alone']):.0f}) |"
+            f" {training:.1f} ({min(found['training']):.1f} to {max(found['training']):.1f}) | {alone / training:.0f} |"
+            f" {training / alone:.1%} |",
+            flush=True,
+        )
 
 
 def measure(name: str, repeats: int) -> dict:

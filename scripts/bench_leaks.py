@@ -36,8 +36,23 @@ RUNTIMES = {
 def run(name: str, steps: int, run_dir: Path, timeout: float = 900.0) -> dict[int, dict[str, float]]:
     """step -> usage of the chief. Raises RuntimeError if the run fails."""
     launch, flags = RUNTIMES[name]
-    command = [sys.executable, "-m", "tfdist.launch", *launch, "--", *CLUSTERS, *flags, f"--steps={steps}", "--steps_per_loop=1", "--log_every=50", "--save_every=500", "--eval_every=500",
-               "--progress=none", "--trackers=tests.e2e.usage:track", f"--run_dir={run_dir}"]
+    command = [
+        sys.executable,
+        "-m",
+        "tfdist.launch",
+        *launch,
+        "--",
+        *CLUSTERS,
+        *flags,
+        f"--steps={steps}",
+        "--steps_per_loop=1",
+        "--log_every=50",
+        "--save_every=500",
+        "--eval_every=500",
+        "--progress=none",
+        "--trackers=tests.e2e.usage:track",
+        f"--run_dir={run_dir}",
+    ]
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
     if result.returncode:
         raise RuntimeError(f"{name} ended with {result.returncode}:\n{result.stdout[-3000:]}{result.stderr[-3000:]}")
@@ -51,13 +66,16 @@ def main() -> None:
     arguments = parser.parse_args()
     looks = sorted(map(int, arguments.steps.split(",")))
     words = [word for word in arguments.runtimes.split(";") if word]
-    print(f"| runtime | {' | '.join(f'{what} at {step:,}' for what in ('threads', 'descriptors', 'resident MiB') for step in looks)} |")
+    columns = [f"{what} at {step:,}" for what in ("threads", "descriptors", "resident MiB") for step in looks]
+    print(f"| runtime | {' | '.join(columns)} |")
     print("|" + "---|" * (1 + 3 * len(looks)), flush=True)
     for name in RUNTIMES:
         if not words or any(word in name for word in words):
             with tempfile.TemporaryDirectory(prefix="tfdist-leaks-") as folder:
                 found = run(name, looks[-1], Path(folder) / "run")
-            cells = [f"{found[step][what]:.0f}" for what in ("threads", "descriptors", "resident_mib") for step in looks]
+            cells = [
+                f"{found[step][what]:.0f}" for what in ("threads", "descriptors", "resident_mib") for step in looks
+            ]
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -28,8 +28,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.e2e.job import ENVIRONMENT  # noqa: E402
 
 WORKLOADS = {
-    "transformer": {"source": "text", "source_args": "max_bytes=2000000", "sequence_length": 128, "model": "transformer", "model_args": "size=small",
-                    "objective": "next_token", "micro_batch": 8, "optimizer": "adamw", "learning_rate": 1e-4, "clip_norm": 0.0},
+    "transformer": {
+        "source": "text",
+        "source_args": "max_bytes=2000000",
+        "sequence_length": 128,
+        "model": "transformer",
+        "model_args": "size=small",
+        "objective": "next_token",
+        "micro_batch": 8,
+        "optimizer": "adamw",
+        "learning_rate": 1e-4,
+        "clip_norm": 0.0,
+    },
     "cnn": {"source": "digits", "model": "cnn", "micro_batch": 64, "optimizer": "adamw", "learning_rate": 1e-3},
 }
 
@@ -53,15 +63,24 @@ def main() -> None:
         print(f"repeat {repeat + 1} of {arguments.repeats} ...", file=sys.stderr, flush=True)
         measured = start(arguments, "overhead", 1)[0]
         measured["one worker"] = start(arguments, "scaling", 1)[0]["steps_per_s"]
-        measured["two that do not talk"] = min(worker["steps_per_s"] for worker in start(arguments, "scaling", 2, together=False))
+        measured["two that do not talk"] = min(
+            worker["steps_per_s"] for worker in start(arguments, "scaling", 2, together=False)
+        )
         measured["efficiency, no talk"] = measured["two that do not talk"] / measured["one worker"]
         for communication in ("auto", "socket", "ring"):
-            measured[f"two workers, {communication}"] = min(worker["steps_per_s"] for worker in start(arguments, "scaling", 2, communication))
-            measured[f"efficiency, {communication}"] = measured[f"two workers, {communication}"] / measured["one worker"]
+            measured[f"two workers, {communication}"] = min(
+                worker["steps_per_s"] for worker in start(arguments, "scaling", 2, communication)
+            )
+            measured[f"efficiency, {communication}"] = (
+                measured[f"two workers, {communication}"] / measured["one worker"]
+            )
         measured["tfdist / hand-written"] = measured["tfdist"] / measured["hand-written"]
         for name, value in measured.items():
             results.setdefault(name, []).append(value)
-    print(f"\n{arguments.workload}{', XLA' if arguments.jit else ''}: median (smallest to largest) of {arguments.repeats}\n")
+    print(
+        f"\n{arguments.workload}{', XLA' if arguments.jit else ''}: median (smallest to largest) of"
+        f" {arguments.repeats}\n"
+    )
     for name, values in results.items():
         unit = "" if "/" in name or "efficiency" in name else " steps/s"
         print(f"  {name:28s} {statistics.median(values):8.3f}{unit}  ({min(values):.3f} to {max(values):.3f})")
@@ -70,7 +89,9 @@ def main() -> None:
             json.dump({"workload": arguments.workload, "jit": arguments.jit, "results": results}, file, indent=1)
 
 
-def start(arguments: argparse.Namespace, child: str, workers: int, communication: str = "auto", together: bool = True) -> list[dict]:
+def start(
+    arguments: argparse.Namespace, child: str, workers: int, communication: str = "auto", together: bool = True
+) -> list[dict]:
     """Runs `workers` children side by side, one core each; returns what each prints in its last line.
 
     together: they are one cluster, not each its own.
@@ -84,11 +105,28 @@ def start(arguments: argparse.Namespace, child: str, workers: int, communication
     for rank in range(workers):
         environment = dict(ENVIRONMENT)
         if workers > 1 and together:
-            environment["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
-        command = [sys.executable, os.path.abspath(__file__), f"--child={child}", f"--steps={arguments.steps}", f"--workload={arguments.workload}",
-                   f"--communication={communication}", *(["--jit"] if arguments.jit else [])]
+            environment["TF_CONFIG"] = json.dumps(
+                {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+            )
+        command = [
+            sys.executable,
+            os.path.abspath(__file__),
+            f"--child={child}",
+            f"--steps={arguments.steps}",
+            f"--workload={arguments.workload}",
+            f"--communication={communication}",
+            *(["--jit"] if arguments.jit else []),
+        ]
         core = {cores[rank % len(cores)]}
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=lambda core=core: os.sched_setaffinity(0, core)))
+        processes.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=lambda core=core: os.sched_setaffinity(0, core),
+            )
+        )
     outputs = [process.communicate(timeout=900)[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit("a child failed; its error is above")
@@ -101,8 +139,13 @@ def compose(arguments: argparse.Namespace):
     from tfdist.config import Config
     from tfdist.control.cluster import resolve_cluster
 
-    config = Config().replace(**WORKLOADS[arguments.workload], steps=100_000, jit_compile=arguments.jit, communication=arguments.communication,
-                              sync_batchnorm=not arguments.jit)
+    config = Config().replace(
+        **WORKLOADS[arguments.workload],
+        steps=100_000,
+        jit_compile=arguments.jit,
+        communication=arguments.communication,
+        sync_batchnorm=not arguments.jit,
+    )
     return build.compose(config, build.start_runtime(config, resolve_cluster(os.environ)))
 
 
@@ -138,8 +181,20 @@ def child_overhead(arguments: argparse.Namespace) -> None:
     model = keras.models.clone_model(job.model)
     optimizer = keras.optimizers.Adam(1e-4)
     optimizer.build(model.trainable_variables)
-    samples = next(iter(tf.data.Dataset.range(2048).batch(2048).map(lambda index: job.train_split.fetch(index % job.train_split.size))))[:2]
-    batches = iter(tf.data.Dataset.from_tensor_slices(samples).shuffle(2048).repeat().batch(job.plan.micro_batch, drop_remainder=True).prefetch(2))
+    samples = next(
+        iter(
+            tf.data.Dataset.range(2048)
+            .batch(2048)
+            .map(lambda index: job.train_split.fetch(index % job.train_split.size))
+        )
+    )[:2]
+    batches = iter(
+        tf.data.Dataset.from_tensor_slices(samples)
+        .shuffle(2048)
+        .repeat()
+        .batch(job.plan.micro_batch, drop_remainder=True)
+        .prefetch(2)
+    )
     loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def gradients(x, y):

@@ -2,8 +2,9 @@
 
     python scripts/bench_parameter_server.py [--workers=3] [--ps=1] [--seconds=30] [--out=DIR]
 
-Worker 0 is slowed for real: it is stopped (SIGSTOP) for nine tenths of every 0.2 s. Each row is a job of its own, measured
-from when the slowing begins, after the first steps. The global batch is the same in every row, so that a step is as much
+Worker 0 is slowed for real: it is stopped (SIGSTOP) for nine tenths of every 0.2 s. Each row is a job of its own,
+measured from when the slowing begins, after the first steps. The global batch is the same in every row, so that a step
+is as much
 work: fully synchronous it is cut into one slice per worker, with one backup worker into one less.
 Prints a table and the ratio to the fully synchronous job with the slow worker; writes DIR/bench_parameter_server.json.
 """
@@ -25,8 +26,22 @@ from pathlib import Path
 
 from tfdist.telemetry.jsonl import read_jsonl
 
-FLAGS = ["--strategy=parameter_server", "--source=digits", "--model=cnn", "--model_args=widths=(64,128),norm=none", "--global_batch=384", "--steps=1000000", "--optimizer=sgd",
-         "--learning_rate=0.01", "--log_every=1", "--eval_every=-1", "--save_minutes=0", "--export=none", "--noplot", "--trackers=none"]
+FLAGS = [
+    "--strategy=parameter_server",
+    "--source=digits",
+    "--model=cnn",
+    "--model_args=widths=(64,128),norm=none",
+    "--global_batch=384",
+    "--steps=1000000",
+    "--optimizer=sgd",
+    "--learning_rate=0.01",
+    "--log_every=1",
+    "--eval_every=-1",
+    "--save_minutes=0",
+    "--export=none",
+    "--noplot",
+    "--trackers=none",
+]
 ROWS = {  # name -> (slowed, flags)
     "sync, none slow": (False, ["--ps_mode=sync"]),
     "sync, one slow": (True, ["--ps_mode=sync"]),
@@ -51,7 +66,11 @@ def process_of(run_dir: Path, role: str, index: int) -> int:
     for entry in Path("/proc").iterdir():
         try:
             found = re.search(r"TF_CONFIG=([^\0]*)", (entry / "environ").read_text())
-            if found and f"--run_dir={run_dir}\0" in (entry / "cmdline").read_text() and json.loads(found.group(1))["task"] == {"type": role, "index": index}:
+            if (
+                found
+                and f"--run_dir={run_dir}\0" in (entry / "cmdline").read_text()
+                and json.loads(found.group(1))["task"] == {"type": role, "index": index}
+            ):
                 return int(entry.name)
         except (OSError, UnicodeDecodeError):
             continue
@@ -60,12 +79,29 @@ def process_of(run_dir: Path, role: str, index: int) -> int:
 
 def steps(run_dir: Path) -> list[tuple[float, dict]]:
     """(Unix time, values) of every step so far."""
-    return [(datetime.fromisoformat(record["time"]).timestamp(), record["values"]) for record in read_jsonl(run_dir / "logs" / "rank-0.jsonl") if record["kind"] == "train"]
+    return [
+        (datetime.fromisoformat(record["time"]).timestamp(), record["values"])
+        for record in read_jsonl(run_dir / "logs" / "rank-0.jsonl")
+        if record["kind"] == "train"
+    ]
 
 
 def measure(run_dir: Path, options: argparse.Namespace, slowed: bool, flags: list[str]) -> dict[str, float]:
-    job = subprocess.Popen([sys.executable, "-m", "tfdist.launch", f"--workers={options.workers}", f"--ps={options.ps}", "--", *FLAGS, *flags, f"--run_dir={run_dir}"],
-                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    job = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tfdist.launch",
+            f"--workers={options.workers}",
+            f"--ps={options.ps}",
+            "--",
+            *FLAGS,
+            *flags,
+            f"--run_dir={run_dir}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     over = threading.Event()
     try:
         while len(steps(run_dir)) < WARM_UP_STEPS:
@@ -84,10 +120,16 @@ def measure(run_dir: Path, options: argparse.Namespace, slowed: bool, flags: lis
             thread.join()
         job.send_signal(signal.SIGTERM)
         job.wait()
-    result = {"steps_per_s": len(seen) / options.seconds, "dropped": sum(values.get("staleness/dropped", 0) for values in seen)}
+    result = {
+        "steps_per_s": len(seen) / options.seconds,
+        "dropped": sum(values.get("staleness/dropped", 0) for values in seen),
+    }
     if any("staleness/mean" in values for values in seen):
         stale = [values for values in seen if "staleness/mean" in values]
-        result |= {"staleness_mean": sum(values["staleness/mean"] for values in stale) / len(stale), "staleness_max": max(values["staleness/max"] for values in stale)}
+        result |= {
+            "staleness_mean": sum(values["staleness/mean"] for values in stale) / len(stale),
+            "staleness_max": max(values["staleness/max"] for values in stale),
+        }
     return result
 
 
@@ -96,19 +138,29 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--ps", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=30.0, help="measured per row")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the runs and the result (default: a temporary one)")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder of the runs and the result (default: a temporary one)"
+    )
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="tfdist-ps-"))
     out.mkdir(parents=True, exist_ok=True)
     table: dict[str, dict[str, float]] = {}
-    print(f"| {options.workers} workers, {options.ps} ps | steps/s | against sync, one slow | dropped | staleness mean, max |\n|---|---|---|---|---|")
+    print(
+        f"| {options.workers} workers, {options.ps} ps | steps/s | against sync, one slow | dropped | staleness mean,"
+        " max |\n|---|---|---|---|---|"
+    )
     for number, (name, (slowed, flags)) in enumerate(ROWS.items()):
         table[name] = measure(out / f"run-{number}-{int(time.time())}", options, slowed, flags)
     base = table["sync, one slow"]["steps_per_s"]
     for name, row in table.items():
         stale = f"{row['staleness_mean']:.2f}, {row['staleness_max']:.0f}" if "staleness_mean" in row else ""
-        print(f"| {name} | {row['steps_per_s']:.2f} | {row['steps_per_s'] / base if base else float('inf'):.1f} | {row['dropped']:.0f} | {stale} |")
-    (out / "bench_parameter_server.json").write_text(json.dumps({"workers": options.workers, "ps": options.ps, "seconds": options.seconds, "rows": table}, indent=1))
+        print(
+            f"| {name} | {row['steps_per_s']:.2f} | {row['steps_per_s'] / base if base else float('inf'):.1f} |"
+            f" {row['dropped']:.0f} | {stale} |"
+        )
+    (out / "bench_parameter_server.json").write_text(
+        json.dumps({"workers": options.workers, "ps": options.ps, "seconds": options.seconds, "rows": table}, indent=1)
+    )
     print(f"written to {out}/bench_parameter_server.json")
 
 

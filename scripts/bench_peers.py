@@ -1,19 +1,23 @@
-"""tfdist beside what one would use instead of it: the same models on the same data, measured in one run on this machine.
+"""tfdist beside what one would use instead of it: the same models on the same data, measured in one run on this
+machine.
 
-    python scripts/bench_peers.py [--resume] [--quick] [--only=transformer10m,PyTorch] [--modes=1,2,2s,1c,2c,1r,2r] [--rounds=1]
+    python scripts/bench_peers.py [--resume] [--quick] [--only=transformer10m,PyTorch] [--modes=1,2,2s,1c,2c,1r,2r]
+    [--rounds=1]
                                   [--out=runs/peers] [--venvs=~/.cache/tfdist-bench] [--prepare] [--report]
 
 Peers: Keras 3 fit, tf-keras fit under MultiWorkerMirroredStrategy, Horovod, Orbit, PyTorch DistributedDataParallel
 (scripts/peers/). They run in virtual environments that are made at the first call (about 4 GB in all) with pip as it is
-configured. One core and one thread a worker, float32, the same batches and initial weights; a row is printed only if its
-parameters, its FLOPs and the loss of its first window are those of the others. Needs two cores that are otherwise idle.
+configured. One core and one thread a worker, float32, the same batches and initial weights; a row is printed only if
+its parameters, its FLOPs and the loss of its first window are those of the others. Needs two cores that are otherwise
+idle.
 
 Every measurement is a fresh start: two windows to warm up, then at least five that count. Engines take turns within a
 workload, so that slow drifts of the machine hit all. Each result is written as it comes (OUT/cells/*.json); then OUT/
 peers.md and OUT/peers.png. --resume keeps what is there and was measured with the same settings. --only: parts of the
-names of workloads and engines; a measurement must match one of each sort that is named. --rounds=N: N fresh starts each.
---modes: 1 and 2 workers, 2s with half the batch each, 1c and 2c with snapshots, 1r and 2r going on from those (what each
-engine's own guide writes them with; tfdist's flushes to the disk what it has written, the others do not).
+names of workloads and engines; a measurement must match one of each sort that is named. --rounds=N: N fresh starts
+each.
+--modes: 1 and 2 workers, 2s with half the batch each, 1c and 2c with snapshots, 1r and 2r going on from those (what
+each engine's own guide writes them with; tfdist's flushes to the disk what it has written, the others do not).
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 import environments  # noqa: E402
 
-KEPT = ("run/checkpoints", "snapshots")  # in the folder of a measurement with snapshots: where tfdist and the others leave them
+KEPT = (
+    "run/checkpoints",
+    "snapshots",
+)  # in the folder of a measurement with snapshots: where tfdist and the others leave them
 LONGEST = 420.0  # seconds that one measurement may take
 SNAPSHOTS = 5  # that are counted, of a measurement with snapshots
 LOOK_EVERY = 0.5  # seconds between two looks at the processes' memory
@@ -40,14 +47,24 @@ LOOK_EVERY = 0.5  # seconds between two looks at the processes' memory
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="", help="folder of the results (default runs/peers, with --quick runs/peers-quick)")
+    parser.add_argument(
+        "--out", default="", help="folder of the results (default runs/peers, with --quick runs/peers-quick)"
+    )
     parser.add_argument("--venvs", default="~/.cache/tfdist-bench", help="folder of the environments")
-    parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for; on a machine without GPUs choose a CPU build (default %(default)s)")
+    parser.add_argument(
+        "--torch",
+        default="torch==2.13.0",
+        help="what pip is asked for; on a machine without GPUs choose a CPU build (default %(default)s)",
+    )
     parser.add_argument("--only", default="", help="parts of names of workloads and engines, separated by commas")
-    parser.add_argument("--modes", default="1,2,2s,1c,2c,1r,2r", help="which numbers of workers, and what they do (default all)")
+    parser.add_argument(
+        "--modes", default="1,2,2s,1c,2c,1r,2r", help="which numbers of workers, and what they do (default all)"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="fresh starts of each measurement")
     parser.add_argument("--resume", action="store_true", help="keep measurements that are there")
-    parser.add_argument("--quick", action="store_true", help="one window of one step: whether everything runs; the figures mean nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="one window of one step: whether everything runs; the figures mean nothing"
+    )
     parser.add_argument("--prepare", action="store_true", help="only make the environments")
     parser.add_argument("--report", action="store_true", help="only write the report of what has been measured")
     arguments = parser.parse_args()
@@ -62,7 +79,11 @@ def main() -> None:
 
     plans = selection(arguments)
     wanted = {plan.engine.environment for plan in plans}
-    missing = {name: reason for name, recipe in recipes.items() if name in wanted and (reason := environments.make(name, recipe, venvs))}
+    missing = {
+        name: reason
+        for name, recipe in recipes.items()
+        if name in wanted and (reason := environments.make(name, recipe, venvs))
+    }
     for name, reason in missing.items():
         print(f"bench_peers: {name} is left out: {reason}.", file=sys.stderr)
     if arguments.prepare:
@@ -86,26 +107,48 @@ def selection(arguments: argparse.Namespace) -> list:
     engines = [name for name in ENGINES if any(part in name.lower() for part in parts)] or list(ENGINES)
     unknown = [part for part in parts if not any(part in name.lower() for name in (*WORKLOADS, *ENGINES))]
     if unknown:
-        raise SystemExit(f"bench_peers: --only={arguments.only}: {unknown[0]!r} is in no name: use parts of {', '.join((*WORKLOADS, *ENGINES))}.")
+        raise SystemExit(
+            f"bench_peers: --only={arguments.only}: {unknown[0]!r} is in no name: use parts of"
+            f" {', '.join((*WORKLOADS, *ENGINES))}."
+        )
     modes = arguments.modes.split(",")
     if not set(modes) <= set(MODES):
         raise SystemExit(f"bench_peers: --modes={arguments.modes} must be some of {', '.join(MODES)}.")
     plans = []
     for workload in (WORKLOADS[name] for name in workloads):
-        plans += [make_plan(workload, ENGINES[name], mode, number, arguments.quick) for number in range(arguments.rounds) for mode in modes
-                  for name in engines if mode in ENGINES[name].modes and workload.kind in ENGINES[name].kinds and (workload.save_steps or mode[-1] not in "cr")]
+        plans += [
+            make_plan(workload, ENGINES[name], mode, number, arguments.quick)
+            for number in range(arguments.rounds)
+            for mode in modes
+            for name in engines
+            if mode in ENGINES[name].modes
+            and workload.kind in ENGINES[name].kinds
+            and (workload.save_steps or mode[-1] not in "cr")
+        ]
     return plans
 
 
 def make_plan(workload, engine, mode: str, number: int, quick: bool):
-    """One measurement. Those with snapshots are SNAPSHOTS + 1 blocks long: the first warms up; what is written after the last does not count."""
+    """One measurement.
+
+    Those with snapshots are SNAPSHOTS + 1 blocks long: the first warms up; what is written after the last does not
+    count.
+    """
     from cell import BLOCK
     from engines import WARM_UP, Plan
 
     blocks = 2 if quick else SNAPSHOTS + 1
     if mode[-1] in "cr":
         steps = 1 if quick else workload.save_steps
-        return Plan(workload, engine, mode, number, steps, BLOCK * blocks - WARM_UP if mode.endswith("c") else 1, BLOCK * blocks * steps if mode.endswith("r") else 0)
+        return Plan(
+            workload,
+            engine,
+            mode,
+            number,
+            steps,
+            BLOCK * blocks - WARM_UP if mode.endswith("c") else 1,
+            BLOCK * blocks * steps if mode.endswith("r") else 0,
+        )
     return Plan(workload, engine, mode, number, *((1, 1) if quick else (workload.steps, workload.windows)))
 
 
@@ -124,8 +167,17 @@ def measure_all(plans: list, venvs: Path, out: Path, resume: bool) -> None:
                 shutil.rmtree(out / "cells" / plan.origin / name, ignore_errors=True)
         path.with_suffix(".part").write_text(json.dumps(result, indent=1))
         path.with_suffix(".part").rename(path)
-        shown = result.get("error") or f"{result['median']:8.3f} steps/s, first step after {result['startup_s']:.1f} s, {result['peak_mb']:.0f} MB"
-        print(f"[{number}/{len(plans)}, {(time.monotonic() - begun) / 60:.1f} min] {plan.workload.name}, {plan.mode:>2}, {plan.engine.name}: {shown}", file=sys.stderr, flush=True)
+        shown = (
+            result.get("error")
+            or f"{result['median']:8.3f} steps/s, first step after {result['startup_s']:.1f} s,"
+            f" {result['peak_mb']:.0f} MB"
+        )
+        print(
+            f"[{number}/{len(plans)}, {(time.monotonic() - begun) / 60:.1f} min] {plan.workload.name}, {plan.mode:>2},"
+            f" {plan.engine.name}: {shown}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _stop(*_) -> None:
@@ -142,13 +194,26 @@ def measure(plan, venvs: Path, folder: Path) -> dict:
     folder.mkdir(parents=True)
     result = {"settings": plan.settings(), "load": os.getloadavg()[0], "time": time.time()}
     if plan.origin and not any((folder.parent / plan.origin / name).is_dir() for name in KEPT):
-        return {**result, "error": f"no snapshot to go on from: measure {plan.mode.replace('r', 'c')} again, without --resume"}
+        return {
+            **result,
+            "error": f"no snapshot to go on from: measure {plan.mode.replace('r', 'c')} again, without --resume",
+        }
     cores = sorted(os.sched_getaffinity(0))
     processes, started = [], time.time()
     with open(folder / "output.log", "w", encoding="utf-8") as output:
         for command, environment, own in commands(plan, venvs, folder, cores):
-            processes.append(subprocess.Popen(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                                              start_new_session=True, preexec_fn=lambda own=own: os.sched_setaffinity(0, own)))
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=lambda own=own: os.sched_setaffinity(0, own),
+                )
+            )
         error, peak = watch(processes)
     if error:
         return {**result, "error": f"{error}; see {folder / 'output.log'}: {last_line(folder / 'output.log')}"}
@@ -198,7 +263,11 @@ def descendants(roots: set[int]) -> set[int]:
 def high_water(pid: int) -> int:
     """The most resident memory that a process had so far, kB."""
     with contextlib.suppress(OSError, StopIteration):
-        return int(next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")).split()[1])
+        return int(
+            next(
+                line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")
+            ).split()[1]
+        )
     return 0
 
 
@@ -214,26 +283,41 @@ def figures(plan, folder: Path, started: float) -> dict:
     ends = ranks[0]["ends"]
     if len(ends) != plan.windows + WARM_UP:
         raise ValueError(f"{len(ends)} windows instead of {plan.windows + WARM_UP}")
-    rates = [plan.steps / (end - begin) for begin, end in zip(ends[WARM_UP - 1:], ends[WARM_UP:], strict=False)]
+    rates = [plan.steps / (end - begin) for begin, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
     median = statistics.median(rates)
     if ranks[0]["restored"] != plan.saved:
         raise ValueError(f"it went on from step {ranks[0]['restored']} instead of {plan.saved}")
-    return {"steps_per_s": rates, **(snapshots(folder, ends) if plan.saves else {}), "median": median, "restored": plan.saved, "startup_s": ends[0] - started - (plan.steps - 1) / median,
-            "losses": [statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)],
-            "parameters": ranks[0]["parameters"], "flops": ranks[0]["flops"], "versions": ranks[0]["versions"]}
+    return {
+        "steps_per_s": rates,
+        **(snapshots(folder, ends) if plan.saves else {}),
+        "median": median,
+        "restored": plan.saved,
+        "startup_s": ends[0] - started - (plan.steps - 1) / median,
+        "losses": [statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)],
+        "parameters": ranks[0]["parameters"],
+        "flops": ranks[0]["flops"],
+        "versions": ranks[0]["versions"],
+    }
 
 
 def snapshots(folder: Path, ends: list[float]) -> dict:
-    """What a snapshot cost: the time of the window after which it was written and of the two that follow (some write in the
-    background), beyond that of the last windows of the blocks, when writing is over."""
+    """What a snapshot cost: the time of the window after which it was written and of the two that follow (some write in
+    the background), beyond that of the last windows of the blocks, when writing is over."""
     import statistics
 
     from cell import BLOCK
 
-    windows = [0.0, 0.0, *(end - begin for begin, end in zip(ends, ends[1:], strict=False))]  # [n]: seconds of window n; they count from 1, and the start of the first is not known
-    usual = statistics.median(windows[BLOCK - 1::BLOCK])
+    windows = [
+        0.0,
+        0.0,
+        *(end - begin for begin, end in zip(ends, ends[1:], strict=False)),
+    ]  # [n]: seconds of window n; they count from 1, and the start of the first is not known
+    usual = statistics.median(windows[BLOCK - 1 :: BLOCK])
     size = sum(path.stat().st_size for name in KEPT for path in (folder / name).rglob("*") if path.is_file())
-    return {"lost_s": [sum(windows[end:end + 3]) - 3 * usual for end in range(BLOCK, len(ends) - BLOCK + 1, BLOCK)], "snapshot_mb": size / 1e6}
+    return {
+        "lost_s": [sum(windows[end : end + 3]) - 3 * usual for end in range(BLOCK, len(ends) - BLOCK + 1, BLOCK)],
+        "snapshot_mb": size / 1e6,
+    }
 
 
 def last_line(path: Path) -> str:

@@ -4,10 +4,12 @@
     python scripts/bench_recovery.py restarts [--repeats=5] [--workers=2]
 
 saves: one worker trains an MLP of at least 100 MB of weights (400 MB with Adam's slots and the moving average off) with
-no saves, with asynchronous and with synchronous ones every 20 steps, in turn. Training time lost per save, and throughput.
+no saves, with asynchronous and with synchronous ones every 20 steps, in turn. Training time lost per save, and
+throughput.
 
-restarts: SIGKILL to a worker of a small job, then the seconds until the first new step: detect (until the launcher starts
-the job again, back-off included), import, build (cluster, data, model), restore, trace (first step); with and without --standby.
+restarts: SIGKILL to a worker of a small job, then the seconds until the first new step: detect (until the launcher
+starts the job again, back-off included), import, build (cluster, data, model), restore, trace (first step); with and
+without --standby.
 """
 
 from __future__ import annotations
@@ -31,28 +33,76 @@ SAVE_EVERY = 20
 
 
 def saves(arguments: argparse.Namespace) -> None:
-    kinds = {"no saves": ["--save_every=0"], "asynchronous": [f"--save_every={SAVE_EVERY}"], "synchronous": [f"--save_every={SAVE_EVERY}", "--noasync_save"]}
+    kinds = {
+        "no saves": ["--save_every=0"],
+        "asynchronous": [f"--save_every={SAVE_EVERY}"],
+        "synchronous": [f"--save_every={SAVE_EVERY}", "--noasync_save"],
+    }
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     size = wait_s = 0.0
     for repeat in range(arguments.repeats):
         print(f"repeat {repeat + 1} of {arguments.repeats} ...", file=sys.stderr, flush=True)
         for kind, flags in kinds.items():
             with tempfile.TemporaryDirectory() as folder:
-                subprocess.run([sys.executable, "-m", "tfdist.train", "--source=digits", "--model=mlp", f"--model_args=widths=({arguments.width},{arguments.width})", "--global_batch=16",
-                                f"--steps={arguments.steps}", "--log_every=20", "--export=none", "--noplot", "--save_minutes=0", "--nosave_final", "--eval_every=-1", "--keep=1",
-                                "--progress=none", "--trackers=none", f"--run_dir={folder}", *flags], env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                times = [datetime.fromisoformat(record["time"]).timestamp() for record in records(Path(folder), kind="train")]
+                subprocess.run(
+                    [
+                        sys.executable,
+                        "-m",
+                        "tfdist.train",
+                        "--source=digits",
+                        "--model=mlp",
+                        f"--model_args=widths=({arguments.width},{arguments.width})",
+                        "--global_batch=16",
+                        f"--steps={arguments.steps}",
+                        "--log_every=20",
+                        "--export=none",
+                        "--noplot",
+                        "--save_minutes=0",
+                        "--nosave_final",
+                        "--eval_every=-1",
+                        "--keep=1",
+                        "--progress=none",
+                        "--trackers=none",
+                        f"--run_dir={folder}",
+                        *flags,
+                    ],
+                    env=ENVIRONMENT,
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+                times = [
+                    datetime.fromisoformat(record["time"]).timestamp() for record in records(Path(folder), kind="train")
+                ]
                 summary = json.loads((Path(folder) / "summary.json").read_text())
                 seconds[kind].append(times[-1] - times[0])  # from step 20 on: the first steps trace
                 if kind == "asynchronous":
-                    size, wait_s = summary["snapshots"]["bytes"] / summary["snapshots"]["saves"], wait_s + summary["snapshots"]["wait_s"]
+                    size, wait_s = (
+                        summary["snapshots"]["bytes"] / summary["snapshots"]["saves"],
+                        wait_s + summary["snapshots"]["wait_s"],
+                    )
     count = (arguments.steps - 20) // SAVE_EVERY  # at 20, 40, ...; the one at the last step ends after the last record
-    lost = {kind: [(with_saves - without) / count for with_saves, without in zip(seconds[kind], seconds["no saves"], strict=True)] for kind in kinds}
-    print(f"\nsnapshot {size / 1e6:.0f} MB, {count} saves in {arguments.steps - 20} steps; medians (smallest to largest) of {arguments.repeats}\n")
+    lost = {
+        kind: [
+            (with_saves - without) / count
+            for with_saves, without in zip(seconds[kind], seconds["no saves"], strict=True)
+        ]
+        for kind in kinds
+    }
+    print(
+        f"\nsnapshot {size / 1e6:.0f} MB, {count} saves in {arguments.steps - 20} steps; medians (smallest to largest)"
+        f" of {arguments.repeats}\n"
+    )
     for kind in kinds:
         ratio = [without / own for without, own in zip(seconds["no saves"], seconds[kind], strict=True)]
-        print(f"  {kind:13s} {spread(seconds[kind])} s   lost per save {spread(lost[kind])} s   throughput {spread(ratio)}")
-    print(f"  asynchronous / synchronous time lost: {statistics.median(lost['asynchronous']) / statistics.median(lost['synchronous']):.2f}")
+        print(
+            f"  {kind:13s} {spread(seconds[kind])} s   lost per save {spread(lost[kind])} s   throughput"
+            f" {spread(ratio)}"
+        )
+    print(
+        "  asynchronous / synchronous time lost:"
+        f" {statistics.median(lost['asynchronous']) / statistics.median(lost['synchronous']):.2f}"
+    )
 
 
 def restarts(arguments: argparse.Namespace) -> None:
@@ -61,7 +111,10 @@ def restarts(arguments: argparse.Namespace) -> None:
         for _ in range(arguments.repeats):
             for name, value in one_restart(arguments.workers, standby).items():
                 found.setdefault(name, []).append(value)
-        print(f"\n{arguments.workers} workers, {'with' if standby else 'without'} --standby: seconds, median (smallest to largest) of {arguments.repeats}")
+        print(
+            f"\n{arguments.workers} workers, {'with' if standby else 'without'} --standby: seconds, median (smallest to"
+            f" largest) of {arguments.repeats}"
+        )
         for name, values in found.items():
             print(f"  {name:8s} {spread(values)}")
 
@@ -69,8 +122,21 @@ def restarts(arguments: argparse.Namespace) -> None:
 def one_restart(workers: int, standby: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        process = start(workers, [*CLUSTERS, "--steps=1000000", "--save_every=20", "--log_every=1", "--steps_per_loop=1", "--progress=none", "--trackers=none", f"--run_dir={folder}"],
-                        ("--max_restarts=3", *(["--standby"] if standby else [])), {"TFDIST_FAULTS": "armed"})
+        process = start(
+            workers,
+            [
+                *CLUSTERS,
+                "--steps=1000000",
+                "--save_every=20",
+                "--log_every=1",
+                "--steps_per_loop=1",
+                "--progress=none",
+                "--trackers=none",
+                f"--run_dir={folder}",
+            ],
+            ("--max_restarts=3", *(["--standby"] if standby else [])),
+            {"TFDIST_FAULTS": "armed"},
+        )
         (folder / "faults").mkdir(parents=True)
         (folder / "faults" / "pace").write_text("0.05")
         try:
@@ -90,7 +156,14 @@ def one_restart(workers: int, standby: bool) -> dict[str, float]:
         values = started["values"]
         import_s = 0.0 if standby else values["import_s"]
         detect = at["start"] - killed - import_s - values["build_s"] - values["restore_s"]
-        return {"detect": detect, "import": import_s, "build": values["build_s"], "restore": values["restore_s"], "trace": at["train"] - at["start"], "total": at["train"] - killed}
+        return {
+            "detect": detect,
+            "import": import_s,
+            "build": values["build_s"],
+            "restore": values["restore_s"],
+            "trace": at["train"] - at["start"],
+            "total": at["train"] - killed,
+        }
 
 
 def attempt(folder: Path, number: int) -> list[dict]:
@@ -98,7 +171,10 @@ def attempt(folder: Path, number: int) -> list[dict]:
 
 
 def children(pid: int) -> list[int]:
-    return [int(text) for text in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()]
+    return [
+        int(text)
+        for text in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
+    ]
 
 
 def environment_of(pid: int) -> str:

@@ -1,5 +1,5 @@
-"""All-reduce between two workers on this machine: our ring, with memory read in place (auto) and over TCP (socket), against
-TensorFlow's collectives over gRPC (ring).
+"""All-reduce between two workers on this machine: our ring, with memory read in place (auto) and over TCP (socket),
+against TensorFlow's collectives over gRPC (ring).
 
     python scripts/bench_ring.py [--sizes_mb=1,4,16,64] [--repeats=7]
 
@@ -30,7 +30,10 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.sizes_mb.split(",")]
     if arguments.child:
-        print("measured " + json.dumps(measure(arguments.child[0], float(arguments.child[1]), sizes, arguments.repeats)), flush=True)
+        print(
+            "measured " + json.dumps(measure(arguments.child[0], float(arguments.child[1]), sizes, arguments.repeats)),
+            flush=True,
+        )
         return
     root = str(Path(__file__).resolve().parents[1])
     sys.path.insert(0, root)
@@ -40,14 +43,34 @@ def main() -> None:
     for communication, pack in ROWS:
         output = io.StringIO()
         with TemporaryDirectory() as folder:
-            job = LocalJob([sys.executable, __file__, f"--sizes_mb={arguments.sizes_mb}", f"--repeats={arguments.repeats}", "--child", communication, str(pack)], 2, Path(folder),
-                           output=output, environment={**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"})
+            job = LocalJob(
+                [
+                    sys.executable,
+                    __file__,
+                    f"--sizes_mb={arguments.sizes_mb}",
+                    f"--repeats={arguments.repeats}",
+                    "--child",
+                    communication,
+                    str(pack),
+                ],
+                2,
+                Path(folder),
+                output=output,
+                environment={**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            )
             job.start()
             result = job.wait()
         if result.code:
             raise SystemExit(f"{result.cause}\n{output.getvalue()}")
-        milliseconds = next(json.loads(line.partition("measured ")[2]) for line in output.getvalue().splitlines() if "measured " in line)
-        print(f"{f'{communication}, packs of {pack:g} MB':>24}" + "".join(f"{value:9.1f}" for value in milliseconds) + "  ms", flush=True)
+        milliseconds = next(
+            json.loads(line.partition("measured ")[2]) for line in output.getvalue().splitlines() if "measured " in line
+        )
+        print(
+            f"{f'{communication}, packs of {pack:g} MB':>24}"
+            + "".join(f"{value:9.1f}" for value in milliseconds)
+            + "  ms",
+            flush=True,
+        )
 
 
 def measure(communication: str, pack_mb: float, sizes: list[int], repeats: int) -> list[float]:
@@ -67,7 +90,9 @@ def measure(communication: str, pack_mb: float, sizes: list[int], repeats: int) 
         def rounds(n, tensors=tensors):
             values = tensors
             for _ in tf.range(n):
-                values = runtime.run(lambda values: [value / runtime.replicas for value in runtime.all_reduce(list(values))], (values,))
+                values = runtime.run(
+                    lambda values: [value / runtime.replicas for value in runtime.all_reduce(list(values))], (values,)
+                )
             return values[0][0, 0]
 
         rounds(tf.constant(2))

@@ -2,10 +2,10 @@
 
     python scripts/bench_startup.py [--repeats=5] [--model=mlp|transformer]
 
-The bare script imports TensorFlow and Keras, builds the same model and optimizer, traces one training function and calls
-it on one batch of random numbers: nothing can start faster that does the same arithmetic. tfdist resolves its cluster,
-estimates memory, builds a deterministic pipeline, and opens its logs besides. Both get one core and one thread, and take
-turns. Prints medians with their spread.
+The bare script imports TensorFlow and Keras, builds the same model and optimizer, traces one training function and
+calls it on one batch of random numbers: nothing can start faster that does the same arithmetic. tfdist resolves its
+cluster, estimates memory, builds a deterministic pipeline, and opens its logs besides. Both get one core and one
+thread, and take turns. Prints medians with their spread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from tests.e2e.job import ENVIRONMENT  # noqa: E402
 
 BATCH, CLASSES, TOKENS = 16, 10, 64
 SAID = "first step done"  # by the bare script
-SOURCES = {"mlp": "task=image,shape=(28,28,1),classes=10,samples=1024", "transformer": "task=text,vocab=256,samples=1024"}
+SOURCES = {
+    "mlp": "task=image,shape=(28,28,1),classes=10,samples=1024",
+    "transformer": "task=text,vocab=256,samples=1024",
+}
 SIZES = {"mlp": {}, "transformer": {"layers": 4, "width": 128, "heads": 4}}
 
 
@@ -43,20 +46,47 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         commands = {
             "bare TensorFlow": [sys.executable, str(HERE / "bench_startup.py"), "--bare", f"--model={arguments.model}"],
-            "tfdist": [sys.executable, "-m", "tfdist.train", f"--model={arguments.model}", f"--model_args={','.join(f'{name}={value}' for name, value in SIZES[arguments.model].items())}", "--source=synthetic",
-                       f"--source_args={SOURCES[arguments.model]}", *([f"--sequence_length={TOKENS}"] if arguments.model == "transformer" else []), f"--global_batch={BATCH}", "--steps=1",
-                       "--log_every=1", "--eval_every=-1", "--save_minutes=0", "--nosave_final", "--export=none", "--noplot", f"--run_dir={folder}/run"]}
+            "tfdist": [
+                sys.executable,
+                "-m",
+                "tfdist.train",
+                f"--model={arguments.model}",
+                f"--model_args={','.join(f'{name}={value}' for name, value in SIZES[arguments.model].items())}",
+                "--source=synthetic",
+                f"--source_args={SOURCES[arguments.model]}",
+                *([f"--sequence_length={TOKENS}"] if arguments.model == "transformer" else []),
+                f"--global_batch={BATCH}",
+                "--steps=1",
+                "--log_every=1",
+                "--eval_every=-1",
+                "--save_minutes=0",
+                "--nosave_final",
+                "--export=none",
+                "--noplot",
+                f"--run_dir={folder}/run",
+            ],
+        }
         for repeat in range(arguments.repeats + 1):  # the first fills the file cache
-            print(f"{'warm-up' if repeat == 0 else f'repeat {repeat} of {arguments.repeats}'} ...", file=sys.stderr, flush=True)
+            print(
+                f"{'warm-up' if repeat == 0 else f'repeat {repeat} of {arguments.repeats}'} ...",
+                file=sys.stderr,
+                flush=True,
+            )
             for name, command in commands.items():
                 shutil.rmtree(Path(folder) / "run", ignore_errors=True)
                 taken = until_first_step(command)
                 if repeat:
                     seconds[name].append(taken)
-    print(f"\n{arguments.model}: seconds to the end of the first step, median (smallest to largest) of {arguments.repeats}\n")
+    print(
+        f"\n{arguments.model}: seconds to the end of the first step, median (smallest to largest) of"
+        f" {arguments.repeats}\n"
+    )
     for name, values in seconds.items():
         print(f"  {name:16s} {statistics.median(values):6.2f}  ({min(values):.2f} to {max(values):.2f})")
-    print(f"  {'tfdist / bare':16s} {statistics.median(seconds['tfdist']) / statistics.median(seconds['bare TensorFlow']):6.2f}")
+    print(
+        f"  {'tfdist / bare':16s}"
+        f" {statistics.median(seconds['tfdist']) / statistics.median(seconds['bare TensorFlow']):6.2f}"
+    )
 
 
 def until_first_step(command: list[str]) -> float:
@@ -64,12 +94,21 @@ def until_first_step(command: list[str]) -> float:
     environment = {**ENVIRONMENT, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
     core = {min(os.sched_getaffinity(0))}
     begun, said = time.perf_counter(), 0.0
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=lambda: os.sched_setaffinity(0, core)) as process:
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, core),
+    ) as process:
         for line in process.stdout:
             if not said and (SAID in line or "step 1/1" in line):
                 said = time.perf_counter() - begun
     if process.returncode or not said:
-        raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}, or without a word of its first step.")
+        raise SystemExit(
+            f"{' '.join(command)} ended with exit code {process.returncode}, or without a word of its first step."
+        )
     return said
 
 
@@ -93,7 +132,9 @@ def bare(name: str) -> None:
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = crossentropy(y, model(x, training=True))
-        optimizer.apply(tape.gradient(loss, [variable.value for variable in model.trainable_variables]), model.trainable_variables)
+        optimizer.apply(
+            tape.gradient(loss, [variable.value for variable in model.trainable_variables]), model.trainable_variables
+        )
         return loss
 
     if name == "mlp":

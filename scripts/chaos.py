@@ -1,16 +1,22 @@
-"""Kills, stops and breaks a real job again and again, then compares its end with that of an undisturbed one, bit for bit.
+"""Kills, stops and breaks a real job again and again, then compares its end with that of an undisturbed one, bit for
+bit.
 
-    python scripts/chaos.py --kills=20 --seed=1 [--workers=3] [--steps=1300] [--standby] [--keep=FOLDER] [--train="--strategy=mesh --zero=3"]
+    python scripts/chaos.py --kills=20 --seed=1 [--workers=3] [--steps=1300] [--standby] [--keep=FOLDER]
+    [--train="--strategy=mesh --zero=3"]
 
-Both runs train the same model with `--deterministic`. While the second one runs, `--kills` faults befall it, drawn from the seed:
+Both runs train the same model with `--deterministic`. While the second one runs, `--kills` faults befall it, drawn from
+the seed:
 
-    kill_chief, kill_worker   SIGKILL          term_worker, term_all   SIGTERM to one worker, or to the launcher (then started again)
-    stop                      SIGSTOP          kill_save, kill_restore  killed while writing a snapshot, while restoring
+    kill_chief, kill_worker   SIGKILL
+    term_worker, term_all     SIGTERM to one worker, or to the launcher (then started again)
+    stop                      SIGSTOP
+    kill_save, kill_restore   killed while writing a snapshot, while restoring
     corrupt                   a bit of the newest snapshot flipped, or a file cut or removed, and a SIGKILL
     disk_full                 two writes fail
 
 Compared at the end: every array of the last snapshot (weights, optimizer slots, moving averages, step), the evaluation,
-and for every step the samples of its global batch. Ends with 0 if all are equal, and prints where time went after each kill.
+and for every step the samples of its global batch. Ends with 0 if all are equal, and prints where time went after each
+kill.
 """
 
 from __future__ import annotations
@@ -33,7 +39,17 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, snapshot  # noqa: E402
 
-KINDS = ("kill_chief", "kill_worker", "term_worker", "term_all", "stop", "kill_save", "kill_restore", "corrupt", "disk_full")
+KINDS = (
+    "kill_chief",
+    "kill_worker",
+    "term_worker",
+    "term_all",
+    "stop",
+    "kill_save",
+    "kill_restore",
+    "corrupt",
+    "disk_full",
+)
 SAVE_EVERY = 20
 STEP_SECONDS = 0.05  # the model is tiny: faults need time to come
 STALLED_SECONDS = 180.0  # without a step: something hangs
@@ -78,9 +94,22 @@ class Chaos:
     def start(self) -> None:
         a = self.arguments
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tfdist.launch", f"--workers={a.workers}", f"--max_restarts={a.kills + 5}", "--grace=20", *(["--standby"] if a.standby else []), "--",
-             *flags(a), f"--run_dir={self.run_dir}"],
-            env={**ENVIRONMENT, "TFDIST_FAULTS": "armed"}, stdout=self.output, stderr=subprocess.STDOUT)
+            [
+                sys.executable,
+                "-m",
+                "tfdist.launch",
+                f"--workers={a.workers}",
+                f"--max_restarts={a.kills + 5}",
+                "--grace=20",
+                *(["--standby"] if a.standby else []),
+                "--",
+                *flags(a),
+                f"--run_dir={self.run_dir}",
+            ],
+            env={**ENVIRONMENT, "TFDIST_FAULTS": "armed"},
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+        )
 
     # -- faults ----------------------------------------------------------------------------------------------------
 
@@ -108,7 +137,10 @@ class Chaos:
 
     def kill_save(self) -> None:
         """When the next snapshot's files are written, but not yet committed. On a mesh every worker writes a part."""
-        self.arm(self.random.randrange(self.arguments.workers) if "--strategy=mesh" in self.arguments.train else 0, "kill_save")
+        self.arm(
+            self.random.randrange(self.arguments.workers) if "--strategy=mesh" in self.arguments.train else 0,
+            "kill_save",
+        )
 
     def kill_restore(self) -> None:
         """A kill, and another one when the restarted job restores."""
@@ -128,7 +160,7 @@ class Chaos:
                 content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
                 victim.write_bytes(content)
             elif how == "cut":
-                victim.write_bytes(content[:len(content) // 2])
+                victim.write_bytes(content[: len(content) // 2])
             else:
                 victim.unlink()
         except (FileNotFoundError, ValueError, IndexError):
@@ -161,7 +193,12 @@ class Chaos:
     def wait_for_progress(self) -> None:
         """Until this attempt has trained some steps, so that there is something to lose."""
         steps = self.random.randrange(5, 2 * SAVE_EVERY)
-        self.wait(lambda: [record for record in self.attempt() if record["kind"] == "train"][steps:] and len(self.workers()) == self.arguments.workers)
+        self.wait(
+            lambda: (
+                [record for record in self.attempt() if record["kind"] == "train"][steps:]
+                and len(self.workers()) == self.arguments.workers
+            )
+        )
         time.sleep(self.random.uniform(0.0, 0.3))
 
     def attempt(self) -> list[dict]:
@@ -183,23 +220,51 @@ class Chaos:
     def note_recovery(self, kind: str, begun: float) -> None:
         """Seconds from the fault to the first new step."""
         before = self.attempt()[-1]["attempt"]
-        self.wait(lambda: (found := self.attempt()) and found[-1]["attempt"] > before and any(record["kind"] == "train" for record in found))
+        self.wait(
+            lambda: (
+                (found := self.attempt())
+                and found[-1]["attempt"] > before
+                and any(record["kind"] == "train" for record in found)
+            )
+        )
         self.recoveries.append({"kind": kind, "seconds": time.time() - begun})
 
 
 def flags(arguments: argparse.Namespace) -> list[str]:
-    return [*CLUSTERS, "--source=tests.e2e.sources:identified", "--objective=tests.e2e.sources:identifying", "--model_args=widths=(16,),dropout=0.1,num_outputs=2", f"--steps={arguments.steps}", "--deterministic",
-            "--optimizer=adamw", "--ema=0.9", "--schedule=cosine", "--accumulation=2", "--log_every=1", f"--save_every={SAVE_EVERY}", "--progress=none", "--trackers=none",
-            "--heartbeat_timeout=3", "--eval_every=500", *arguments.train.split()]
+    return [
+        *CLUSTERS,
+        "--source=tests.e2e.sources:identified",
+        "--objective=tests.e2e.sources:identifying",
+        "--model_args=widths=(16,),dropout=0.1,num_outputs=2",
+        f"--steps={arguments.steps}",
+        "--deterministic",
+        "--optimizer=adamw",
+        "--ema=0.9",
+        "--schedule=cosine",
+        "--accumulation=2",
+        "--log_every=1",
+        f"--save_every={SAVE_EVERY}",
+        "--progress=none",
+        "--trackers=none",
+        "--heartbeat_timeout=3",
+        "--eval_every=500",
+        *arguments.train.split(),
+    ]
 
 
 def batches(run_dir: Path) -> dict[int, tuple]:
     """Step -> checksums of its samples and its loss; steps that were done again must have had the same."""
     seen: dict[int, tuple] = {}
     for record in records(run_dir, kind="train"):
-        values = tuple(record["values"][name] for name in ("train/first_checksum", "train/second_checksum", "data/consumed_samples", "train/loss"))
+        values = tuple(
+            record["values"][name]
+            for name in ("train/first_checksum", "train/second_checksum", "data/consumed_samples", "train/loss")
+        )
         if seen.setdefault(record["step"], values) != values:
-            raise SystemExit(f"step {record['step']} was done again with other samples or another loss: {seen[record['step']]}, then {values}")
+            raise SystemExit(
+                f"step {record['step']} was done again with other samples or another loss: {seen[record['step']]}, then"
+                f" {values}"
+            )
     return seen
 
 
@@ -207,11 +272,24 @@ def compare(undisturbed: Path, disturbed: Path, steps: int) -> list[str]:
     """What differs; [] is what should come."""
     wrong = []
     one, other = snapshot(undisturbed, steps), snapshot(disturbed, steps)
-    wrong += [f"array {key}" for key in sorted({*one, *other}) if key not in one or key not in other or one[key].tobytes() != other[key].tobytes()]
-    evaluations = [{record["step"]: record["values"] for record in records(folder, kind="eval")} for folder in (undisturbed, disturbed)]
-    wrong += [f"evaluation at step {step}" for step in evaluations[0] if evaluations[0][step] != evaluations[1].get(step)]
+    wrong += [
+        f"array {key}"
+        for key in sorted({*one, *other})
+        if key not in one or key not in other or one[key].tobytes() != other[key].tobytes()
+    ]
+    evaluations = [
+        {record["step"]: record["values"] for record in records(folder, kind="eval")}
+        for folder in (undisturbed, disturbed)
+    ]
+    wrong += [
+        f"evaluation at step {step}" for step in evaluations[0] if evaluations[0][step] != evaluations[1].get(step)
+    ]
     seen = [batches(folder) for folder in (undisturbed, disturbed)]
-    wrong += [f"global batch of step {step}" for step in range(1, steps + 1) if seen[0].get(step) != seen[1].get(step) or step not in seen[0]]
+    wrong += [
+        f"global batch of step {step}"
+        for step in range(1, steps + 1)
+        if seen[0].get(step) != seen[1].get(step) or step not in seen[0]
+    ]
     return wrong
 
 
@@ -223,7 +301,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="default: enough for all kills")
     parser.add_argument("--standby", action="store_true")
     parser.add_argument("--train", default="", help="more flags of the job")
-    parser.add_argument("--keep", default="", help="folder for both runs (default: a temporary one, removed at the end)")
+    parser.add_argument(
+        "--keep", default="", help="folder for both runs (default: a temporary one, removed at the end)"
+    )
     arguments = parser.parse_args()
     folder = Path(arguments.keep or tempfile.mkdtemp(prefix="tfdist-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -231,8 +311,21 @@ def main() -> None:
     print("undisturbed run ...", file=sys.stderr, flush=True)
     begun = time.monotonic()
     with open(folder / "undisturbed.log", "w") as output:
-        subprocess.run([sys.executable, "-m", "tfdist.launch", f"--workers={arguments.workers}", "--", *flags(arguments), f"--run_dir={folder / 'undisturbed'}"],
-                       env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT, check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "tfdist.launch",
+                f"--workers={arguments.workers}",
+                "--",
+                *flags(arguments),
+                f"--run_dir={folder / 'undisturbed'}",
+            ],
+            env=ENVIRONMENT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=True,
+        )
     print(f"{time.monotonic() - begun:.0f} s; now with {arguments.kills} faults:", file=sys.stderr, flush=True)
     chaos = Chaos(arguments, folder / "disturbed")
     chaos.run()
@@ -240,9 +333,25 @@ def main() -> None:
     for kind in KINDS:
         seconds = [recovery["seconds"] for recovery in chaos.recoveries if recovery["kind"] == kind]
         if kind in chaos.done:
-            print(f"  {kind:13s} {chaos.done.count(kind):3d} times" + (f", first new step after {statistics.median(seconds):5.1f} s (median; longest {max(seconds):.1f} s)" if seconds else ""))
-    print(f"{len(chaos.done)} faults, {len({record['attempt'] for record in records(folder / 'disturbed')})} attempts: " + (
-        f"{len(wrong)} differences: {', '.join(wrong[:10])}" if wrong else f"weights, optimizer state, evaluations and all {arguments.steps} global batches are bitwise those of the undisturbed run"))
+            print(
+                f"  {kind:13s} {chaos.done.count(kind):3d} times"
+                + (
+                    f", first new step after {statistics.median(seconds):5.1f} s (median; longest {max(seconds):.1f} s)"
+                    if seconds
+                    else ""
+                )
+            )
+    print(
+        f"{len(chaos.done)} faults, {len({record['attempt'] for record in records(folder / 'disturbed')})} attempts: "
+        + (
+            f"{len(wrong)} differences: {', '.join(wrong[:10])}"
+            if wrong
+            else (
+                f"weights, optimizer state, evaluations and all {arguments.steps} global batches are bitwise those of"
+                " the undisturbed run"
+            )
+        )
+    )
     if not arguments.keep and not wrong:
         shutil.rmtree(folder)
     raise SystemExit(bool(wrong))

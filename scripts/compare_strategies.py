@@ -3,8 +3,8 @@
     python scripts/compare_strategies.py [--epochs=10] [--out=runs/strategies] [--only=multi_worker,horovod]
 
 Every job has two workers (one process for one_device and mirrored) with one core each, the same flags, seed and global
-batch. It runs in a network namespace of its own where the system allows that, so that the bytes on its loopback are its own.
-OUT/strategies.html has: throughput, loss by step and by second, staleness, final accuracy, bytes sent per step.
+batch. It runs in a network namespace of its own where the system allows that, so that the bytes on its loopback are its
+own. OUT/strategies.html has: throughput, loss by step and by second, staleness, final accuracy, bytes sent per step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,23 @@ STRATEGIES = {
     "parameter_server, async": (["--workers=2", "--ps=1"], ["--strategy=parameter_server"]),
     "parameter_server, sync": (["--workers=2", "--ps=1"], ["--strategy=parameter_server", "--ps_mode=sync"]),
 }
-FLAGS = ["--source=digits", "--model=cnn", "--global_batch=64", "--learning_rate=1e-3", "--schedule=cosine", "--warmup_steps=20", "--nosync_batchnorm", "--log_every=5", "--eval_every=0",
-         "--export=none", "--noplot", "--save_minutes=0", "--nosave_final", "--progress=none", "--trackers=none"]
+FLAGS = [
+    "--source=digits",
+    "--model=cnn",
+    "--global_batch=64",
+    "--learning_rate=1e-3",
+    "--schedule=cosine",
+    "--warmup_steps=20",
+    "--nosync_batchnorm",
+    "--log_every=5",
+    "--eval_every=0",
+    "--export=none",
+    "--noplot",
+    "--save_minutes=0",
+    "--nosave_final",
+    "--progress=none",
+    "--trackers=none",
+]
 
 # What runs inside the namespace: loopback up, the job, then the counters of loopback.
 _INSIDE = """
@@ -61,10 +76,25 @@ def train(name: str, epochs: float, out: Path, isolated: bool) -> dict | None:
     folder = out / name.replace(", ", "-").replace(" ", "_")
     subprocess.run(["rm", "-rf", str(folder)], check=True)
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "tfdist.launch", *launcher, "--", *FLAGS, *flags, f"--epochs={epochs:g}", f"--run_dir={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "tfdist.launch",
+        *launcher,
+        "--",
+        *FLAGS,
+        *flags,
+        f"--epochs={epochs:g}",
+        f"--run_dir={folder}",
+    ]
     with open(folder / "output.log", "w") as output:
         inside = [sys.executable, "-c", _INSIDE, json.dumps(command), str(folder / "bytes")]
-        done = subprocess.run([*(["unshare", "-rn"] if isolated else []), *inside], env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            [*(["unshare", "-rn"] if isolated else []), *inside],
+            env=ENVIRONMENT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     if done.returncode:
         print(f"  {name} ended with exit code {done.returncode}: see {folder / 'output.log'}", file=sys.stderr)
         return None
@@ -73,11 +103,24 @@ def train(name: str, epochs: float, out: Path, isolated: bool) -> dict | None:
     steps = [record["step"] for record in trained]
     half = len(steps) // 2  # the first half contains start-up effects
     values = trained[-1]["values"]
-    staleness = {int(key.partition("/")[2]): sum(record["values"].get(key, 0) for record in trained) for key in values if key.startswith("staleness/") and key.partition("/")[2].isdigit()}
-    accuracy = next(record["values"]["eval/accuracy"] for record in reversed(records(folder)) if record["kind"] == "eval")
-    return {"name": name, "steps": steps, "seconds": [time - times[0] for time in times], "loss": [record["values"]["train/loss"] for record in trained],
-            "steps_per_s": (steps[-1] - steps[half]) / max(times[-1] - times[half], 1e-9), "accuracy": accuracy, "staleness": staleness,
-            "bytes_per_step": int((folder / "bytes").read_text()) / steps[-1] if isolated else None}
+    staleness = {
+        int(key.partition("/")[2]): sum(record["values"].get(key, 0) for record in trained)
+        for key in values
+        if key.startswith("staleness/") and key.partition("/")[2].isdigit()
+    }
+    accuracy = next(
+        record["values"]["eval/accuracy"] for record in reversed(records(folder)) if record["kind"] == "eval"
+    )
+    return {
+        "name": name,
+        "steps": steps,
+        "seconds": [time - times[0] for time in times],
+        "loss": [record["values"]["train/loss"] for record in trained],
+        "steps_per_s": (steps[-1] - steps[half]) / max(times[-1] - times[half], 1e-9),
+        "accuracy": accuracy,
+        "staleness": staleness,
+        "bytes_per_step": int((folder / "bytes").read_text()) / steps[-1] if isolated else None,
+    }
 
 
 def page(results: list[dict], out: Path) -> Path:
@@ -96,21 +139,42 @@ def page(results: list[dict], out: Path) -> Path:
     axes[0, 1].legend(fontsize=7)
     stale = next((result for result in results if result["staleness"]), None)
     if stale:
-        axes[1, 1].bar(list(map(str, sorted(stale["staleness"]))), [stale["staleness"][key] for key in sorted(stale["staleness"])])
-    axes[1, 1].set(title="staleness of asynchronous updates", xlabel="updates between reading the weights and changing them", ylabel="updates")
+        axes[1, 1].bar(
+            list(map(str, sorted(stale["staleness"]))), [stale["staleness"][key] for key in sorted(stale["staleness"])]
+        )
+    axes[1, 1].set(
+        title="staleness of asynchronous updates",
+        xlabel="updates between reading the weights and changing them",
+        ylabel="updates",
+    )
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
     pyplot.close(figure)
     rows = "".join(
-        f"<tr><td>{html.escape(result['name'])}<td>{result['steps_per_s']:.1f}<td>{result['loss'][-1]:.4f}<td>{100 * result['accuracy']:.2f} %"
+        f"<tr><td>{html.escape(result['name'])}<td>{result['steps_per_s']:.1f}<td>{result['loss'][-1]:.4f}"
+        f"<td>{100 * result['accuracy']:.2f} %"
         f"<td>{'not measured' if result['bytes_per_step'] is None else f'''{result['bytes_per_step'] / 1e6:.2f} MB'''}"
-        f"<td>{mean_staleness(result)}" for result in results)
+        f"<td>{mean_staleness(result)}"
+        for result in results
+    )
     path = out / "strategies.html"
-    path.write_text(f"""<!doctype html><meta charset="utf-8"><title>tfdist: strategies compared</title>
-<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}}table{{border-collapse:collapse}}td,th{{padding:.3em .8em;border-bottom:1px solid #ddd;text-align:right}}td:first-child,th:first-child{{text-align:left}}img{{max-width:100%}}</style>
-<h1>Strategies compared</h1><p>The same CNN on scikit-learn's digits, the same global batch and seed; two workers with one core each. Bytes are those on the job's loopback, acknowledgements included.</p>
-<table><tr><th>strategy<th>steps/s<th>last training loss<th>accuracy<th>sent per step<th>mean staleness</tr>{rows}</table>
-<p><img alt="throughput, loss by step and by second, staleness" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">""")
+    path.write_text(
+        f"""<!doctype html><meta charset="utf-8"><title>tfdist: strategies compared</title>
+<style>
+body{{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}}
+table{{border-collapse:collapse}}
+td,th{{padding:.3em .8em;border-bottom:1px solid #ddd;text-align:right}}
+td:first-child,th:first-child{{text-align:left}}
+img{{max-width:100%}}
+</style>
+<h1>Strategies compared</h1>
+<p>The same CNN on scikit-learn's digits, the same global batch and seed; two workers with one core each.
+Bytes are those on the job's loopback, acknowledgements included.</p>
+<table><tr><th>strategy<th>steps/s<th>last training loss<th>accuracy<th>sent per step<th>mean staleness</tr>
+{rows}</table>
+<p><img alt="throughput, loss by step and by second, staleness"
+src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">"""
+    )
     (out / "strategies.json").write_text(json.dumps(results, indent=1))
     return path
 
@@ -135,8 +199,12 @@ def main() -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         if result := train(name, arguments.epochs, out, isolated):
             results.append(result)
-            print(f"  {result['steps_per_s']:8.1f} steps/s   loss {result['loss'][-1]:.4f}   accuracy {100 * result['accuracy']:.2f} %   "
-                  f"{(result['bytes_per_step'] or 0) / 1e6:6.2f} MB sent per step   mean staleness {mean_staleness(result)}", flush=True)
+            print(
+                f"  {result['steps_per_s']:8.1f} steps/s   loss {result['loss'][-1]:.4f}   accuracy"
+                f" {100 * result['accuracy']:.2f} %   {(result['bytes_per_step'] or 0) / 1e6:6.2f} MB sent per step  "
+                f" mean staleness {mean_staleness(result)}",
+                flush=True,
+            )
     if results:
         print(f"{page(results, out)}")
     raise SystemExit(len(results) < len(names))

@@ -73,16 +73,26 @@ def train(checkout: Path, name: str, folder: Path) -> dict[str, object]:
     else:
         command = [*launch, "--", f"--run_dir={folder}", *flags, *COMMON]
     environment = {**ENVIRONMENT, "PYTHONPATH": str(checkout)}
-    ended = subprocess.run([sys.executable, "-m", "tfdist.launch", *command], cwd=checkout, env=environment,
-                           capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tfdist.launch", *command],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     if ended.returncode:
         raise SystemExit(f"{name} ended with {ended.returncode} in {checkout}:\n{ended.stdout}{ended.stderr}")
     if launch is None:
         with np.load(folder / "weights.npz") as weights:
             return {"history": json.loads((folder / "history.json").read_text()), **weights}
-    values = {f"{record['kind']} at step {record['step']}: {key}": value for record in records(folder)
-              if record["kind"] in ("train", "eval") for key, value in record["values"].items()
-              if not key.startswith(_OF_TIME)}
+    values = {
+        f"{record['kind']} at step {record['step']}: {key}": value
+        for record in records(folder)
+        if record["kind"] in ("train", "eval")
+        for key, value in record["values"].items()
+        if not key.startswith(_OF_TIME)
+    }
     return values | snapshot(folder, 12)
 
 

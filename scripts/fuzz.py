@@ -4,8 +4,8 @@
     python scripts/fuzz.py --cases=200 --runtimes=mirrored:2,sockets:2
     python scripts/fuzz.py --replay='{"kind": "train", ...}'  one case again, as a failure prints it
 
-Prints each difference with its shrunk case and a script, and at the end how often each feature was drawn with each runtime.
-Exit code 1 if anything was wrong.
+Prints each difference with its shrunk case and a script, and at the end how often each feature was drawn with each
+runtime. Exit code 1 if anything was wrong.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python scripts/short_runs.py --runs=300 [--workers=3] [--train="--strategy=mesh --zero=3"]
 
 The end of a run is a race among processes: whoever leaves too early takes something away from those that are still
-there. So every worker of every run must end with 0 and say nothing but what it has to. Workers are forked from a process
-that has done its imports, otherwise they are those of `tfdist.train`. Ends with 0 if all runs were well; keeps the
-output of those that were not.
+there. So every worker of every run must end with 0 and say nothing but what it has to. Workers are forked from a
+process that has done its imports, otherwise they are those of `tfdist.train`. Ends with 0 if all runs were well; keeps
+the output of those that were not.
 """
 
 from __future__ import annotations
@@ -27,11 +27,23 @@ from tfdist.control import exit_codes, versions  # noqa: E402
 from tfdist.control.cluster import worker_environment  # noqa: E402
 from tfdist.control.preflight import PortReservation  # noqa: E402
 
-FLAGS = ["--source=digits", "--model=mlp", "--model_args=widths=(16,),dropout=0.1", "--global_batch=48", "--steps=5", "--eval_samples=48", "--noplot", "--export=none",
-         "--progress=none", "--trackers=none"]
+FLAGS = [
+    "--source=digits",
+    "--model=mlp",
+    "--model_args=widths=(16,),dropout=0.1",
+    "--global_batch=48",
+    "--steps=5",
+    "--eval_samples=48",
+    "--noplot",
+    "--export=none",
+    "--progress=none",
+    "--trackers=none",
+]
 RUN_SECONDS = 120.0
 # What TensorFlow says at every start (control/job.py keeps it off the terminal), and our own summary.
-EXPECTED = re.compile(r"All log messages before absl|cudart_stub|cuda_platform|cpu_feature_guard|rebuild TensorFlow|oneDNN|^  \w|^\s*$")
+EXPECTED = re.compile(
+    r"All log messages before absl|cudart_stub|cuda_platform|cpu_feature_guard|rebuild TensorFlow|oneDNN|^  \w|^\s*$"
+)
 
 
 def start_worker(rank: int, addresses: list[str], flags: list[str], output: Path) -> int:
@@ -54,7 +66,10 @@ def run_once(workers: int, flags: list[str], folder: Path) -> list[str]:
     folder.mkdir()
     ports = PortReservation(workers)
     outputs = [folder / f"worker-{rank}.log" for rank in range(workers)]
-    left = {start_worker(rank, ports.addresses, [*flags, f"--run_dir={folder / 'run'}"], outputs[rank]): rank for rank in range(workers)}
+    left = {
+        start_worker(rank, ports.addresses, [*flags, f"--run_dir={folder / 'run'}"], outputs[rank]): rank
+        for rank in range(workers)
+    }
     deadline, wrong = time.monotonic() + RUN_SECONDS, []
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -71,7 +86,11 @@ def run_once(workers: int, flags: list[str], folder: Path) -> list[str]:
             time.sleep(0.02)
     ports.close()
     for rank, output in enumerate(outputs):
-        wrong += [f"worker {rank} said: {line}" for line in output.read_text(errors="replace").splitlines() if not EXPECTED.search(line)]
+        wrong += [
+            f"worker {rank} said: {line}"
+            for line in output.read_text(errors="replace").splitlines()
+            if not EXPECTED.search(line)
+        ]
     return wrong
 
 
@@ -84,7 +103,7 @@ def main() -> None:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     versions.quiet()
     versions.import_keras()
-    from tfdist import session  # noqa: F401 - so that no worker has to import it
+    from tfdist.run import session  # noqa: F401 - so that no worker has to import it
 
     folder, found = Path(tempfile.mkdtemp(prefix="tfdist-short-runs-")), collections.Counter()
     for number in range(1, arguments.runs + 1):
@@ -95,7 +114,10 @@ def main() -> None:
             print(f"run {number}: {'; '.join(wrong[:3])[:600]}; see {run_folder}", flush=True)
         else:
             shutil.rmtree(run_folder)
-    print(f"{arguments.runs} runs of {arguments.workers} workers: {sum(found.values())} not in order" + "".join(f"\n  {count:4d} times: {text[:300]}" for text, count in found.most_common()))
+    print(
+        f"{arguments.runs} runs of {arguments.workers} workers: {sum(found.values())} not in order"
+        + "".join(f"\n  {count:4d} times: {text[:300]}" for text, count in found.most_common())
+    )
     if not found:
         folder.rmdir()
     raise SystemExit(bool(found))

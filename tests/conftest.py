@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def keras_settings() -> Iterator[None]:
-    """A test leaves Keras' settings of the whole process as they are at the start of one: those after it count on them."""
+    """A test leaves Keras' settings of the process as they are at the start of one: those after it count on them."""
     yield
     if keras := sys.modules.get("keras"):  # importing it takes seconds
         left = keras.config.floatx(), keras.config.dtype_policy().name
@@ -26,8 +26,18 @@ def keras_settings() -> Iterator[None]:
 def horovod() -> None:
     """Horovod, built if need be (about three minutes; the wheel is kept). Skips only where nothing can be compiled."""
     missing = [tool for tool in ("g++", "make") if not shutil.which(tool)]
-    installed = subprocess.run([sys.executable, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('horovod') is None)"]).returncode == 0
+    installed = (
+        subprocess.run(
+            [sys.executable, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('horovod') is None)"]
+        ).returncode
+        == 0
+    )
     if missing and not installed:
         pytest.skip(f"Horovod cannot be built: this machine has no {' and no '.join(missing)}")
-    made = subprocess.run(["bash", "scripts/install_horovod.sh"], env={**os.environ, "HOROVOD_PYTHON": sys.executable}, capture_output=True, text=True)
+    made = subprocess.run(
+        ["bash", "scripts/install_horovod.sh"],
+        env={**os.environ, "HOROVOD_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
     assert made.returncode == 0, made.stdout + made.stderr

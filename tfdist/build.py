@@ -19,38 +19,41 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan, plan_batch
+from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.data import augment, contents, pipeline
-from tfdist.data.sources.base import SPLITS, Split
-from tfdist.data.sources.registry import load_split
-from tfdist.models.fused import fuse_batch_norm
-from tfdist.models.lookup import read_rows
-from tfdist.models.registry import build_model
-from tfdist.planner import startup
+from tfdist.data import augment, contents, input_pipeline, streams
+from tfdist.data.batch_plan import BatchPlan, plan_batch
+from tfdist.data.sources.load_split import load_split
+from tfdist.data.sources.split import SPLITS, Split
+from tfdist.models.build_model import build_model
+from tfdist.models.embedding_rows import read_rows
+from tfdist.models.fused_batch_norm import fuse_batch_norm
+from tfdist.planner import memory_check
 from tfdist.planner.layout import Layout
+from tfdist.planner.memory_check import MemoryLimits
 from tfdist.planner.shapes import Weight
-from tfdist.planner.startup import MemoryLimits
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
-from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training import fitness
+from tfdist.runtime.mesh_runtime import on_mesh
+from tfdist.training import compatibility
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
-from tfdist.training.dropped import with_dropped
+from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.loss_probe import ROWS
+from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel import segments
 from tfdist.training.parallel.compose import compose_mesh
-from tfdist.training.parallel.sharded_state import SpreadState
+from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import Parallelism, StepOptions
 
 
 def prepare_environment(config: Config) -> None:
@@ -80,27 +83,41 @@ class Job:
     objective: Objective
     schedule: Schedule
     step: TrainStep
-    state: SpreadState | None = None  # where the state is spread over a mesh: how to bring it together
+    state: ShardedState | None = None  # where the state is spread over a mesh: how to bring it together
     warnings: Sequence[str] = ()  # of what was composed, for the user
 
     @property
     def stream_cut(self) -> int:
-        """Into how many streams a run that begins now cuts its data; see data/pipeline.py."""
-        return pipeline.stream_cut(self.train_split, self.plan)
+        """Into how many streams a run that begins now cuts its data; see data/input_pipeline.py."""
+        return streams.stream_cut(self.train_split, self.plan)
 
     def iterators(self, consumed: int, cut: int | None = None) -> list:
         """One iterator of training micro-batches per local replica, from a position in the data order.
 
         cut: `stream_cut` of the run that `consumed` was reached in; None: of this one.
         """
-        return [iter(train_dataset(self.config, self.train_split, self.plan, self.runtime.first_replica + index, consumed, cut))
-                for index in range(self.runtime.local_replicas)]
+        return [
+            iter(
+                train_dataset(
+                    self.config, self.train_split, self.plan, self.runtime.first_replica + index, consumed, cut
+                )
+            )
+            for index in range(self.runtime.local_replicas)
+        ]
 
     def evaluator(self) -> Evaluator | None:
         """Evaluates on the evaluation split; None if the source has none."""
         if self.eval_split is None:
             return None
-        return make_evaluator(self.config, self.runtime, self.model, self.objective, self.eval_split, self.plan.micro_batch, self.step.update.averaged)
+        return make_evaluator(
+            self.config,
+            self.runtime,
+            self.model,
+            self.objective,
+            self.eval_split,
+            self.plan.micro_batch,
+            self.step.update.averaged,
+        )
 
 
 def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None) -> Job:
@@ -119,14 +136,14 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         _check_compiled(config, runtime, model)
-        warnings = fitness.check(config.model, model, train_split, eval_split, plan.global_batch)
+        warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch)
         if limits:
             _check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
     added = _added_losses(config, runtime, model, train_split, plan)
-    if isinstance(runtime, MeshRuntime):
+    if on_mesh(runtime):
         spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
         objective = spread.objective
     else:
@@ -140,20 +157,31 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
             segments.recompute(model, config.parallel.recompute, {})
     objective = with_dropped(objective, model)
     batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
-    step = TrainStep(runtime, model, optimizer, objective, loss_scale, StepOptions(
-        plan=plan,
-        seed=config.run.seed,
-        clip_norm=config.optimizer.clip_norm,
-        jit_compile=config.model.jit_compile,
-        skip_non_finite=config.loop.on_nan == "skip",
-        timed=not config.run.deterministic,
-        phase_every=config.telemetry.phase_every,
-        small_gradients=config.parallel.compression == "bf16",
-        weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
-    ), batch_spec, *((spread.update, spread.pipeline) if spread else (None, None)), added)
+    step = (MeasuredStep if config.telemetry.phase_every else TrainStep)(
+        runtime,
+        model,
+        optimizer,
+        objective,
+        loss_scale,
+        StepOptions(
+            plan=plan,
+            seed=config.run.seed,
+            clip_norm=config.optimizer.clip_norm,
+            jit_compile=config.model.jit_compile,
+            skip_non_finite=config.loop.on_nan == "skip",
+            timed=not config.run.deterministic,
+            phase_every=config.telemetry.phase_every,
+            bfloat16_gradients=config.parallel.compression == "bf16",
+            weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
+        ),
+        batch_spec,
+        Parallelism(spread.update, spread.pipeline, added) if spread else Parallelism(added=added),
+    )
     _check_best(config, step, eval_split)
-    state = SpreadState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
-    return Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state, warnings)
+    state = ShardedState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
+    return Job(
+        config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state, warnings
+    )
 
 
 def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
@@ -173,7 +201,10 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
     steps = config.run.steps
     if not steps:
         if split.size is None:
-            raise ConfigError(f"--epochs={config.run.epochs:g} needs a source of known size, which --source={config.data.source} is not: use --steps.")
+            raise ConfigError(
+                f"--epochs={config.run.epochs:g} needs a source of known size, which --source={config.data.source} is"
+                " not: use --steps."
+            )
         steps = math.ceil(config.run.epochs * split.size / plan.global_batch)
     # A limit on the micro-batch stays one: another number of workers may need another accumulation.
     limited = bool(config.batch.global_batch and config.batch.micro_batch and not config.batch.accumulation)
@@ -181,30 +212,56 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
     return config.replace(steps=steps, epochs=0.0, **batch).validate()
 
 
-def train_dataset(config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int, cut: int | None = None) -> tf.data.Dataset:
+def train_dataset(
+    config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int, cut: int | None = None
+) -> tf.data.Dataset:
     """The training micro-batches of one replica, from a position in the data order. cut: see `Job.iterators`."""
-    return pipeline.train_dataset(
-        split, plan=plan, replica=replica, seed=config.run.seed, shuffle=config.data.shuffle, consumed=consumed,
-        augment=augment.load_augmentation(config.data.augment), threads=config.data.reader_threads, cut=cut)
+    return input_pipeline.train_dataset(
+        split,
+        input_pipeline.Reading(
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            augment=augment.load_augmentation(config.data.augment),
+            threads=config.data.reader_threads,
+            cut=cut,
+        ),
+        plan=plan,
+        replica=replica,
+        consumed=consumed,
+    )
 
 
-def make_evaluator(config: Config, runtime: Runtime, model: keras.Model, objective: Objective, split: Split,
-                   micro_batch: int, averaged: Callable[[], AbstractContextManager] = contextlib.nullcontext) -> Evaluator:
+def make_evaluator(
+    config: Config,
+    runtime: Runtime,
+    model: keras.Model,
+    objective: Objective,
+    split: Split,
+    micro_batch: int,
+    averaged: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+) -> Evaluator:
     """An evaluator of `model` on `split`, spread over the runtime's replicas."""
 
     def datasets() -> tuple[list[tf.data.Dataset], int]:
-        made = [pipeline.eval_dataset(split, batch=config.data.eval_batch or micro_batch, replica=runtime.first_replica + index,
-                                      replicas=runtime.replicas, limit=config.data.eval_samples)
-                for index in range(runtime.local_replicas)]
+        made = [
+            input_pipeline.eval_dataset(
+                split,
+                batch=config.data.eval_batch or micro_batch,
+                replica=runtime.first_replica + index,
+                replicas=runtime.replicas,
+                limit=config.data.eval_samples,
+            )
+            for index in range(runtime.local_replicas)
+        ]
         return [dataset for dataset, _ in made], made[0][1]
 
     return Evaluator(runtime, model, objective, datasets, averaged)
 
 
 def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
-    """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before the model is
-    spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean."""
-    slices = getattr(runtime, "workers", 1) if config.servers.ps_mode == "sync" else 1  # of parameter servers
+    """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before
+    the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean."""
+    slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
     if plan.replicas * plan.accumulation * slices == 1:
         return SumsAsMeans(())
 
@@ -219,30 +276,49 @@ def _check_best(config: Config, step: TrainStep, eval_split: Split | None) -> No
     best = config.checkpoint.keep_best
     found = ("loss", *step.metric_names) if eval_split else ()
     if best and best.partition(":")[2] not in found:
-        raise ConfigError(f"--keep_best={best}: evaluations have no such metric; they have {', '.join(found) or 'none, as --source has no evaluation split'}.")
+        raise ConfigError(
+            f"--keep_best={best}: evaluations have no such metric; they have"
+            f" {', '.join(found) or 'none, as --source has no evaluation split'}."
+        )
 
 
 def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
     """XLA cannot compile the collectives of a synchronised BatchNormalization; a frozen one has none."""
-    synchronized = any(getattr(layer, "synchronized", False) and layer.trainable for layer in model._flatten_layers())
+    synchronized = any(
+        getattr(layer, "synchronized", False) and layer.trainable for layer in keras_layers.all_layers(model)
+    )
     if config.model.jit_compile and synchronized and runtime.replicas > 1:
-        raise ConfigError("--jit_compile cannot compile synchronised BatchNormalization over several replicas: add --nosync_batchnorm, or drop --jit_compile.")
+        raise ConfigError(
+            "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"
+            " --nosync_batchnorm, or drop --jit_compile."
+        )
 
 
 def memory_limits(cluster: Cluster) -> MemoryLimits:
     """What memory this worker has, once its runtime has started."""
-    return startup.find_limits(cluster, bool(tf.config.list_physical_devices("GPU")))
+    return memory_check.find_limits(cluster, bool(tf.config.list_physical_devices("GPU")))
 
 
 def _check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: MemoryLimits) -> None:
-    """See planner/startup.py. Which variables pipe, model and expert divide is decided later: at best all of them."""
-    mesh = runtime.mesh if isinstance(runtime, MeshRuntime) else Mesh.create(data=runtime.replicas)
+    """See planner/memory_check.py.
+
+    Which variables pipe, model and expert divide is decided later: at best all of them.
+    """
+    mesh = runtime.mesh or Mesh.create(data=runtime.replicas)
     layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
-    startup.check(config, layout, [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables], limits)
+    memory_check.check(
+        config,
+        layout,
+        [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables],
+        limits,
+    )
 
 
 def start_runtime(config: Config, cluster: Cluster, began: float | None = None) -> Runtime:
-    """The environment, then the runtime. `began`: since when peers have been waited for (control/connecting.py)."""
+    """The environment, then the runtime.
+
+    `began`: since when peers have been waited for (control/startup_deadline.py).
+    """
     prepare_environment(config)
     return create_runtime(config, cluster, began)
 
@@ -250,9 +326,13 @@ def start_runtime(config: Config, cluster: Cluster, began: float | None = None) 
 def run_folder(config: Config) -> Path:
     """RUN_DIR, made if it is not there. From now on nothing that this process makes can be written by other users."""
     folder = Path(config.run.run_dir)
-    os.umask(os.umask(0o077) | 0o002)  # what will be loaded again is written by nobody else; who may read it is the user's affair
+    os.umask(
+        os.umask(0o077) | 0o002
+    )  # what will be loaded again is written by nobody else; who may read it is the user's affair
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--run_dir={folder} cannot be made ({error.strerror}): choose a folder that can be written.") from None
+        raise ConfigError(
+            f"--run_dir={folder} cannot be made ({error.strerror}): choose a folder that can be written."
+        ) from None
     return folder

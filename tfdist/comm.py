@@ -1,13 +1,15 @@
 """python -m tfdist.comm: measures how fast the workers exchange data, and fits latency and bandwidth to it.
 
-On a cluster it is started like a training: once per worker, with TF_CONFIG (or what else tells the cluster) and the flags
-of the training. With --workers it starts that many workers on this machine, a job for every number and every runtime:
+On a cluster it is started like a training: once per worker, with TF_CONFIG (or what else tells the cluster) and the
+flags of the training. With --workers it starts that many workers on this machine, a job for every number and every
+runtime:
 
   python -m tfdist.comm --workers=2,4 --runtimes=multi_worker:socket,multi_worker:ring,horovod,mesh
 
-It prints times, algorithm and bus bandwidth as NVIDIA's nccl-tests define them, a fitted line for each collective with its
-error at sizes that were not used in the fit, and what ring, tree and halving-doubling would need of the link. Of several
-numbers of workers it says which of them explains all best. --out gets RUNTIME-N.csv and .png, and RUNTIME-models.png.
+It prints times, algorithm and bus bandwidth as NVIDIA's nccl-tests define them, a fitted line for each collective with
+its error at sizes that were not used in the fit, and what ring, tree and halving-doubling would need of the link. Of
+several numbers of workers it says which of them explains all best. --out gets RUNTIME-N.csv and .png, and
+RUNTIME-models.png.
 """
 
 from __future__ import annotations
@@ -26,21 +28,31 @@ from tfdist.control.cluster import Cluster, resolve_cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError
 from tfdist.control.launcher import LocalJob
 from tfdist.control.preflight import Preflight
+from tfdist.control.strategies import STRATEGIES, asked_for
 from tfdist.control.token import with_token
+from tfdist.runtime.factory import resolve_strategy
 
 if TYPE_CHECKING:
     from tfdist.runtime.base import Runtime
 
 COLLECTIVES = tuple(BUS_FACTOR)
-RUNTIMES = ("multi_worker", "sockets", "horovod", "mesh")
+RUNTIMES = tuple(name for name, strategy in STRATEGIES.items() if strategy.exchanges)
 
 
 @dataclass(frozen=True)
 class CommOptions:
     """What is measured."""
 
-    workers: str = option("", "Start this many workers on this machine; several numbers, such as 2,4, one after the other. Empty: be one worker of the cluster.")
-    runtimes: str = option("", f"With --workers: some of {', '.join(RUNTIMES)}, one after the other; multi_worker:ring is --strategy=multi_worker --communication=ring. Empty: --strategy and --communication.")
+    workers: str = option(
+        "",
+        "Start this many workers on this machine; several numbers, such as 2,4, one after the other. Empty: be one"
+        " worker of the cluster.",
+    )
+    runtimes: str = option(
+        "",
+        f"With --workers: some of {', '.join(RUNTIMES)}, one after the other; multi_worker:ring is"
+        " --strategy=multi_worker --communication=ring. Empty: --strategy and --communication.",
+    )
     collectives: str = option("all", f"all, or some of {', '.join(COLLECTIVES)}.")
     smallest: int = option(1024, "Smallest size, bytes.", least=4)
     largest: int = option(16 * 2**20, "Largest size, bytes.", least=4)
@@ -57,7 +69,10 @@ def main(argv: list[str]) -> int:
     if options.workers:
         return start_jobs(argv, options, runtimes, out)
     if options.runtimes:
-        raise ConfigError(f"--runtimes={options.runtimes} is for workers on this machine: add --workers=2, or choose one with --strategy.")
+        raise ConfigError(
+            f"--runtimes={options.runtimes} is for workers on this machine: add --workers=2, or choose one with"
+            " --strategy."
+        )
     versions.check()
     versions.quiet()
     measure_as_worker(config, options, names, sizes, out)
@@ -86,13 +101,16 @@ def sizes_of(options: CommOptions) -> list[int]:
 
 def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[str]]]:
     """(label, its flags) of each of --runtimes. Raises ConfigError."""
-    strategy, communication = config.strategy.strategy, config.strategy.communication
-    default = ("multi_worker" if strategy == "auto" else strategy) + (f":{communication}" if communication != "auto" else "")
+    strategy, communication = resolve_strategy(config, Cluster(size=2)), config.strategy.communication
+    default = strategy + (f":{communication}" if communication != "auto" else "")
     found = []
     for label in (options.runtimes or default).split(","):
         name, _, communication = label.partition(":")
         if name not in RUNTIMES:
-            raise ConfigError(f"--{'runtimes' if options.runtimes else 'strategy'}={label}: {name!r} is not one of {', '.join(RUNTIMES)}, whose workers exchange data among each other.")
+            raise ConfigError(
+                f"--{'runtimes' if options.runtimes else 'strategy'}={label}: {name!r} is not one of"
+                f" {', '.join(RUNTIMES)}, whose workers exchange data among each other."
+            )
         config.replace(strategy=name, communication=communication or "auto", steps=1, epochs=0.0).validate()
         found.append((label, [f"--strategy={name}", f"--communication={communication or 'auto'}"]))
     return found
@@ -103,7 +121,9 @@ def make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out={out} cannot be made ({error.strerror}): choose a folder that can be written.") from None
+        raise ConfigError(
+            f"--out={out} cannot be made ({error.strerror}): choose a folder that can be written."
+        ) from None
 
 
 def stem(out: Path, label: str, count: int | str) -> Path:
@@ -115,9 +135,20 @@ def measure_as_worker(config: Config, options: CommOptions, names: list[str], si
     """Measures as one worker of the cluster. Raises TfdistError subclasses; a lost peer is one."""
     cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
     if cluster.role not in ("chief", "worker"):
-        raise ClusterError(f"tfdist.comm runs on the workers, but TF_CONFIG's task type of this process is {cluster.role!r}: start it on the workers only.")
+        raise ClusterError(
+            f"tfdist.comm runs on the workers, but TF_CONFIG's task type of this process is {cluster.role!r}: start it"
+            " on the workers only."
+        )
     if cluster.size < 2:
-        raise ClusterError("tfdist.comm needs several workers, but this process is alone (TF_CONFIG lists no others): set TF_CONFIG, or add --workers=2 to start them on this machine.")
+        raise ClusterError(
+            "tfdist.comm needs several workers, but this process is alone (TF_CONFIG lists no others): set TF_CONFIG,"
+            " or add --workers=2 to start them on this machine."
+        )
+    if not asked_for(resolve_strategy(config, cluster)).exchanges:
+        raise ClusterError(
+            "tfdist.comm measures workers that exchange data among each other, but TF_CONFIG lists ps: add"
+            f" --strategy={RUNTIMES[0]}, or list no ps."
+        )
     make_folder(out)
     with Preflight(cluster, config.cluster.startup_timeout) as preflight:
         import tensorflow as tf
@@ -138,11 +169,18 @@ def measure_as_worker(config: Config, options: CommOptions, names: list[str], si
         raise sentence from error
 
 
-def measure_on(runtime: Runtime, cluster: Cluster, config: Config, options: CommOptions, names: list[str], sizes: list[int], out: Path) -> None:
+def measure_on(
+    runtime: Runtime,
+    cluster: Cluster,
+    config: Config,
+    options: CommOptions,
+    names: list[str],
+    sizes: list[int],
+    out: Path,
+) -> None:
     """Measures what of `names` the runtime has, prints each as soon as it is known, writes the files."""
     from tfdist.communication import present
     from tfdist.communication.measure import measure
-    from tfdist.runtime import operations
 
     def tell(line: str) -> None:
         if runtime.rank == 0:
@@ -150,7 +188,7 @@ def measure_on(runtime: Runtime, cluster: Cluster, config: Config, options: Comm
 
     communication = config.strategy.communication
     label = runtime.name + (f":{communication}" if communication != "auto" else "")
-    available = operations.collectives(runtime, cluster)
+    available = runtime.collectives()
     if left_out := [name for name in names if name not in available]:
         tell(f"{label} has no {' and no '.join(left_out)}")
     found = {name: available[name] for name in names if name in available}
@@ -175,11 +213,22 @@ def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, 
         for count in map(int, counts):
             print(f"tfdist: {count} workers by {label}", flush=True)
             # A flag that is given twice counts as it was given last.
-            job = LocalJob([sys.executable, "-m", "tfdist.comm", *argv, "--workers=", "--runtimes=", *runtime], count, out / "logs", show={0})
+            job = LocalJob(
+                [sys.executable, "-m", "tfdist.comm", *argv, "--workers=", "--runtimes=", *runtime],
+                count,
+                out / "logs",
+                show={0},
+            )
             job.start()
             result = job.wait()
             if result.code:
-                print(*result.last_lines, f"tfdist: {result.cause}", f"tfdist: logs are in {out / 'logs'}", sep="\n", file=sys.stderr)
+                print(
+                    *result.last_lines,
+                    f"tfdist: {result.cause}",
+                    f"tfdist: logs are in {out / 'logs'}",
+                    sep="\n",
+                    file=sys.stderr,
+                )
                 return result.code
         if len(set(counts)) > 1:
             compare_models(label, out, sorted(set(map(int, counts))))
@@ -193,7 +242,12 @@ def compare_models(label: str, out: Path, counts: list[int]) -> None:
     together = [series for count in counts for series in present.read_csv(stem(out, label, count).with_suffix(".csv"))]
     for name in COLLECTIVES:
         if group := [one for series in together for one in series.measurements if series.collective == name]:
-            print(f"\n{name}, {label}, {' and '.join(map(str, counts))} workers together", *present.explanations(name, group), sep="\n", flush=True)
+            print(
+                f"\n{name}, {label}, {' and '.join(map(str, counts))} workers together",
+                *present.explanations(name, group),
+                sep="\n",
+                flush=True,
+            )
     path = stem(out, label, "models").with_suffix(".png")
     present.draw_models(path, together)
     print(f"\n{path}", flush=True)

@@ -25,6 +25,7 @@ from tfdist.config import Config, option
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
+from tfdist.control.strategies import asked_for
 
 if TYPE_CHECKING:
     from tfdist.artifacts.store import Snapshot, SnapshotStore
@@ -74,7 +75,13 @@ def _evaluate(config: Config, options: EvaluateOptions) -> None:
 def _check_folder(folder: Path, options: EvaluateOptions) -> None:
     """Whether there is a run to evaluate. Raises ConfigError."""
     if not options.model_file and not (folder / "checkpoints").is_dir():
-        what = "has no snapshots yet" if (folder / flags.FLAGS_FILE).exists() else "holds no run (no flags.txt, no checkpoints)" if folder.is_dir() else "is not there"
+        what = (
+            "has no snapshots yet"
+            if (folder / flags.FLAGS_FILE).exists()
+            else "holds no run (no flags.txt, no checkpoints)"
+            if folder.is_dir()
+            else "is not there"
+        )
         raise ConfigError(f"--run_dir={folder} {what}: give the folder of a run, or a --model_file.")
 
 
@@ -101,7 +108,9 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     if "tensorboard" in config.telemetry.trackers.split(","):
         observers.append(TensorBoardObserver(folder / "tensorboard" / "evaluator", 0, forgets=False))
     while True:
-        over = read_status(folder).get("status") == "finished"  # read before looking: what is written afterwards is seen next time
+        over = (
+            read_status(folder).get("status") == "finished"
+        )  # read before looking: what is written afterwards is seen next time
         snapshot, _ = store.newest_valid()
         if snapshot and snapshot.step > done:
             values = _evaluate_snapshot(job, store, snapshot)
@@ -123,7 +132,10 @@ def _await_start(folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while not read_status(folder):
         if time.monotonic() > deadline:
-            raise StartupError(f"No run appeared in --run_dir={folder} within {timeout:g} s: start the workers, or raise --startup_timeout.")
+            raise StartupError(
+                f"No run appeared in --run_dir={folder} within {timeout:g} s: start the workers, or raise"
+                " --startup_timeout."
+            )
         time.sleep(_POLL_SECONDS)
 
 
@@ -132,9 +144,23 @@ def _compose(config: Config) -> Job:
 
     # One process evaluates, whatever the run was trained with; the batch only has to fit.
     batch = config.data.eval_batch or min(config.batch.global_batch or config.batch.micro_batch, 128)
-    spread = config.strategy.strategy in ("multi_worker", "horovod", "sockets", "mesh", "parameter_server")
-    alone = config.replace(strategy="auto" if spread else config.strategy.strategy, mesh="", zero=0, pipe_chunks=1, pipe_cut="", offload="none", compression="none", all_reduce="flat", sequence_parallel=False, workers_per_host=0, accumulation=0, micro_batch=0,
-                           global_batch=config.batch.global_batch or config.batch.micro_batch, eval_batch=batch, jit_compile=False)
+    alone = config.replace(
+        strategy="auto" if asked_for(config.strategy.strategy).several_workers else config.strategy.strategy,
+        mesh="",
+        zero=0,
+        pipe_chunks=1,
+        pipe_cut="",
+        offload="none",
+        compression="none",
+        all_reduce="flat",
+        sequence_parallel=False,
+        workers_per_host=0,
+        accumulation=0,
+        micro_batch=0,
+        global_batch=config.batch.global_batch or config.batch.micro_batch,
+        eval_batch=batch,
+        jit_compile=False,
+    )
     job = build.compose(alone, build.start_runtime(alone, Cluster()))
     if job.eval_split is None:
         raise ConfigError(f"--source={config.data.source} has no evaluation split: give one that has.")
@@ -151,7 +177,10 @@ def _choose(store: SnapshotStore, step: int) -> Snapshot:
     if step >= 0:
         steps = store.steps()
         if step not in steps:
-            raise CheckpointError(f"--at_step={step}: {store.directory} has no snapshot of that step; it has {', '.join(map(str, steps)) or 'none'}.")
+            raise CheckpointError(
+                f"--at_step={step}: {store.directory} has no snapshot of that step; it has"
+                f" {', '.join(map(str, steps)) or 'none'}."
+            )
         return store.verify(step)
     snapshot, passed_over = store.newest_valid()
     for reason in passed_over:
@@ -164,7 +193,9 @@ def _choose(store: SnapshotStore, step: int) -> Snapshot:
 def _evaluate_snapshot(job: Job, store: SnapshotStore, snapshot: Snapshot) -> dict[str, float]:
     from tfdist.artifacts import state
 
-    arrays = {key: array for key, array in store.read(snapshot).items() if not key.startswith("train/compression_")}  # for training only
+    arrays = {
+        key: array for key, array in store.read(snapshot).items() if not key.startswith("train/compression_")
+    }  # for training only
     state.assign(state.collect(job.model, job.optimizer, job.step.variables), arrays)
     return {**job.evaluator()(), "step": snapshot.step}
 

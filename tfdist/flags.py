@@ -1,4 +1,4 @@
-"""The command line: turns the options of config.py into absl flags, reads flag files, writes the resolved ones.
+"""The command line: turns the options of config/ into absl flags, reads flag files, writes the resolved ones.
 
 Only the commands import this. What differs from plain absl, on purpose:
 - The command line always wins over flag files, wherever `--flagfile` stands (absl: the last one by position).
@@ -62,7 +62,12 @@ def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> P
     for field in dataclasses.fields(command) if command else ():
         check_option(field, values[field.name].value)
     own = command(**{f.name: values[f.name].value for f in dataclasses.fields(command)}) if command else None
-    return Parsed(Config.from_flat({f.name: values[f.name].value for kind in COMPONENTS.values() for f in dataclasses.fields(kind)}), own)
+    return Parsed(
+        Config.from_flat(
+            {f.name: values[f.name].value for kind in COMPONENTS.values() for f in dataclasses.fields(kind)}
+        ),
+        own,
+    )
 
 
 def expand_flagfiles(argv: list[str]) -> list[str]:
@@ -99,7 +104,9 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
         if not line or line.startswith(("#", "//")):
             continue
         if not line.startswith("-"):
-            raise ConfigError(f"{path}, line {number}: {line!r} is not a flag; write --name=value, or # before a comment.")
+            raise ConfigError(
+                f"{path}, line {number}: {line!r} is not a flag; write --name=value, or # before a comment."
+            )
         name, equals, value = line.lstrip("-").partition("=")
         if name == "flagfile":
             if not equals:
@@ -113,9 +120,15 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
 def write_flagfile(config: Config, path: Path, command: str = "") -> None:
     """Writes all flags, resolved, as a flag file that reproduces the run. Atomic: a temporary name, flush, rename."""
     lines = [
-        f"# Written by tfdist at the start of the run; `python -m tfdist.train --flagfile={FLAGS_FILE} --run_dir=ELSEWHERE` repeats it.",
+        (
+            f"# Written by tfdist at the start of the run; `python -m tfdist.train --flagfile={FLAGS_FILE}"
+            " --run_dir=ELSEWHERE` repeats it."
+        ),
         f"# Configuration digest {config.digest()}. Python {platform.python_version()}, "
-        + ", ".join(f"{name} {metadata_version(name) or metadata_version(name + '-cpu')}" for name in ("tensorflow", "keras", "numpy")),
+        + ", ".join(
+            f"{name} {metadata_version(name) or metadata_version(name + '-cpu')}"
+            for name in ("tensorflow", "keras", "numpy")
+        ),
     ]
     if command:
         lines.append(f"# Command: {command}")
@@ -150,20 +163,32 @@ def metadata_version(distribution: str) -> str | None:
 
 def help_text(usage: str, components: dict[str, type]) -> str:
     """All flags by component, with defaults and allowed values."""
-    lines = [usage.strip(), "", "  --flagfile=PATH", "        Read flags from a file, one a line; # starts a comment. The command line wins over it."]
+    lines = [
+        usage.strip(),
+        "",
+        "  --flagfile=PATH",
+        "        Read flags from a file, one a line; # starts a comment. The command line wins over it.",
+    ]
     for kind in components.values():
         lines += ["", (kind.__doc__ or "").strip().splitlines()[0]]
         for field in dataclasses.fields(kind):
             default = format_flag(field.name, field.default)
             allowed = f" One of: {', '.join(field.metadata['choices'])}." if field.metadata["choices"] else ""
             lines.append(f"  {default}")
-            lines += textwrap.wrap(field.metadata["help"] + allowed, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            lines += textwrap.wrap(
+                field.metadata["help"] + allowed, 100, initial_indent=" " * 8, subsequent_indent=" " * 8
+            )
     return "\n".join(lines)
 
 
 def _define(components: dict[str, type]) -> absl_flags.FlagValues:
     values = absl_flags.FlagValues()
-    makers = {bool: absl_flags.DEFINE_bool, int: absl_flags.DEFINE_integer, float: absl_flags.DEFINE_float, str: absl_flags.DEFINE_string}
+    makers = {
+        bool: absl_flags.DEFINE_bool,
+        int: absl_flags.DEFINE_integer,
+        float: absl_flags.DEFINE_float,
+        str: absl_flags.DEFINE_string,
+    }
     for kind in components.values():
         for field in dataclasses.fields(kind):
             makers[type(field.default)](field.name, field.default, field.metadata["help"], flag_values=values)
@@ -180,7 +205,15 @@ def _sentence(error: absl_flags.Error) -> str:
     illegal = re.match(r"flag --(\w+)=(.*?): (.*)", text, re.DOTALL)
     if illegal:
         name, value, reason = illegal.groups()
-        wanted = "a whole number" if "int()" in reason or "integer" in reason else "a number" if "float" in reason else "true or false" if "boolean" in reason else ""
+        wanted = (
+            "a whole number"
+            if "int()" in reason or "integer" in reason
+            else "a number"
+            if "float" in reason
+            else "true or false"
+            if "boolean" in reason
+            else ""
+        )
         return f"--{name}={value} is not {wanted}." if wanted else f"--{name}={value}: {reason.strip()}."
     missing = re.match(r"Missing value for flag --?(\w+)", text)
     if missing:

@@ -1,7 +1,9 @@
 """python -m tfdist.jobs: writes the job file of a run for Slurm or Kubernetes, and a Dockerfile.
 
-  python -m tfdist.jobs slurm --nodes=4 --per_node=8 --gpus=1 --time=24:00:00 -- --flagfile=flags/gpt2_124m.flags > gpt2.sbatch
-  python -m tfdist.jobs kubernetes --workers=4 --gpus=8 --image=registry/tfdist:1 --claim=runs -- --run_dir=/runs/gpt2 --flagfile=flags/gpt2_124m.flags > gpt2.yaml
+  python -m tfdist.jobs slurm --nodes=4 --per_node=8 --gpus=1 --time=24:00:00 -- --flagfile=flags/gpt2_124m.flags >
+  gpt2.sbatch
+  python -m tfdist.jobs kubernetes --workers=4 --gpus=8 --image=registry/tfdist:1 --claim=runs -- --run_dir=/runs/gpt2
+  --flagfile=flags/gpt2_124m.flags > gpt2.yaml
   python -m tfdist.jobs tfjob ...        the same for the Kubeflow training operator
   python -m tfdist.jobs dockerfile > Dockerfile
 
@@ -33,20 +35,26 @@ _PORT = 2222
 
 def main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
-    options, train = _parse(argv[:at]), argv[at + 1:]
+    options, train = _parse(argv[:at]), argv[at + 1 :]
     if options.kind == "dockerfile":
         text = jobspecs.render("dockerfile", vars(options))
     else:
         config = flags.parse(train, usage="Flags of the workers:").config.validate()
         options.name = options.name or _name_of(config)
         if not _NAME.fullmatch(options.name) or options.name in _NOT_NAMES:
-            raise ConfigError(f"--name={options.name} is no name for a job: use up to 53 of a-z, 0-9 and -, beginning with a letter, and no word of YAML.")
+            raise ConfigError(
+                f"--name={options.name} is no name for a job: use up to 53 of a-z, 0-9 and -, beginning with a letter,"
+                " and no word of YAML."
+            )
         text = {"slurm": slurm, "kubernetes": kubernetes, "tfjob": tfjob}[options.kind](options, config, train)
     if options.output_file:
         try:
             Path(options.output_file).write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--write={options.output_file} cannot be written ({error.strerror}): give a file in a folder that exists.") from None
+            raise ConfigError(
+                f"--write={options.output_file} cannot be written ({error.strerror}): give a file in a folder that"
+                " exists."
+            ) from None
     else:
         print(text, end="")
     return 0
@@ -56,21 +64,34 @@ def slurm(options: argparse.Namespace, config: Config, train: list[str]) -> str:
     """A batch script for sbatch."""
     for name in ("time", "partition", "account", "memory", "log"):
         if not re.fullmatch(_SBATCH_VALUE, getattr(options, name)):
-            raise ConfigError(f"--{name}={getattr(options, name)!r} cannot stand on a line of #SBATCH: write it without spaces, quotes and the like.")
+            raise ConfigError(
+                f"--{name}={getattr(options, name)!r} cannot stand on a line of #SBATCH: write it without spaces,"
+                " quotes and the like."
+            )
     try:
         python = shlex.split(options.python)
     except ValueError as error:
         raise ConfigError(f"--python={options.python} is no command ({error}): close its quotes.") from None
     command = " ".join(map(jobspecs.bash_word, [*python, "-m", "tfdist.train", *train]))
-    return jobspecs.render("slurm", {
-        **vars(options), "workers": options.nodes * options.per_node, "gpus_per_node": options.gpus * options.per_node,
-        "output": options.log or f"{options.name}-%j.log", "command": command})
+    return jobspecs.render(
+        "slurm",
+        {
+            **vars(options),
+            "workers": options.nodes * options.per_node,
+            "gpus_per_node": options.gpus * options.per_node,
+            "output": options.log or f"{options.name}-%j.log",
+            "command": command,
+        },
+    )
 
 
 def kubernetes(options: argparse.Namespace, config: Config, train: list[str]) -> str:
     """A JobSet, or an Indexed Job with a headless service."""
     if options.jobset:
-        values = {"subdomain": "", "address": f"{options.name}-workers-0-{{index}}.{options.name}:{_PORT}"}  # JobSet sets the subdomain
+        values = {
+            "subdomain": "",
+            "address": f"{options.name}-workers-0-{{index}}.{options.name}:{_PORT}",
+        }  # JobSet sets the subdomain
     else:
         values = {"subdomain": options.name, "address": f"{options.name}-{{index}}.{options.name}:{_PORT}"}
     pod = _pod(options, config, _command(train), values)
@@ -80,12 +101,17 @@ def kubernetes(options: argparse.Namespace, config: Config, train: list[str]) ->
 def tfjob(options: argparse.Namespace, config: Config, train: list[str]) -> str:
     """A TFJob of the Kubeflow training operator."""
     script = jobspecs.render("tfjob_command", {})
-    lines = _pod(options, config, ["sh", "-c", script, "tfdist", *_command(train)], {"subdomain": "", "address": ""}).splitlines()
+    lines = _pod(
+        options, config, ["sh", "-c", script, "tfdist", *_command(train)], {"subdomain": "", "address": ""}
+    ).splitlines()
     # The operator sets TF_CONFIG and the restart policy, and knows its container by name and port.
     first = lines.index("    env:")
     token = lines.index("    - name: TFDIST_JOB_TOKEN  # by which the workers know each other")
-    lines = [line for line in [*lines[:first + 1], *lines[token:]] if not line.startswith("  restartPolicy:")]
-    renamed = {"  - name: worker": "  - name: tensorflow", f"    - containerPort: {_PORT}": f"    - name: tfjob-port\n      containerPort: {_PORT}"}
+    lines = [line for line in [*lines[: first + 1], *lines[token:]] if not line.startswith("  restartPolicy:")]
+    renamed = {
+        "  - name: worker": "  - name: tensorflow",
+        f"    - containerPort: {_PORT}": f"    - name: tfjob-port\n      containerPort: {_PORT}",
+    }
     pod = "\n".join(renamed.get(line, line) for line in lines)
     return _with_fence("tfjob", options, config, pod)
 
@@ -94,31 +120,61 @@ def _with_fence(template: str, options: argparse.Namespace, config: Config, pod:
     """A template for Kubernetes, with what keeps strangers out."""
     if not _NAMESPACE.fullmatch(options.namespace):
         raise ConfigError(f"--namespace={options.namespace} is no name of a namespace: use up to 63 of a-z, 0-9 and -.")
-    values = {**vars(options), **_quoted(options), "prometheus_port": config.telemetry.prometheus_port, "in_namespace": options.namespace and f" --namespace={options.namespace}"}
+    values = {
+        **vars(options),
+        **_quoted(options),
+        "prometheus_port": config.telemetry.prometheus_port,
+        "in_namespace": options.namespace and f" --namespace={options.namespace}",
+    }
     fence = {name: jobspecs.render(name, values).rstrip("\n") for name in ("network_policy", "token_note")}
     return jobspecs.render(template, {**values, **fence, "pod": pod, "backoff": options.max_restarts * options.workers})
 
 
 def _command(train: list[str]) -> list[str]:
-    """What a container runs: flag files are read here, as the image may not have them. Kubernetes would replace $(NAME)."""
+    """What a container runs: flag files are read here, as the image may not have them.
+
+    Kubernetes would replace $(NAME).
+    """
     return ["python", "-m", "tfdist.train", *(flag.replace("$", "$$") for flag in flags.expand_flagfiles(train))]
 
 
 def _pod(options: argparse.Namespace, config: Config, command: list[str], values: dict[str, str]) -> str:
     mount = options.mount.rstrip("/")
     if options.claim and not config.run.run_dir.startswith(f"{mount}/"):
-        raise ConfigError(f"--run_dir={config.run.run_dir} is not on the volume that --claim={options.claim} mounts: use --run_dir={mount}/{Path(config.run.run_dir).name}, or another --mount.")
+        raise ConfigError(
+            f"--run_dir={config.run.run_dir} is not on the volume that --claim={options.claim} mounts: use"
+            f" --run_dir={mount}/{Path(config.run.run_dir).name}, or another --mount."
+        )
     if not options.claim and options.workers > 1:
-        raise ConfigError("--claim is missing: name a PersistentVolumeClaim that all workers can write, since snapshots must outlive them.")
+        raise ConfigError(
+            "--claim is missing: name a PersistentVolumeClaim that all workers can write, since snapshots must outlive"
+            " them."
+        )
     if options.rdma and not re.fullmatch(r"[\w.-]+/[\w.-]+=[0-9]+", options.rdma):
-        raise ConfigError(f"--rdma={options.rdma} is not RESOURCE=NUMBER: write for example rdma/hca_shared_devices_a=1, as your cluster's device plugin names it.")
-    return jobspecs.render("pod", {
-        **vars(options), **_quoted(options), **values, "port": _PORT, "command": jobspecs.quoted_list(command), "rdma": re.sub("=(.*)", r': "\1"', options.rdma)}).rstrip("\n")
+        raise ConfigError(
+            f"--rdma={options.rdma} is not RESOURCE=NUMBER: write for example rdma/hca_shared_devices_a=1, as your"
+            " cluster's device plugin names it."
+        )
+    return jobspecs.render(
+        "pod",
+        {
+            **vars(options),
+            **_quoted(options),
+            **values,
+            "port": _PORT,
+            "command": jobspecs.quoted_list(command),
+            "rdma": re.sub("=(.*)", r': "\1"', options.rdma),
+        },
+    ).rstrip("\n")
 
 
 def _quoted(options: argparse.Namespace) -> dict[str, str]:
     """What stands in YAML as it was given: as texts, whatever they look like."""
-    return {name: json.dumps(getattr(options, name)) for name in ("image", "namespace", "claim", "mount", "memory") if getattr(options, name)}
+    return {
+        name: json.dumps(getattr(options, name))
+        for name in ("image", "namespace", "claim", "mount", "memory")
+        if getattr(options, name)
+    }
 
 
 def _name_of(config: Config) -> str:
@@ -127,32 +183,73 @@ def _name_of(config: Config) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise ConfigError(f"{message}: write `python -m tfdist.jobs slurm|kubernetes|tfjob|dockerfile [flags] -- <flags of tfdist.train>`; `--help` lists them.")
+        raise ConfigError(
+            f"{message}: write `python -m tfdist.jobs slurm|kubernetes|tfjob|dockerfile [flags] -- <flags of"
+            " tfdist.train>`; `--help` lists them."
+        )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(allow_abbrev=False, prog="python -m tfdist.jobs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        allow_abbrev=False,
+        prog="python -m tfdist.jobs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     kinds = parser.add_subparsers(dest="kind", required=True, parser_class=_Parser)
-    made = {kind: kinds.add_parser(kind, help=text, allow_abbrev=False) for kind, text in (
-        ("slurm", "a batch script for sbatch"), ("kubernetes", "an Indexed Job, or with --jobset a JobSet"), ("tfjob", "a TFJob of the Kubeflow training operator"), ("dockerfile", "an image for them"))}
+    made = {
+        kind: kinds.add_parser(kind, help=text, allow_abbrev=False)
+        for kind, text in (
+            ("slurm", "a batch script for sbatch"),
+            ("kubernetes", "an Indexed Job, or with --jobset a JobSet"),
+            ("tfjob", "a TFJob of the Kubeflow training operator"),
+            ("dockerfile", "an image for them"),
+        )
+    }
     for kind, sub in made.items():
-        sub.add_argument("--write", dest="output_file", default="", metavar="FILE", help="write there, not to the terminal")
+        sub.add_argument(
+            "--write", dest="output_file", default="", metavar="FILE", help="write there, not to the terminal"
+        )
         if kind != "dockerfile":
             sub.add_argument("--name", default="", help="of the job (default: the last part of --run_dir)")
             sub.add_argument("--gpus", type=int, default=0, help="GPUs of each worker (default 0)")
             sub.add_argument("--cpus", type=int, default=4, help="cores of each worker (default 4)")
             sub.add_argument("--grace", type=int, default=120, help="seconds to save in after SIGTERM (default 120)")
-            sub.add_argument("--max_restarts", type=int, default=10, help="restarts after errors; those after saving on request do not count where the engine can tell (default 10)")
+            sub.add_argument(
+                "--max_restarts",
+                type=int,
+                default=10,
+                help=(
+                    "restarts after errors; those after saving on request do not count where the engine can tell"
+                    " (default 10)"
+                ),
+            )
     _slurm_flags(made["slurm"])
     for kind in ("kubernetes", "tfjob"):
         _kubernetes_flags(made[kind])
-    made["kubernetes"].add_argument("--jobset", action="store_true", help="a JobSet, which starts all workers again together; without it an Indexed Job")
-    made["dockerfile"].add_argument("--base", default="python:3.12-slim", help="image to build on (default python:3.12-slim)")
+    made["kubernetes"].add_argument(
+        "--jobset",
+        action="store_true",
+        help="a JobSet, which starts all workers again together; without it an Indexed Job",
+    )
+    made["dockerfile"].add_argument(
+        "--base", default="python:3.12-slim", help="image to build on (default python:3.12-slim)"
+    )
     made["dockerfile"].add_argument("--image", default="tfdist:latest", help="name, for the comment")
     made["dockerfile"].add_argument("--mount", default="/runs", help="where the volume for runs goes (default /runs)")
-    made["dockerfile"].add_argument("--cuda", nargs="?", const=' "tensorflow[and-cuda]~=2.21.0"', default="", help="with TensorFlow's CUDA packages")
+    made["dockerfile"].add_argument(
+        "--cuda", nargs="?", const=' "tensorflow[and-cuda]~=2.21.0"', default="", help="with TensorFlow's CUDA packages"
+    )
     options = parser.parse_args(argv)
-    for name, least in (("nodes", 1), ("per_node", 1), ("workers", 1), ("gpus", 0), ("cpus", 1), ("grace", 1), ("max_restarts", 0)):
+    for name, least in (
+        ("nodes", 1),
+        ("per_node", 1),
+        ("workers", 1),
+        ("gpus", 0),
+        ("cpus", 1),
+        ("grace", 1),
+        ("max_restarts", 0),
+    ):
         if getattr(options, name, least) < least:
             raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
     for name, value in vars(options).items():
@@ -163,14 +260,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _slurm_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, help="nodes (default 1)")
-    parser.add_argument("--per_node", type=int, default=1, help="workers on each node (default 1; with --gpus=1, its GPUs)")
+    parser.add_argument(
+        "--per_node", type=int, default=1, help="workers on each node (default 1; with --gpus=1, its GPUs)"
+    )
     parser.add_argument("--time", default="24:00:00", help="time limit (default 24:00:00); the job goes on after it")
     parser.add_argument("--partition", default="", help="partition")
     parser.add_argument("--account", default="", help="account")
     parser.add_argument("--memory", default="", help="memory of each node, for example 64G")
     parser.add_argument("--log", default="", help="log file (default NAME-%%j.log)")
-    parser.add_argument("--python", default="python", help="how Python is started, for example 'apptainer exec image.sif python'")
-    parser.add_argument("--setup", default="", help="shell line before the workers start, for example 'source .venv/bin/activate'")
+    parser.add_argument(
+        "--python", default="python", help="how Python is started, for example 'apptainer exec image.sif python'"
+    )
+    parser.add_argument(
+        "--setup", default="", help="shell line before the workers start, for example 'source .venv/bin/activate'"
+    )
 
 
 def _kubernetes_flags(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +283,9 @@ def _kubernetes_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--claim", default="", help="PersistentVolumeClaim for the run folder, writable by all workers")
     parser.add_argument("--mount", default="/runs", help="where it is mounted (default /runs)")
     parser.add_argument("--memory", default="16Gi", help="memory of each worker (default 16Gi)")
-    parser.add_argument("--rdma", default="", help="RDMA resource of each worker, for example rdma/hca_shared_devices_a=1")
+    parser.add_argument(
+        "--rdma", default="", help="RDMA resource of each worker, for example rdma/hca_shared_devices_a=1"
+    )
 
 
 if __name__ == "__main__":

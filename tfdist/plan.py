@@ -23,7 +23,7 @@ from tfdist import flags
 from tfdist.config import Config, parse_args
 from tfdist.control import exit_codes
 from tfdist.control.exit_codes import ConfigError, ExitCode, TfdistError
-from tfdist.planner import estimate, formulas, report, search, shapes
+from tfdist.planner import estimate, formulas, plan_text, search, shapes
 from tfdist.planner.calibrate import calibrate, read_run
 from tfdist.planner.communication import ALGORITHMS
 from tfdist.planner.estimate import Plan
@@ -35,7 +35,7 @@ _COUNTING_SECONDS = 600
 
 def main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
-    options, train = _parse(argv[:at]), argv[at + 1:]
+    options, train = _parse(argv[:at]), argv[at + 1 :]
     config = flags.parse(train, usage="Flags of the run:").config
     if not config.run.steps and not config.run.epochs:
         config = config.replace(steps=1)  # the number of steps is no part of most questions
@@ -43,23 +43,42 @@ def main(argv: list[str]) -> int:
     model = model_shape(config, train, options.input_shape, options.outputs)
     hardware = load_hardware(options.hardware)
     if config.precision.precision == "bfloat16" and not hardware.bfloat16:
-        raise ConfigError(f"--precision=bfloat16, but --hardware={hardware.name} has no bfloat16: use --precision=float16.")
+        raise ConfigError(
+            f"--precision=bfloat16, but --hardware={hardware.name} has no bfloat16: use --precision=float16."
+        )
     if options.calibrate:
         runs = [read_run(folder) for folder in options.calibrate]
-        hardware = calibrate(hardware, runs, lambda other: model_shape(other, _as_flags(other), options.input_shape, options.outputs))
-    plan = Plan(config, model, hardware, options.devices, _samples(config, options, model), options.algorithm, bool(options.calibrate))
-    wish = search.Wish(search.parse_mesh(options.mesh), None if options.zero == "auto" else int(options.zero), {"auto": None, "none": False, "blocks": True}[options.recompute])
+        hardware = calibrate(
+            hardware, runs, lambda other: model_shape(other, _as_flags(other), options.input_shape, options.outputs)
+        )
+    plan = Plan(
+        config,
+        model,
+        hardware,
+        options.devices,
+        _samples(config, options, model),
+        options.algorithm,
+        bool(options.calibrate),
+    )
+    wish = search.Wish(
+        search.parse_mesh(options.mesh),
+        None if options.zero == "auto" else int(options.zero),
+        {"auto": None, "none": False, "blocks": True}[options.recompute],
+    )
     estimates, reasons = search.search(plan, wish)
     if options.json:
         text = json.dumps(estimate.as_json(plan, estimates, reasons), indent=1)
         _write(Path(options.json), text + "\n") if options.json != "-" else print(text)
     if options.json != "-":
-        print(report.as_text(plan, estimates, reasons))
+        print(plan_text.as_text(plan, estimates, reasons))
     if options.plot:
         try:
-            report.draw(plan, estimates[0], Path(options.plot))
+            plan_text.draw(plan, estimates[0], Path(options.plot))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--plot={options.plot} cannot be written ({error}): give a file that ends in .png, in a folder that exists.") from None
+            raise ConfigError(
+                f"--plot={options.plot} cannot be written ({error}): give a file that ends in .png, in a folder that"
+                " exists."
+            ) from None
     return ExitCode.OK if estimates[0].fits(hardware) else ExitCode.CONFIG
 
 
@@ -72,16 +91,42 @@ def model_shape(config: Config, train: list[str], input_shape: str = "", outputs
     source = []
     if sample:  # stands in for a source that is not here
         text = len(sample.shape) == 1 and config.model.model in ("transformer",)
-        size = f"vocab={sample.outputs}" if text else f"shape=({','.join(map(str, sample.shape))},),classes={sample.outputs}"
-        source = ["--source=synthetic", f"--source_args=task={'text' if text else 'image'},{size}", *([f"--sequence_length={sample.shape[0]}"] if text else [])]
-    command = [sys.executable, "-m", "tfdist.training.count", *train, *source]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=_COUNTING_SECONDS, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
+        size = (
+            f"vocab={sample.outputs}"
+            if text
+            else f"shape=({','.join(map(str, sample.shape))},),classes={sample.outputs}"
+        )
+        source = [
+            "--source=synthetic",
+            f"--source_args=task={'text' if text else 'image'},{size}",
+            *([f"--sequence_length={sample.shape[0]}"] if text else []),
+        ]
+    command = [sys.executable, "-m", "tfdist.training.model_cost", *train, *source]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_COUNTING_SECONDS,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
     if result.returncode:
-        said = next((line.removeprefix("tfdist: error: ") for line in reversed(result.stderr.splitlines()) if line.startswith("tfdist: error: ")), "")
+        said = next(
+            (
+                line.removeprefix("tfdist: error: ")
+                for line in reversed(result.stderr.splitlines())
+                if line.startswith("tfdist: error: ")
+            ),
+            "",
+        )
         code = result.returncode if result.returncode in set(ExitCode) else ExitCode.INTERNAL
         error = type("CountingError", (TfdistError,), {"exit_code": ExitCode(code)})
-        raise error(said.rpartition(" (exit code")[0] or f"The model could not be counted: {' '.join(command)} says {result.stderr[-500:]}")
-    return shapes.from_json(json.loads(result.stdout.splitlines()[-1]), config.data.sequence_length if config.data.source == "text" else 1)
+        raise error(
+            said.rpartition(" (exit code")[0]
+            or f"The model could not be counted: {' '.join(command)} says {result.stderr[-500:]}"
+        )
+    return shapes.from_json(
+        json.loads(result.stdout.splitlines()[-1]), config.data.sequence_length if config.data.source == "text" else 1
+    )
 
 
 def _as_flags(config: Config) -> list[str]:
@@ -103,28 +148,79 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--json={path} cannot be written ({error.strerror}): give a file in a folder that exists, or - for the terminal.") from None
+        raise ConfigError(
+            f"--json={path} cannot be written ({error.strerror}): give a file in a folder that exists, or - for the"
+            " terminal."
+        ) from None
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise ConfigError(f"{message}: the planner's own flags stand before `--`, the run's after it; `python -m tfdist.plan --help` lists the first, `python -m tfdist.train --help` the second.")
+        raise ConfigError(
+            f"{message}: the planner's own flags stand before `--`, the run's after it; `python -m tfdist.plan --help`"
+            " lists the first, `python -m tfdist.train --help` the second."
+        )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(allow_abbrev=False, prog="python -m tfdist.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [flags] -- <flags of tfdist.train>")
+    parser = _Parser(
+        allow_abbrev=False,
+        prog="python -m tfdist.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [flags] -- <flags of tfdist.train>",
+    )
     parser.add_argument("--devices", type=int, default=8, help="GPUs in all (default 8)")
-    parser.add_argument("--hardware", default="h100", help=f"one of {', '.join(DEVICES)}, with changes as in h100,per_node=4,network=ethernet-100; or your own as key=value,... or a .json file. Keys: {', '.join(field.name for field in dataclasses.fields(Hardware))}, network")
+    parser.add_argument(
+        "--hardware",
+        default="h100",
+        help=(
+            f"one of {', '.join(DEVICES)}, with changes as in h100,per_node=4,network=ethernet-100; or your own as"
+            f" key=value,... or a .json file. Keys: {', '.join(field.name for field in dataclasses.fields(Hardware))},"
+            " network"
+        ),
+    )
     parser.add_argument("--mesh", default="auto", help="auto: find the best; or for example data=8,pipe=2,model=4")
-    parser.add_argument("--zero", default="auto", choices=("auto", "0", "1", "2", "3"), help="ZeRO stage (default auto)")
-    parser.add_argument("--recompute", default="auto", choices=("auto", "none", "blocks"), help="compute blocks again in the backward pass (default auto)")
-    parser.add_argument("--algorithm", default="auto", choices=("auto", *ALGORITHMS), help="of the gradient all-reduce (default auto: the fastest)")
-    parser.add_argument("--tokens", type=float, default=0, help="tokens to train on in all, for example 1e12 (default: from --steps)")
-    parser.add_argument("--samples", type=float, default=0, help="samples of an epoch, if the source must be opened to know")
-    parser.add_argument("--input_shape", default="", help="of a sample's x, if the source must be opened to know: 224,224,3 or 1024")
+    parser.add_argument(
+        "--zero", default="auto", choices=("auto", "0", "1", "2", "3"), help="ZeRO stage (default auto)"
+    )
+    parser.add_argument(
+        "--recompute",
+        default="auto",
+        choices=("auto", "none", "blocks"),
+        help="compute blocks again in the backward pass (default auto)",
+    )
+    parser.add_argument(
+        "--algorithm",
+        default="auto",
+        choices=("auto", *ALGORITHMS),
+        help="of the gradient all-reduce (default auto: the fastest)",
+    )
+    parser.add_argument(
+        "--tokens", type=float, default=0, help="tokens to train on in all, for example 1e12 (default: from --steps)"
+    )
+    parser.add_argument(
+        "--samples", type=float, default=0, help="samples of an epoch, if the source must be opened to know"
+    )
+    parser.add_argument(
+        "--input_shape", default="", help="of a sample's x, if the source must be opened to know: 224,224,3 or 1024"
+    )
     parser.add_argument("--outputs", type=int, default=0, help="classes or tokens, likewise")
-    parser.add_argument("--calibrate", action="append", default=[], metavar="RUN_DIR", help="measure by a finished run's folder; may be given several times, with runs of other sizes and worker counts")
-    parser.add_argument("--json", default="", metavar="FILE", help="also write the plan as JSON; - for the terminal, and nothing else there")
+    parser.add_argument(
+        "--calibrate",
+        action="append",
+        default=[],
+        metavar="RUN_DIR",
+        help=(
+            "measure by a finished run's folder; may be given several times, with runs of other sizes and worker counts"
+        ),
+    )
+    parser.add_argument(
+        "--json",
+        default="",
+        metavar="FILE",
+        help="also write the plan as JSON; - for the terminal, and nothing else there",
+    )
     parser.add_argument("--plot", default="", metavar="FILE.png", help="also draw it")
     options = parser.parse_args(argv)
     for name, least in (("devices", 1), ("outputs", 0), ("tokens", 0), ("samples", 0)):

@@ -1,4 +1,6 @@
-"""Names of parts: how `--model=cnn` or `--source=package.module:function` becomes a function, and what is said when it fails."""
+"""Names of parts: how `--model=cnn` or `--source=package.module:function` becomes a function, and what is said when it
+fails.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, TfdistError
-from tfdist.control.own_lines import failure
+from tfdist.control.user_errors import failure
 
 
 @contextmanager
@@ -37,13 +39,21 @@ def check_name(flag: str, name: str, known: Mapping[str, Any]) -> None:
         raise ConfigError(f"--{flag}={name} is unknown: use {', '.join(known)}, or package.module:function.")
     if _is_path(module):
         if not (module.endswith(".py") and Path(module).is_file()):
-            raise ConfigError(f"--{flag}={name}: there is no Python file {module}: give an existing one, or write package.module:function.")
-    elif not (top := module.partition(".")[0]).isidentifier() or (top not in sys.modules and importlib.util.find_spec(top) is None):
+            raise ConfigError(
+                f"--{flag}={name}: there is no Python file {module}: give an existing one, or write"
+                " package.module:function."
+            )
+    elif not (top := module.partition(".")[0]).isidentifier() or (
+        top not in sys.modules and importlib.util.find_spec(top) is None
+    ):
         raise _no_module(flag, name, module)
 
 
 def check_takes(flag: str, name: str, function: Callable, wanted: Sequence[str], otherwise: str) -> None:
-    """Raises ConfigError unless `function` can be called with arguments `wanted`, by position. `otherwise`: what to do then."""
+    """Raises ConfigError unless `function` can be called with arguments `wanted`, by position.
+
+    `otherwise`: what to do then.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-in functions do not tell
@@ -78,7 +88,10 @@ def resolve(flag: str, name: str, known: Mapping[str, Any]) -> Callable:
                 raise  # the module is there, but something that it imports is not
             raise _no_module(flag, name, module) from error
     if file and Path(getattr(found, "__file__", None) or "").resolve() != file:
-        raise ConfigError(f"--{flag}={name}: Python has another module {module!r} ({getattr(found, '__file__', 'built in')}): give the file another name.")
+        raise ConfigError(
+            f"--{flag}={name}: Python has another module {module!r} ({getattr(found, '__file__', 'built in')}): give"
+            " the file another name."
+        )
     if not callable(getattr(found, function, None)):
         raise ConfigError(f"--{flag}={name}: the module {module} has no function {function!r}.")
     return getattr(found, function)
@@ -90,4 +103,6 @@ def _is_path(module: str) -> bool:
 
 def _no_module(flag: str, name: str, module: str) -> ConfigError:
     return ConfigError(
-        f"--{flag}={name}: there is no module {module!r} on the Python path; start the command in its folder, or set PYTHONPATH.")
+        f"--{flag}={name}: there is no module {module!r} on the Python path; start the command in its folder, or set"
+        " PYTHONPATH."
+    )

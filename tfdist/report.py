@@ -29,7 +29,14 @@ def main(argv: list[str]) -> int:
     if options.text:
         print("\n\n".join(as_text(run) for run in runs))
     if options.out or not options.text:
-        write_page(runs, Path(options.out) if options.out else runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html"))
+        write_page(
+            runs,
+            (
+                Path(options.out)
+                if options.out
+                else runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
+            ),
+        )
     return ExitCode.OK
 
 
@@ -42,7 +49,10 @@ def read_runs(folders: Sequence[str]) -> list[RunLog]:
         shared = os.path.commonpath(resolved)
         names = [os.path.relpath(path, shared) for path in resolved]
     if len(set(names)) < len(names):
-        raise ConfigError(f"{folders[names.index(next(name for name in names if names.count(name) > 1))]} is given twice: name each run folder once.")
+        raise ConfigError(
+            f"{folders[names.index(next(name for name in names if names.count(name) > 1))]} is given twice: name each"
+            " run folder once."
+        )
     runs = []
     for path, name in zip(paths, names, strict=True):
         log = path / "logs" / "rank-0.jsonl"
@@ -50,28 +60,42 @@ def read_runs(folders: Sequence[str]) -> list[RunLog]:
             raise ConfigError(f"{path} is not a run folder, it has no logs/rank-0.jsonl: give the --run_dir of a run.")
         runs.append(RunLog(path, name))
         if not runs[-1].records:
-            raise ConfigError(f"{log} holds no event that this version can read: the run has not started yet, or its log is damaged.")
+            raise ConfigError(
+                f"{log} holds no event that this version can read: the run has not started yet, or its log is damaged."
+            )
     return runs
 
 
 def write_page(runs: Sequence[RunLog], out: Path) -> None:
-    """Writes the page, whole or not at all, in the place of an older one but of no other file. Raises ConfigError, UnsupportedError."""
+    """Writes the page, whole or not at all, in the place of an older one but of no other file.
+
+    Raises ConfigError, UnsupportedError.
+    """
     if out.exists() and not _is_page(out):
-        raise ConfigError(f"--out={out} is there already and is no page of tfdist.report: give another name, or remove it.")
+        raise ConfigError(
+            f"--out={out} is there already and is no page of tfdist.report: give another name, or remove it."
+        )
     try:
         from tfdist.telemetry.report_page import as_page
 
         page = as_page(runs)
     except ImportError as error:
-        raise UnsupportedError(f"The plots need {error.name}, which is not installed: pip install {error.name}, or use --text.") from None
+        raise UnsupportedError(
+            f"The plots need {error.name}, which is not installed: pip install {error.name}, or use --text."
+        ) from None
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         temporary.write_text(page, encoding="utf-8")
         temporary.replace(out)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ConfigError(f"--out={out} cannot be written ({error.strerror}): give a file in a folder that exists.") from None
-    print(f"tfdist: wrote {out} ({len(page) / 1e6:.1f} MB): " + "; ".join(f"{run.name} goodput {100 * run.goodput.fraction:.1f} %" for run in runs))
+        raise ConfigError(
+            f"--out={out} cannot be written ({error.strerror}): give a file in a folder that exists."
+        ) from None
+    print(
+        f"tfdist: wrote {out} ({len(page) / 1e6:.1f} MB): "
+        + "; ".join(f"{run.name} goodput {100 * run.goodput.fraction:.1f} %" for run in runs)
+    )
 
 
 def _is_page(path: Path) -> bool:
@@ -89,9 +113,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(allow_abbrev=False, prog="python -m tfdist.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        allow_abbrev=False,
+        prog="python -m tfdist.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="a run's folder")
-    parser.add_argument("--out", default="", metavar="FILE.html", help="the page (default report.html in the run's folder, or comparison.html in the first, unless --text)")
+    parser.add_argument(
+        "--out",
+        default="",
+        metavar="FILE.html",
+        help="the page (default report.html in the run's folder, or comparison.html in the first, unless --text)",
+    )
     parser.add_argument("--text", action="store_true", help="print goodput and the main facts")
     return parser.parse_args(argv)
 

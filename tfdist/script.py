@@ -1,4 +1,5 @@
-"""python -m tfdist.script SCRIPT [ARGS]: runs a Python script of yours so that errors of tfdist end with their exit codes.
+"""python -m tfdist.script SCRIPT [ARGS]: runs a Python script of yours so that errors of tfdist end with their exit
+codes.
 
 What `python -m tfdist.launch --workers=2 -- script.py ARGS` starts on every worker. Without it an error would end the
 script with a traceback and code 1, and a supervisor could not tell a lost peer from a mistake.

@@ -1,6 +1,7 @@
 """python -m tfdist.train: trains a Keras 3 model, as one worker of the cluster that TF_CONFIG describes.
 
-Without TF_CONFIG it is the only worker. `python -m tfdist.launch --workers=N -- FLAGS` starts N of them on this machine.
+Without TF_CONFIG it is the only worker. `python -m tfdist.launch --workers=N -- FLAGS` starts N of them on this
+machine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from pathlib import Path
 
 from tfdist import flags
 from tfdist.artifacts.status import read_status
-from tfdist.batch_plan import check_given, plan_batch
 from tfdist.config import Config
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster, resolve_cluster
@@ -19,23 +19,29 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
+from tfdist.control.strategies import asked_for
 from tfdist.control.token import with_token
-from tfdist.data.sources.names import SOURCES
-from tfdist.models.names import MODELS
-from tfdist.planner import startup
+from tfdist.data.batch_plan import check_given, plan_batch
+from tfdist.data.sources.source_names import SOURCES
+from tfdist.models.model_names import MODELS
+from tfdist.planner import memory_check
 from tfdist.plugins import check_name
+from tfdist.runtime.factory import resolve_strategy
 
-USAGE = __doc__ + """
+USAGE = (
+    __doc__
+    + """
   python -m tfdist.train --flagfile=flags/digits_cnn.flags
   python -m tfdist.train --source=digits --model=cnn --global_batch=64 --epochs=10 --run_dir=runs/first
 """
+)
 
 
 def main(argv: list[str]) -> int:
     if STANDBY_VARIABLE in os.environ:  # a spare of the launcher: imports now, works when it is needed
         versions.quiet()
         versions.import_keras()
-        from tfdist import session
+        from tfdist.run import session
 
         argv = wait_as_standby(sys.stdin)
     config = flags.parse(argv, usage=USAGE).config.validate()
@@ -50,25 +56,34 @@ def main(argv: list[str]) -> int:
         from tfdist.evaluate import follow
 
         return follow(config)
-    if config.strategy.strategy == "parameter_server" or (config.strategy.strategy == "auto" and "ps" in cluster.spec):
+    if asked_for(
+        resolve_strategy(config, cluster, gpus=lambda: 0)
+    ).parameter_servers:  # which has nothing to do with GPUs
         if cluster.role in ("worker", "ps"):  # they need none of the rest, not even Keras
             from tfdist.runtime import parameter_server
 
-            return parameter_server.serve(config, cluster, lambda: read_status(Path(config.run.run_dir)).get("status") == "finished")
-        from tfdist import ps_session
+            return parameter_server.serve(
+                config, cluster, lambda: read_status(Path(config.run.run_dir)).get("status") == "finished"
+            )
+        from tfdist.run import parameter_server_session
 
-        return ps_session.run(config, cluster, flags.main_command(argv))
+        return parameter_server_session.run(config, cluster, flags.main_command(argv))
     if cluster.role == "ps":
-        raise ConfigError(f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use --strategy=parameter_server.")
-    startup.check_by_formula(config, cluster)
+        raise ConfigError(
+            f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use"
+            " --strategy=parameter_server."
+        )
+    memory_check.check_by_formula(config, cluster)
     if VARIABLE in os.environ:  # tfdist.launch --elastic tells who the peers are, again and again
         versions.import_keras()
-        from tfdist import elastic
+        from tfdist.run import elastic
 
         return elastic.run(config, flags.main_command(argv), cluster.secret)
-    with Preflight(cluster, config.cluster.startup_timeout) as preflight:  # peers are looked for while TensorFlow is imported
+    with Preflight(
+        cluster, config.cluster.startup_timeout
+    ) as preflight:  # peers are looked for while TensorFlow is imported
         versions.import_keras()
-        from tfdist import session
+        from tfdist.run import session
     return session.run(config, cluster, flags.main_command(argv), began=preflight.began)
 
 

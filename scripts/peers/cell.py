@@ -1,9 +1,9 @@
 """One worker of one measurement, as seen from inside: what it is told, which core it has, what it notes down.
 
-Every engine of scripts/bench_peers.py is measured in the same way: it trains windows of `steps` steps and, at the end of
-each, when the mean loss of the window is a number on the host, notes the time. Where snapshots are measured it writes one
-after the note of every BLOCK-th window; where going on from one is, it restores that first. Import before anything that
-starts threads.
+Every engine of scripts/bench_peers.py is measured in the same way: it trains windows of `steps` steps and, at the end
+of each, when the mean loss of the window is a number on the host, notes the time. Where snapshots are measured it
+writes one after the note of every BLOCK-th window; where going on from one is, it restores that first. Import before
+anything that starts threads.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ BLOCK = 4  # windows from one snapshot to the next: one that is slowed, one into
 class Cell:
     """This worker's part of a measurement, from the environment that bench_peers.py sets.
 
-    BENCH_CELL: JSON of {"workload", "batch", "steps", "windows", "world", "cores", "variant", "folder", "save", "resume"}:
-    `save`: whether to write snapshots; `resume`: the folder of a job that did, from whose newest to go on, or "".
-    The rank is BENCH_RANK, or HOROVOD_RANK under horovodrun.
+    BENCH_CELL: JSON of {"workload", "batch", "steps", "windows", "world", "cores", "variant", "folder", "save",
+    "resume"}: `save`: whether to write snapshots; `resume`: the folder of a job that did, from whose newest to go on,
+    or "". The rank is BENCH_RANK, or HOROVOD_RANK under horovodrun.
     """
 
     def __init__(self) -> None:
@@ -54,5 +54,12 @@ class Cell:
 
     def finish(self, *, parameters: int, flops: int, versions: str) -> None:
         """Writes rank-K.json. `flops`: forward, of one whole batch, counted after the last window."""
-        result = {"ends": self.ends, "losses": self.losses, "parameters": int(parameters), "flops": int(flops) // self.batch, "versions": versions, "restored": int(self.restored)}
+        result = {
+            "ends": self.ends,
+            "losses": self.losses,
+            "parameters": int(parameters),
+            "flops": int(flops) // self.batch,
+            "versions": versions,
+            "restored": int(self.restored),
+        }
         (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(result))

@@ -19,7 +19,8 @@ WARM_UP = 2  # windows that are not counted: the first traces, compiles or rebui
 @dataclass(frozen=True)
 class Engine:
     """One row of the table. `script`: in this folder; empty for tfdist. `alone`: the row that its efficiency refers to.
-    `apart`: its workers know nothing of each other, each is a whole job: what the machine's memory and caches let two have.
+    `apart`: its workers know nothing of each other, each is a whole job: what the machine's memory and caches let two
+    have.
     """
 
     name: str
@@ -36,29 +37,86 @@ class Engine:
 
 BOTH = ("1", "2", "2s")
 ALONE, PAIR = ("1c", "1r"), ("2c", "2r")
-ENGINES = {engine.name: engine for engine in (
-    Engine("tfdist one_device", "tfdist", flags=("--strategy=one_device",), modes=("1", *ALONE)),
-    Engine("tfdist multi_worker", "tfdist", flags=("--strategy=multi_worker",), modes=("2", "2s", *PAIR), alone="tfdist one_device"),
-    Engine("PyTorch DDP", "torch", "torch_ddp.py", modes=(*BOTH, *PAIR)),
-    Engine("Horovod", "tfdist", "horovod_loop.py", modes=(*BOTH, *PAIR)),
-    Engine("Keras fit", "tfdist", "keras_fit.py", modes=("1", *ALONE)),
-    Engine("tf-keras fit, MWMS", "tf-keras", "tf_keras_fit.py", modes=(*BOTH, *PAIR), variables={"TF_USE_LEGACY_KERAS": "1"}),
-    Engine("Orbit, MWMS", "orbit", "orbit_trainer.py", modes=("1", "2", *PAIR)),
-    Engine("tfdist sockets", "tfdist", flags=("--strategy=sockets",), modes=("2", *PAIR), alone="tfdist one_device"),
-    Engine("tfdist one_device, twice", "tfdist", flags=("--strategy=one_device",), modes=("2", "2s"), alone="tfdist one_device", apart=True),
-    Engine("tfdist multi_worker, TCP", "tfdist", flags=("--strategy=multi_worker", "--communication=socket"), modes=("2",), alone="tfdist one_device", kinds=("transformer",)),
-    Engine("tfdist multi_worker, TCP, bf16", "tfdist", flags=("--strategy=multi_worker", "--communication=socket", "--compression=bf16"), modes=("2",), alone="tfdist one_device", kinds=("transformer",)),
-    Engine("tfdist horovod", "tfdist", flags=("--strategy=horovod",), modes=("2",), alone="tfdist one_device"),
-    Engine("PyTorch DDP, compiled", "torch", "torch_ddp.py", "compile"),
-    Engine("Keras fit, XLA", "tfdist", "keras_fit.py", "xla", modes=("1",)),
-    Engine("tfdist one_device, XLA", "tfdist", flags=("--strategy=one_device", "--jit_compile"), modes=("1",), kinds=("transformer",)),
-    Engine("tfdist multi_worker, XLA", "tfdist", flags=("--strategy=multi_worker", "--jit_compile"), modes=("2",), alone="tfdist one_device, XLA", kinds=("transformer",)),
-)}
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine("tfdist one_device", "tfdist", flags=("--strategy=one_device",), modes=("1", *ALONE)),
+        Engine(
+            "tfdist multi_worker",
+            "tfdist",
+            flags=("--strategy=multi_worker",),
+            modes=("2", "2s", *PAIR),
+            alone="tfdist one_device",
+        ),
+        Engine("PyTorch DDP", "torch", "torch_ddp.py", modes=(*BOTH, *PAIR)),
+        Engine("Horovod", "tfdist", "horovod_loop.py", modes=(*BOTH, *PAIR)),
+        Engine("Keras fit", "tfdist", "keras_fit.py", modes=("1", *ALONE)),
+        Engine(
+            "tf-keras fit, MWMS",
+            "tf-keras",
+            "tf_keras_fit.py",
+            modes=(*BOTH, *PAIR),
+            variables={"TF_USE_LEGACY_KERAS": "1"},
+        ),
+        Engine("Orbit, MWMS", "orbit", "orbit_trainer.py", modes=("1", "2", *PAIR)),
+        Engine(
+            "tfdist sockets", "tfdist", flags=("--strategy=sockets",), modes=("2", *PAIR), alone="tfdist one_device"
+        ),
+        Engine(
+            "tfdist one_device, twice",
+            "tfdist",
+            flags=("--strategy=one_device",),
+            modes=("2", "2s"),
+            alone="tfdist one_device",
+            apart=True,
+        ),
+        Engine(
+            "tfdist multi_worker, TCP",
+            "tfdist",
+            flags=("--strategy=multi_worker", "--communication=socket"),
+            modes=("2",),
+            alone="tfdist one_device",
+            kinds=("transformer",),
+        ),
+        Engine(
+            "tfdist multi_worker, TCP, bf16",
+            "tfdist",
+            flags=("--strategy=multi_worker", "--communication=socket", "--compression=bf16"),
+            modes=("2",),
+            alone="tfdist one_device",
+            kinds=("transformer",),
+        ),
+        Engine("tfdist horovod", "tfdist", flags=("--strategy=horovod",), modes=("2",), alone="tfdist one_device"),
+        Engine("PyTorch DDP, compiled", "torch", "torch_ddp.py", "compile"),
+        Engine("Keras fit, XLA", "tfdist", "keras_fit.py", "xla", modes=("1",)),
+        Engine(
+            "tfdist one_device, XLA",
+            "tfdist",
+            flags=("--strategy=one_device", "--jit_compile"),
+            modes=("1",),
+            kinds=("transformer",),
+        ),
+        Engine(
+            "tfdist multi_worker, XLA",
+            "tfdist",
+            flags=("--strategy=multi_worker", "--jit_compile"),
+            modes=("2",),
+            alone="tfdist one_device, XLA",
+            kinds=("transformer",),
+        ),
+    )
+}
 
 # mode -> (workers, what a worker's batch is divided by, words)
-MODES = {"1": (1, 1, "1 worker"), "2": (2, 1, "2 workers"), "2s": (2, 2, "2 workers, half the batch each"),
-         "1c": (1, 1, "1 worker, snapshots"), "2c": (2, 1, "2 workers, snapshots"),
-         "1r": (1, 1, "1 worker, going on from a snapshot"), "2r": (2, 1, "2 workers, going on from a snapshot")}
+MODES = {
+    "1": (1, 1, "1 worker"),
+    "2": (2, 1, "2 workers"),
+    "2s": (2, 2, "2 workers, half the batch each"),
+    "1c": (1, 1, "1 worker, snapshots"),
+    "2c": (2, 1, "2 workers, snapshots"),
+    "1r": (1, 1, "1 worker, going on from a snapshot"),
+    "2r": (2, 1, "2 workers, going on from a snapshot"),
+}
 
 
 @dataclass(frozen=True)
@@ -100,27 +158,66 @@ class Plan:
 
     def settings(self) -> dict:
         """What must be the same for a measurement to be kept by --resume."""
-        return {"workload": self.workload.name, "engine": self.engine.name, "mode": self.mode, "round": self.round, "world": self.world,
-                "batch": self.batch, "steps": self.steps, "windows": self.windows}
+        return {
+            "workload": self.workload.name,
+            "engine": self.engine.name,
+            "mode": self.mode,
+            "round": self.round,
+            "world": self.world,
+            "batch": self.batch,
+            "steps": self.steps,
+            "windows": self.windows,
+        }
 
 
-def commands(plan: Plan, venvs: Path, folder: Path, cores: list[int]) -> list[tuple[list[str], dict[str, str], set[int]]]:
+def commands(
+    plan: Plan, venvs: Path, folder: Path, cores: list[int]
+) -> list[tuple[list[str], dict[str, str], set[int]]]:
     """What to start: (command, environment, cores of the process) each. One core and one thread a worker."""
     python = venvs / plan.engine.environment / "bin" / "python"
-    told = {"workload": plan.workload.name, "batch": plan.batch, "steps": plan.steps, "windows": plan.windows + WARM_UP, "world": plan.world,
-            "cores": cores, "variant": plan.engine.variant, "folder": str(folder),
-            "save": plan.saves, "resume": str(folder.parent / plan.origin) if plan.origin else ""}
-    own = set(cores[:plan.world])
-    environment = {**_environment(), **plan.engine.variables, "BENCH_CELL": json.dumps(told), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "PATH": f"{python.parent}:{os.environ.get('PATH', '')}"}
+    told = {
+        "workload": plan.workload.name,
+        "batch": plan.batch,
+        "steps": plan.steps,
+        "windows": plan.windows + WARM_UP,
+        "world": plan.world,
+        "cores": cores,
+        "variant": plan.engine.variant,
+        "folder": str(folder),
+        "save": plan.saves,
+        "resume": str(folder.parent / plan.origin) if plan.origin else "",
+    }
+    own = set(cores[: plan.world])
+    environment = {
+        **_environment(),
+        **plan.engine.variables,
+        "BENCH_CELL": json.dumps(told),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "PATH": f"{python.parent}:{os.environ.get('PATH', '')}",
+    }
     if not plan.engine.script:
         environment["PYTHONPATH"] = f"{REPOSITORY}:{PEERS}"
         if not plan.engine.apart:
-            return [([str(python), "-m", "tfdist.launch", f"--workers={plan.world}", "--", *_tfdist_flags(plan, folder)], environment, own)]
+            return [
+                (
+                    [str(python), "-m", "tfdist.launch", f"--workers={plan.world}", "--", *_tfdist_flags(plan, folder)],
+                    environment,
+                    own,
+                )
+            ]
         jobs = []
-        for number, core in enumerate(cores[:MODES[plan.mode][0]]):
-            place = folder / f"apart-{number}" if number else folder  # the first leaves its figures where they are looked for
+        for number, core in enumerate(cores[: MODES[plan.mode][0]]):
+            place = (
+                folder / f"apart-{number}" if number else folder
+            )  # the first leaves its figures where they are looked for
             place.mkdir(exist_ok=True)
-            jobs.append(([str(python), "-m", "tfdist.launch", "--workers=1", "--", *_tfdist_flags(plan, place)], {**environment, "BENCH_CELL": json.dumps({**told, "folder": str(place)})}, {core}))
+            jobs.append(
+                (
+                    [str(python), "-m", "tfdist.launch", "--workers=1", "--", *_tfdist_flags(plan, place)],
+                    {**environment, "BENCH_CELL": json.dumps({**told, "folder": str(place)})},
+                    {core},
+                )
+            )
         return jobs
     script = [str(python), str(PEERS / plan.engine.script)]
     if plan.engine.script == "horovod_loop.py":
@@ -129,9 +226,16 @@ def commands(plan: Plan, venvs: Path, folder: Path, cores: list[int]) -> list[tu
     addresses = [f"127.0.0.1:{port}" for port in ports]
     started = []
     for rank in range(plan.world):
-        mine = {"BENCH_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "GLOO_SOCKET_IFNAME": "lo"}
+        mine = {
+            "BENCH_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(ports[0]),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         if plan.world > 1:
-            mine["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
+            mine["TF_CONFIG"] = json.dumps(
+                {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+            )
         started.append((script, {**environment, **mine}, {cores[rank % len(cores)]}))
     return started
 
@@ -140,18 +244,56 @@ def _tfdist_flags(plan: Plan, folder: Path) -> list[str]:
     workload = plan.workload
     home = folder.parent / plan.origin if plan.origin else folder
     saves = [f"--save_every={BLOCK * plan.steps}", "--keep=1"] if plan.saves else []
-    return ["--model=tfdist_job:model", f"--model_args=workload={workload.name}", "--source=tfdist_job:source", f"--source_args=workload={workload.name}",
-            "--objective=classification", "--noshuffle", "--nosync_batchnorm", f"--micro_batch={plan.batch}", "--accumulation=1",
-            f"--optimizer={workload.optimizer}", f"--learning_rate={workload.learning_rate}", f"--steps={plan.saved + (plan.windows + WARM_UP) * plan.steps}", f"--log_every={plan.steps}",
-            "--eval_every=-1", "--save_minutes=0", "--nosave_final", "--export=none", "--noplot", "--progress=none", "--trackers=tfdist_job:tracker",
-            f"--run_dir={home / 'run'}", *saves, *plan.engine.flags]
+    return [
+        "--model=tfdist_job:model",
+        f"--model_args=workload={workload.name}",
+        "--source=tfdist_job:source",
+        f"--source_args=workload={workload.name}",
+        "--objective=classification",
+        "--noshuffle",
+        "--nosync_batchnorm",
+        f"--micro_batch={plan.batch}",
+        "--accumulation=1",
+        f"--optimizer={workload.optimizer}",
+        f"--learning_rate={workload.learning_rate}",
+        f"--steps={plan.saved + (plan.windows + WARM_UP) * plan.steps}",
+        f"--log_every={plan.steps}",
+        "--eval_every=-1",
+        "--save_minutes=0",
+        "--nosave_final",
+        "--export=none",
+        "--noplot",
+        "--progress=none",
+        "--trackers=tfdist_job:tracker",
+        f"--run_dir={home / 'run'}",
+        *saves,
+        *plan.engine.flags,
+    ]
 
 
 def _environment() -> dict[str, str]:
     left_out = ("TF_CONFIG", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
-    return {**{name: value for name, value in os.environ.items() if name not in left_out and not name.startswith("HOROVOD_")}, **threads,
-            "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
+    threads = dict.fromkeys(
+        (
+            "OMP_NUM_THREADS",
+            "MKL_NUM_THREADS",
+            "OPENBLAS_NUM_THREADS",
+            "TF_NUM_INTRAOP_THREADS",
+            "TF_NUM_INTEROP_THREADS",
+        ),
+        "1",
+    )
+    return {
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name not in left_out and not name.startswith("HOROVOD_")
+        },
+        **threads,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """The virtual environments of the engines: made once, kept, and brought up to date when their recipe changes.
 
-Keras 3, Horovod and tfdist run in one, since tfdist's own needs all three; tf-keras and Orbit have environments of their
-own that lie on top of it, so that every engine has the very same TensorFlow.
+Keras 3, Horovod and tfdist run in one, since tfdist's own needs all three; tf-keras and Orbit have environments of
+their own that lie on top of it, so that every engine has the very same TensorFlow.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def recipes(torch: str) -> dict[str, Recipe]:
 
 
 def make(name: str, recipe: Recipe, folder: Path) -> str:
-    """Makes the environment FOLDER/NAME if it is not there, with pip as it is configured. Returns why it could not, or ""."""
+    """Makes the environment FOLDER/NAME if it is not there, with pip as it is configured.
+
+    Returns why it could not, or "".
+    """
     venv = folder / name
     stamp, wanted = venv / ".made-by-bench_peers", repr(recipe)
     if "requirements.txt" in wanted:
@@ -65,8 +68,18 @@ def make(name: str, recipe: Recipe, folder: Path) -> str:
     environment = {**os.environ, "HOROVOD_PYTHON": str(venv / "bin" / "python")}
     with open(log, "w", encoding="utf-8") as output:
         for command in commands:
-            if subprocess.run(command, cwd=REPOSITORY, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT).returncode:
+            if subprocess.run(
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            ).returncode:
                 last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
-                return f"its environment could not be made ({' '.join(command[:4])} ... failed: {last[0][:200]}); see {log}"
+                return (
+                    f"its environment could not be made ({' '.join(command[:4])} ... failed: {last[0][:200]}); see"
+                    f" {log}"
+                )
     stamp.write_text(wanted)
     return ""

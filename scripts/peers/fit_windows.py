@@ -11,7 +11,10 @@ def callbacks(cell: Cell, keras: Any, save_freq: int) -> list:
     """For `fit`, in this order: a window ends, then a snapshot is written. `save_freq` as this Keras counts."""
     if not (cell.save or cell.resume):
         return [windows(cell, keras)]
-    return [windows(cell, keras), keras.callbacks.BackupAndRestore(str(cell.snapshots), save_freq=save_freq, delete_checkpoint=False)]
+    return [
+        windows(cell, keras),
+        keras.callbacks.BackupAndRestore(str(cell.snapshots), save_freq=save_freq, delete_checkpoint=False),
+    ]
 
 
 def windows(cell: Cell, keras: Any):

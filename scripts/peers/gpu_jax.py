@@ -1,7 +1,7 @@
 """bench_gpu.py's JAX: gpu_jax.py MODEL BATCH STEPS WINDOWS RESULT.json
 
-Weights float32, computed with in bfloat16, the whole step under jit with its buffers donated. Legend: B batch, T tokens,
-D width, V vocabulary, H heads.
+Weights float32, computed with in bfloat16, the whole step under jit with its buffers donated. Legend: B batch, T
+tokens, D width, V vocabulary, H heads.
 """
 
 import json
@@ -24,9 +24,30 @@ def normal(key, *shape):
 
 def gpt2_weights(key) -> dict:
     keys = iter(jax.random.split(key, 2 + 4 * LAYERS))
-    blocks = [{"g1": jnp.ones(D), "b1": jnp.zeros(D), "g2": jnp.ones(D), "b2": jnp.zeros(D), "qkv": normal(next(keys), D, 3 * D), "qkv_b": jnp.zeros(3 * D), "out": normal(next(keys), D, D),
-               "out_b": jnp.zeros(D), "up": normal(next(keys), D, 4 * D), "up_b": jnp.zeros(4 * D), "down": normal(next(keys), 4 * D, D), "down_b": jnp.zeros(D)} for _ in range(LAYERS)]
-    return {"tokens": normal(next(keys), V, D), "positions": normal(next(keys), T, D), "g": jnp.ones(D), "b": jnp.zeros(D), "blocks": blocks}
+    blocks = [
+        {
+            "g1": jnp.ones(D),
+            "b1": jnp.zeros(D),
+            "g2": jnp.ones(D),
+            "b2": jnp.zeros(D),
+            "qkv": normal(next(keys), D, 3 * D),
+            "qkv_b": jnp.zeros(3 * D),
+            "out": normal(next(keys), D, D),
+            "out_b": jnp.zeros(D),
+            "up": normal(next(keys), D, 4 * D),
+            "up_b": jnp.zeros(4 * D),
+            "down": normal(next(keys), 4 * D, D),
+            "down_b": jnp.zeros(D),
+        }
+        for _ in range(LAYERS)
+    ]
+    return {
+        "tokens": normal(next(keys), V, D),
+        "positions": normal(next(keys), T, D),
+        "g": jnp.ones(D),
+        "b": jnp.zeros(D),
+        "blocks": blocks,
+    }
 
 
 def layer_norm(x, gain, bias):
@@ -41,7 +62,9 @@ def gpt2(weights, tokens_BT):
     for block in w["blocks"]:
         qkv = layer_norm(x, block["g1"], block["b1"]) @ block["qkv"] + block["qkv_b"]
         q, k, v = (part.reshape(*part.shape[:2], H, D // H) for part in jnp.split(qkv, 3, -1))
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if jax.default_backend() == "gpu" else None)
+        y = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation="cudnn" if jax.default_backend() == "gpu" else None
+        )
         x = x + y.reshape(x.shape) @ block["out"] + block["out_b"]
         y = jax.nn.gelu(layer_norm(x, block["g2"], block["b2"]) @ block["up"] + block["up_b"], approximate=True)
         x = x + y @ block["down"] + block["down_b"]
@@ -66,7 +89,13 @@ def resnet_weights(key) -> dict:
 def resnet(weights, x):
     def conv(x, w, stride=1):
         size = w["k"].shape[0]
-        x = jax.lax.conv_general_dilated(x, w["k"].astype(jnp.bfloat16), (stride, stride), [(size // 2, size // 2)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")).astype(jnp.float32)
+        x = jax.lax.conv_general_dilated(
+            x,
+            w["k"].astype(jnp.bfloat16),
+            (stride, stride),
+            [(size // 2, size // 2)] * 2,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        ).astype(jnp.float32)
         x = (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
         return (x * w["g"] + w["b"]).astype(jnp.bfloat16)
 
@@ -86,7 +115,10 @@ def main(name: str, batch: int, steps: int, windows: int, path: str) -> None:
         x, y = jnp.asarray(random.integers(0, V, (2, batch, T), dtype=np.int32))
     else:
         model, weights, optimizer = resnet, resnet_weights(jax.random.key(0)), optax.sgd(1e-3, momentum=0.9)
-        x, y = jnp.asarray(random.standard_normal((batch, 224, 224, 3), np.float32)), jnp.asarray(random.integers(0, 1000, batch, dtype=np.int32))
+        x, y = (
+            jnp.asarray(random.standard_normal((batch, 224, 224, 3), np.float32)),
+            jnp.asarray(random.integers(0, 1000, batch, dtype=np.int32)),
+        )
 
     def loss(weights, x, y):
         return optax.softmax_cross_entropy_with_integer_labels(model(weights, x).astype(jnp.float32), y).mean()

@@ -40,5 +40,9 @@ def train(steps: tf.Tensor) -> tf.Tensor:
 for _ in range(cell.windows):
     cell.window(train(tf.constant(cell.steps)).numpy() / cell.steps)
     snapshots.write()
-cell.finish(parameters=count(model), flops=forward_flops(model, cell.batch), versions=f"Horovod {horovod.__version__}, Keras {keras.__version__}, TensorFlow {tf.__version__}")
+cell.finish(
+    parameters=count(model),
+    flops=forward_flops(model, cell.batch),
+    versions=f"Horovod {horovod.__version__}, Keras {keras.__version__}, TensorFlow {tf.__version__}",
+)
 hvd.shutdown()

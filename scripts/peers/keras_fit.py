@@ -14,10 +14,23 @@ from keras_models import build, count, forward_flops, make_optimizer  # noqa: E4
 
 x, y = cell.batches()
 model = build(cell.workload, keras)
-model.compile(make_optimizer(cell.workload, keras), keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-              steps_per_execution=cell.steps, jit_compile=cell.variant == "xla")
+model.compile(
+    make_optimizer(cell.workload, keras),
+    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    steps_per_execution=cell.steps,
+    jit_compile=cell.variant == "xla",
+)
 dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(tf.data.AUTOTUNE)
 if cell.resume:
     model.optimizer.build(model.trainable_variables)  # else BackupAndRestore passes over its variables
-model.fit(dataset, steps_per_epoch=cell.windows * cell.steps, verbose=0, callbacks=callbacks(cell, keras, save_freq=BLOCK * cell.steps))
-cell.finish(parameters=count(model), flops=forward_flops(model, cell.batch), versions=f"Keras {keras.__version__}, TensorFlow {tf.__version__}")
+model.fit(
+    dataset,
+    steps_per_epoch=cell.windows * cell.steps,
+    verbose=0,
+    callbacks=callbacks(cell, keras, save_freq=BLOCK * cell.steps),
+)
+cell.finish(
+    parameters=count(model),
+    flops=forward_flops(model, cell.batch),
+    versions=f"Keras {keras.__version__}, TensorFlow {tf.__version__}",
+)

@@ -17,7 +17,9 @@ EPSILON = 1e-5
 
 def build(workload: Workload, keras: Any):
     """The model, float32: token ids, images or categories -> logits."""
-    return {"cnn": _cnn, "resnet": _resnet, "embedding": _embedding, "transformer": _transformer}[workload.kind](keras, **workload.sizes)
+    return {"cnn": _cnn, "resnet": _resnet, "embedding": _embedding, "transformer": _transformer}[workload.kind](
+        keras, **workload.sizes
+    )
 
 
 def make_optimizer(workload: Workload, keras: Any):
@@ -100,7 +102,7 @@ def _transformer(keras, layers: int, width: int, heads: int, length: int, vocabu
                 return tf.transpose(tf.reshape(x, [-1, length, heads, width // heads]), [0, 2, 1, 3])
 
             q_BHTK, k_BHTK, v_BHTK = (by_head(part) for part in tf.split(qkv, 3, axis=-1))
-            scores_BHTT = tf.matmul(q_BHTK * (width // heads)**-0.5, k_BHTK, transpose_b=True) + mask_TT
+            scores_BHTT = tf.matmul(q_BHTK * (width // heads) ** -0.5, k_BHTK, transpose_b=True) + mask_TT
             y_BTHK = tf.transpose(tf.matmul(tf.nn.softmax(scores_BHTT), v_BHTK), [0, 2, 1, 3])
             return tf.reshape(y_BTHK, [-1, length, width])
 
@@ -117,7 +119,9 @@ def _transformer(keras, layers: int, width: int, heads: int, length: int, vocabu
         name = f"block_{index}"
         y = Attention()(dense(keras, f"{name}/qkv", 3 * width)(norm(f"{name}_norm_1")(x)))
         x = keras.layers.Add()([x, dense(keras, f"{name}/out", width)(y)])
-        y = dense(keras, f"{name}/up", 4 * width, activation=lambda h: tf.nn.gelu(h, approximate=True))(norm(f"{name}_norm_2")(x))
+        y = dense(keras, f"{name}/up", 4 * width, activation=lambda h: tf.nn.gelu(h, approximate=True))(
+            norm(f"{name}_norm_2")(x)
+        )
         x = keras.layers.Add()([x, dense(keras, f"{name}/down", width)(y)])
     return keras.Model(tokens_BT, dense(keras, "logits", vocabulary, use_bias=False)(norm("final_norm")(x)))
 

@@ -1,4 +1,5 @@
-"""Peer: Orbit's StandardTrainer (of the TensorFlow Model Garden) under MultiWorkerMirroredStrategy, with a Keras 3 model.
+"""Peer: Orbit's StandardTrainer (of the TensorFlow Model Garden) under MultiWorkerMirroredStrategy, with a Keras 3
+model.
 
 The steps of a window are Orbit's own tf.while_loop.
 """
@@ -29,7 +30,12 @@ class Trainer(orbit.StandardTrainer):
             self.model = build(cell.workload, keras)
             self.optimizer = make_optimizer(cell.workload, keras)
             self.optimizer.build(self.model.trainable_variables)
-            self.total = tf.Variable(0.0, trainable=False, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
+            self.total = tf.Variable(
+                0.0,
+                trainable=False,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
         super().__init__(strategy.distribute_datasets_from_function(batches) if cell.world > 1 else batches())
 
     def train_loop_begin(self) -> None:
@@ -55,5 +61,11 @@ snapshots = Snapshots(cell, tf, trainer.model, trainer.optimizer)
 for _ in range(cell.windows):
     cell.window(trainer.train(tf.constant(cell.steps))["loss"].numpy())
     snapshots.write()
-cell.finish(parameters=count(trainer.model), flops=forward_flops(trainer.model, cell.batch),
-            versions=f"Orbit of tf-models-official {version('tf-models-official')}, Keras {keras.__version__}, TensorFlow {tf.__version__}")
+cell.finish(
+    parameters=count(trainer.model),
+    flops=forward_flops(trainer.model, cell.batch),
+    versions=(
+        f"Orbit of tf-models-official {version('tf-models-official')}, Keras {keras.__version__}, TensorFlow"
+        f" {tf.__version__}"
+    ),
+)

@@ -23,8 +23,21 @@ def batches(_=None) -> tf.data.Dataset:
 
 with strategy.scope():
     model = build(cell.workload, keras)
-    model.compile(make_optimizer(cell.workload, keras), keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=cell.steps)
+    model.compile(
+        make_optimizer(cell.workload, keras),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        steps_per_execution=cell.steps,
+    )
     model.distribute_reduction_method = "first"  # by default it shows the sum of the workers' means as the loss
 dataset = strategy.distribute_datasets_from_function(batches) if cell.world > 1 else batches()
-model.fit(dataset, steps_per_epoch=100 * cell.windows * cell.steps, verbose=0, callbacks=callbacks(cell, keras, save_freq=BLOCK))
-cell.finish(parameters=count(model), flops=forward_flops(model, cell.batch), versions=f"tf-keras {tf_keras.__version__}, TensorFlow {tf.__version__}")
+model.fit(
+    dataset,
+    steps_per_epoch=100 * cell.windows * cell.steps,
+    verbose=0,
+    callbacks=callbacks(cell, keras, save_freq=BLOCK),
+)
+cell.finish(
+    parameters=count(model),
+    flops=forward_flops(model, cell.batch),
+    versions=f"tf-keras {tf_keras.__version__}, TensorFlow {tf.__version__}",
+)

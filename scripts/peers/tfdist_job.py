@@ -1,4 +1,5 @@
-"""tfdist's side: the model, the source and a tracker for `python -m tfdist.launch`, named on the command line as users do.
+"""tfdist's side: the model, the source and a tracker for `python -m tfdist.launch`, named on the command line as users
+do.
 
 The tracker notes the time of each log line, which is when the loss of the steps since the last one is known on the
 chief, as the peers do at the end of a window. At the end it counts what the model came to.
@@ -49,8 +50,18 @@ class Tracker:
             self.losses.append(event.values["train/loss"])
         elif event.kind == "end":
             flops = forward_flops(_built[-1], self.batch) // self.batch
-            self.path.write_text(json.dumps({"ends": self.ends, "losses": self.losses, "parameters": count(_built[-1]), "flops": flops, "restored": self.restored,
-                                             "versions": f"Keras {keras.__version__}, TensorFlow {tf.__version__}"}))
+            self.path.write_text(
+                json.dumps(
+                    {
+                        "ends": self.ends,
+                        "losses": self.losses,
+                        "parameters": count(_built[-1]),
+                        "flops": flops,
+                        "restored": self.restored,
+                        "versions": f"Keras {keras.__version__}, TensorFlow {tf.__version__}",
+                    }
+                )
+            )
 
 
 def tracker(_) -> Tracker:

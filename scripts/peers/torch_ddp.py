@@ -1,7 +1,8 @@
 """Peer: PyTorch DistributedDataParallel over Gloo. Variants: "" eager, "compile" with torch.compile.
 
 PyTorch at its best on a CPU, as its own guides have it: channels-last images, the fused Adam, gradients as views of the
-buckets, sparse gradients for the large table, no DataLoader. One process has no DistributedDataParallel around its model.
+buckets, sparse gradients for the large table, no DataLoader. One process has no DistributedDataParallel around its
+model.
 """
 
 from cell import Cell
@@ -52,7 +53,11 @@ def main() -> None:
         cell.window(total.item() / cell.steps)
         if cell.rank == 0 and cell.due():
             save(plain, optimizer, position)
-    cell.finish(parameters=sum(parameter.numel() for parameter in plain.parameters()), flops=forward_flops(plain, x[0]), versions=f"PyTorch {torch.__version__}")
+    cell.finish(
+        parameters=sum(parameter.numel() for parameter in plain.parameters()),
+        flops=forward_flops(plain, x[0]),
+        versions=f"PyTorch {torch.__version__}",
+    )
     if cell.world > 1:
         dist.barrier()
         os._exit(0)  # Gloo's threads may outlive an orderly end by seconds

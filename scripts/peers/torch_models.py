@@ -17,7 +17,9 @@ def build(workload: Workload, sparse: bool) -> nn.Module:
 
 
 def set_start(weight: torch.Tensor, name: str) -> None:
-    """Keras keeps kernels as [in, out] and [height, width, in, out], PyTorch as [out, in] and [out, in, height, width]."""
+    """Keras keeps kernels as [in, out] and [height, width, in, out], PyTorch as [out, in] and [out, in, height,
+    width].
+    """
     with torch.no_grad():
         if weight.dim() == 4:
             weight.copy_(torch.from_numpy(initial(name, tuple(weight.permute(2, 3, 1, 0).shape))).permute(3, 2, 0, 1))
@@ -53,7 +55,7 @@ class CNN(nn.Module):
     def __init__(self, side: int, channels: int):
         super().__init__()
         self.conv_0, self.conv_1 = conv("conv_0", channels, 32, 3, bias=True), conv("conv_1", 32, 64, 3, bias=True)
-        self.hidden, self.logits = linear("hidden", (side // 4)**2 * 64, 128), linear("logits", 128, CLASSES)
+        self.hidden, self.logits = linear("hidden", (side // 4) ** 2 * 64, 128), linear("logits", 128, CLASSES)
 
     def forward(self, x):  # [B, C, H, W]
         for layer in (self.conv_0, self.conv_1):
@@ -68,7 +70,11 @@ class Residual(nn.Module):
         self.a, self.norm_a = conv(f"{name}/a", inputs, width, 3, stride), nn.BatchNorm2d(width, eps=EPSILON)
         self.b, self.norm_b = conv(f"{name}/b", width, width, 3), nn.BatchNorm2d(width, eps=EPSILON)
         changes = inputs != width
-        self.skip = nn.Sequential(conv(f"{name}/skip", inputs, width, 1, stride), nn.BatchNorm2d(width, eps=EPSILON)) if changes else nn.Identity()
+        self.skip = (
+            nn.Sequential(conv(f"{name}/skip", inputs, width, 1, stride), nn.BatchNorm2d(width, eps=EPSILON))
+            if changes
+            else nn.Identity()
+        )
 
     def forward(self, x):
         y = self.norm_b(self.b(F.relu(self.norm_a(self.a(x)))))
@@ -96,7 +102,9 @@ class Embeddings(nn.Module):
         super().__init__()
         self.table = table("embed", rows, width, sparse)
         sizes = (features * width, 256, 64)
-        self.hidden = nn.ModuleList(linear(f"hidden_{index}", a, b) for index, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)))
+        self.hidden = nn.ModuleList(
+            linear(f"hidden_{index}", a, b) for index, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False))
+        )
         self.logits = linear("logits", sizes[-1], CLASSES)
 
     def forward(self, x):
@@ -117,7 +125,10 @@ class Block(nn.Module):
 
     def forward(self, x):  # [B, T, D]
         B, T, D = x.shape
-        q, k, v = (part.view(B, T, self.heads, D // self.heads).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(D, dim=2))
+        q, k, v = (
+            part.view(B, T, self.heads, D // self.heads).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).split(D, dim=2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
         x = x + self.out(y)
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))

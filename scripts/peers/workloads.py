@@ -21,8 +21,8 @@ BLOCKS = 3  # in each stage
 
 @dataclass(frozen=True)
 class Workload:
-    """One model with its data. `batch`: samples of one worker in a step; `steps`: steps in one timed window, `save_steps`
-    where snapshots are measured (0: they are not)."""
+    """One model with its data. `batch`: samples of one worker in a step; `steps`: steps in one timed window,
+    `save_steps` where snapshots are measured (0: they are not)."""
 
     name: str
     kind: str  # which builder of keras_models.py and torch_models.py
@@ -37,12 +37,25 @@ class Workload:
     save_steps: int = 0
 
 
-def _transformer(name: str, batch: int, steps: int, *, layers: int, width: int, heads: int, length: int = 128, vocabulary: int = 256, windows: int = 5) -> Workload:
+def _transformer(
+    name: str,
+    batch: int,
+    steps: int,
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    length: int = 128,
+    vocabulary: int = 256,
+    windows: int = 5,
+) -> Workload:
     """The decoder of GPT-2 with a head of its own: each block has 12 D^2 weights, 9 D biases and 4 D of LayerNorm."""
     parameters = 2 * vocabulary * width + length * width + layers * (12 * width**2 + 13 * width) + 2 * width
     flops = length * (layers * (24 * width**2 + 4 * length * width) + 2 * vocabulary * width)
     sizes = {"layers": layers, "width": width, "heads": heads, "length": length, "vocabulary": vocabulary}
-    return Workload(name, "transformer", batch, steps, parameters, flops, sizes=sizes, windows=windows, save_steps=steps)
+    return Workload(
+        name, "transformer", batch, steps, parameters, flops, sizes=sizes, windows=windows, save_steps=steps
+    )
 
 
 def _cnn(name: str, batch: int, steps: int) -> Workload:
@@ -62,24 +75,51 @@ def _resnet(name: str, batch: int, steps: int) -> Workload:
             parameters += kernels + 2 * channels * (3 if width != channels else 2)
             flops += 2 * side * side * kernels
             width = channels
-    return Workload(name, "resnet", batch, steps, parameters + width * CLASSES + CLASSES, flops + 2 * width * CLASSES, optimizer="sgd", learning_rate=1e-2, sizes={"side": 32, "channels": 3})
+    return Workload(
+        name,
+        "resnet",
+        batch,
+        steps,
+        parameters + width * CLASSES + CLASSES,
+        flops + 2 * width * CLASSES,
+        optimizer="sgd",
+        learning_rate=1e-2,
+        sizes={"side": 32, "channels": 3},
+    )
 
 
 def _embedding(name: str, batch: int, steps: int, *, rows: int, width: int, features: int = 26) -> Workload:
-    """A table looked up `features` times, then layers of 256 and 64. SGD: its updates are the same for sparse and dense gradients."""
+    """A table looked up `features` times, then layers of 256 and 64.
+
+    SGD: its updates are the same for sparse and dense gradients.
+    """
     layers = [features * width, 256, 64, CLASSES]
     pairs = list(zip(layers, layers[1:], strict=False))
     parameters = rows * width + sum(a * b + b for a, b in pairs)
-    return Workload(name, "embedding", batch, steps, parameters, 2 * sum(a * b for a, b in pairs), optimizer="sgd", learning_rate=1e-2, sizes={"rows": rows, "width": width, "features": features}, save_steps=4 * steps)
+    return Workload(
+        name,
+        "embedding",
+        batch,
+        steps,
+        parameters,
+        2 * sum(a * b for a, b in pairs),
+        optimizer="sgd",
+        learning_rate=1e-2,
+        sizes={"rows": rows, "width": width, "features": features},
+        save_steps=4 * steps,
+    )
 
 
-WORKLOADS = {workload.name: workload for workload in (
-    _transformer("transformer10m", 8, 2, layers=6, width=384, heads=6),
-    _cnn("cnn", 64, 25),
-    _resnet("resnet", 32, 6),
-    _embedding("embedding", 1024, 10, rows=2_000_000, width=16),
-    _transformer("transformer50m", 4, 1, layers=10, width=640, heads=10),
-)}
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        _transformer("transformer10m", 8, 2, layers=6, width=384, heads=6),
+        _cnn("cnn", 64, 25),
+        _resnet("resnet", 32, 6),
+        _embedding("embedding", 1024, 10, rows=2_000_000, width=16),
+        _transformer("transformer50m", 4, 1, layers=10, width=640, heads=10),
+    )
+}
 
 
 def arrays(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
@@ -95,12 +135,17 @@ def arrays(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(workload: Workload, batch: int, rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
-    """(x [S, B, ...], y [S, B, ...]): S ready batches of one worker. Global batch s is samples s * B * world and on, cut by rank."""
+    """(x [S, B, ...], y [S, B, ...]): S ready batches of one worker.
+
+    Global batch s is samples s * B * world and on, cut by rank.
+    """
     return tuple(array.reshape(-1, world, batch, *array.shape[1:])[:, rank] for array in arrays(workload))
 
 
 def initial(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The initial value of a kernel in Keras' layout, float32: normal, deviation fan_in^-1/2 (0.02 for tables), a function of its name alone."""
+    """The initial value of a kernel in Keras' layout, float32: normal, deviation fan_in^-1/2 (0.02 for tables), a
+    function of its name alone.
+    """
     fan_in = 2500 if name.startswith("embed") else int(np.prod(shape[:-1]))
     random = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
     return random.standard_normal(shape, np.float32) * np.float32(fan_in**-0.5)

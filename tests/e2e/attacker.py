@@ -1,7 +1,7 @@
 """What a stranger does to a job: finds every port that its processes have open, and says there whatever might harm.
 
-Knows nothing of tfdist but what an onlooker can: addresses, formats, old formats. Bounded in sockets and in time. Only ever
-talks to ports of processes below the one that it is given.
+Knows nothing of tfdist but what an onlooker can: addresses, formats, old formats. Bounded in sockets and in time. Only
+ever talks to ports of processes below the one that it is given.
 """
 
 from __future__ import annotations
@@ -56,7 +56,12 @@ def ports(root: int) -> tuple[set[int], set[int]]:
                     if target.startswith("socket:["):
                         inodes.add(target[8:-1])
     tcp, udp = set(), set()
-    for name, found, states in (("tcp", tcp, ("0A",)), ("tcp6", tcp, ("0A",)), ("udp", udp, ("07",)), ("udp6", udp, ("07",))):
+    for name, found, states in (
+        ("tcp", tcp, ("0A",)),
+        ("tcp6", tcp, ("0A",)),
+        ("udp", udp, ("07",)),
+        ("udp6", udp, ("07",)),
+    ):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
                 fields = line.split()
@@ -93,17 +98,60 @@ class Attacker:
         rank = rng.randrange(-1, self.size + 1)
         hello = _WORKER_HELLO.pack(b"tfdist\x00\x01", rng.random() < 0.5, rank, rng.randbytes(32))
         evil = pickle.dumps(Executes(self.proof))
-        old = {"rank": rng.choice([rank, [], {}, None, "1", 1e308]), "peers": rng.choice([[], {}, ["127.0.0.1:1"] * self.size]), "endpoint": "127.0.0.1:1"}
-        return [b"", b"\n", hello[:20], hello, hello + rng.randbytes(32) + b"\xff\xff\xff\xff", json.dumps(old).encode() + b"\n", struct.pack("!i", rank), struct.pack("!i", rank) + struct.pack("!12sIQ", b"broadcast", 0, len(evil)) + evil,
-                evil, b"\xff" * 5000, rng.randbytes(300), struct.pack("!IIQqq", 0, 0, 2**63, -1, 0), b'{"slot": 1, "token": ""}\n{"ready": 5, "lost": true}\n', b"GET /../../etc/passwd HTTP/1.1\r\n\r\n", b"[" * 10_000]
+        old = {
+            "rank": rng.choice([rank, [], {}, None, "1", 1e308]),
+            "peers": rng.choice([[], {}, ["127.0.0.1:1"] * self.size]),
+            "endpoint": "127.0.0.1:1",
+        }
+        return [
+            b"",
+            b"\n",
+            hello[:20],
+            hello,
+            hello + rng.randbytes(32) + b"\xff\xff\xff\xff",
+            json.dumps(old).encode() + b"\n",
+            struct.pack("!i", rank),
+            struct.pack("!i", rank) + struct.pack("!12sIQ", b"broadcast", 0, len(evil)) + evil,
+            evil,
+            b"\xff" * 5000,
+            rng.randbytes(300),
+            struct.pack("!IIQqq", 0, 0, 2**63, -1, 0),
+            b'{"slot": 1, "token": ""}\n{"ready": 5, "lost": true}\n',
+            b"GET /../../etc/passwd HTTP/1.1\r\n\r\n",
+            b"[" * 10_000,
+        ]
 
     def datagrams(self, rng: random.Random) -> list[bytes]:
         """What is sent to the beacons: failures of others, reports that are none, sealed and not."""
         rank = rng.randrange(self.size)
-        report = {"section": "step", "seconds": 0.1, "calls": 10**6, "at": "", "waiting_for": None, "error": "forged \x1b[2J failure", "error_time": 1.0, "secondary": False, "rank": rank}
-        wrong = [{**report, "rank": []}, {**report, "calls": "x"}, {**report, "waiting_for": []}, {**report, "error": ""}, report]
+        report = {
+            "section": "step",
+            "seconds": 0.1,
+            "calls": 10**6,
+            "at": "",
+            "waiting_for": None,
+            "error": "forged \x1b[2J failure",
+            "error_time": 1.0,
+            "secondary": False,
+            "rank": rank,
+        }
+        wrong = [
+            {**report, "rank": []},
+            {**report, "calls": "x"},
+            {**report, "waiting_for": []},
+            {**report, "error": ""},
+            report,
+        ]
         data = [json.dumps(each).encode() for each in wrong]
-        return [*data, *(rng.randbytes(24) + struct.pack("!iQ", rank, time.monotonic_ns()) + each for each in data), b"", b"null", b"[" * 1300, rng.randbytes(1400), b"\xff" * 60_000]
+        return [
+            *data,
+            *(rng.randbytes(24) + struct.pack("!iQ", rank, time.monotonic_ns()) + each for each in data),
+            b"",
+            b"null",
+            b"[" * 1300,
+            rng.randbytes(1400),
+            b"\xff" * 60_000,
+        ]
 
     def _attack(self, seed: int) -> None:
         rng, held = random.Random(seed), []

@@ -10,14 +10,21 @@ import pytest
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is on this machine (Debian: apt-get install chromium-headless-shell)")
+needs_browser = pytest.mark.skipif(
+    BROWSER is None,
+    reason=f"none of {', '.join(BROWSERS)} is on this machine (Debian: apt-get install chromium-headless-shell)",
+)
 
 
 @contextlib.contextmanager
 def open_page(width: int = 1400, height: int = 1000) -> Iterator:
     """A page of a fresh browser. Its locators wait by themselves, and look into shadow trees."""
-    with pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed").sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb"])
+    with pytest.importorskip(
+        "playwright.sync_api", reason="the package playwright is not installed"
+    ).sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb"]
+        )
         try:
             page = browser.new_page(viewport={"width": width, "height": height})
             page.set_default_timeout(120_000)

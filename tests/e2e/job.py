@@ -14,22 +14,53 @@ import numpy as np
 from tfdist.telemetry.jsonl import read_jsonl
 
 # One thread each: the tests share few cores.
-ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"), "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
-               "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])}
+ENVIRONMENT = {
+    **os.environ,
+    "CUDA_VISIBLE_DEVICES": "",
+    "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),
+    "OMP_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]),
+}
 ENVIRONMENT.pop("TF_CONFIG", None)
 
-CLUSTERS = ["--source=tests.e2e.sources:clean", "--model=mlp", "--model_args=widths=(16,),dropout=0.1", "--global_batch=24", "--learning_rate=0.01",
-            "--log_every=10", "--export=none", "--noplot", "--save_minutes=0"]
+CLUSTERS = [
+    "--source=tests.e2e.sources:clean",
+    "--model=mlp",
+    "--model_args=widths=(16,),dropout=0.1",
+    "--global_batch=24",
+    "--learning_rate=0.01",
+    "--log_every=10",
+    "--export=none",
+    "--noplot",
+    "--save_minutes=0",
+]
 # Its records tell which samples were in each global batch.
-IDENTIFIED = [*CLUSTERS, "--source=tests.e2e.sources:identified", "--objective=tests.e2e.sources:identifying", "--model_args=widths=(16,),num_outputs=2", "--optimizer=momentum"]
+IDENTIFIED = [
+    *CLUSTERS,
+    "--source=tests.e2e.sources:identified",
+    "--objective=tests.e2e.sources:identifying",
+    "--model_args=widths=(16,),num_outputs=2",
+    "--optimizer=momentum",
+]
 
 
-def start(workers: int, flags: list[str], launch_flags: tuple[str, ...] = (), environment: dict | None = None) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "tfdist.launch", f"--workers={workers}", *launch_flags, "--", *flags],
-                            env={**ENVIRONMENT, **(environment or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(
+    workers: int, flags: list[str], launch_flags: tuple[str, ...] = (), environment: dict | None = None
+) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tfdist.launch", f"--workers={workers}", *launch_flags, "--", *flags],
+        env={**ENVIRONMENT, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
-def run(workers: int, flags: list[str], *, code: int = 0, launch_flags: tuple[str, ...] = (), timeout: float = 240) -> str:
+def run(
+    workers: int, flags: list[str], *, code: int = 0, launch_flags: tuple[str, ...] = (), timeout: float = 240
+) -> str:
     """The output of a job that must end with `code`."""
     process = start(workers, flags, launch_flags)
     output, _ = process.communicate(timeout=timeout)
@@ -39,7 +70,13 @@ def run(workers: int, flags: list[str], *, code: int = 0, launch_flags: tuple[st
 
 def train(flags: list[str], environment: dict | None = None, timeout: float = 240) -> subprocess.CompletedProcess:
     """One `tfdist.train` without a launcher."""
-    return subprocess.run([sys.executable, "-m", "tfdist.train", *flags], env={**ENVIRONMENT, **(environment or {})}, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, "-m", "tfdist.train", *flags],
+        env={**ENVIRONMENT, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def records(run_dir: Path, rank: int = 0, kind: str | None = None) -> list[dict]:
@@ -73,11 +110,20 @@ def workers_training(run_dir: Path) -> int:
 
 
 def batches(run_dir: Path) -> dict[int, tuple]:
-    """Step -> checksums of the samples of its global batch. A step that was done again must have seen the same samples."""
+    """Step -> checksums of the samples of its global batch.
+
+    A step that was done again must have seen the same samples.
+    """
     seen: dict[int, tuple] = {}
     for record in records(run_dir, kind="train"):
-        values = record["values"]["train/first_checksum"], record["values"]["train/second_checksum"], record["values"]["data/consumed_samples"]
-        assert seen.setdefault(record["step"], values) == values, f"step {record['step']} was done again with other samples"
+        values = (
+            record["values"]["train/first_checksum"],
+            record["values"]["train/second_checksum"],
+            record["values"]["data/consumed_samples"],
+        )
+        assert seen.setdefault(record["step"], values) == values, (
+            f"step {record['step']} was done again with other samples"
+        )
     return seen
 
 

@@ -1,6 +1,6 @@
 """Trains a few steps in one process and prints what its memory came to, in bytes, as one line of JSON.
 
-    python -m tests.e2e.memory_worker TRAIN_FLAGS
+python -m tests.e2e.memory_worker TRAIN_FLAGS
 """
 
 from __future__ import annotations
@@ -28,7 +28,17 @@ def main(argv: list[str]) -> None:
     tf.config.experimental.reset_memory_stats("CPU:0")
     job.step(iterators, 2)
     peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
-    print(json.dumps({"parameters": int(trained), "gradients": int(gradients), "slots": int(slots), "before": before, "peak": peak}))
+    print(
+        json.dumps(
+            {
+                "parameters": int(trained),
+                "gradients": int(gradients),
+                "slots": int(slots),
+                "before": before,
+                "peak": peak,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

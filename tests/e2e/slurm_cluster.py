@@ -1,4 +1,5 @@
-"""A real Slurm on this machine: a controller and two node daemons from Debian's packages, without touching its own configuration.
+"""A real Slurm on this machine: a controller and two node daemons from Debian's packages, without touching its own
+configuration.
 
 All daemons run in a mount namespace of their own, where the nodes' names stand for two loopback addresses. Needs root.
 """
@@ -56,7 +57,10 @@ def install() -> str:
     if not shutil.which("apt-get"):
         return "slurm-wlm is not installed, and there is no apt-get"
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "slurm-wlm", "munge"]):
+    for command in (
+        ["apt-get", "update", "-qq"],
+        ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "slurm-wlm", "munge"],
+    ):
         try:
             result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         except subprocess.TimeoutExpired:
@@ -72,18 +76,32 @@ class SlurmCluster:
     def __init__(self, folder: Path):
         self.folder = folder
         self.daemons: list[subprocess.Popen] = []
-        self.environment = {**ENVIRONMENT, "PATH": f"{ENVIRONMENT['PATH']}:/usr/sbin:/sbin", "SLURM_CONF": str(folder / "slurm.conf")}
+        self.environment = {
+            **ENVIRONMENT,
+            "PATH": f"{ENVIRONMENT['PATH']}:/usr/sbin:/sbin",
+            "SLURM_CONF": str(folder / "slurm.conf"),
+        }
 
     def start(self) -> SlurmCluster:
         host = socket.gethostname().partition(".")[0]
         (self.folder / "state").mkdir()
-        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(host=host, folder=self.folder, ports=_free_ports(3)))
+        (self.folder / "slurm.conf").write_text(
+            CONFIGURATION.format(host=host, folder=self.folder, ports=_free_ports(3))
+        )
         hosts = [f"{address} {name}" for name, address in NODES.items()]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.0.1 {host}", *hosts]) + "\n")
         (self.folder / "munge.key").write_bytes(os.urandom(1024))
         (self.folder / "munge.key").chmod(0o400)
-        self._daemon("munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key", f"--socket={self.folder}/munge.socket", f"--pid-file={self.folder}/munge.pid",
-                     f"--log-file={self.folder}/munge.log", f"--seed-file={self.folder}/munge.seed")
+        self._daemon(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={self.folder}/munge.key",
+            f"--socket={self.folder}/munge.socket",
+            f"--pid-file={self.folder}/munge.pid",
+            f"--log-file={self.folder}/munge.log",
+            f"--seed-file={self.folder}/munge.seed",
+        )
         wait_for(lambda: (self.folder / "munge.socket").exists(), 30)
         self._daemon("slurmctld", "-D", "-i")
         for node in NODES:
@@ -95,7 +113,15 @@ class SlurmCluster:
         # exec: the daemon is this very process; the namespace and all in it ends with it.
         script = f'mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
         with open(self.folder / f"{command[0]}.out", "ab") as output:
-            self.daemons.append(subprocess.Popen(["unshare", "--mount", "sh", "-c", script, "sh", *command], env=self.environment, stdout=output, stderr=output, start_new_session=True))
+            self.daemons.append(
+                subprocess.Popen(
+                    ["unshare", "--mount", "sh", "-c", script, "sh", *command],
+                    env=self.environment,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            )
 
     def run(self, *command: str, check: bool = True) -> str:
         result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
@@ -104,7 +130,9 @@ class SlurmCluster:
 
     def field(self, job: str, name: str) -> str:
         """A field of `scontrol show job`; "" if it has none."""
-        fields = dict(piece.partition("=")[::2] for piece in self.run("scontrol", "show", "job", job, check=False).split())
+        fields = dict(
+            piece.partition("=")[::2] for piece in self.run("scontrol", "show", "job", job, check=False).split()
+        )
         return fields.get(name, "")
 
     def stop(self) -> None:

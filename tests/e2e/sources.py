@@ -77,7 +77,9 @@ def identified(split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def identifying(outputs, y, w):
-    """An objective whose metrics are checksums of the samples in a batch: they tell whether two runs saw the same global batches."""
+    """An objective whose metrics are checksums of the samples in a batch: they tell whether two runs saw the same
+    global batches.
+    """
     import tensorflow as tf
 
     from tfdist.training.objectives import Scores
@@ -85,7 +87,14 @@ def identifying(outputs, y, w):
     number = tf.cast(y[:, 1], tf.int32)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=tf.cast(y[:, 0], tf.int32), logits=outputs[:, :2])
     # Small whole numbers: their float32 sums are exact in any order.
-    return Scores(losses, w, {"first_checksum": tf.cast(number * 7919 % 1009, tf.float32), "second_checksum": tf.cast(number * number % 997, tf.float32)})
+    return Scores(
+        losses,
+        w,
+        {
+            "first_checksum": tf.cast(number * 7919 % 1009, tf.float32),
+            "second_checksum": tf.cast(number * number % 997, tf.float32),
+        },
+    )
 
 
 class SlowOnRankOne:

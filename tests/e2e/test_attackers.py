@@ -1,4 +1,5 @@
-"""Jobs on each runtime while a stranger attacks all their ports: nothing is executed, no job ends, the right rank is named.
+"""Jobs on each runtime while a stranger attacks all their ports: nothing is executed, no job ends, the right rank is
+named.
 
 The attacker is on the same machine, where nothing is filtered away, and attacks from the first moment on.
 """
@@ -31,7 +32,8 @@ keras.utils.set_random_seed(1)
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
 model.compile("sgd", "sparse_categorical_crossentropy")
 rng = np.random.default_rng()  # not the same on the workers: the chief's batches go to all
-data = tf.data.Dataset.from_tensor_slices((rng.normal(size=(64, 4)).astype("float32"), rng.integers(0, 3, 64))).batch(16).repeat()
+rows = rng.normal(size=(64, 4)).astype("float32"), rng.integers(0, 3, 64)
+data = tf.data.Dataset.from_tensor_slices(rows).batch(16).repeat()
 history = tfdist.fit(model, data, epochs=3, steps_per_epoch=40, verbose=0)
 print("losses:", history.history["loss"])
 """
@@ -39,17 +41,29 @@ print("losses:", history.history["loss"])
 
 def workers_of(process: subprocess.Popen) -> list[int]:
     """By rank."""
-    return [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()]
+    return [
+        int(pid)
+        for pid in subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+    ]
 
 
 def is_training(folder: Path, size: int, process: subprocess.Popen) -> bool:
     assert process.poll() is None, process.communicate()[0]
-    return all((folder / "logs" / f"rank-{rank}.jsonl").exists() and len(records(folder, rank, "train")) > 3 for rank in range(size))
+    return all(
+        (folder / "logs" / f"rank-{rank}.jsonl").exists() and len(records(folder, rank, "train")) > 3
+        for rank in range(size)
+    )
 
 
 def environment_of(pid: int) -> dict[str, str]:
     """With which a process was started."""
-    return dict(item.split("=", 1) for item in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0") if "=" in item)
+    return dict(
+        item.split("=", 1)
+        for item in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        if "=" in item
+    )
 
 
 def cluster_of(pid: int) -> list[str]:
@@ -66,14 +80,40 @@ def assert_only_this_machine_reaches(port: int) -> None:
 
 
 # What a stranger finds open while a job trains: of sockets nothing but the beacons.
-@pytest.mark.parametrize(("flags", "listening"), [(["--strategy=sockets"], 0), (["--strategy=multi_worker"], 2), pytest.param(["--strategy=mesh", "--mesh=data=2", "--zero=3"], 2, marks=pytest.mark.thorough)], ids=["sockets", "multi_worker", "mesh"])
+@pytest.mark.parametrize(
+    ("flags", "listening"),
+    [
+        (["--strategy=sockets"], 0),
+        (["--strategy=multi_worker"], 2),
+        pytest.param(["--strategy=mesh", "--mesh=data=2", "--zero=3"], 2, marks=pytest.mark.thorough),
+    ],
+    ids=["sockets", "multi_worker", "mesh"],
+)
 def test_a_job_goes_on_and_who_is_lost_is_named(flags, listening, tmp_path):
     folder, proof = tmp_path / "run", tmp_path / "proof"
-    process = start(2, [*CLUSTERS, *flags, "--steps=1000000", "--log_every=20", "--progress=none", "--heartbeat_timeout=5", f"--run_dir={folder}"], ("--grace=1",))
+    process = start(
+        2,
+        [
+            *CLUSTERS,
+            *flags,
+            "--steps=1000000",
+            "--log_every=20",
+            "--progress=none",
+            "--heartbeat_timeout=5",
+            f"--run_dir={folder}",
+        ],
+        ("--grace=1",),
+    )
     with Attacker(process.pid, proof, 2) as attacker:
         wait_for(lambda: is_training(folder, 2, process), 200)
         before, rounds = records(folder, 0, "train")[-1]["step"], attacker.rounds
-        wait_for(lambda: process.poll() is not None or (attacker.rounds > rounds + 20 and records(folder, 0, "train")[-1]["step"] > before + 100), 120)
+        wait_for(
+            lambda: (
+                process.poll() is not None
+                or (attacker.rounds > rounds + 20 and records(folder, 0, "train")[-1]["step"] > before + 100)
+            ),
+            120,
+        )
         workers = workers_of(process)
         (secret,) = {environment_of(pid)["TFDIST_JOB_TOKEN"] for pid in workers}
         for address in cluster_of(workers[0]) if listening else ():
@@ -94,7 +134,14 @@ def test_a_job_goes_on_and_who_is_lost_is_named(flags, listening, tmp_path):
 def test_a_fit_job_ends_well(tmp_path):
     (tmp_path / "script.py").write_text(FIT)
     proof = tmp_path / "proof"
-    process = subprocess.Popen([sys.executable, "-m", "tfdist.launch", "--workers=2", "--", str(tmp_path / "script.py")], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tfdist.launch", "--workers=2", "--", str(tmp_path / "script.py")],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     with Attacker(process.pid, proof, 2) as attacker:
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0 and not proof.exists() and attacker.tcp, output
@@ -111,20 +158,34 @@ def test_who_knows_the_addresses_only_cannot_take_a_workers_place(tmp_path):
 
     def worker(rank, **more):
         environment = {**ENVIRONMENT, **worker_environment(ports.addresses, rank, 0, ENVIRONMENT), **more}
-        return subprocess.Popen([sys.executable, str(tmp_path / "script.py")], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     token = (tmp_path / "token").read_text()
     chief, running = worker(0, TFDIST_JOB_TOKEN=token), []
     try:
-        for more, said in (({}, "has a job token, but this worker has none"), ({"TFDIST_JOB_TOKEN": "guessed, guessed"}, "has another job token")):
+        for more, said in (
+            ({}, "has a job token, but this worker has none"),
+            ({"TFDIST_JOB_TOKEN": "guessed, guessed"}, "has another job token"),
+        ):
             running.append(worker(1, **more))
             stranger, _ = running[-1].communicate(timeout=120)
             assert running[-1].returncode != 0 and said in stranger, stranger
             assert chief.poll() is None
         running.append(worker(1, TFDIST_JOB_TOKEN=token))
         outputs = [each.communicate(timeout=200)[0] for each in (chief, running[-1])]
-        assert chief.returncode == running[-1].returncode == 0 and all("losses:" in output for output in outputs), outputs
-        assert "who says to be rank 1 has none" in outputs[0] and "who says to be rank 1 has another job token" in outputs[0]
+        assert chief.returncode == running[-1].returncode == 0 and all("losses:" in output for output in outputs), (
+            outputs
+        )
+        assert (
+            "who says to be rank 1 has none" in outputs[0]
+            and "who says to be rank 1 has another job token" in outputs[0]
+        )
     finally:
         for process in (chief, *running):
             process.kill()

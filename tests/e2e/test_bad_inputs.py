@@ -12,20 +12,44 @@ pytestmark = pytest.mark.slow
 
 
 def tf_config(**changes):
-    return {"TF_CONFIG": json.dumps({"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}, **changes})}
+    return {
+        "TF_CONFIG": json.dumps(
+            {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}, **changes}
+        )
+    }
 
 
 # name -> (flags after CLUSTERS, environment, exit code, words of the message)
 CASES = {
     "TF_CONFIG: bad JSON": ([], {"TF_CONFIG": "{cluster: worker}"}, 3, ["TF_CONFIG", "JSON"]),
     "TF_CONFIG: no task": ([], {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, 3, ["task"]),
-    "TF_CONFIG: index out of range": ([], tf_config(task={"type": "worker", "index": 7}), 3, ["task.index is 7", "0 to 1"]),
-    "TF_CONFIG: duplicate address": ([], tf_config(cluster={"worker": ["a:1", "a:1"]}), 3, ["a:1", "cluster.worker[1]"]),
+    "TF_CONFIG: index out of range": (
+        [],
+        tf_config(task={"type": "worker", "index": 7}),
+        3,
+        ["task.index is 7", "0 to 1"],
+    ),
+    "TF_CONFIG: duplicate address": (
+        [],
+        tf_config(cluster={"worker": ["a:1", "a:1"]}),
+        3,
+        ["a:1", "cluster.worker[1]"],
+    ),
     "TF_CONFIG: no port": ([], tf_config(cluster={"worker": ["a", "b:1"]}), 3, ["cluster.worker[0]", "port"]),
     "TF_CONFIG: two chiefs": ([], tf_config(cluster={"chief": ["a:1", "b:1"]}), 3, ["2 chiefs"]),
-    "a peer that does not come": (["--startup_timeout=1"], tf_config(cluster={"worker": ["127.0.0.1:29871", "127.0.0.1:29872"]}), 5, ["worker 1 (rank 1, 127.0.0.1:29872)", "--startup_timeout"]),
+    "a peer that does not come": (
+        ["--startup_timeout=1"],
+        tf_config(cluster={"worker": ["127.0.0.1:29871", "127.0.0.1:29872"]}),
+        5,
+        ["worker 1 (rank 1, 127.0.0.1:29872)", "--startup_timeout"],
+    ),
     "unknown flag": (["--batchsize=3"], {}, 2, ["--batchsize"]),
-    "batch contradiction": (["--micro_batch=7", "--accumulation=2"], {}, 2, ["--global_batch=24", "--micro_batch=7", "= 14"]),
+    "batch contradiction": (
+        ["--micro_batch=7", "--accumulation=2"],
+        {},
+        2,
+        ["--global_batch=24", "--micro_batch=7", "= 14"],
+    ),
     "no length": (["--steps=0"], {}, 2, ["--steps", "--epochs"]),
     "unknown model": (["--model=resnet5000"], {}, 2, ["--model=resnet5000", "resnet50"]),
     "unknown model option": (["--model_args=width=3"], {}, 2, ["width", "widths"]),
@@ -33,12 +57,32 @@ CASES = {
     "unknown source": (["--source=digit"], {}, 2, ["--source=digit", "digits"]),
     "module without the function": (["--source=tests.e2e.sources:nothing"], {}, 2, ["nothing"]),
     "no data": (["--source=tests.e2e.sources:empty"], {}, 4, ["tests.e2e.sources:empty"]),
-    "a label that is no class": (["--source=tests.e2e.sources:with_label_below_zero"], {}, 4, ["Sample 70 of tests.e2e.sources:with_label_below_zero/train", "-1", "0 to 3"]),
+    "a label that is no class": (
+        ["--source=tests.e2e.sources:with_label_below_zero"],
+        {},
+        4,
+        ["Sample 70 of tests.e2e.sources:with_label_below_zero/train", "-1", "0 to 3"],
+    ),
     "too few outputs": (["--model_args=widths=(16,),num_outputs=2"], {}, 2, ["--model=mlp has 2 outputs", "4 classes"]),
-    "a function that is no objective": (["--objective=tests.e2e.sources:clean"], {}, 2, ["--objective=tests.e2e.sources:clean takes (split", "(outputs, y, w)"]),
-    "a function that is no augmentation": (["--augment=tests.e2e.sources:clean"], {}, 2, ["--augment=tests.e2e.sources:clean takes (split", "(x, y, seeds)"]),
+    "a function that is no objective": (
+        ["--objective=tests.e2e.sources:clean"],
+        {},
+        2,
+        ["--objective=tests.e2e.sources:clean takes (split", "(outputs, y, w)"],
+    ),
+    "a function that is no augmentation": (
+        ["--augment=tests.e2e.sources:clean"],
+        {},
+        2,
+        ["--augment=tests.e2e.sources:clean takes (split", "(x, y, seeds)"],
+    ),
     "best by an unknown metric": (["--keep_best=max:acc"], {}, 2, ["--keep_best=max:acc", "loss, accuracy"]),
-    "NaN in the data": (["--source=tests.e2e.sources:with_nan", "--steps=50"], {}, 8, ["Sample 70 of tests.e2e.sources:with_nan/train has NaN in x at [0]"]),
+    "NaN in the data": (
+        ["--source=tests.e2e.sources:with_nan", "--steps=50"],
+        {},
+        8,
+        ["Sample 70 of tests.e2e.sources:with_nan/train has NaN in x at [0]"],
+    ),
     "missing files": (["--source=text", "--data_dir=/nonexistent"], {}, 4, ["/nonexistent"]),
     "mirrored without GPUs": (["--strategy=mirrored"], {}, 2, ["--virtual_devices"]),
     "a run folder that cannot be made": (["--run_dir=/proc/run"], {}, 2, ["--run_dir=/proc/run"]),
@@ -57,6 +101,29 @@ def test_one_sentence_and_its_code(name, tmp_path):
 
 
 def test_workers_with_different_data(tmp_path):
-    output = run(2, [*CLUSTERS, "--steps=5", f"--run_dir={tmp_path / 'run'}", "--source=tests.e2e.sources:unseeded", "--strategy=sockets"], code=4)
-    assert "Rank 1 and rank 0 hold different samples, or an order that differs, in tests.e2e.sources:unseeded/train" in output and "Traceback" not in output
-    assert "checkpoints  " in run(2, [*CLUSTERS, "--steps=5", f"--run_dir={tmp_path / 'run'}", "--source=tests.e2e.sources:seeded_by_the_run", "--strategy=sockets"])
+    output = run(
+        2,
+        [
+            *CLUSTERS,
+            "--steps=5",
+            f"--run_dir={tmp_path / 'run'}",
+            "--source=tests.e2e.sources:unseeded",
+            "--strategy=sockets",
+        ],
+        code=4,
+    )
+    assert (
+        "Rank 1 and rank 0 hold different samples, or an order that differs, in tests.e2e.sources:unseeded/train"
+        in output
+        and "Traceback" not in output
+    )
+    assert "checkpoints  " in run(
+        2,
+        [
+            *CLUSTERS,
+            "--steps=5",
+            f"--run_dir={tmp_path / 'run'}",
+            "--source=tests.e2e.sources:seeded_by_the_run",
+            "--strategy=sockets",
+        ],
+    )

@@ -18,8 +18,17 @@ from tfdist.telemetry.jsonl import read_jsonl
 SLOW_MACHINE_SECONDS = 300
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("horovod")]
 
-IDENTIFIED = [*CLUSTERS, "--source=tests.e2e.sources:identified", "--objective=tests.e2e.sources:identifying", "--model_args=widths=(16,),num_outputs=2",
-              "--optimizer=momentum", "--log_every=1", "--steps=400", "--eval_every=-1", "--grace_period=200"]
+IDENTIFIED = [
+    *CLUSTERS,
+    "--source=tests.e2e.sources:identified",
+    "--objective=tests.e2e.sources:identifying",
+    "--model_args=widths=(16,),num_outputs=2",
+    "--optimizer=momentum",
+    "--log_every=1",
+    "--steps=400",
+    "--eval_every=-1",
+    "--grace_period=200",
+]
 ELASTIC = ("--elastic", "--min_workers=2", "--grace=200")
 
 
@@ -37,18 +46,30 @@ def groups(run_dir: Path) -> list[tuple[int, int]]:
 
 
 def batches(run_dir: Path) -> dict[int, tuple]:
-    """Step -> checksums of the samples of its global batch. A step that was done again must have seen the same samples. From the
+    """Step -> checksums of the samples of its global batch. A step that was done again must have seen the same samples.
+    From the
     logs of all ranks: a chief may be lost after a step and before it has told of it."""
     seen: dict[int, tuple] = {}
     ranks = len(list((run_dir / "logs").glob("rank-*.jsonl")))
     for record in [record for rank in range(ranks) for record in records(run_dir, rank, "train")]:
-        values = record["values"]["train/first_checksum"], record["values"]["train/second_checksum"], record["values"]["data/consumed_samples"]
-        assert seen.setdefault(record["step"], values) == values, f"step {record['step']} was done again with other samples"
+        values = (
+            record["values"]["train/first_checksum"],
+            record["values"]["train/second_checksum"],
+            record["values"]["data/consumed_samples"],
+        )
+        assert seen.setdefault(record["step"], values) == values, (
+            f"step {record['step']} was done again with other samples"
+        )
     return seen
 
 
 def children(process: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()]
+    return [
+        int(pid)
+        for pid in subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +104,10 @@ def assert_same_run(run_dir: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_a_lost_worker_is_done_without_and_replaced(lost, undisturbed, tmp_path):
-    """SIGKILL to one of three (0: the chief). The two others go on in the same processes, without a snapshot; a third joins."""
+    """SIGKILL to one of three (0: the chief).
+
+    The two others go on in the same processes, without a snapshot; a third joins.
+    """
     with elastic_job(tmp_path) as (process, _):
         before = children(process)
         os.kill(before[lost], signal.SIGKILL)

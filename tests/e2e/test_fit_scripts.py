@@ -25,7 +25,15 @@ def run(script, workers, *arguments, succeeds=True):
     processes = []
     for rank in range(workers):
         environment = {**ENVIRONMENT, **worker_environment(ports.addresses, rank, 0, ENVIRONMENT)}
-        processes.append(subprocess.Popen([sys.executable, str(script), *map(str, arguments)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), *map(str, arguments)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
     try:
         outputs = [process.communicate(timeout=240)[0] for process in processes]
     finally:
@@ -43,8 +51,14 @@ def history(output):
 
 # One line of each tutorial is another, and tfdist is imported.
 CHANGES = {
-    "keras_tutorial": ("multi_worker_model.fit(multi_worker_dataset, ", "tfdist.fit(multi_worker_model, multi_worker_dataset, "),
-    "custom_loop_tutorial": ("history = train()", "with tfdist.spread(multi_worker_model, optimizer): history = train()"),
+    "keras_tutorial": (
+        "multi_worker_model.fit(multi_worker_dataset, ",
+        "tfdist.fit(multi_worker_model, multi_worker_dataset, ",
+    ),
+    "custom_loop_tutorial": (
+        "history = train()",
+        "with tfdist.spread(multi_worker_model, optimizer): history = train()",
+    ),
 }
 
 
@@ -55,7 +69,9 @@ def test_tutorials_with_one_line_changed(name, workers, tmp_path):
     before, after = CHANGES[name]
     assert text.count(before) == 1
     changed = tmp_path / "script.py"
-    changed.write_text(text.replace(before, after).replace("import tensorflow as tf\n", "import tensorflow as tf\nimport tfdist\n"))
+    changed.write_text(
+        text.replace(before, after).replace("import tensorflow as tf\n", "import tensorflow as tf\nimport tfdist\n")
+    )
     outputs = run(changed, workers)
     found = {history(output) for output in outputs}
     assert len(found) == 1, found
@@ -83,19 +99,25 @@ def test_killed_and_run_again(tmp_path):
 def test_refusals(end, tmp_path):
     outputs = run(SCRIPTS / "refusals.py", 2, end, tmp_path)
     for output in outputs:
-        assert 'once: [[820.0, 820.0, 820.0], [22140.0, 22140.0, 22140.0], 3]' in output
+        assert "once: [[820.0, 820.0, 820.0], [22140.0, 22140.0, 22140.0], 3]" in output
         assert "chief's: [22140.0, 22140.0]" in output
         for name in ("targets", "middle", "weights", "names", "arrays"):
             assert f"taken {name}: [22140.0]" in output
         assert "barrier: saved" in output
-        assert re.search(r"other call: ConfigError: .*tfdist.evaluate\(batch_size=5\), rank 1 at call 9, tfdist.predict\(batch_size=5\)", outputs[0])
+        assert re.search(
+            r"other call: ConfigError: .*tfdist.evaluate\(batch_size=5\), rank 1 at call 9,"
+            r" tfdist.predict\(batch_size=5\)",
+            outputs[0],
+        )
         assert "other epochs: ConfigError: tfdist.fit: Rank" in output
         assert "train_step: ConfigError: The train_step of Ignores never calls the model itself" in output
         assert "variables: ConfigError: The model and optimizer have 4 and 6 variables" in output
         assert "not a model: ConfigError: tfdist.fit takes a keras.Model, not ndarray" in output
         if end == "order":
             for name in ("order", "targets", "weights", "own rows", "evaluate", "predict"):
-                assert re.search(rf"^{name}: DataError: Rank \d and rank \d hold different batches", output, re.MULTILINE), name
+                assert re.search(
+                    rf"^{name}: DataError: Rank \d and rank \d hold different batches", output, re.MULTILINE
+                ), name
     if end == "length":
         assert "length: ConfigError: Rank 0 is at 'batches', rank 1 at" in outputs[0]
     assert outputs[0].count("all take the chief's") == 5
@@ -108,9 +130,18 @@ def test_the_launcher_starts_scripts_and_keeps_their_exit_codes(tmp_path):
     bad.write_text("import tfdist\nif tfdist.init().rank == 1:\n    tfdist.fit(None)\n")
     outputs = {}
     alone = tmp_path / "alone.py"
-    alone.write_text("import tfdist, keras\ntfdist.init()\nif tfdist.is_chief():\n    tfdist.evaluate(keras.Sequential(), [1])\n")
+    alone.write_text(
+        "import tfdist, keras\ntfdist.init()\nif tfdist.is_chief():\n    tfdist.evaluate(keras.Sequential(), [1])\n"
+    )
     for script, code in ((good, 0), (bad, 2), (alone, 2)):
-        done = subprocess.run([sys.executable, "-m", "tfdist.launch", "--workers=2", "--", str(script), "--mine"], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-m", "tfdist.launch", "--workers=2", "--", str(script), "--mine"],
+            env=ENVIRONMENT,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == code, done.stdout + done.stderr
         outputs[script] = done.stdout + done.stderr
     assert "[worker 1] rank 1 ['--mine']" in outputs[good] and "takes a keras.Model" in outputs[bad]

@@ -30,7 +30,9 @@ def test_the_same_weights_and_interchangeable_snapshots(tmp_path):
     for strategy in ("multi_worker", "horovod"):
         run(2, [*FLAGS, f"--strategy={strategy}", f"--run_dir={tmp_path / strategy}"])
     first, last = snapshot(tmp_path / "horovod", 25), snapshot(tmp_path / "horovod", 50)
-    assert any(np.abs(last[key] - first[key]).max() > 1e-3 for key in first if key.startswith("model/")), "nothing was learned"
+    assert any(np.abs(last[key] - first[key]).max() > 1e-3 for key in first if key.startswith("model/")), (
+        "nothing was learned"
+    )
     assert_same_weights(tmp_path / "multi_worker", tmp_path / "horovod")
     for begun, ended in (("multi_worker", "horovod"), ("horovod", "multi_worker")):
         folder = tmp_path / f"{begun}-{ended}"
@@ -42,16 +44,49 @@ def test_the_same_weights_and_interchangeable_snapshots(tmp_path):
 
 
 def test_a_stopped_worker_is_noticed(tmp_path):
-    process = start(2, [*CLUSTERS, "--steps=100000000", "--strategy=horovod", "--heartbeat_timeout=2", "--progress=none", f"--run_dir={tmp_path}"], ("--grace=1",))
-    wait_for(lambda: all((tmp_path / "logs" / f"rank-{rank}.jsonl").exists() and records(tmp_path, rank, "train") for rank in (0, 1)))
-    children = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()]
+    process = start(
+        2,
+        [
+            *CLUSTERS,
+            "--steps=100000000",
+            "--strategy=horovod",
+            "--heartbeat_timeout=2",
+            "--progress=none",
+            f"--run_dir={tmp_path}",
+        ],
+        ("--grace=1",),
+    )
+    wait_for(
+        lambda: all(
+            (tmp_path / "logs" / f"rank-{rank}.jsonl").exists() and records(tmp_path, rank, "train") for rank in (0, 1)
+        )
+    )
+    children = [
+        int(pid)
+        for pid in subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+    ]
     os.kill(children[1], signal.SIGSTOP)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 6 and "Horovod stopped: a worker died, was silent for --heartbeat_timeout" in output, output
+    assert process.returncode == 6 and "Horovod stopped: a worker died, was silent for --heartbeat_timeout" in output, (
+        output
+    )
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("multi_worker", marks=pytest.mark.thorough), "horovod"])
 def test_weights_that_differ_stop_the_run_before_they_are_saved(strategy, tmp_path):
-    output = run(2, [*CLUSTERS, f"--strategy={strategy}", "--model=tests.e2e.faults:unreduced_on_rank_1", "--model_args=", "--steps=20", f"--run_dir={tmp_path}"], code=8)
+    output = run(
+        2,
+        [
+            *CLUSTERS,
+            f"--strategy={strategy}",
+            "--model=tests.e2e.faults:unreduced_on_rank_1",
+            "--model_args=",
+            "--steps=20",
+            f"--run_dir={tmp_path}",
+        ],
+        code=8,
+    )
     assert "The weights of rank 1 differ from the chief's at step 20" in output, output
     assert not list((tmp_path / "checkpoints").glob("step-*"))

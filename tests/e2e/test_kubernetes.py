@@ -1,5 +1,5 @@
-"""The pods of a generated Job, run for real: the container's command with the environment that Kubernetes gives it, each in
-a network namespace with an address of its own, under the names that the headless service would give them."""
+"""The pods of a generated Job, run for real: the container's command with the environment that Kubernetes gives it,
+each in a network namespace with an address of its own, under the names that the headless service would give them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,24 @@ def pods():
             if result.returncode:
                 pytest.skip(f"network namespaces cannot be made here: {result.stderr.strip()}")
             made.append(name)
-        subprocess.run(["ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1]], check=True)
+        subprocess.run(
+            [
+                "ip",
+                "link",
+                "add",
+                ends[0],
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                ends[1],
+                "netns",
+                names[1],
+            ],
+            check=True,
+        )
         for name, end, address in zip(names, ends, ADDRESSES, strict=True):
             for command in (f"addr add {address}/24 dev {end}", f"link set {end} up", "link set lo up"):
                 subprocess.run(["ip", "-n", name, *command.split()], check=True)
@@ -43,21 +60,50 @@ def pods():
 
 
 def test_two_pods_find_each_other_train_and_go_on(pods, tmp_path):
-    arguments = ["kubernetes", "--workers=2", "--image=tfdist", "--claim=runs", f"--mount={tmp_path}", "--name=digits", "--",
-                 *CLUSTERS, "--steps=600", "--steps_per_loop=1", "--log_every=5", "--progress=none", f"--run_dir={tmp_path}/run"]
-    text = subprocess.run([sys.executable, "-m", "tfdist.jobs", *arguments], env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
+    arguments = [
+        "kubernetes",
+        "--workers=2",
+        "--image=tfdist",
+        "--claim=runs",
+        f"--mount={tmp_path}",
+        "--name=digits",
+        "--",
+        *CLUSTERS,
+        "--steps=600",
+        "--steps_per_loop=1",
+        "--log_every=5",
+        "--progress=none",
+        f"--run_dir={tmp_path}/run",
+    ]
+    text = subprocess.run(
+        [sys.executable, "-m", "tfdist.jobs", *arguments], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    ).stdout
     service, job, _ = yaml.safe_load_all(text)
     spec = job["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    names = [f"{job['metadata']['name']}-{index}.{spec['subdomain']}" for index in range(2)]  # as Kubernetes names the pods of an Indexed Job
+    names = [
+        f"{job['metadata']['name']}-{index}.{spec['subdomain']}" for index in range(2)
+    ]  # as Kubernetes names the pods of an Indexed Job
     assert service["metadata"]["name"] == spec["subdomain"]
-    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in zip(ADDRESSES, names, strict=True)))
+    (tmp_path / "hosts").write_text(
+        "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in zip(ADDRESSES, names, strict=True))
+    )
 
     def start(index: int) -> subprocess.Popen:
-        environment = {**ENVIRONMENT, **{item["name"]: item.get("value", "of-the-secret-" * 4) for item in container["env"]}, "JOB_COMPLETION_INDEX": str(index)}
+        environment = {
+            **ENVIRONMENT,
+            **{item["name"]: item.get("value", "of-the-secret-" * 4) for item in container["env"]},
+            "JOB_COMPLETION_INDEX": str(index),
+        }
         command = [sys.executable if piece == "python" else piece for piece in container["command"]]
         script = f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
-        return subprocess.Popen(["ip", "netns", "exec", pods[index], "sh", "-c", script, "sh", *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            ["ip", "netns", "exec", pods[index], "sh", "-c", script, "sh", *command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def finish(processes: list[subprocess.Popen]) -> list[int]:
         try:
@@ -71,7 +117,10 @@ def test_two_pods_find_each_other_train_and_go_on(pods, tmp_path):
 
     def trained() -> bool:
         assert all(process.poll() is None for process in processes), [process.communicate()[0] for process in processes]
-        return all((tmp_path / "run" / "logs" / f"rank-{rank}.jsonl").exists() and records(tmp_path / "run", rank, "train") for rank in range(2))
+        return all(
+            (tmp_path / "run" / "logs" / f"rank-{rank}.jsonl").exists() and records(tmp_path / "run", rank, "train")
+            for rank in range(2)
+        )
 
     processes = [start(index) for index in range(2)]
     wait_for(trained)

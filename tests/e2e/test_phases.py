@@ -18,10 +18,31 @@ pytestmark = pytest.mark.slow
 
 FLAGS = [*CLUSTERS, "--eval_every=-1", "--nosave_final", "--phase_every=1", "--scaling_baseline=1e4"]
 CASES = {
-    "source": (["--source=tests.e2e.sources:Slow", "--reader_threads=1", "--model_args=widths=(16,),num_outputs=4", "--steps=40"], "input-bound: ", "data_wait"),
-    "optimizer": (["--model=tests.e2e.faults:slow_optimizer_on_rank_1", "--model_args=", "--steps=60"], "a slow rank: ", "optimizer"),
-    "network": (["--model=tests.e2e.faults:slow_network", "--model_args=", "--steps=40"], "communication-bound: ", "gradient_sync"),
-    "storage": (["--model=tests.e2e.faults:slow_storage", "--model_args=", "--steps=40", "--save_every=5"], "stalled on storage: ", "checkpoint"),
+    "source": (
+        [
+            "--source=tests.e2e.sources:Slow",
+            "--reader_threads=1",
+            "--model_args=widths=(16,),num_outputs=4",
+            "--steps=40",
+        ],
+        "input-bound: ",
+        "data_wait",
+    ),
+    "optimizer": (
+        ["--model=tests.e2e.faults:slow_optimizer_on_rank_1", "--model_args=", "--steps=60"],
+        "a slow rank: ",
+        "optimizer",
+    ),
+    "network": (
+        ["--model=tests.e2e.faults:slow_network", "--model_args=", "--steps=40"],
+        "communication-bound: ",
+        "gradient_sync",
+    ),
+    "storage": (
+        ["--model=tests.e2e.faults:slow_storage", "--model_args=", "--steps=40", "--save_every=5"],
+        "stalled on storage: ",
+        "checkpoint",
+    ),
 }
 
 
@@ -59,7 +80,10 @@ def test_phases_add_up_to_the_wall_time(case):
         told = records(folder, rank=rank, kind="phases")
         for before, after in itertools.pairwise(told):
             wall = (datetime.fromisoformat(after["time"]) - datetime.fromisoformat(before["time"])).total_seconds()
-            assert sums(after["values"]) * after["values"]["phase_steps"] == pytest.approx(wall, rel=0.02, abs=0.002), (rank, after)
+            assert sums(after["values"]) * after["values"]["phase_steps"] == pytest.approx(wall, rel=0.02, abs=0.002), (
+                rank,
+                after,
+            )
             assert after["values"]["phase_steps"] == after["step"] - before["step"]
 
 
@@ -67,7 +91,9 @@ def test_what_else_a_train_event_tells(case):
     _, folder, _ = case
     told = records(folder, kind="train")[-1]["values"]
     flops = 3 * 2 * (8 * 16 + 16 * 4)  # of one sample: two products
-    assert told["perf/model_flops_per_s"] == pytest.approx(flops * told["perf/samples_per_s"]) and "perf/mfu" not in told
+    assert (
+        told["perf/model_flops_per_s"] == pytest.approx(flops * told["perf/samples_per_s"]) and "perf/mfu" not in told
+    )
     assert told["perf/scaling_efficiency"] == pytest.approx(told["perf/samples_per_s"] / 2e4)
     assert told["memory/host_peak_bytes"] >= told["memory/host_bytes"] > 1e8
     assert told["data/epoch"] == pytest.approx(told["data/consumed_samples"] / 600)

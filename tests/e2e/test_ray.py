@@ -1,4 +1,6 @@
-"""A real Ray cluster of three nodes on this machine: a node is lost and comes back in mid-run, the job is signalled, there is too little room."""
+"""A real Ray cluster of three nodes on this machine: a node is lost and comes back in mid-run, the job is signalled,
+there is too little room.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ import pytest
 
 from tests.e2e.job import CLUSTERS, IDENTIFIED, batches, records, run, snapshot, start, wait_for, workers_training
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=f"Ray is not installed: pip has none for Python {sys.version_info[0]}.{sys.version_info[1]} beside this TensorFlow, or it was left out")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason=(
+            f"Ray is not installed: pip has none for Python {sys.version_info[0]}.{sys.version_info[1]} beside this"
+            " TensorFlow, or it was left out"
+        ),
+    ),
+]
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
@@ -84,7 +95,9 @@ def test_a_node_is_lost_and_comes_back(cluster, launch, tmp_path):
     assert batches(many) == batches(tmp_path / "one")
     ends = [snapshot(folder, 240) for folder in (tmp_path / "one", many)]
     for key, array in ends[0].items():
-        np.testing.assert_allclose(array.astype("float64"), ends[1][key].astype("float64"), rtol=0, atol=2e-6, err_msg=key)
+        np.testing.assert_allclose(
+            array.astype("float64"), ends[1][key].astype("float64"), rtol=0, atol=2e-6, err_msg=key
+        )
 
 
 def test_sigterm_saves_and_ends_with_42(launch, tmp_path):
@@ -96,12 +109,23 @@ def test_sigterm_saves_and_ends_with_42(launch, tmp_path):
 
 
 def test_a_mistake_keeps_its_code_and_is_not_retried(launch, tmp_path):
-    output, _ = (process := launch(2, [*CLUSTERS, "--steps=10", "--model_args=width=3", f"--run_dir={tmp_path}"])).communicate(timeout=120)
-    assert process.returncode == 2 and "has no option 'width'" in output.splitlines()[-2] and "restart" not in output, output
+    output, _ = (
+        process := launch(2, [*CLUSTERS, "--steps=10", "--model_args=width=3", f"--run_dir={tmp_path}"])
+    ).communicate(timeout=120)
+    assert process.returncode == 2 and "has no option 'width'" in output.splitlines()[-2] and "restart" not in output, (
+        output
+    )
     assert "has no option 'width'" in (tmp_path / "logs" / "worker-1.log").read_text()
 
 
 def test_too_little_room_is_said_after_a_time(launch, tmp_path):
-    output, _ = (process := launch(4, [*CLUSTERS, "--steps=10", f"--run_dir={tmp_path}"], "--placement_timeout=2")).communicate(timeout=120)
+    output, _ = (
+        process := launch(4, [*CLUSTERS, "--steps=10", f"--run_dir={tmp_path}"], "--placement_timeout=2")
+    ).communicate(timeout=120)
     assert process.returncode == 5, output
-    assert "no room for 4 workers of 1 CPU each within --placement_timeout=2 s, since the cluster has 3 nodes (1 CPU; 1 CPU; 1 CPU)" in output and "Traceback" not in output
+    assert (
+        "no room for 4 workers of 1 CPU each within --placement_timeout=2 s, since the cluster has 3 nodes (1 CPU; 1"
+        " CPU; 1 CPU)"
+        in output
+        and "Traceback" not in output
+    )

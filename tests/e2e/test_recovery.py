@@ -31,7 +31,9 @@ from tests.e2e.job import (
 pytestmark = pytest.mark.slow
 
 
-def with_faults(text: str, workers: int, flags: list[str], launch_flags: tuple[str, ...] = (), timeout: float = 240) -> tuple[int, str]:
+def with_faults(
+    text: str, workers: int, flags: list[str], launch_flags: tuple[str, ...] = (), timeout: float = 240
+) -> tuple[int, str]:
     """(exit code, output) of a job with faults on purpose."""
     process = start(workers, flags, launch_flags, {"TFDIST_FAULTS": text})
     output, _ = process.communicate(timeout=timeout)
@@ -43,23 +45,51 @@ def logs(run_dir: Path, workers: int) -> list[str]:
 
 
 def test_a_worker_stuck_in_python_is_named_by_all(tmp_path):
-    code, output = with_faults("1:20:stuck", 3, [*CLUSTERS, "--steps=100000", "--steps_per_loop=5", "--step_timeout=4", "--progress=none", f"--run_dir={tmp_path}"])
+    code, output = with_faults(
+        "1:20:stuck",
+        3,
+        [
+            *CLUSTERS,
+            "--steps=100000",
+            "--steps_per_loop=5",
+            "--step_timeout=4",
+            "--progress=none",
+            f"--run_dir={tmp_path}",
+        ],
+    )
     assert code == 7, output
     for log in logs(tmp_path, 3):
-        assert 'Section "step" took' in log and "the others wait for worker 1 (rank 1," in log and "faults.py" in log, log
+        assert 'Section "step" took' in log and "the others wait for worker 1 (rank 1," in log and "faults.py" in log, (
+            log
+        )
     assert "worker 1 (rank 1," in output.splitlines()[-2]  # the launcher's last word but one
     assert "Python stacks" in logs(tmp_path, 3)[1] and "Python stacks" not in logs(tmp_path, 3)[0]
 
 
 def test_a_stopped_worker_is_named_with_its_section(tmp_path):
-    code, output = with_faults("1:20:stop", 3, [*CLUSTERS, "--steps=100000", "--steps_per_loop=5", "--heartbeat_timeout=3", "--progress=none", f"--run_dir={tmp_path}"])
+    code, output = with_faults(
+        "1:20:stop",
+        3,
+        [
+            *CLUSTERS,
+            "--steps=100000",
+            "--steps_per_loop=5",
+            "--heartbeat_timeout=3",
+            "--progress=none",
+            f"--run_dir={tmp_path}",
+        ],
+    )
     assert code == 6, output
     for rank in (0, 2):
-        assert "worker 1 (rank 1," in (log := logs(tmp_path, 3)[rank]) and 'in section "' in log, log  # the last that it told
+        assert "worker 1 (rank 1," in (log := logs(tmp_path, 3)[rank]) and 'in section "' in log, (
+            log
+        )  # the last that it told
 
 
 def test_the_first_error_reaches_every_log(tmp_path):
-    code, output = with_faults("2:20:error", 3, [*CLUSTERS, "--steps=100000", "--progress=none", f"--run_dir={tmp_path}"])
+    code, output = with_faults(
+        "2:20:error", 3, [*CLUSTERS, "--steps=100000", "--progress=none", f"--run_dir={tmp_path}"]
+    )
     assert code == 1 and "an error on purpose" in output.splitlines()[-2], output
     assert all("an error on purpose" in log for log in logs(tmp_path, 3))
     assert [record["kind"] for record in records(tmp_path, 0)][-1] == "error"
@@ -74,7 +104,9 @@ def test_more_and_fewer_workers_see_the_same_batches(tmp_path):
     many = tmp_path / "many"
     (many / "faults").mkdir(parents=True)
     (many / "faults" / "pace").write_text("0.1")  # a step, so that there is time for changes
-    process = start(4, [*flags, f"--run_dir={many}"], ("--min_workers=1", f"--discover=cat {room}"), {"TFDIST_FAULTS": "armed"})
+    process = start(
+        4, [*flags, f"--run_dir={many}"], ("--min_workers=1", f"--discover=cat {room}"), {"TFDIST_FAULTS": "armed"}
+    )
     for workers, then in ((3, "2"), (2, "4"), (4, "4")):
         wait_for(lambda workers=workers: workers_training(many) == workers)
         room.write_text(then)
@@ -83,18 +115,24 @@ def test_more_and_fewer_workers_see_the_same_batches(tmp_path):
     assert process.returncode == 0, output
     assert [record["values"]["workers"] for record in records(many, kind="start")] == [3, 2, 4], output
     assert "from 3 to 2 workers" in output and "written by 2 workers, now 4" in output
-    assert "6 per micro-batch x 2 accumulation x 2 replicas" in output  # never more at a time than the 4 workers asked for would take
+    assert (
+        "6 per micro-batch x 2 accumulation x 2 replicas" in output
+    )  # never more at a time than the 4 workers asked for would take
     assert batches(many) == batches(tmp_path / "one")
     ends = [snapshot(folder, 300) for folder in (tmp_path / "one", many)]
     for key, array in ends[0].items():
-        np.testing.assert_allclose(array.astype("float64"), ends[1][key].astype("float64"), rtol=0, atol=2e-6, err_msg=key)
+        np.testing.assert_allclose(
+            array.astype("float64"), ends[1][key].astype("float64"), rtol=0, atol=2e-6, err_msg=key
+        )
 
 
 @pytest.mark.thorough
 def test_a_worker_that_cannot_be_brought_back_is_left_out(tmp_path):
     """Rank 2 breaks twice before there is any snapshot; the job goes on with two."""
     flags = [*IDENTIFIED, "--steps=60", "--log_every=1", "--progress=none", f"--run_dir={tmp_path}"]
-    code, output = with_faults("2:5:kill,2:6:kill", 3, [*flags, "--steps_per_loop=1"], ("--min_workers=2", "--max_restarts=5"))
+    code, output = with_faults(
+        "2:5:kill,2:6:kill", 3, [*flags, "--steps_per_loop=1"], ("--min_workers=2", "--max_restarts=5")
+    )
     assert code == 0 and "with 2 workers" in output, output
     assert [record["values"]["workers"] for record in records(tmp_path, kind="start")] == [3, 3, 2]
     assert sorted(batches(tmp_path)) == list(range(1, 61))
@@ -102,7 +140,15 @@ def test_a_worker_that_cannot_be_brought_back_is_left_out(tmp_path):
 
 def test_backup_is_preferred_when_it_is_newer_and_deleted_at_the_end(tmp_path):
     backup = tmp_path / "backup"
-    flags = [*CLUSTERS, "--steps=60", "--save_every=20", f"--backup_dir={backup}", "--backup_every=7", "--steps_per_loop=1", "--deterministic"]
+    flags = [
+        *CLUSTERS,
+        "--steps=60",
+        "--save_every=20",
+        f"--backup_dir={backup}",
+        "--backup_every=7",
+        "--steps_per_loop=1",
+        "--deterministic",
+    ]
     run(2, [*flags, f"--run_dir={tmp_path / 'whole'}"])
     code, output = with_faults("1:37:kill", 2, [*flags, f"--run_dir={tmp_path / 'broken'}"], ("--max_restarts=1",))
     assert code == 0 and f"resumed from {backup}/step-00000035" in output, output
@@ -113,7 +159,14 @@ def test_backup_is_preferred_when_it_is_newer_and_deleted_at_the_end(tmp_path):
 
 def test_rollback_goes_past_bad_samples(tmp_path):
     """Sample 70 is in step 3; --log_every makes calls of 5 steps."""
-    flags = [*CLUSTERS, "--source=tests.e2e.sources:with_nan", "--noshuffle", "--steps=20", "--log_every=5", "--on_nan=rollback"]
+    flags = [
+        *CLUSTERS,
+        "--source=tests.e2e.sources:with_nan",
+        "--noshuffle",
+        "--steps=20",
+        "--log_every=5",
+        "--on_nan=rollback",
+    ]
     output = run(2, [*flags, f"--run_dir={tmp_path}"])
     assert "went back to step 0 and past 120 samples, which are not trained on (rollback 1 of 3)" in output
     manifest = json.loads((tmp_path / "checkpoints" / "step-00000020" / "manifest.json").read_text())
@@ -121,7 +174,19 @@ def test_rollback_goes_past_bad_samples(tmp_path):
     assert all(np.isfinite(array).all() for key, array in snapshot(tmp_path, 20).items() if key.startswith("model/"))
     output = run(2, [*flags, "--steps=24", f"--run_dir={tmp_path}"])  # the position comes back with the snapshot
     assert "600 samples consumed" in output
-    everywhere = run(1, [*CLUSTERS, "--source=tests.e2e.sources:all_nan", "--steps=20", "--log_every=5", "--on_nan=rollback", "--max_rollbacks=2", f"--run_dir={tmp_path / 'all'}"], code=8)
+    everywhere = run(
+        1,
+        [
+            *CLUSTERS,
+            "--source=tests.e2e.sources:all_nan",
+            "--steps=20",
+            "--log_every=5",
+            "--on_nan=rollback",
+            "--max_rollbacks=2",
+            f"--run_dir={tmp_path / 'all'}",
+        ],
+        code=8,
+    )
     assert "after 2 rollbacks" in everywhere
 
 
@@ -129,12 +194,23 @@ def test_rollback_goes_past_bad_samples(tmp_path):
 def test_training_ends_well_on_a_full_disk(tmp_path):
     disk = tmp_path / "checkpoints"
     disk.mkdir()
-    flags = [*CLUSTERS, "--model_args=widths=(700,700)", "--optimizer=sgd", "--save_every=20", "--keep=9", f"--run_dir={tmp_path}"]
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(disk)], check=True)  # a snapshot has 2 MB: two fit
+    flags = [
+        *CLUSTERS,
+        "--model_args=widths=(700,700)",
+        "--optimizer=sgd",
+        "--save_every=20",
+        "--keep=9",
+        f"--run_dir={tmp_path}",
+    ]
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(disk)], check=True
+    )  # a snapshot has 2 MB: two fit
     try:
         output = run(2, [*flags, "--steps=80"], code=9)
         assert "SNAPSHOT NOT WRITTEN (failure number 1), step 60" in output and "failure number 2" in output
-        assert "step 80/80" in output and "The last snapshot could not be written" in output and "Traceback" not in output
+        assert (
+            "step 80/80" in output and "The last snapshot could not be written" in output and "Traceback" not in output
+        )
         assert sorted(path.name for path in disk.glob("step-*")) == ["step-00000020", "step-00000040"]
         subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
         output = run(2, [*flags, "--steps=80"])
@@ -144,8 +220,21 @@ def test_training_ends_well_on_a_full_disk(tmp_path):
 
 
 def test_what_cannot_be_saved_within_the_grace_period_is_said(tmp_path):
-    process = subprocess.Popen([sys.executable, "-m", "tfdist.train", *CLUSTERS, "--steps=100000", "--grace_period=4", f"--run_dir={tmp_path}"],
-                               env={**ENVIRONMENT, "TFDIST_FAULTS": "0:20:stuck"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tfdist.train",
+            *CLUSTERS,
+            "--steps=100000",
+            "--grace_period=4",
+            f"--run_dir={tmp_path}",
+        ],
+        env={**ENVIRONMENT, "TFDIST_FAULTS": "0:20:stuck"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_for(lambda: (tmp_path / "faults").exists())
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -162,20 +251,39 @@ def test_a_changed_schedule_is_refused_or_said(tmp_path):
 
 
 def test_chaos_ends_where_the_undisturbed_run_ends(tmp_path):
-    """Three faults of scripts/chaos.py: a damaged snapshot, the chief killed while saving, the chief killed (what this seed draws)."""
-    done = subprocess.run([sys.executable, "scripts/chaos.py", "--kills=3", "--seed=36", "--workers=2", f"--keep={tmp_path}"], env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    """Three faults of scripts/chaos.py: a damaged snapshot, the chief killed while saving, the chief killed (what this
+    seed draws).
+    """
+    done = subprocess.run(
+        [sys.executable, "scripts/chaos.py", "--kills=3", "--seed=36", "--workers=2", f"--keep={tmp_path}"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0 and "bitwise those of the undisturbed run" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_straggler_is_named(tmp_path):
     """Rank 1 reads slowly."""
-    output = run(2, [*CLUSTERS, "--source=tests.e2e.sources:SlowOnRankOne", "--model_args=widths=(16,),num_outputs=4", "--steps=60", "--log_every=5", f"--run_dir={tmp_path}"])
+    output = run(
+        2,
+        [
+            *CLUSTERS,
+            "--source=tests.e2e.sources:SlowOnRankOne",
+            "--model_args=widths=(16,),num_outputs=4",
+            "--steps=60",
+            "--log_every=5",
+            f"--run_dir={tmp_path}",
+        ],
+    )
     assert "rank 1 is a straggler" in output and "rank 0 is a straggler" not in output
     assert {record["values"]["perf/slowest_rank"] for record in records(tmp_path, kind="train")[2:]} == {1}
 
 
 def test_a_notice_of_the_platform_saves_and_ends(tmp_path):
     """Through TensorFlow's own watcher, which asks a metadata server; here a real HTTP server with the same answers."""
+
     class Metadata(http.server.BaseHTTPRequestHandler):
         event = b"NONE"
 
@@ -189,8 +297,21 @@ def test_a_notice_of_the_platform_saves_and_ends(tmp_path):
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    process = subprocess.Popen([sys.executable, "-m", "tfdist.train", *CLUSTERS, "--steps=1000000", "--preemption_notice=gce", f"--run_dir={tmp_path}"],
-                               env={**ENVIRONMENT, "GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tfdist.train",
+            *CLUSTERS,
+            "--steps=1000000",
+            "--preemption_notice=gce",
+            f"--run_dir={tmp_path}",
+        ],
+        env={**ENVIRONMENT, "GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_for(lambda: records(tmp_path, kind="train"))
     Metadata.event = b"TERMINATE_ON_HOST_MAINTENANCE"
     output, _ = process.communicate(timeout=60)
@@ -209,7 +330,12 @@ def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(tmp_pa
         second, alone = start(2, flags, ("--max_restarts=3",)), train(flags)
         output, _ = second.communicate(timeout=60)
         for code, said in ((second.returncode, output), (alone.returncode, alone.stderr)):
-            assert code == 2 and f"--run_dir={tmp_path} is in use by another job (process " in said and "since 20" in said and "Traceback" not in said, said
+            assert (
+                code == 2
+                and f"--run_dir={tmp_path} is in use by another job (process " in said
+                and "since 20" in said
+                and "Traceback" not in said
+            ), said
         assert first.poll() is None and (tmp_path / "logs" / "worker-0.log").read_bytes() == log
         killed = json.loads((tmp_path / "lease.json").read_text())["pid"]
         os.kill(int(killed), signal.SIGKILL)

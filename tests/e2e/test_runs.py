@@ -17,7 +17,17 @@ from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, run, snapshot, start, 
 pytestmark = pytest.mark.slow
 
 # What makes resuming hard: dropout, moving averages, a schedule, accumulation, shuffling over epochs.
-HARD = [*CLUSTERS, "--steps=900", "--deterministic", "--optimizer=adamw", "--ema=0.9", "--schedule=cosine", "--warmup_steps=5", "--accumulation=2", "--weight_decay=0.1"]
+HARD = [
+    *CLUSTERS,
+    "--steps=900",
+    "--deterministic",
+    "--optimizer=adamw",
+    "--ema=0.9",
+    "--schedule=cosine",
+    "--warmup_steps=5",
+    "--accumulation=2",
+    "--weight_decay=0.1",
+]
 
 
 def assert_same_end(one: Path, other: Path, step: int, atol: float = 0.0) -> None:
@@ -39,7 +49,15 @@ def test_two_workers_learn_the_digits_and_leave_everything_behind(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["eval/accuracy"] >= 0.97 and summary["eval/samples"] == summary["data/eval_samples"]
     assert "[worker 0] step 50/" in output and "eval/accuracy" in output
-    for name in ("flags.txt", "curves.png", "logs/rank-0.jsonl", "logs/rank-1.jsonl", "logs/worker-1.log", "export/model.keras", "export/saved_model/saved_model.pb"):
+    for name in (
+        "flags.txt",
+        "curves.png",
+        "logs/rank-0.jsonl",
+        "logs/rank-1.jsonl",
+        "logs/worker-1.log",
+        "export/model.keras",
+        "export/saved_model/saved_model.pb",
+    ):
         assert (tmp_path / name).stat().st_size > 0, name
     # The export loads where there is no tfdist, and scores the same.
     code = f"""
@@ -52,7 +70,13 @@ other = loaded.serve(x)
 np.testing.assert_allclose(one, other, atol=1e-5)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**ENVIRONMENT, "PYTHONPATH": ""}, cwd=tmp_path)
-    evaluated = subprocess.run([sys.executable, "-m", "tfdist.evaluate", f"--run_dir={tmp_path}"], env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
+    evaluated = subprocess.run(
+        [sys.executable, "-m", "tfdist.evaluate", f"--run_dir={tmp_path}"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert json.loads(evaluated.partition(": ")[2])["loss"] == pytest.approx(summary["eval/loss"], abs=1e-6)
 
 
@@ -68,7 +92,9 @@ def test_a_stopped_and_resumed_run_is_bitwise_equal(undisturbed, tmp_path):
     run(2, [*flags, "--steps=31"])
     process = start(2, [*flags, "--steps_per_loop=1", "--log_every=1"])
     wait_for(lambda: any(record["step"] >= 40 for record in records(tmp_path, rank=1)))
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
     os.kill(int(children[-1]), signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 42, output
@@ -84,7 +110,9 @@ def test_a_stopped_and_resumed_run_is_bitwise_equal(undisturbed, tmp_path):
 
 @pytest.mark.thorough
 def test_other_worker_counts_go_on_where_others_stopped(tmp_path):
-    """1 -> 3 -> 2 workers: the same global batches, so the same weights up to rounding (no dropout: its masks depend on the rank)."""
+    """1 -> 3 -> 2 workers: the same global batches, so the same weights up to rounding (no dropout: its masks depend on
+    the rank).
+    """
     flags = [*CLUSTERS, "--model_args=widths=(16,)", "--optimizer=momentum", "--deterministic"]
     run(1, [*flags, "--steps=45", f"--run_dir={tmp_path / 'one'}"])
     for workers, steps in ((1, 15), (3, 30), (2, 45)):
@@ -95,27 +123,69 @@ def test_other_worker_counts_go_on_where_others_stopped(tmp_path):
 
 def test_float16_overflow_on_one_worker_is_skipped_by_all(tmp_path):
     """Sample 70 is in step 2 (of 24 samples each), in the part of the last rank."""
-    flags = [*CLUSTERS, "--source=tests.e2e.sources:with_overflow", "--noshuffle", "--precision=float16", "--loss_scale_initial=1024", "--steps=20", "--log_every=1"]
+    flags = [
+        *CLUSTERS,
+        "--source=tests.e2e.sources:with_overflow",
+        "--noshuffle",
+        "--precision=float16",
+        "--loss_scale_initial=1024",
+        "--steps=20",
+        "--log_every=1",
+    ]
     run(3, [*flags, f"--run_dir={tmp_path}"])
     for rank in range(3):
-        skipped = {record["step"]: (record["values"]["train/skipped_steps"], record["values"]["train/loss_scale"]) for record in records(tmp_path, rank, "train")}
+        skipped = {
+            record["step"]: (record["values"]["train/skipped_steps"], record["values"]["train/loss_scale"])
+            for record in records(tmp_path, rank, "train")
+        }
         assert skipped[2] == (0, 1024) and skipped[3] == (1, 512) and skipped[20] == (0, 512), skipped
     assert all(np.isfinite(array).all() for key, array in snapshot(tmp_path, 20).items() if key.startswith("model/"))
 
 
 def test_not_a_number_ends_with_its_own_code(tmp_path):
-    flags = [*CLUSTERS, "--source=tests.e2e.sources:with_nan", "--noshuffle", "--steps=20", "--log_every=1", f"--run_dir={tmp_path}"]
+    flags = [
+        *CLUSTERS,
+        "--source=tests.e2e.sources:with_nan",
+        "--noshuffle",
+        "--steps=20",
+        "--log_every=1",
+        f"--run_dir={tmp_path}",
+    ]
     output = run(2, flags, code=8)
     assert "became NaN or infinite" in output and "Traceback" not in output
     output = run(2, [*flags, "--on_nan=skip"])
-    assert [record["step"] for record in records(tmp_path, 0, "train") if record["values"]["train/skipped_steps"]] == [3]
-    output = run(1, [*CLUSTERS, "--source=tests.e2e.sources:all_nan", "--steps=20", "--log_every=10", "--on_nan=skip", f"--run_dir={tmp_path / 'all'}"], code=8)
-    assert "All of the last 10 steps were skipped" in output and "nothing was learned" in output and "Traceback" not in output
+    assert [record["step"] for record in records(tmp_path, 0, "train") if record["values"]["train/skipped_steps"]] == [
+        3
+    ]
+    output = run(
+        1,
+        [
+            *CLUSTERS,
+            "--source=tests.e2e.sources:all_nan",
+            "--steps=20",
+            "--log_every=10",
+            "--on_nan=skip",
+            f"--run_dir={tmp_path / 'all'}",
+        ],
+        code=8,
+    )
+    assert (
+        "All of the last 10 steps were skipped" in output
+        and "nothing was learned" in output
+        and "Traceback" not in output
+    )
 
 
 def test_an_evaluator_follows_the_snapshots(tmp_path):
-    run(2, [*CLUSTERS, "--steps=60", "--save_every=20", "--eval_every=20", f"--run_dir={tmp_path}"], launch_flags=("--evaluator",))
-    followed = {record["step"]: record["values"]["eval/loss"] for record in map(json.loads, (tmp_path / "logs" / "evaluator.jsonl").read_text().splitlines())}
+    run(
+        2,
+        [*CLUSTERS, "--steps=60", "--save_every=20", "--eval_every=20", f"--run_dir={tmp_path}"],
+        launch_flags=("--evaluator",),
+    )
+    followed = {
+        record["step"]: record["values"]["eval/loss"]
+        for record in map(json.loads, (tmp_path / "logs" / "evaluator.jsonl").read_text().splitlines())
+    }
     trained = {record["step"]: record["values"]["eval/loss"] for record in records(tmp_path, 0, "eval")}
     assert 60 in followed
     for step, loss in followed.items():
@@ -123,8 +193,22 @@ def test_an_evaluator_follows_the_snapshots(tmp_path):
 
 
 def test_sigusr1_saves_and_goes_on(tmp_path):
-    process = start(2, [*CLUSTERS, "--steps=100000", "--steps_per_loop=1", "--log_every=1", "--progress=none", f"--run_dir={tmp_path}"])
-    wait_for(lambda: (tmp_path / "logs" / "rank-1.jsonl").exists() and any(record["step"] > 5 for record in records(tmp_path, 1)))
+    process = start(
+        2,
+        [
+            *CLUSTERS,
+            "--steps=100000",
+            "--steps_per_loop=1",
+            "--log_every=1",
+            "--progress=none",
+            f"--run_dir={tmp_path}",
+        ],
+    )
+    wait_for(
+        lambda: (
+            (tmp_path / "logs" / "rank-1.jsonl").exists() and any(record["step"] > 5 for record in records(tmp_path, 1))
+        )
+    )
     process.send_signal(signal.SIGUSR1)
     wait_for(lambda: list((tmp_path / "checkpoints").glob("step-*")))
     at = max(record["step"] for record in records(tmp_path, 1))
@@ -136,8 +220,18 @@ def test_sigusr1_saves_and_goes_on(tmp_path):
 
 def test_a_killed_worker_is_named_and_nothing_is_left_running(tmp_path):
     process = start(3, [*CLUSTERS, "--steps=100000", "--progress=none", f"--run_dir={tmp_path}"])
-    wait_for(lambda: all((tmp_path / "logs" / f"rank-{rank}.jsonl").exists() and records(tmp_path, rank, "train") for rank in range(3)))
-    children = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()]
+    wait_for(
+        lambda: all(
+            (tmp_path / "logs" / f"rank-{rank}.jsonl").exists() and records(tmp_path, rank, "train")
+            for rank in range(3)
+        )
+    )
+    children = [
+        int(pid)
+        for pid in subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+    ]
     os.kill(children[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 6 and "worker 1 was killed by signal 9 (SIGKILL)" in output, output
@@ -149,7 +243,9 @@ def test_a_supervised_job_goes_on_after_a_kill(undisturbed, tmp_path):
     """SIGKILL, restart from the newest snapshot, and the same end, bit for bit."""
     process = start(2, [*HARD, "--save_every=40", "--log_every=1", f"--run_dir={tmp_path}"], ("--max_restarts=2",))
     wait_for(lambda: (tmp_path / "checkpoints" / "step-00000120").exists())
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "was killed by signal 9 (SIGKILL); restart number 1 in" in output, output
@@ -161,9 +257,30 @@ def test_a_supervised_job_goes_on_after_a_kill(undisturbed, tmp_path):
 @pytest.mark.parametrize("communication", [pytest.param("socket", marks=pytest.mark.thorough), "ring"])
 def test_a_stopped_worker_is_noticed(communication, tmp_path):
     """It keeps its connections open: only the heartbeat tells."""
-    process = start(2, [*CLUSTERS, "--steps=100000", "--progress=none", "--heartbeat_timeout=3", f"--communication={communication}", f"--run_dir={tmp_path}"], ("--grace=1",))
-    wait_for(lambda: all((tmp_path / "logs" / f"rank-{rank}.jsonl").exists() and records(tmp_path, rank, "train") for rank in range(2)))
-    children = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()]
+    process = start(
+        2,
+        [
+            *CLUSTERS,
+            "--steps=100000",
+            "--progress=none",
+            "--heartbeat_timeout=3",
+            f"--communication={communication}",
+            f"--run_dir={tmp_path}",
+        ],
+        ("--grace=1",),
+    )
+    wait_for(
+        lambda: all(
+            (tmp_path / "logs" / f"rank-{rank}.jsonl").exists() and records(tmp_path, rank, "train")
+            for rank in range(2)
+        )
+    )
+    children = [
+        int(pid)
+        for pid in subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+    ]
     os.kill(children[1], signal.SIGSTOP)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 6 and "worker 0 ended with exit code 6" in output, output
@@ -177,8 +294,23 @@ def test_workers_with_different_flags_refuse_each_other(tmp_path):
     processes = []
     for rank in range(2):
         config = json.dumps({"cluster": {"worker": ports.addresses}, "task": {"type": "worker", "index": rank}})
-        processes.append(subprocess.Popen([sys.executable, "-m", "tfdist.train", *CLUSTERS, "--steps=10", f"--seed={rank}", f"--run_dir={tmp_path}"],
-                                          env={**ENVIRONMENT, "TF_CONFIG": config, "TF_GRPC_REUSE_PORT": "true"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        processes.append(
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tfdist.train",
+                    *CLUSTERS,
+                    "--steps=10",
+                    f"--seed={rank}",
+                    f"--run_dir={tmp_path}",
+                ],
+                env={**ENVIRONMENT, "TF_CONFIG": config, "TF_GRPC_REUSE_PORT": "true"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     ports.close()
     assert [process.returncode for process in processes] == [2, 2], outputs
@@ -193,14 +325,35 @@ def test_a_damaged_snapshot_is_passed_over(tmp_path):
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     result = train([*flags, "--steps=30"])
-    assert result.returncode == 0 and f"passed over a snapshot: {data}" in result.stdout and "step-00000010: step 10" in result.stdout
+    assert (
+        result.returncode == 0
+        and f"passed over a snapshot: {data}" in result.stdout
+        and "step-00000010: step 10" in result.stdout
+    )
 
 
 @pytest.mark.thorough
 def test_the_transformer_learns_text(tmp_path):
-    run(2, ["--source=text", "--source_args=max_bytes=3000000", "--sequence_length=64", "--model=transformer", "--model_args=size=tiny", "--objective=next_token",
-            "--global_batch=32", "--steps=250", "--learning_rate=3e-3", "--warmup_steps=20", "--schedule=cosine", "--eval_samples=256", "--log_every=50", "--save_minutes=0",
-            f"--run_dir={tmp_path}"])
+    run(
+        2,
+        [
+            "--source=text",
+            "--source_args=max_bytes=3000000",
+            "--sequence_length=64",
+            "--model=transformer",
+            "--model_args=size=tiny",
+            "--objective=next_token",
+            "--global_batch=32",
+            "--steps=250",
+            "--learning_rate=3e-3",
+            "--warmup_steps=20",
+            "--schedule=cosine",
+            "--eval_samples=256",
+            "--log_every=50",
+            "--save_minutes=0",
+            f"--run_dir={tmp_path}",
+        ],
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
     entropy = summary["data/eval_unigram_entropy_nats"]
     print(f"evaluation loss {summary['eval/loss']:.3f} nats per byte, byte-unigram entropy {entropy:.3f}")

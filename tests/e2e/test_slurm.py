@@ -1,4 +1,6 @@
-"""Slurm for real: one controller, two nodes; the job file of `tfdist.jobs slurm` trains, is signalled, is requeued, finishes."""
+"""Slurm for real: one controller, two nodes; the job file of `tfdist.jobs slurm` trains, is signalled, is requeued,
+finishes.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,30 @@ def submit(slurm: SlurmCluster, run_dir: Path, *train: str, own: tuple[str, ...]
     """(job id, log) of a run on two nodes."""
     run_dir.mkdir(exist_ok=True)
     script, log = run_dir / "job.sh", run_dir / "slurm.log"
-    subprocess.run([sys.executable, "-m", "tfdist.jobs", "slurm", "--nodes=2", "--cpus=1", "--grace=30", "--time=10", "--name=digits", f"--python={sys.executable}", f"--log={log}",
-                    f"--write={script}", *own, "--", *CLUSTERS, "--progress=none", f"--run_dir={run_dir}", *train], env=ENVIRONMENT, check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tfdist.jobs",
+            "slurm",
+            "--nodes=2",
+            "--cpus=1",
+            "--grace=30",
+            "--time=10",
+            "--name=digits",
+            f"--python={sys.executable}",
+            f"--log={log}",
+            f"--write={script}",
+            *own,
+            "--",
+            *CLUSTERS,
+            "--progress=none",
+            f"--run_dir={run_dir}",
+            *train,
+        ],
+        env=ENVIRONMENT,
+        check=True,
+    )
     return slurm.run("sbatch", "--parsable", str(script)).strip(), log
 
 
@@ -54,6 +78,7 @@ def start_now(slurm: SlurmCluster, job: str) -> None:
 
 def wait_until_ended(slurm: SlurmCluster, job: str, log: Path) -> str:
     """The job's last state."""
+
     def ended() -> bool:
         start_now(slurm, job)
         return slurm.field(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -73,7 +98,9 @@ def test_a_signalled_job_saves_is_requeued_and_finishes(slurm, tmp_path):
     text = log.read_text()
     assert "saved on request; back to the queue (start number 2)" in text and slurm.field(job, "Restarts") == "1", text
     starts = [record["values"] for record in records(tmp_path, 0, "start")]
-    assert len(starts) == 2 and all(start["workers"] == 2 and "tfnode1" in start["message"] and "tfnode2" in start["message"] for start in starts)
+    assert len(starts) == 2 and all(
+        start["workers"] == 2 and "tfnode1" in start["message"] and "tfnode2" in start["message"] for start in starts
+    )
     last = 0
     for attempt in range(2):
         steps = [record["step"] for record in records(tmp_path, 0, "train") if record["attempt"] == attempt]
@@ -85,4 +112,8 @@ def test_a_signalled_job_saves_is_requeued_and_finishes(slurm, tmp_path):
 def test_a_mistake_is_not_requeued(slurm, tmp_path):
     job, log = submit(slurm, tmp_path, "--steps=10", "--model_args=width=3")
     assert wait_until_ended(slurm, job, log) == "FAILED"
-    assert slurm.field(job, "ExitCode").startswith("2:") and slurm.field(job, "Restarts") == "0" and "has no option 'width'" in log.read_text()
+    assert (
+        slurm.field(job, "ExitCode").startswith("2:")
+        and slurm.field(job, "Restarts") == "0"
+        and "has no option 'width'" in log.read_text()
+    )

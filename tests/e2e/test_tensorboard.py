@@ -18,7 +18,19 @@ pytestmark = [pytest.mark.slow, needs_browser]
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tensorboard") / "run"
-    done = train([*CLUSTERS, "--steps=40", "--log_every=5", "--eval_every=20", "--steps_per_loop=1", "--profile_steps=31:33", "--trackers=tensorboard", "--progress=none", f"--run_dir={folder}"])
+    done = train(
+        [
+            *CLUSTERS,
+            "--steps=40",
+            "--log_every=5",
+            "--eval_every=20",
+            "--steps_per_loop=1",
+            "--profile_steps=31:33",
+            "--trackers=tensorboard",
+            "--progress=none",
+            f"--run_dir={folder}",
+        ]
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -26,8 +38,13 @@ def run_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(run_dir):
     """TensorBoard's own server on the run folder, on a port that it chooses."""
-    server = subprocess.Popen([sys.executable, "-m", "tensorboard.main", f"--logdir={run_dir}", "--port=0", "--host=127.0.0.1"],
-                              env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tensorboard.main", f"--logdir={run_dir}", "--port=0", "--host=127.0.0.1"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         output = []
         for line in server.stdout:
@@ -53,7 +70,9 @@ def test_scalars(address, run_dir, tmp_path):
         for kind in ("eval", "train"):
             page.get_by_role("combobox", name="Filter tags (regex)").fill(f"^{kind}/loss$")
             card = page.locator("card-view", has_text=re.compile(f"{kind}\\s*/loss")).first
-            card.get_by_text(shown(records(run_dir, kind=kind)[-1]["values"][f"{kind}/loss"]), exact=True).first.wait_for()
+            card.get_by_text(
+                shown(records(run_dir, kind=kind)[-1]["values"][f"{kind}/loss"]), exact=True
+            ).first.wait_for()
             assert "40" in card.inner_text().split()
             page.screenshot(path=tmp_path / f"{kind}.png")
 
@@ -69,7 +88,10 @@ def test_hyper_parameters(address, run_dir, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard_plugin_profile") is None, reason="the package tensorboard-plugin-profile is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard_plugin_profile") is None,
+    reason="the package tensorboard-plugin-profile is not installed",
+)
 def test_the_profile(address, run_dir, tmp_path):
     """The profile plugin lists the trace, and its trace viewer finds both steps by name."""
     (trace,) = (run_dir / "tensorboard" / "plugins" / "profile").iterdir()

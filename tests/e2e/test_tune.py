@@ -19,7 +19,9 @@ def test_a_tuned_run_is_the_run_with_what_was_chosen(tmp_path):
     (start,) = records(tmp_path / "tuned", kind="start")
     found = json.loads((tmp_path / "tuned" / "xla.json").read_text())
     assert found["message"] in start["values"]["message"] and "in place of" in found["message"]
-    (tmp_path / "tuned" / "xla.json").write_text(json.dumps(found | {"message": "as it was"}))  # which must not be measured again
+    (tmp_path / "tuned" / "xla.json").write_text(
+        json.dumps(found | {"message": "as it was"})
+    )  # which must not be measured again
     state = trained("tuned", 20, "--jit_tune")
     assert "as it was" in records(tmp_path / "tuned", kind="start")[-1]["values"]["message"]
     plain = trained("plain", 20, *(["--jit_compile"] if found["jit_compile"] else []))

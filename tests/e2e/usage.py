@@ -15,11 +15,16 @@ FILE = "usage.jsonl"  # in the run folder
 def usage() -> dict[str, float]:
     """Threads, file descriptors and resident memory (MiB) of this process."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"threads": len(os.listdir("/proc/self/task")), "descriptors": len(os.listdir("/proc/self/fd")), "resident_mib": resident / 2**20}
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "resident_mib": resident / 2**20,
+    }
 
 
 def track(run: Run) -> Observer:
     """Writes the usage of the chief at every log interval."""
+
     def write(event: Event) -> None:
         if event.kind == "train":
             with open(run.folder / FILE, "a", encoding="utf-8") as file:

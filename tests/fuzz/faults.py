@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 
 
 FAULTS: dict[str, Fault] = {
-    "remainder": Fault("batch_plan.py", "start + (replica + 1) * size // self.replicas", "start + replica * size // self.replicas + size // self.replicas",
+    "remainder": Fault("data/batch_plan.py", "start + (replica + 1) * size // self.replicas", "start + replica * size // self.replicas + size // self.replicas",
                        "mirrored,sockets:2,mesh:2", "the samples that are left over when a batch does not divide are trained on by nobody"),
     "duplicates": Fault("training/update.py", "unsorted_segment_sum(", "unsorted_segment_max(", "one_device,mirrored:2,sockets:2", "of the gradients of a row that is looked up twice one is lost"),
     "clip": Fault("training/step.py", "tf.maximum(norm, self.options.clip_norm)", "tf.maximum(norm * 1.001, self.options.clip_norm)", "one_device,mirrored:2,mesh:2", "clipping shortens gradients by 0.1 % too much"),

@@ -12,7 +12,7 @@ import numpy as np
 def recovery_of(job, folder: str):
     """What saves and restores the state of a job below `folder`."""
     from tfdist.control.faults import Faults
-    from tfdist.recovery import Recovery
+    from tfdist.run.recovery import Recovery
     from tfdist.telemetry.timer import Clock
 
     return Recovery(job, Path(folder), Clock(), Faults({}, Path(folder) / "faults"))

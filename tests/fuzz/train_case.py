@@ -67,7 +67,7 @@ def _parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list
 
 
 def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> dict[str, Any]:
-    from tfdist.runtime.agreement import check_weights
+    from tfdist.runtime.weight_check import check_weights
 
     iterators = snapshots.restore(job, phase["load"]) if "load" in phase else job.iterators(0)
     first = 1 if "load" in phase else 0

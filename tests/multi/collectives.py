@@ -1,8 +1,8 @@
 """What a Group must do, checked from inside: one process of tests/multi/test_collectives.py.
 
-    python -m tests.multi.collectives MESH        every group of a mesh, with TF_CONFIG
-    python -m tests.multi.collectives wrong       one rank is left out of the others' group
-    python -m tests.multi.collectives stuck       one rank stops coming
+python -m tests.multi.collectives MESH        every group of a mesh, with TF_CONFIG
+python -m tests.multi.collectives wrong       one rank is left out of the others' group
+python -m tests.multi.collectives stuck       one rank stops coming
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def check(runtime, axes: tuple[str, ...]) -> None:
     assert group.ranks == runtime.mesh.group(runtime.rank, *axes) and group.ranks[group.index] == runtime.rank
     n, me = group.size, group.index
 
-    def of(rank: int, kind: int, shape, dtype="float32") -> np.ndarray:  # what a rank passes in; small whole numbers are exact in any type
+    def of(
+        rank: int, kind: int, shape, dtype="float32"
+    ) -> np.ndarray:  # what a rank passes in; small whole numbers are exact in any type
         return np.random.default_rng([rank, kind]).integers(-8, 8, shape).astype(dtype)
 
     def stacked(kind: int, shape, dtype="float32") -> np.ndarray:
@@ -28,6 +30,7 @@ def check(runtime, axes: tuple[str, ...]) -> None:
 
     def with_gradient(collective, kind: int, shape, out_shape):
         """(result, gradient) of `collective` at this rank's tensor, for upstream gradients of kind + 1."""
+
         @tf.function
         def function(x, upstream):
             with tf.GradientTape() as tape:
@@ -36,7 +39,9 @@ def check(runtime, axes: tuple[str, ...]) -> None:
             return y, tape.gradient(y, x, upstream)
 
         for _ in range(2):  # the second call uses the same keys again
-            y, gradient = function(tf.constant(of(runtime.rank, kind, shape)), tf.constant(of(runtime.rank, kind + 1, out_shape)))
+            y, gradient = function(
+                tf.constant(of(runtime.rank, kind, shape)), tf.constant(of(runtime.rank, kind + 1, out_shape))
+            )
         return y.numpy(), gradient.numpy()
 
     y, gradient = with_gradient(group.all_reduce, 0, [3, 2], [3, 2])
@@ -75,7 +80,13 @@ def check_types(group, stacked, of, rank: int) -> None:
 
         @tf.function
         def all_kinds(x):
-            return group.all_reduce(x), group.all_gather(x), group.all_to_all(tf.stack([x] * group.size)), group.broadcast(x, group.ranks[-1]), group.all_max(x)
+            return (
+                group.all_reduce(x),
+                group.all_gather(x),
+                group.all_to_all(tf.stack([x] * group.size)),
+                group.broadcast(x, group.ranks[-1]),
+                group.all_max(x),
+            )
 
         x = tf.cast(of(rank, 20, [5]), kind)
         summed, gathered, swapped, last, largest = (tf.cast(y, tf.float64).numpy() for y in all_kinds(x))
@@ -89,10 +100,15 @@ def check_types(group, stacked, of, rank: int) -> None:
     @tf.function
     def repeated(x, times):
         for _ in tf.range(times):
-            x = group.all_reduce(x) / group.size + tf.reduce_sum(group.reduce_scatter(tf.concat([x] * group.size, 0))) * 0
+            x = (
+                group.all_reduce(x) / group.size
+                + tf.reduce_sum(group.reduce_scatter(tf.concat([x] * group.size, 0))) * 0
+            )
         return x
 
-    np.testing.assert_allclose(repeated(tf.constant(of(rank, 21, [5])), tf.constant(7)), stacked(21, [5]).mean(0), rtol=1e-6)
+    np.testing.assert_allclose(
+        repeated(tf.constant(of(rank, 21, [5])), tf.constant(7)), stacked(21, [5]).mean(0), rtol=1e-6
+    )
 
 
 def check_points(group, of, rank: int) -> None:
@@ -137,7 +153,11 @@ def check_hierarchical(runtime) -> None:
         with pytest.raises(ConfigError, match="host 0 has 2, host 1 has 1"):
             runtime.hierarchical(everyone, 2)
     whole = runtime.size if runtime.size % 2 else 2
-    for per_host, sizes in ((whole, (whole, runtime.size // whole)), (1, (1, runtime.size)), (0, (runtime.size, 1))):  # the addresses are those of one host
+    for per_host, sizes in (
+        (whole, (whole, runtime.size // whole)),
+        (1, (1, runtime.size)),
+        (0, (runtime.size, 1)),
+    ):  # the addresses are those of one host
         two = runtime.hierarchical(everyone, per_host)
         assert (two.within.size, two.across.size) == sizes
 
@@ -152,11 +172,16 @@ def check_hierarchical(runtime) -> None:
             return results
 
         for shape in ([5], [3, 2], []):
-            x, upstream = (np.random.default_rng([runtime.rank, kind]).integers(-8, 8, shape).astype("float32") for kind in (40, 41))
+            x, upstream = (
+                np.random.default_rng([runtime.rank, kind]).integers(-8, 8, shape).astype("float32")
+                for kind in (40, 41)
+            )
             flat, flat_gradient, y, gradient = both(tf.constant(x), tf.constant(upstream))
             np.testing.assert_array_equal(y, flat)
             np.testing.assert_array_equal(gradient, flat_gradient)
-        x = tf.constant(np.random.default_rng([runtime.rank, 42]).normal(size=7), tf.float32)  # not exact: the order of the additions differs
+        x = tf.constant(
+            np.random.default_rng([runtime.rank, 42]).normal(size=7), tf.float32
+        )  # not exact: the order of the additions differs
         flat, _, y, _ = both(x, tf.zeros_like(x))
         np.testing.assert_allclose(y, flat, rtol=1e-5, atol=1e-6)
         assert len({row.tobytes() for row in runtime.all_gather(y.numpy())}) == 1
@@ -208,14 +233,19 @@ def main(argument: str) -> None:
     from tfdist.runtime.errors import explain
 
     fault = {"wrong": leave_one_out, "stuck": get_stuck}.get(argument)
-    config = Config().replace(strategy="mesh", mesh="" if fault else argument, collective_timeout=4.0 if fault else 60.0, communication="ring")
+    config = Config().replace(
+        strategy="mesh", mesh="" if fault else argument, collective_timeout=4.0 if fault else 60.0, communication="ring"
+    )
     cluster = resolve_cluster(os.environ)
     try:
         runtime = build.start_runtime(config, cluster)
         if fault:
             fault(runtime)
         else:
-            for axes in dict((runtime.mesh.groups(*axes)[0], axes) for axes in [("data",), ("model",), ("pipe",), ("expert",), ("data", "model")]).values():
+            for axes in dict(
+                (runtime.mesh.groups(*axes)[0], axes)
+                for axes in [("data",), ("model",), ("pipe",), ("expert",), ("data", "model")]
+            ).values():
                 check(runtime, axes)
             check_hierarchical(runtime)
             count_threads(runtime)

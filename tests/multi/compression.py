@@ -1,10 +1,10 @@
 """Trains with every compression, for tests/multi/test_compression.py: one process of two.
 
     python -m tests.multi.compression digits|text      prints {"kind": [final loss, bytes sent, bytes on the wire]}
-    python -m tests.multi.compression resumed FOLDER   stops in the middle and goes on from a snapshot: prints {"kind": what differs}
+    python -m tests.multi.compression resumed FOLDER   stops and goes on from a snapshot: {"kind": what differs}
 
-"at once" is without the steps of whole gradients at the start. A job that has those has both ways to travel in its graph, so
-that its bytes on the wire are told by one without them.
+"at once" is without the steps of whole gradients at the start. A job that has those has both ways to travel in its
+graph, so that its bytes on the wire are told by one without them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,44 @@ import sys
 import numpy as np
 
 JOBS = {
-    "digits": {"source": "digits", "model": "mlp", "model_args": "widths=(128, 128)", "global_batch": 64, "optimizer": "momentum", "learning_rate": 0.02, "schedule": "cosine", "steps": 200, "compression_after": 40},
-    "text": {"source": "text", "source_args": "max_bytes=400000", "sequence_length": 32, "model": "transformer", "model_args": "layers=1,width=64,heads=2", "objective": "next_token",
-             "global_batch": 32, "optimizer": "adamw", "learning_rate": 2e-3, "schedule": "cosine", "steps": 300, "compression_after": 100},
+    "digits": {
+        "source": "digits",
+        "model": "mlp",
+        "model_args": "widths=(128, 128)",
+        "global_batch": 64,
+        "optimizer": "momentum",
+        "learning_rate": 0.02,
+        "schedule": "cosine",
+        "steps": 200,
+        "compression_after": 40,
+    },
+    "text": {
+        "source": "text",
+        "source_args": "max_bytes=400000",
+        "sequence_length": 32,
+        "model": "transformer",
+        "model_args": "layers=1,width=64,heads=2",
+        "objective": "next_token",
+        "global_batch": 32,
+        "optimizer": "adamw",
+        "learning_rate": 2e-3,
+        "schedule": "cosine",
+        "steps": 300,
+        "compression_after": 100,
+    },
 }
-KINDS = ("none", "fp16", "bf16", "int8", "topk", "topk without feedback", "powersgd", "topk at once", "powersgd at once", "topk at once without feedback")
+KINDS = (
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "topk",
+    "topk without feedback",
+    "powersgd",
+    "topk at once",
+    "powersgd at once",
+    "topk at once without feedback",
+)
 
 
 def main(name: str) -> None:
@@ -32,7 +65,9 @@ def main(name: str) -> None:
     from tfdist.control.cluster import resolve_cluster
     from tfdist.training.parallel.compression import Compression
 
-    base = Config().replace(strategy="mesh", communication="ring", collective_timeout=60.0, accumulation=1, **JOBS[name])
+    base = Config().replace(
+        strategy="mesh", communication="ring", collective_timeout=60.0, accumulation=1, **JOBS[name]
+    )
     runtime = build.start_runtime(base, resolve_cluster(os.environ))
 
     def make(kind: str):
@@ -50,9 +85,16 @@ def main(name: str) -> None:
         job.step(iterators, steps - steps // 10)
         loss = job.step(iterators, steps // 10).means["loss"]
         update = job.step.update
-        wire = sum(operation.inputs[0].shape.num_elements() * operation.inputs[0].dtype.size for operation in operations(job.step._function)
-                   if "_of_ranks_" in operation.name and operation.type.startswith("Collective"))
-        sent = update.compression.bytes() if update.compression else sum(4 * variable.shape.num_elements() for variable in update.sources())
+        wire = sum(
+            operation.inputs[0].shape.num_elements() * operation.inputs[0].dtype.size
+            for operation in operations(job.step._function)
+            if "_of_ranks_" in operation.name and operation.type.startswith("Collective")
+        )
+        sent = (
+            update.compression.bytes()
+            if update.compression
+            else sum(4 * variable.shape.num_elements() for variable in update.sources())
+        )
         found[kind] = [loss, sent, wire]
     if runtime.rank == 0:
         print("found " + json.dumps(found), flush=True)
@@ -67,9 +109,13 @@ def resumed(folder: str) -> None:
     from tfdist.artifacts.parts import PartedStore
     from tfdist.config import Config
     from tfdist.control.cluster import resolve_cluster
-    from tfdist.training.parallel.sharded_state import SpreadState
+    from tfdist.training.parallel.sharded_state import ShardedState
 
-    base = Config().replace(strategy="mesh", communication="ring", collective_timeout=60.0, accumulation=1, **JOBS["digits"]).replace(compression_after=0)
+    base = (
+        Config()
+        .replace(strategy="mesh", communication="ring", collective_timeout=60.0, accumulation=1, **JOBS["digits"])
+        .replace(compression_after=0)
+    )
     runtime = build.start_runtime(base, resolve_cluster(os.environ))
     store = PartedStore(folder, lambda step: None, runtime.rank, runtime.size, "resumed", 60.0)
 
@@ -83,20 +129,32 @@ def resumed(folder: str) -> None:
 
     def through_the_chief(state, arrays):
         arrays = state.fitted(arrays)
-        given = [np.asarray(arrays[key] if runtime.rank == 0 else np.zeros(shape, dtype)) for key, (_, shape, dtype) in sorted(state.table().items())]
+        given = [
+            np.asarray(arrays[key] if runtime.rank == 0 else np.zeros(shape, dtype))
+            for key, (_, shape, dtype) in sorted(state.table().items())
+        ]
         state.assign(dict(zip(sorted(state.table()), runtime.broadcast(given), strict=True)))
 
     found = {}
     for number, kind in enumerate(("int8", "topk", "powersgd")):
         expected = train(kind, 0, 6).state.to_host()
         half = train(kind, 0, 3)
-        store.write(number, half.state.to_slabs(), {"variables": half.state.table()})
+        store.write(number, half.state.to_shards(), {"variables": half.state.table()})
         whole = half.state.to_host()
         runtime.barrier()
         prefix = f"{store.path(number)}/state-{number}"
-        for restore in (functools.partial(SpreadState.read, prefix=prefix), functools.partial(through_the_chief, arrays=whole)):
+        for restore in (
+            functools.partial(ShardedState.read, prefix=prefix),
+            functools.partial(through_the_chief, arrays=whole),
+        ):
             ended = train(kind, 3, 6, restore).state.to_host()
-            found.setdefault(kind, []).append([key for key in expected if expected[key].tobytes() != ended[key].tobytes() or ("error" in key and not expected[key].any())])
+            found.setdefault(kind, []).append(
+                [
+                    key
+                    for key in expected
+                    if expected[key].tobytes() != ended[key].tobytes() or ("error" in key and not expected[key].any())
+                ]
+            )
     if runtime.rank == 0:
         print("found " + json.dumps(found), flush=True)
     runtime.barrier()

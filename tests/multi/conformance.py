@@ -1,6 +1,6 @@
 """What every Runtime must do, checked from inside: one process of tests/multi/test_conformance.py.
 
-    python -m tests.multi.conformance [train flags]      with TF_CONFIG for more than one worker
+python -m tests.multi.conformance [train flags]      with TF_CONFIG for more than one worker
 """
 
 from __future__ import annotations
@@ -14,20 +14,48 @@ def check(runtime) -> None:
     import numpy as np
     import tensorflow as tf
 
+    from tfdist.control.strategies import STRATEGIES
+
     rank, size = runtime.rank, runtime.size
-    assert 0 <= rank < size and runtime.replicas == size * runtime.local_replicas and runtime.first_replica == rank * runtime.local_replicas
+    assert (
+        0 <= rank < size
+        and runtime.replicas == size * runtime.local_replicas
+        and runtime.first_replica == rank * runtime.local_replicas
+    )
 
     # Host collectives are exact for every type, bit for bit.
-    for array in (np.array([rank, -1], "int64"), np.array([[-0.0, np.nan], [rank, 3e38]], "float32"), np.array([rank], ml_dtypes.bfloat16), np.array(rank, "float64"),
-                  np.array([True, rank > 0]), np.zeros([0, 3], "float32"), np.frombuffer(b"abc", np.uint8)):
+    for array in (
+        np.array([rank, -1], "int64"),
+        np.array([[-0.0, np.nan], [rank, 3e38]], "float32"),
+        np.array([rank], ml_dtypes.bfloat16),
+        np.array(rank, "float64"),
+        np.array([True, rank > 0]),
+        np.zeros([0, 3], "float32"),
+        np.frombuffer(b"abc", np.uint8),
+    ):
         gathered = runtime.all_gather(array)
         assert gathered.shape == (size, *array.shape) and gathered.dtype == array.dtype
         assert gathered[rank].tobytes() == array.tobytes()
     assert runtime.all_gather(np.array(rank)).tolist() == list(range(size))
-    mine = [np.full([3, 5], rank - 0.0, "float32") * -1, np.array([rank + 7], "int8"), np.array(rank, ml_dtypes.bfloat16), np.arange(5_000_000, dtype="int32") + rank]
-    chiefs = [np.full([3, 5], -0.0, "float32"), np.array([7], "int8"), np.array(0, ml_dtypes.bfloat16), np.arange(5_000_000, dtype="int32")]
+    mine = [
+        np.full([3, 5], rank - 0.0, "float32") * -1,
+        np.array([rank + 7], "int8"),
+        np.array(rank, ml_dtypes.bfloat16),
+        np.arange(5_000_000, dtype="int32") + rank,
+    ]
+    chiefs = [
+        np.full([3, 5], -0.0, "float32"),
+        np.array([7], "int8"),
+        np.array(0, ml_dtypes.bfloat16),
+        np.arange(5_000_000, dtype="int32"),
+    ]
     for received, expected in zip(runtime.broadcast(mine), chiefs, strict=True):
         assert received.dtype == expected.dtype and received.tobytes() == expected.tobytes()
+
+    # Objects of any size are the chief's.
+    for value in ({"a": [1, 2.5, None]}, "ü" * 5, (), np.arange(3)):
+        found = runtime.broadcast_object(value if rank == 0 else "x" * (100 * rank))
+        assert repr(found) == repr(value), found
 
     # Every replica has an index of its own, and sums are over all of them.
     @tf.function
@@ -40,16 +68,27 @@ def check(runtime) -> None:
     shapes = [(), (7,), (0,), (33, 65), (1,)]
 
     def of_replica(index):
-        return [np.random.default_rng([index, number]).normal(size=shape).astype("float32") for number, shape in enumerate(shapes)]
+        return [
+            np.random.default_rng([index, number]).normal(size=shape).astype("float32")
+            for number, shape in enumerate(shapes)
+        ]
 
     @tf.function
     def summed(n):
-        values = runtime.per_replica([[tf.constant(value) for value in of_replica(runtime.first_replica + index)] for index in range(runtime.local_replicas)])
+        values = runtime.per_replica(
+            [
+                [tf.constant(value) for value in of_replica(runtime.first_replica + index)]
+                for index in range(runtime.local_replicas)
+            ]
+        )
         for _ in tf.range(n):  # a second round on the sums of the first
             values = runtime.run(lambda tensors: runtime.all_reduce(list(tensors)), (values,))
         return runtime.local(values)
 
-    expected = [runtime.replicas * sum(parts) for parts in zip(*(map(np.float64, of_replica(index)) for index in range(runtime.replicas)), strict=True)]
+    expected = [
+        runtime.replicas * sum(parts)
+        for parts in zip(*(map(np.float64, of_replica(index)) for index in range(runtime.replicas)), strict=True)
+    ]
     for replica in summed(tf.constant(2)):
         for value, wanted in zip(replica, expected, strict=True):
             np.testing.assert_allclose(value.numpy(), wanted, rtol=1e-5, atol=1e-5)
@@ -59,10 +98,19 @@ def check(runtime) -> None:
     # bfloat16 is summed to its precision, beside float32 that stays exact, and all replicas get the same bits.
     @tf.function
     def small():
-        values = runtime.per_replica([(tf.constant(data[3], tf.bfloat16), tf.constant([2.0**20 + 1])) for data in (of_replica(runtime.first_replica + index) for index in range(runtime.local_replicas))])
-        return runtime.local(runtime.run(lambda tensors: [tf.cast(tensor, tf.float32) for tensor in runtime.all_reduce(list(tensors))], (values,)))
+        values = runtime.per_replica(
+            [
+                (tf.constant(data[3], tf.bfloat16), tf.constant([2.0**20 + 1]))
+                for data in (of_replica(runtime.first_replica + index) for index in range(runtime.local_replicas))
+            ]
+        )
+        return runtime.local(
+            runtime.run(
+                lambda tensors: [tf.cast(tensor, tf.float32) for tensor in runtime.all_reduce(list(tensors))], (values,)
+            )
+        )
 
-    if runtime.name in ("multi_worker", "mirrored", "sockets"):
+    if "bf16" in STRATEGIES[runtime.name].compression:
         wanted = sum(of_replica(index)[3] for index in range(runtime.replicas))
         for value, exact in small():
             assert exact.numpy().tolist() == [runtime.replicas * (2.0**20 + 1)]
@@ -73,14 +121,26 @@ def check(runtime) -> None:
     # Of slices the sum is those of all replicas; a mesh and parameter servers never get any.
     @tf.function
     def gathered(values):
-        return runtime.local(runtime.run(lambda value: runtime.all_reduce([tf.ones([3]), tf.IndexedSlices(value, tf.constant([7, 1]) + runtime.replica_id(), tf.constant([9, 4]))]), (values,)))
+        return runtime.local(
+            runtime.run(
+                lambda value: runtime.all_reduce(
+                    [
+                        tf.ones([3]),
+                        tf.IndexedSlices(value, tf.constant([7, 1]) + runtime.replica_id(), tf.constant([9, 4])),
+                    ]
+                ),
+                (values,),
+            )
+        )
 
-    if runtime.name != "mesh":
+    if runtime.sums_slices:
         own = [tf.fill([2, 4], float(runtime.first_replica + index)) for index in range(runtime.local_replicas)]
         for ones, slices in gathered(runtime.per_replica(own)):
             assert ones.numpy().tolist() == [runtime.replicas] * 3
             rows = sorted(zip(slices.indices.numpy().tolist(), slices.values.numpy()[:, 3].tolist(), strict=True))
-            assert rows == sorted((row + index, float(index)) for index in range(runtime.replicas) for row in (7, 1)), rows
+            assert rows == sorted((row + index, float(index)) for index in range(runtime.replicas) for row in (7, 1)), (
+                rows
+            )
 
     # Rows of all replicas, in one order, with the gradient of the sum of all replicas' losses.
     @tf.function

@@ -1,6 +1,6 @@
 """One worker of tests/multi/test_farewell.py: all is done, but rank LATE is slow to leave.
 
-    python -m tests.multi.farewell LATE SECONDS [train flags]
+python -m tests.multi.farewell LATE SECONDS [train flags]
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ def check_compression(runtime) -> None:
     import tensorflow as tf
 
     def values(rank):
-        return np.random.default_rng(rank).normal(size=(64, 64)).astype("float32"), np.array([70000.0, 1e6 + rank], "float32")
+        return np.random.default_rng(rank).normal(size=(64, 64)).astype("float32"), np.array(
+            [70000.0, 1e6 + rank], "float32"
+        )
 
     large, small = tf.function(lambda: runtime.all_reduce([tf.constant(value) for value in values(runtime.rank)]))()
     exact = [sum(parts) for parts in zip(*map(values, range(runtime.size)), strict=True)]

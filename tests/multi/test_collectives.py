@@ -13,12 +13,22 @@ pytestmark = pytest.mark.slow
 
 def run(workers, argument, tmp_path):
     output = io.StringIO()
-    job = LocalJob([sys.executable, "-m", "tests.multi.collectives", argument], workers, tmp_path, pin=False, environment=ENVIRONMENT, output=output, grace=8.0)
+    job = LocalJob(
+        [sys.executable, "-m", "tests.multi.collectives", argument],
+        workers,
+        tmp_path,
+        pin=False,
+        environment=ENVIRONMENT,
+        output=output,
+        grace=8.0,
+    )
     job.start()
     return job.wait(), output.getvalue()
 
 
-@pytest.mark.parametrize("workers, mesh", [pytest.param(3, "data=3", marks=pytest.mark.thorough), (4, "data=2,model=2")])
+@pytest.mark.parametrize(
+    "workers, mesh", [pytest.param(3, "data=3", marks=pytest.mark.thorough), (4, "data=2,model=2")]
+)
 def test_collectives(workers, mesh, tmp_path):
     result, output = run(workers, mesh, tmp_path)
     assert result.code == 0, f"{result.cause}\n{output}"

@@ -15,7 +15,14 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", pytest.param("text", marks=pytest.mark.thorough)])
 def test_compression(name, tmp_path):
     output = io.StringIO()
-    job = LocalJob([sys.executable, "-m", "tests.multi.compression", name], 2, tmp_path, pin=False, environment=ENVIRONMENT, output=output)
+    job = LocalJob(
+        [sys.executable, "-m", "tests.multi.compression", name],
+        2,
+        tmp_path,
+        pin=False,
+        environment=ENVIRONMENT,
+        output=output,
+    )
     job.start()
     result = job.wait()
     assert result.code == 0, f"{result.cause}\n{output.getvalue()}"
@@ -26,7 +33,11 @@ def test_compression(name, tmp_path):
         if "at once" not in kind and "without" not in kind:
             assert abs(loss - whole) <= 0.01 * whole, (kind, loss, whole)
         if kind.partition(" ")[0] in ("none", "fp16", "bf16", "int8") or "at once" in kind:
-            assert sent <= wire <= sent + 200, (kind, sent, wire)  # the sums of loss and metrics, and padding, come on top
+            assert sent <= wire <= sent + 200, (
+                kind,
+                sent,
+                wire,
+            )  # the sums of loss and metrics, and padding, come on top
     worse = {kind: found[kind][0] - whole for kind in found}
     assert worse["topk without feedback"] > 2 * worse["topk"], found
     if name == "digits":  # on text, what is sent at once harms with feedback, too: compression.py
@@ -36,8 +47,17 @@ def test_compression(name, tmp_path):
 def test_resumed_is_bit_for_bit(tmp_path):
     """Every worker carries its own error, and finds it again."""
     output = io.StringIO()
-    job = LocalJob([sys.executable, "-m", "tests.multi.compression", "resumed", str(tmp_path / "snapshots")], 2, tmp_path, pin=False, environment=ENVIRONMENT, output=output)
+    job = LocalJob(
+        [sys.executable, "-m", "tests.multi.compression", "resumed", str(tmp_path / "snapshots")],
+        2,
+        tmp_path,
+        pin=False,
+        environment=ENVIRONMENT,
+        output=output,
+    )
     job.start()
     result = job.wait()
     assert result.code == 0, f"{result.cause}\n{output.getvalue()}"
-    assert json.loads(output.getvalue().partition("found ")[2].splitlines()[0]) == {kind: [[], []] for kind in ("int8", "topk", "powersgd")}
+    assert json.loads(output.getvalue().partition("found ")[2].splitlines()[0]) == {
+        kind: [[], []] for kind in ("int8", "topk", "powersgd")
+    }

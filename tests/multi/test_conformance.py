@@ -14,22 +14,53 @@ RUNTIMES = {
     "one_device": (1, ["--strategy=one_device"]),
     "mirrored": (1, ["--strategy=mirrored", "--virtual_devices=3"]),
     "two workers": (2, ["--strategy=multi_worker"]),
-    "three workers, small packs over TCP": (3, ["--strategy=multi_worker", "--pack_mb=0.001", "--communication=socket"]),
+    "three workers, small packs over TCP": (
+        3,
+        ["--strategy=multi_worker", "--pack_mb=0.001", "--communication=socket"],
+    ),
     "three workers, plain sockets": (3, ["--strategy=sockets"]),
     "three workers over gRPC": (3, ["--strategy=multi_worker", "--communication=ring"]),
     "two workers by Horovod": (2, ["--strategy=horovod"]),
-    "three workers by Horovod, small packs": (3, ["--strategy=horovod", "--horovod_fusion_mb=0.001", "--horovod_cycle_ms=0"]),
+    "three workers by Horovod, small packs": (
+        3,
+        ["--strategy=horovod", "--horovod_fusion_mb=0.001", "--horovod_cycle_ms=0"],
+    ),
     "mesh of three": (3, ["--strategy=mesh"]),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] if name in ("three workers by Horovod, small packs", "three workers over gRPC", "three workers, plain sockets") else []) for name in RUNTIMES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=(
+                [pytest.mark.thorough]
+                if name
+                in (
+                    "three workers by Horovod, small packs",
+                    "three workers over gRPC",
+                    "three workers, plain sockets",
+                )
+                else []
+            ),
+        )
+        for name in RUNTIMES
+    ],
+)
 def test_conformance(name, tmp_path, request):
     workers, flags = RUNTIMES[name]
     if "--strategy=horovod" in flags:
         request.getfixturevalue("horovod")
     output = io.StringIO()
-    job = LocalJob([sys.executable, "-m", "tests.multi.conformance", *flags], workers, tmp_path, pin=False, environment=ENVIRONMENT, output=output)
+    job = LocalJob(
+        [sys.executable, "-m", "tests.multi.conformance", *flags],
+        workers,
+        tmp_path,
+        pin=False,
+        environment=ENVIRONMENT,
+        output=output,
+    )
     job.start()
     result = job.wait()
     assert result.code == 0, f"{result.cause}\n{output.getvalue()}"

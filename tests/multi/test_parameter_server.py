@@ -17,7 +17,15 @@ from tests.e2e.job import records, snapshot, start, train, wait_for
 pytestmark = pytest.mark.slow
 
 FLAGS = ["--source=digits", "--export=none", "--noplot", "--save_minutes=0", "--ps_piece_kb=4"]
-PARITY = [*FLAGS, "--model=tests.parity.models:dense", "--model_args=", "--global_batch=25", "--optimizer=sgd", "--learning_rate=0.1", "--log_every=10"]
+PARITY = [
+    *FLAGS,
+    "--model=tests.parity.models:dense",
+    "--model_args=",
+    "--global_batch=25",
+    "--optimizer=sgd",
+    "--learning_rate=0.1",
+    "--log_every=10",
+]
 SERVERS = ("--ps=2",)
 
 
@@ -29,7 +37,11 @@ def process(run_dir: Path, role: str, index: int) -> int:
         except (OSError, UnicodeDecodeError):
             continue
         found = re.search(r"TF_CONFIG=([^\0]*)", environment)
-        if found and f"--run_dir={run_dir}\0" in command and json.loads(found.group(1)).get("task") == {"type": role, "index": index}:
+        if (
+            found
+            and f"--run_dir={run_dir}\0" in command
+            and json.loads(found.group(1)).get("task") == {"type": role, "index": index}
+        ):
             return int(entry.name)
     raise AssertionError(f"no {role} {index}")
 
@@ -43,8 +55,22 @@ def test_asynchronous_workers_learn_digits_though_one_is_killed(tmp_path):
     (tmp_path / "faults").mkdir()
     pace = tmp_path / "faults" / "pace"
     pace.write_text("0.05")
-    job = start(2, [*FLAGS, "--strategy=parameter_server", "--model=cnn", "--global_batch=32", "--steps=500", "--log_every=50", "--learning_rate=0.002", "--max_staleness=8",
-                    f"--run_dir={tmp_path}"], SERVERS, {"TFDIST_FAULTS": "armed"})
+    job = start(
+        2,
+        [
+            *FLAGS,
+            "--strategy=parameter_server",
+            "--model=cnn",
+            "--global_batch=32",
+            "--steps=500",
+            "--log_every=50",
+            "--learning_rate=0.002",
+            "--max_staleness=8",
+            f"--run_dir={tmp_path}",
+        ],
+        SERVERS,
+        {"TFDIST_FAULTS": "armed"},
+    )
     wait_for(lambda: records(tmp_path, kind="train"))
     os.kill(process(tmp_path, "worker", 0), signal.SIGKILL)
     wait_for(lambda: said(tmp_path, "worker 0 (") and said(tmp_path, "is back"))
@@ -53,11 +79,23 @@ def test_asynchronous_workers_learn_digits_though_one_is_killed(tmp_path):
     assert job.returncode == 0, output
     assert "worker 0 was killed by signal 9 (SIGKILL); it is started again" in output
     lines, end = records(tmp_path, kind="train"), records(tmp_path, kind="end")[-1]
-    assert end["step"] == 500 and lines[-1]["values"]["data/consumed_samples"] == 500 * 32 and end["values"]["eval/accuracy"] >= 0.97
+    assert (
+        end["step"] == 500
+        and lines[-1]["values"]["data/consumed_samples"] == 500 * 32
+        and end["values"]["eval/accuracy"] >= 0.97
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
-    histogram = {int(name.removeprefix("staleness/")): count for name, count in summary.items() if re.fullmatch(r"staleness/\d+", name)}
+    histogram = {
+        int(name.removeprefix("staleness/")): count
+        for name, count in summary.items()
+        if re.fullmatch(r"staleness/\d+", name)
+    }
     # The killed worker may have been in the middle of a batch or two, whose results nobody has.
-    assert 495 <= sum(histogram.values()) <= 500 and histogram[0] > 0 and sum(histogram[staleness] for staleness in histogram if staleness) > 0, summary
+    assert (
+        495 <= sum(histogram.values()) <= 500
+        and histogram[0] > 0
+        and sum(histogram[staleness] for staleness in histogram if staleness) > 0
+    ), summary
     assert summary["staleness/max"] == max(histogram) <= 8
     assert summary["staleness/mean"] == pytest.approx(np.average(list(histogram), weights=list(histogram.values())))
 
@@ -66,7 +104,10 @@ def test_asynchronous_workers_learn_digits_though_one_is_killed(tmp_path):
 def whole(tmp_path_factory) -> Path:
     """60 steps by one device."""
     folder = tmp_path_factory.mktemp("whole")
-    assert train([*PARITY, "--strategy=one_device", "--steps=60", "--save_every=30", f"--run_dir={folder}"]).returncode == 0
+    assert (
+        train([*PARITY, "--strategy=one_device", "--steps=60", "--save_every=30", f"--run_dir={folder}"]).returncode
+        == 0
+    )
     return folder
 
 
@@ -76,7 +117,10 @@ def test_synchronous_servers_are_one_device(whole, tmp_path):
     first = tmp_path / "first"
     job = start_slowly(first, ["--save_every=30"])
     wait_for(lambda: (first / "checkpoints" / "step-00000030").exists())
-    pids = [process(first, role, index) for role, index in (("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1))]
+    pids = [
+        process(first, role, index)
+        for role, index in (("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1))
+    ]
     job.send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=100)
     assert job.returncode == 42, output
@@ -114,4 +158,6 @@ def start_slowly(run_dir: Path, flags: list[str], *launch_flags: str):
 
 def assert_close(found: dict, expected: dict) -> None:
     for key, array in expected.items():
-        np.testing.assert_allclose(found[key].astype("float64"), array.astype("float64"), rtol=0, atol=1e-6, err_msg=key)
+        np.testing.assert_allclose(
+            found[key].astype("float64"), array.astype("float64"), rtol=0, atol=1e-6, err_msg=key
+        )

@@ -1,4 +1,4 @@
-"""A peer that answers the first knock, and then nothing more: the start ends, in time, with STARTUP."""
+"""A peer that answers the first probe, and then nothing more: the start ends, in time, with STARTUP."""
 
 import json
 import os
@@ -19,7 +19,7 @@ TIMEOUT = 25
 
 
 class Peer:
-    """Listens at a port, takes connections, and says nothing; gone after the first knock, if it `dies`."""
+    """Listens at a port, takes connections, and says nothing; gone after the first probe, if it `dies`."""
 
     def __init__(self, port: int, dies: bool):
         self._listener, self._dies, self._held = socket.create_server(("127.0.0.1", port)), dies, []
@@ -46,8 +46,23 @@ def start_one_of_two(index: int, strategy: str, folder, dies: bool) -> tuple[int
     addresses = [f"127.0.0.1:{first + number}" for number in range(2)]
     config = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
     peer, begun = Peer(first + 1 - index, dies), time.monotonic()
-    process = subprocess.Popen([sys.executable, "-m", "tfdist.train", *CLUSTERS, f"--strategy={strategy}", "--steps=5", f"--startup_timeout={TIMEOUT}", f"--run_dir={folder}"],
-                               env={**ENVIRONMENT, "TF_CONFIG": config}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tfdist.train",
+            *CLUSTERS,
+            f"--strategy={strategy}",
+            "--steps=5",
+            f"--startup_timeout={TIMEOUT}",
+            f"--run_dir={folder}",
+        ],
+        env={**ENVIRONMENT, "TF_CONFIG": config},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         output, _ = process.communicate(timeout=3 * TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -57,12 +72,31 @@ def start_one_of_two(index: int, strategy: str, folder, dies: bool) -> tuple[int
     return process.returncode, time.monotonic() - begun, output
 
 
-@pytest.mark.parametrize("index, strategy, dies", [
-    (0, "multi_worker", True), (1, "multi_worker", False),
-    *(pytest.param(index, strategy, dies, marks=pytest.mark.thorough) for index, strategy, dies in
-      [(0, "multi_worker", False), (1, "multi_worker", True), (0, "mesh", True), (0, "sockets", False), (1, "sockets", False), (1, "sockets", True), (1, "horovod", False)])])
+@pytest.mark.parametrize(
+    "index, strategy, dies",
+    [
+        (0, "multi_worker", True),
+        (1, "multi_worker", False),
+        *(
+            pytest.param(index, strategy, dies, marks=pytest.mark.thorough)
+            for index, strategy, dies in [
+                (0, "multi_worker", False),
+                (1, "multi_worker", True),
+                (0, "mesh", True),
+                (0, "sockets", False),
+                (1, "sockets", False),
+                (1, "sockets", True),
+                (1, "horovod", False),
+            ]
+        ),
+    ],
+)
 def test_a_peer_that_dies_or_stops_after_its_knock(index, strategy, dies, tmp_path):
     code, seconds, output = start_one_of_two(index, strategy, tmp_path, dies)
     assert code == 5 and "Traceback" not in output, output
-    assert f"--startup_timeout={TIMEOUT} s" in output or "Not all workers came together" in output or f"within {TIMEOUT} s" in output, output
+    assert (
+        f"--startup_timeout={TIMEOUT} s" in output
+        or "Not all workers came together" in output
+        or f"within {TIMEOUT} s" in output
+    ), output
     assert seconds < TIMEOUT + 8, output  # the interpreter's start comes before

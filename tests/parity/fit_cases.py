@@ -30,7 +30,9 @@ def samples(count, features=8, classes=3, seed=0):
 
 
 def dense(*between, units=16, optimizer="adam", loss=CROSSENTROPY, metrics=("accuracy",), **options):
-    model = keras.Sequential([keras.Input((8,)), layers.Dense(units, activation="relu"), *between, layers.Dense(3, activation="softmax")])
+    model = keras.Sequential(
+        [keras.Input((8,)), layers.Dense(units, activation="relu"), *between, layers.Dense(3, activation="softmax")]
+    )
     model.compile(optimizer, loss, metrics=list(metrics), **options)
     return model
 
@@ -44,12 +46,26 @@ def tokens(count=50, length=12, seed=0):
 
 # -- the six models ----------------------------------------------------------------------------------------------------
 
+
 @case
 def dense_with_class_weights(fit, evaluate, predict, folder):
     x, y = samples(101)
     model = dense(metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)])
-    history = fit(model, x, y, batch_size=16, epochs=3, class_weight={0: 1.0, 1: 2.5, 2: 0.5}, validation_split=0.2, validation_freq=2)
-    return {"history": history.history, "evaluate": evaluate(model, x, y, batch_size=30), "predict": predict(model, x, batch_size=17)}
+    history = fit(
+        model,
+        x,
+        y,
+        batch_size=16,
+        epochs=3,
+        class_weight={0: 1.0, 1: 2.5, 2: 0.5},
+        validation_split=0.2,
+        validation_freq=2,
+    )
+    return {
+        "history": history.history,
+        "evaluate": evaluate(model, x, y, batch_size=30),
+        "predict": predict(model, x, batch_size=17),
+    }
 
 
 @case
@@ -58,31 +74,81 @@ def cnn_with_batchnorm(fit, evaluate, predict, folder):
 
     x, y = load_digits(return_X_y=True)
     x = (x[:250] / 16).reshape(-1, 8, 8, 1).astype("float32")
-    model = keras.Sequential([keras.Input((8, 8, 1)), layers.Conv2D(8, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU(),
-                              layers.Conv2D(8, 3, strides=2, use_bias=False), layers.BatchNormalization(momentum=0.9), layers.ReLU(), layers.Flatten(), layers.Dense(10)])
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(8, 3, use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.Conv2D(8, 3, strides=2, use_bias=False),
+            layers.BatchNormalization(momentum=0.9),
+            layers.ReLU(),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
+    )
+    model.compile(
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
     history = fit(model, x[:200], y[:200], batch_size=32, epochs=3, validation_data=(x[200:], y[200:250]))
-    return {"history": history.history, "statistics": [np.asarray(weight).tolist() for weight in model.non_trainable_weights]}
+    return {
+        "history": history.history,
+        "statistics": [np.asarray(weight).tolist() for weight in model.non_trainable_weights],
+    }
 
 
 @case
 def two_inputs_two_outputs(fit, evaluate, predict, folder):
     a, b = keras.Input((8,), name="a"), keras.Input((4,), name="b")
-    hidden = layers.Dense(12, activation="tanh", activity_regularizer="l2", kernel_regularizer="l2")(layers.concatenate([a, b]))
-    model = keras.Model({"a": a, "b": b}, {"kind": layers.Dense(3, activation="softmax", name="kind")(hidden), "size": layers.Dense(1, name="size")(hidden)})
-    model.compile("adam", loss={"kind": CROSSENTROPY, "size": "mse"}, loss_weights={"kind": 1.0, "size": 0.3}, metrics={"kind": ["accuracy"], "size": ["mae", keras.metrics.R2Score()]})
+    hidden = layers.Dense(12, activation="tanh", activity_regularizer="l2", kernel_regularizer="l2")(
+        layers.concatenate([a, b])
+    )
+    model = keras.Model(
+        {"a": a, "b": b},
+        {
+            "kind": layers.Dense(3, activation="softmax", name="kind")(hidden),
+            "size": layers.Dense(1, name="size")(hidden),
+        },
+    )
+    model.compile(
+        "adam",
+        loss={"kind": CROSSENTROPY, "size": "mse"},
+        loss_weights={"kind": 1.0, "size": 0.3},
+        metrics={"kind": ["accuracy"], "size": ["mae", keras.metrics.R2Score()]},
+    )
     x, y = samples(90)
     inputs, targets = {"a": x, "b": x[:, :4] ** 2}, {"kind": y, "size": x.sum(1, keepdims=True)}
     history = fit(model, inputs, targets, batch_size=32, epochs=3, validation_data=(inputs, targets))
-    return {"history": history.history, "evaluate": evaluate(model, inputs, targets, return_dict=True), "predict": predict(model, inputs)}
+    return {
+        "history": history.history,
+        "evaluate": evaluate(model, inputs, targets, return_dict=True),
+        "predict": predict(model, inputs),
+    }
 
 
 @case
 def lstm_with_masking(fit, evaluate, predict, folder):
     ids, tags = tokens()
-    model = keras.Sequential([keras.Input((12,), dtype="int32"), layers.Embedding(20, 8, mask_zero=True), layers.LSTM(8, return_sequences=True), layers.Dense(5, activation="softmax")])
-    model.compile("adam", CROSSENTROPY, metrics=["accuracy"], weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy(name="weighted")])
-    return {"history": fit(model, ids, tags, batch_size=16, epochs=3, validation_split=0.2).history, "evaluate": evaluate(model, ids, tags, batch_size=20)}
+    model = keras.Sequential(
+        [
+            keras.Input((12,), dtype="int32"),
+            layers.Embedding(20, 8, mask_zero=True),
+            layers.LSTM(8, return_sequences=True),
+            layers.Dense(5, activation="softmax"),
+        ]
+    )
+    model.compile(
+        "adam",
+        CROSSENTROPY,
+        metrics=["accuracy"],
+        weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy(name="weighted")],
+    )
+    return {
+        "history": fit(model, ids, tags, batch_size=16, epochs=3, validation_split=0.2).history,
+        "evaluate": evaluate(model, ids, tags, batch_size=20),
+    }
 
 
 @case
@@ -93,9 +159,22 @@ def transformer_with_sample_weights(fit, evaluate, predict, folder):
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8)(x, x, use_causal_mask=True))
     x = layers.LayerNormalization()(x + layers.Dense(16)(layers.Dense(32, activation="gelu")(x)))
     model = keras.Model(inputs, layers.Dense(5)(layers.GlobalAveragePooling1D()(x)))
-    model.compile(keras.optimizers.AdamW(3e-3, weight_decay=0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"], weighted_metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.AdamW(3e-3, weight_decay=0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        weighted_metrics=["accuracy"],
+    )
     weights = np.linspace(0, 2, len(ids))
-    history = fit(model, ids, tags[:, 0], batch_size=16, epochs=3, sample_weight=weights, validation_data=(ids, tags[:, 0], weights))
+    history = fit(
+        model,
+        ids,
+        tags[:, 0],
+        batch_size=16,
+        epochs=3,
+        sample_weight=weights,
+        validation_data=(ids, tags[:, 0], weights),
+    )
     return {"history": history.history}
 
 
@@ -109,9 +188,15 @@ class WithComputeLoss(keras.Model):
         return self.out(self.hidden(x))
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        penalty = ops.mean(ops.square(self.out.kernel)) + 0.1 * ops.std(y_pred)  # of the weights, and not a mean over samples
+        penalty = ops.mean(ops.square(self.out.kernel)) + 0.1 * ops.std(
+            y_pred
+        )  # of the weights, and not a mean over samples
         self.penalty.update_state(penalty)
-        return ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)) + penalty + 0.01 * ops.mean(ops.square(x))
+        return (
+            ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
+            + penalty
+            + 0.01 * ops.mean(ops.square(x))
+        )
 
 
 @case
@@ -119,13 +204,20 @@ def subclass_with_compute_loss(fit, evaluate, predict, folder):
     x, y = samples(70)
     model = WithComputeLoss()
     model.compile("adam", metrics=["sparse_categorical_accuracy"])
-    return {"history": fit(model, x, y, batch_size=16, epochs=3, validation_data=(x, y)).history, "predict": predict(model, x, batch_size=16)}
+    return {
+        "history": fit(model, x, y, batch_size=16, epochs=3, validation_data=(x, y)).history,
+        "predict": predict(model, x, batch_size=16),
+    }
 
 
 class WithLayersOfItsOwn(keras.Model):
     def __init__(self, builds=False):
         super().__init__()
-        self.hidden, self.norm, self.out = layers.Dense(16, activation="relu"), layers.BatchNormalization(), layers.Dense(3)
+        self.hidden, self.norm, self.out = (
+            layers.Dense(16, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dense(3),
+        )
         self.unused = layers.Dense(4)
         self.builds = builds
 
@@ -146,22 +238,39 @@ def subclass_built_by_shape(fit, evaluate, predict, folder):
     found = {}
     for builds in (False, True):  # in the second only some of the layers are built then
         model = WithLayersOfItsOwn(builds)
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.compile(
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
         model.build((None, 8))
-        found[str(builds)] = {"history": fit(model, x, y, batch_size=16, epochs=2, validation_data=(x, y)).history, "predict": predict(model, x, batch_size=16)}
+        found[str(builds)] = {
+            "history": fit(model, x, y, batch_size=16, epochs=2, validation_data=(x, y)).history,
+            "predict": predict(model, x, batch_size=16),
+        }
     return found
 
 
 # -- what was compiled -------------------------------------------------------------------------------------------------
 
+
 @case
 def optimizer_settings(fit, evaluate, predict, folder):
     x, y = samples(96)
     found = {}
-    for name, options in {"clipnorm": {"clipnorm": 0.05}, "global": {"global_clipnorm": 0.05}, "ema": {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 3},
-                          "accumulation": {"gradient_accumulation_steps": 3, "weight_decay": 0.01}}.items():
-        model = dense(optimizer=keras.optimizers.Adam(0.01, **options), steps_per_execution=4 if name == "clipnorm" else 1)
-        found[name] = {"history": fit(model, x, y, batch_size=8, epochs=2).history, "weights": [weight.tolist() for weight in model.get_weights()]}
+    for name, options in {
+        "clipnorm": {"clipnorm": 0.05},
+        "global": {"global_clipnorm": 0.05},
+        "ema": {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 3},
+        "accumulation": {"gradient_accumulation_steps": 3, "weight_decay": 0.01},
+    }.items():
+        model = dense(
+            optimizer=keras.optimizers.Adam(0.01, **options), steps_per_execution=4 if name == "clipnorm" else 1
+        )
+        found[name] = {
+            "history": fit(model, x, y, batch_size=8, epochs=2).history,
+            "weights": [weight.tolist() for weight in model.get_weights()],
+        }
     return found
 
 
@@ -181,7 +290,11 @@ def float16_loss_scale(fit, evaluate, predict, folder):
         keras.mixed_precision.set_global_policy("float32")
     x[40] = 6e4  # overflows: the update must be left out on every worker
     history = fit(model, x, y, batch_size=16, epochs=2, shuffle=False)
-    return {"scale": float(model.optimizer.dynamic_scale), "iterations": int(model.optimizer.inner_optimizer.iterations), "epochs": len(history.history["loss"])}
+    return {
+        "scale": float(model.optimizer.dynamic_scale),
+        "iterations": int(model.optimizer.inner_optimizer.iterations),
+        "epochs": len(history.history["loss"]),
+    }
 
 
 class OwnTrainStep(WithComputeLoss):
@@ -210,14 +323,28 @@ def large_outputs(fit, evaluate, predict, folder):
     before, own_rows.LARGEST = own_rows.LARGEST, -1
     try:
         x, y = samples(75)
-        model = dense(layers.BatchNormalization(), layers.Dense(8, kernel_regularizer="l2", activity_regularizer="l2"),
-                      metrics=["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="entropy")], weighted_metrics=["accuracy"])
-        history = fit(model, x, y, batch_size=16, epochs=3, sample_weight=np.linspace(0, 2, 75), validation_data=(x[:1], y[:1]))
-        compiled = fit(dense(layers.Dense(8, activity_regularizer="l2"), jit_compile=True), x[:64], y[:64], batch_size=16, epochs=1)
+        model = dense(
+            layers.BatchNormalization(),
+            layers.Dense(8, kernel_regularizer="l2", activity_regularizer="l2"),
+            metrics=["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="entropy")],
+            weighted_metrics=["accuracy"],
+        )
+        history = fit(
+            model, x, y, batch_size=16, epochs=3, sample_weight=np.linspace(0, 2, 75), validation_data=(x[:1], y[:1])
+        )
+        compiled = fit(
+            dense(layers.Dense(8, activity_regularizer="l2"), jit_compile=True), x[:64], y[:64], batch_size=16, epochs=1
+        )
         uneven = fit(model, x[:49], y[:49], batch_size=16, epochs=1)  # the last batch has rows for one worker only
     finally:
         own_rows.LARGEST = before
-    return {"history": history.history, "uneven": uneven.history, "compiled": compiled.history, "evaluate": evaluate(model, x, y, batch_size=20), "weights": [weight.tolist() for weight in model.get_weights()]}
+    return {
+        "history": history.history,
+        "uneven": uneven.history,
+        "compiled": compiled.history,
+        "evaluate": evaluate(model, x, y, batch_size=20),
+        "weights": [weight.tolist() for weight in model.get_weights()],
+    }
 
 
 def masked_mean(y_true, y_pred):
@@ -243,7 +370,13 @@ def large_outputs_of_losses_that_are_no_means(fit, evaluate, predict, folder):
     weights = np.linspace(0, 2, 41)
 
     def segmentation(loss, metrics=(), activation="softmax"):
-        model = keras.Sequential([keras.Input((2, 4, 1)), layers.Conv2D(4, 2, padding="same", activation="relu"), layers.Conv2D(3, 1, activation=activation)])
+        model = keras.Sequential(
+            [
+                keras.Input((2, 4, 1)),
+                layers.Conv2D(4, 2, padding="same", activation="relu"),
+                layers.Conv2D(3, 1, activation=activation),
+            ]
+        )
         model.compile(keras.optimizers.SGD(0.1), loss, metrics=list(metrics))
         return model
 
@@ -257,23 +390,63 @@ def large_outputs_of_losses_that_are_no_means(fit, evaluate, predict, folder):
         "dice_of_rows": (segmentation("dice", ["accuracy"], "sigmoid"), images, pixels, {}),
         "tversky": (segmentation(losses.Tversky(0.3, 0.7), activation="sigmoid"), images, pixels, {}),
         "circle": (flat(losses.Circle(gamma=2.0), metrics=[]), x, y, {}),
-        "squared_hinge": (flat("squared_hinge", metrics=[]), x, one_hot * np.where(np.arange(41) < 4, 1, 1.5)[:, None], {}),
+        "squared_hinge": (
+            flat("squared_hinge", metrics=[]),
+            x,
+            one_hot * np.where(np.arange(41) < 4, 1, 1.5)[:, None],
+            {},
+        ),
         "axis": (flat(losses.CosineSimilarity(axis=0), metrics=[]), x, one_hot, {}),
         "sum": (flat(losses.MeanSquaredError(reduction="sum"), metrics=[]), x, one_hot, {}),
-        "over_weights": (flat(losses.CategoricalCrossentropy(reduction="mean_with_sample_weight"), metrics=[]), x, one_hot, {"sample_weight": weights}),
+        "over_weights": (
+            flat(losses.CategoricalCrossentropy(reduction="mean_with_sample_weight"), metrics=[]),
+            x,
+            one_hot,
+            {"sample_weight": weights},
+        ),
         "own_function": (flat(masked_mean), x, y, {}),
-        "scalar_metric": (flat(CROSSENTROPY, metrics=[spread_of_outputs, metrics.MeanMetricWrapper(masked_mean, name="masked")]), x, y, {}),
+        "scalar_metric": (
+            flat(CROSSENTROPY, metrics=[spread_of_outputs, metrics.MeanMetricWrapper(masked_mean, name="masked")]),
+            x,
+            y,
+            {},
+        ),
         "axis_of_metric": (flat("mse", metrics=[metrics.CosineSimilarity(axis=0)]), x, one_hot, {}),
         "class_weight": (flat(CROSSENTROPY), x, y, {"class_weight": {0: 1.0, 1: 2.5, 2: 0.5}}),
-        "sample_weight": (flat("mse", metrics=["mae"], weighted_metrics=[metrics.RootMeanSquaredError(), metrics.AUC(), metrics.F1Score(), metrics.R2Score()]), x, one_hot, {"sample_weight": weights}),
-        "weighted_pixels": (segmentation(CROSSENTROPY, [metrics.MeanIoU(3, sparse_y_pred=False), metrics.SparseTopKCategoricalAccuracy(2)]), images, labels, {"sample_weight": np.abs(images[..., 0])}),
+        "sample_weight": (
+            flat(
+                "mse",
+                metrics=["mae"],
+                weighted_metrics=[metrics.RootMeanSquaredError(), metrics.AUC(), metrics.F1Score(), metrics.R2Score()],
+            ),
+            x,
+            one_hot,
+            {"sample_weight": weights},
+        ),
+        "weighted_pixels": (
+            segmentation(
+                CROSSENTROPY, [metrics.MeanIoU(3, sparse_y_pred=False), metrics.SparseTopKCategoricalAccuracy(2)]
+            ),
+            images,
+            labels,
+            {"sample_weight": np.abs(images[..., 0])},
+        ),
         "loss_weights": (flat("mse", loss_weights=[0.3]), x, one_hot, {}),
         "crossentropy": (flat("crossentropy"), x, y[:, None], {}),
     }
     try:
         found = {}
         for name, (model, inputs, targets, options) in cases.items():
-            history = fit(model, inputs, targets, batch_size=16, epochs=2, shuffle=False, validation_data=(inputs[:7], targets[:7]), **options).history
+            history = fit(
+                model,
+                inputs,
+                targets,
+                batch_size=16,
+                epochs=2,
+                shuffle=False,
+                validation_data=(inputs[:7], targets[:7]),
+                **options,
+            ).history
             found[name] = {"history": history, "weights": [weight.tolist() for weight in model.get_weights()]}
     finally:
         own_rows.LARGEST = before
@@ -281,6 +454,7 @@ def large_outputs_of_losses_that_are_no_means(fit, evaluate, predict, folder):
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
+
 
 def metrics():
     return ["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="entropy")]
@@ -290,25 +464,40 @@ def metrics():
 def dataset_of_unknown_length(fit, evaluate, predict, folder):
     x, y = samples(103)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: x[0] > -1.5).batch(7)
-    # Not Adam: Keras counts one iteration too many each time it meets the end of such data, which Adam's next steps show.
+    # Not Adam: Keras counts one iteration too many each time it meets the end of such data, which Adam's next steps
+    # show.
     model = dense(optimizer=keras.optimizers.SGD(0.1), metrics=metrics())
-    return {"length": int(dataset.cardinality()), "history": fit(model, dataset, epochs=3, validation_data=dataset).history,
-            "evaluate": evaluate(model, dataset), "predict": predict(model, dataset)}
+    return {
+        "length": int(dataset.cardinality()),
+        "history": fit(model, dataset, epochs=3, validation_data=dataset).history,
+        "evaluate": evaluate(model, dataset),
+        "predict": predict(model, dataset),
+    }
 
 
 @case
 def infinite_dataset(fit, evaluate, predict, folder):
-    # Not the same dataset for both: iterators of one shuffled dataset take their seeds from one generator, in the order in which
-    # prefetching happens to reach the end of a pass, so plain Keras is not repeatable either.
-    trained, validated = (tf.data.Dataset.from_tensor_slices(samples(50)).shuffle(50, seed=seed).repeat().batch(8) for seed in (3, 4))
-    return {"history": fit(dense(), trained, epochs=3, steps_per_epoch=5, validation_data=validated, validation_steps=3).history}
+    # Not the same dataset for both: iterators of one shuffled dataset take their seeds from one generator, in the order
+    # in which prefetching happens to reach the end of a pass, so plain Keras is not repeatable either.
+    trained, validated = (
+        tf.data.Dataset.from_tensor_slices(samples(50)).shuffle(50, seed=seed).repeat().batch(8) for seed in (3, 4)
+    )
+    return {
+        "history": (
+            fit(dense(), trained, epochs=3, steps_per_epoch=5, validation_data=validated, validation_steps=3).history
+        )
+    }
 
 
 @case
 def last_batches_smaller_than_the_cluster(fit, evaluate, predict, folder):
     x, y = samples(9)
     model = dense(layers.BatchNormalization(), metrics=metrics())
-    return {"history": fit(model, x, y, batch_size=8, epochs=2).history, "evaluate": evaluate(model, x[:1], y[:1]), "predict": predict(model, x, batch_size=2)}
+    return {
+        "history": fit(model, x, y, batch_size=8, epochs=2).history,
+        "evaluate": evaluate(model, x[:1], y[:1]),
+        "predict": predict(model, x, batch_size=2),
+    }
 
 
 @case
@@ -323,7 +512,7 @@ class Pages(keras.utils.PyDataset):
 
     def __getitem__(self, index):
         x, y = samples(45)
-        return x[index * 10:index * 10 + 10], y[index * 10:index * 10 + 10]
+        return x[index * 10 : index * 10 + 10], y[index * 10 : index * 10 + 10]
 
 
 @case
@@ -333,16 +522,34 @@ def pydataset_and_generator(fit, evaluate, predict, folder):
             yield samples(9, seed=index)
 
     model = dense()
-    return {"pages": fit(model, Pages(), epochs=2, shuffle=False).history, "generator": fit(model, generator(), epochs=2, steps_per_epoch=10).history}
+    return {
+        "pages": fit(model, Pages(), epochs=2, shuffle=False).history,
+        "generator": fit(model, generator(), epochs=2, steps_per_epoch=10).history,
+    }
 
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
+
 def with_callback(fit, *callbacks, epochs=6, rate=0.05, patience_data=False, **options):
     x, y = samples(64)
     model = dense(optimizer=keras.optimizers.Adam(rate, **options))
-    history = fit(model, x, np.roll(y, 1), batch_size=16, epochs=epochs, shuffle=False, validation_data=(x[:20], y[:20]), callbacks=list(callbacks))
-    return model, {"history": history.history, "epochs": history.epoch, "rate": float(model.optimizer.learning_rate), "weights": [weight.tolist() for weight in model.get_weights()]}
+    history = fit(
+        model,
+        x,
+        np.roll(y, 1),
+        batch_size=16,
+        epochs=epochs,
+        shuffle=False,
+        validation_data=(x[:20], y[:20]),
+        callbacks=list(callbacks),
+    )
+    return model, {
+        "history": history.history,
+        "epochs": history.epoch,
+        "rate": float(model.optimizer.learning_rate),
+        "weights": [weight.tolist() for weight in model.get_weights()],
+    }
 
 
 def files(folder):
@@ -371,7 +578,10 @@ def callback_model_checkpoint(fit, evaluate, predict, folder):
     found = with_callback(fit, keras.callbacks.ModelCheckpoint(f"{folder}/best.keras", save_best_only=True))[1]
     x, y = samples(64)
     loaded = keras.models.load_model(f"{folder}/best.keras") if files(folder) else None
-    return {**found, "chief": {"files": files(folder), "predict": loaded.predict(x, verbose=0).tolist() if loaded else None}}
+    return {
+        **found,
+        "chief": {"files": files(folder), "predict": loaded.predict(x, verbose=0).tolist() if loaded else None},
+    }
 
 
 @case
@@ -379,28 +589,50 @@ def callback_tensorboard(fit, evaluate, predict, folder):
     found = with_callback(fit, keras.callbacks.TensorBoard(folder, histogram_freq=1, update_freq=2), epochs=2)[1]
     values = []
     for path in sorted(Path(folder).rglob("*tfevents*")):
-        values += [(event.step, value.tag, tf.make_ndarray(value.tensor).tolist()) for event in tf.compat.v1.train.summary_iterator(str(path))
-                   for value in event.summary.value if value.metadata.plugin_data.plugin_name == "scalars"]
+        values += [
+            (event.step, value.tag, tf.make_ndarray(value.tensor).tolist())
+            for event in tf.compat.v1.train.summary_iterator(str(path))
+            for value in event.summary.value
+            if value.metadata.plugin_data.plugin_name == "scalars"
+        ]
     return {**found, "chief": {"scalars": [list(value) for value in sorted(values)]}}
 
 
 @case
 def callback_csv_logger(fit, evaluate, predict, folder):
     found = with_callback(fit, keras.callbacks.CSVLogger(f"{folder}/log.csv"))[1]
-    rows = [[float(cell) for cell in row] for row in list(csv.reader(Path(f"{folder}/log.csv").read_text().splitlines()))[1:]] if files(folder) else None
+    rows = (
+        [
+            [float(cell) for cell in row]
+            for row in list(csv.reader(Path(f"{folder}/log.csv").read_text().splitlines()))[1:]
+        ]
+        if files(folder)
+        else None
+    )
     return {**found, "chief": {"rows": rows}}
 
 
 @case
 def callback_terminate_on_nan(fit, evaluate, predict, folder):
-    found = with_callback(fit, keras.callbacks.TerminateOnNaN(), keras.callbacks.LearningRateScheduler(lambda epoch: float("nan") if epoch == 2 else 0.01))[1]
+    found = with_callback(
+        fit,
+        keras.callbacks.TerminateOnNaN(),
+        keras.callbacks.LearningRateScheduler(lambda epoch: float("nan") if epoch == 2 else 0.01),
+    )[1]
     return {"epochs": found["epochs"], "first": found["history"]["loss"][:2]}
 
 
 @case
 def callback_lambda(fit, evaluate, predict, folder):
     seen = []
-    found = with_callback(fit, keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append([batch, float(logs["loss"])]), on_epoch_begin=lambda epoch, logs: seen.append(epoch)), epochs=2)[1]
+    found = with_callback(
+        fit,
+        keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.append([batch, float(logs["loss"])]),
+            on_epoch_begin=lambda epoch, logs: seen.append(epoch),
+        ),
+        epochs=2,
+    )[1]
     return {**found, "seen": seen}
 
 

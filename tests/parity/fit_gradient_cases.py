@@ -17,7 +17,9 @@ def weights(*models):
 
 
 def network(inputs, units, outputs, *between, activation="tanh"):
-    return keras.Sequential([keras.Input((inputs,)), layers.Dense(units, activation=activation), *between, layers.Dense(outputs)])
+    return keras.Sequential(
+        [keras.Input((inputs,)), layers.Dense(units, activation=activation), *between, layers.Dense(outputs)]
+    )
 
 
 @case
@@ -25,7 +27,10 @@ def spread_gan(fit, evaluate, predict, folder):
     """A gradient through two spread models, with plain SGD, which shows a factor that Adam hides."""
     found = {}
     for name, between in {"plain": (), "batchnorm": (layers.BatchNormalization,)}.items():
-        make, judge = network(3, 8, 4, *(layer() for layer in between)), network(4, 8, 1, *(layer() for layer in between))
+        make, judge = (
+            network(3, 8, 4, *(layer() for layer in between)),
+            network(4, 8, 1, *(layer() for layer in between)),
+        )
         optimizers = keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1, global_clipnorm=0.5)
         rng = np.random.default_rng(1)
 
@@ -41,8 +46,15 @@ def spread_gan(fit, evaluate, predict, folder):
 
         with tfdist.spread(make, optimizers[0]), tfdist.spread(judge, optimizers[1]):
             step = tf.function(train, reduce_retracing=True)
-            losses = [[float(loss) for loss in (step if rows > 1 else train)(*(tf.constant(rng.normal(size=(rows, width)).astype("float32")) for width in (3, 4)))]
-                      for rows in (8, 8, 7, 7, 1)]
+            losses = [
+                [
+                    float(loss)
+                    for loss in (step if rows > 1 else train)(
+                        *(tf.constant(rng.normal(size=(rows, width)).astype("float32")) for width in (3, 4))
+                    )
+                ]
+                for rows in (8, 8, 7, 7, 1)
+            ]
         found[name] = {"losses": losses, "weights": weights(make, judge)}
     return found
 
@@ -61,9 +73,14 @@ def model_of_its_own_output(fit, evaluate, predict, folder):
     x, _ = samples(30)
     found = {}
     for name, options in {"graph": {}, "eager": {"run_eagerly": True}, "jit": {"jit_compile": True}}.items():
-        model = Twice([keras.Input((8,)), layers.Dense(12, activation="tanh", activity_regularizer="l2"), layers.Dense(8)])
+        model = Twice(
+            [keras.Input((8,)), layers.Dense(12, activation="tanh", activity_regularizer="l2"), layers.Dense(8)]
+        )
         model.compile(keras.optimizers.SGD(0.2), **options)
-        found[name] = {"loss": fit(model, x, x[:, ::-1].copy(), batch_size=7, epochs=2).history["loss"], "weights": weights(model)}
+        found[name] = {
+            "loss": fit(model, x, x[:, ::-1].copy(), batch_size=7, epochs=2).history["loss"],
+            "weights": weights(model),
+        }
     return found
 
 
@@ -96,7 +113,11 @@ def gradient_penalty(fit, evaluate, predict, folder):
     x, _ = samples(29)
     y = x.sum(1) / 3
     found = {}
-    for name, (between, options) in {"graph": ((), {}), "eager": ((), {"run_eagerly": True}), "batchnorm": ((layers.BatchNormalization(),), {})}.items():
+    for name, (between, options) in {
+        "graph": ((), {}),
+        "eager": ((), {"run_eagerly": True}),
+        "batchnorm": ((layers.BatchNormalization(),), {}),
+    }.items():
         model = Penalized(network(8, 12, 1, *between))
         model.build((None, 8))
         model.compile(keras.optimizers.SGD(0.05), **options)
@@ -105,7 +126,9 @@ def gradient_penalty(fit, evaluate, predict, folder):
 
 
 class Adversarial(keras.Sequential):
-    """Training on inputs moved along the gradient; gradients clipped by hand, and weights moved before (Foret et al. 2021)."""
+    """Training on inputs moved along the gradient; gradients clipped by hand, and weights moved before (Foret et al.
+    2021).
+    """
 
     def train_step(self, data):
         x, y = data
@@ -132,7 +155,9 @@ class Adversarial(keras.Sequential):
 @case
 def adversarial_examples_and_gradients_by_hand(fit, evaluate, predict, folder):
     x, y = samples(45)
-    model = Adversarial([keras.Input((8,)), layers.Dense(16, activation="relu", kernel_regularizer="l2"), layers.Dense(3)])
+    model = Adversarial(
+        [keras.Input((8,)), layers.Dense(16, activation="relu", kernel_regularizer="l2"), layers.Dense(3)]
+    )
     model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return {"history": fit(model, x, y, batch_size=16, epochs=2).history, "weights": weights(model)}
 
@@ -160,7 +185,9 @@ def two_updates_in_a_step(fit, evaluate, predict, folder):
     x, y = samples(40)
     found = {}
     for scaled in (False, True):
-        model = TwoUpdates([keras.Input((8,)), layers.Dense(16, activation="relu"), layers.Dense(3, activation="softmax")])
+        model = TwoUpdates(
+            [keras.Input((8,)), layers.Dense(16, activation="relu"), layers.Dense(3, activation="softmax")]
+        )
         model.scaled = scaled
         model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
         found[str(scaled)] = {"history": fit(model, x, y, batch_size=16, epochs=2).history, "weights": weights(model)}
@@ -168,7 +195,9 @@ def two_updates_in_a_step(fit, evaluate, predict, folder):
 
 
 class SlopeOfWeights(keras.Sequential):
-    """A penalty on the gradient with respect to the weights, in float16: a second derivative through the sum over workers."""
+    """A penalty on the gradient with respect to the weights, in float16: a second derivative through the sum over
+    workers.
+    """
 
     def train_step(self, data):
         x, y = data
@@ -184,7 +213,9 @@ class SlopeOfWeights(keras.Sequential):
 @case
 def penalty_on_the_gradient_of_weights(fit, evaluate, predict, folder):
     x, y = samples(30)
-    model = SlopeOfWeights([keras.Input((8,)), layers.Dense(16, activation="tanh"), layers.Dense(3, activation="softmax")])
+    model = SlopeOfWeights(
+        [keras.Input((8,)), layers.Dense(16, activation="tanh"), layers.Dense(3, activation="softmax")]
+    )
     model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
     return {"history": fit(model, x, y, batch_size=16, epochs=2).history, "weights": weights(model)}
 
@@ -220,7 +251,11 @@ class Noisy(keras.Sequential):
 
 
 def seeds(model):
-    return [np.asarray(variable.value).tolist() for variable in model.variables if variable.path.endswith("seed_generator_state")]
+    return [
+        np.asarray(variable.value).tolist()
+        for variable in model.variables
+        if variable.path.endswith("seed_generator_state")
+    ]
 
 
 @case
@@ -241,7 +276,11 @@ def random_numbers_of_a_train_step(fit, evaluate, predict, folder):
             model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
             history = fit(model, x, y, batch_size=16, epochs=2, shuffle=False).history
             everyone = tfdist.init().all_gather(np.array(history["loss"]))
-            found[f"{drawn} {options}"] = {"same": bool((everyone == everyone[0]).all()), "seeds": seeds(model), "loss": None if drawn == "tensorflow" else history["loss"]}
+            found[f"{drawn} {options}"] = {
+                "same": bool((everyone == everyone[0]).all()),
+                "seeds": seeds(model),
+                "loss": None if drawn == "tensorflow" else history["loss"],
+            }
     return found
 
 
@@ -253,7 +292,11 @@ class Rows(layers.Layer):
         self.generator = keras.random.SeedGenerator(4)
 
     def call(self, x):
-        return x + keras.random.normal(tf.shape(x), seed=self.generator), keras.random.normal(tf.shape(x)), tf.random.normal(tf.shape(x))
+        return (
+            x + keras.random.normal(tf.shape(x), seed=self.generator),
+            keras.random.normal(tf.shape(x)),
+            tf.random.normal(tf.shape(x)),
+        )
 
 
 @case
@@ -269,8 +312,12 @@ def random_numbers_of_the_rows(fit, evaluate, predict, folder):
         noise = [np.asarray(values) for values in predict(model, np.zeros([8, 4], "float32"), batch_size=8)]
         again = [np.asarray(values) for values in predict(model, np.zeros([8, 4], "float32"), batch_size=8)]
         everyone = tfdist.init().all_gather(noise[0])
-        found[str(options)] = {"rows": [len({tuple(row) for row in values}) for values in noise], "again": [bool((a == b).any()) for a, b in zip(noise, again, strict=True)],
-                               "same": bool((everyone == everyone[0]).all()), "seeds": seeds(model)}
+        found[str(options)] = {
+            "rows": [len({tuple(row) for row in values}) for values in noise],
+            "again": [bool((a == b).any()) for a, b in zip(noise, again, strict=True)],
+            "same": bool((everyone == everyone[0]).all()),
+            "seeds": seeds(model),
+        }
     return found
 
 
@@ -283,7 +330,10 @@ def dropout_leaves_one_state(fit, evaluate, predict, folder):
 
 
 class Positions(keras.Model):
-    """Keras' own example of a transformer: token and position embeddings. `kinds`: what is looked up whatever the batch is."""
+    """Keras' own example of a transformer: token and position embeddings.
+
+    `kinds`: what is looked up whatever the batch is.
+    """
 
     def __init__(self, kinds, length=12):
         super().__init__()
@@ -304,13 +354,22 @@ class Positions(keras.Model):
         if "both" in self.kinds:
             x = x + ops.mean(self.tokens(np.arange(5)), axis=0) + self.tokens(ids[:, ::-1])
         if "rows" in self.kinds:  # as many as the batch has
-            x = x + self.positions(ops.broadcast_to(ops.arange(12), ops.shape(ids))) + self.positions(ops.zeros_like(ids))
+            x = (
+                x
+                + self.positions(ops.broadcast_to(ops.arange(12), ops.shape(ids)))
+                + self.positions(ops.zeros_like(ids))
+            )
         if "tensorflow" in self.kinds:
             x = x + tf.gather(self.positions.embeddings.value, tf.range(12))
         return self.out(ops.mean(ops.tanh(x), axis=1))
 
 
-KINDS = {"positions": ["positions"], "duplicates": ["positions", "duplicates"], "both": ["both", "positions"], "rows": ["rows", "positions", "tensorflow"]}
+KINDS = {
+    "positions": ["positions"],
+    "duplicates": ["positions", "duplicates"],
+    "both": ["both", "positions"],
+    "rows": ["rows", "positions", "tensorflow"],
+}
 
 
 @case
@@ -319,8 +378,12 @@ def lookups_whatever_the_batch(fit, evaluate, predict, folder):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     found = {}
     for kind, kinds in KINDS.items():
-        for name, optimizer, options in (("adam", keras.optimizers.Adam(0.05), {}), ("clipped", keras.optimizers.SGD(0.5, global_clipnorm=0.1), {}),
-                                         ("clipnorm", keras.optimizers.SGD(0.5, clipnorm=0.05), {"jit_compile": True}), ("accumulated", keras.optimizers.Adam(0.05, gradient_accumulation_steps=2), {})):
+        for name, optimizer, options in (
+            ("adam", keras.optimizers.Adam(0.05), {}),
+            ("clipped", keras.optimizers.SGD(0.5, global_clipnorm=0.1), {}),
+            ("clipnorm", keras.optimizers.SGD(0.5, clipnorm=0.05), {"jit_compile": True}),
+            ("accumulated", keras.optimizers.Adam(0.05, gradient_accumulation_steps=2), {}),
+        ):
             model = Positions(kinds)
             model.build((None, 12))
             model.compile(optimizer, loss, **options)
@@ -343,8 +406,12 @@ def embeddings_eagerly_and_in_pieces(fit, evaluate, predict, folder):
     ids, tags = tokens(20)
     inputs = keras.Input((12,), dtype="int32")
     table = layers.Embedding(20, 6)
-    model = keras.Model(inputs, layers.Dense(5)(layers.GlobalAveragePooling1D()(table(inputs) + table(inputs[:, ::-1]))))
-    model.compile(keras.optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)
+    model = keras.Model(
+        inputs, layers.Dense(5)(layers.GlobalAveragePooling1D()(table(inputs) + table(inputs[:, ::-1])))
+    )
+    model.compile(
+        keras.optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True
+    )
     fit(model, ids, tags[:, 0], batch_size=7, epochs=1)
     optimizer = keras.optimizers.Adam(0.05)
     with tfdist.spread(model, optimizer):

@@ -49,6 +49,7 @@ def table_beside_the_batch(fit, evaluate, predict, folder):
     for rows in (50, 9, 8):
         for remainder in (True, False):  # with and without a static number of rows
             for options in ({}, {"run_eagerly": True}) if rows == 8 else ({},):
+
                 def beside(x, y, rows=rows):
                     return {"x": x, "a table": tf.constant(table[:rows])}, y
 
@@ -57,11 +58,17 @@ def table_beside_the_batch(fit, evaluate, predict, folder):
                 model.build(None)
                 model.compile(keras.optimizers.SGD(0.1), loss, **options)
                 history = fit(model, dataset, epochs=1).history
-                found[f"{rows} {remainder} {options}"] = {"history": history, "weights": weights(model), "evaluate": evaluate(model, dataset), "predict": predict(model, dataset)}
+                found[f"{rows} {remainder} {options}"] = {
+                    "history": history,
+                    "weights": weights(model),
+                    "evaluate": evaluate(model, dataset),
+                    "predict": predict(model, dataset),
+                }
     model = Beside()
     model.build(None)
     optimizer = keras.optimizers.SGD(0.1)
     with tfdist.spread(model, optimizer):
+
         @tf.function
         def step(x, table):
             with tf.GradientTape() as tape:
@@ -85,7 +92,11 @@ def two_inputs_of_static_shape(fit, evaluate, predict, folder):
     for name, model in {"summed": summed, "towers": towers}.items():
         dataset = tf.data.Dataset.from_tensor_slices(((x, x[:, :4]), x[:, :1])).batch(8, drop_remainder=True)
         model.compile(keras.optimizers.SGD(0.1), "mse")
-        found[name] = {"history": fit(model, dataset, epochs=1).history, "weights": weights(model), "predict": predict(model, dataset)}
+        found[name] = {
+            "history": fit(model, dataset, epochs=1).history,
+            "weights": weights(model),
+            "predict": predict(model, dataset),
+        }
     return found
 
 
@@ -106,8 +117,19 @@ class Adding(layers.Layer):
 def losses_added_as_sums(fit, evaluate, predict, folder):
     x, y = samples(45)
     found = {}
-    for name, (how, options) in {"mean": ("mean", {}), "sum": ("sum", {}), "both": ("both", {}), "compiled": ("both", {"jit_compile": True}), "eager": ("sum", {"run_eagerly": True})}.items():
-        model = dense(Adding(how), layers.Dense(8, activity_regularizer="l2", kernel_regularizer="l2"), optimizer=keras.optimizers.SGD(0.05), **options)
+    for name, (how, options) in {
+        "mean": ("mean", {}),
+        "sum": ("sum", {}),
+        "both": ("both", {}),
+        "compiled": ("both", {"jit_compile": True}),
+        "eager": ("sum", {"run_eagerly": True}),
+    }.items():
+        model = dense(
+            Adding(how),
+            layers.Dense(8, activity_regularizer="l2", kernel_regularizer="l2"),
+            optimizer=keras.optimizers.SGD(0.05),
+            **options,
+        )
         history = fit(model, x, y, batch_size=16, epochs=2, validation_data=(x[:7], y[:7])).history
         found[name] = {"history": history, "weights": weights(model)}
     from tfdist.keras_fit import own_rows
@@ -131,7 +153,12 @@ class Counting(keras.Model):
 
     def __init__(self, metric, single=False):
         super().__init__()
-        self.out, self.metric, self.size, self.single = layers.Dense(3, activation="softmax"), metric, keras.metrics.Mean(name="size"), single
+        self.out, self.metric, self.size, self.single = (
+            layers.Dense(3, activation="softmax"),
+            metric,
+            keras.metrics.Mean(name="size"),
+            single,
+        )
 
     def build(self, shape):
         self.out.build((None, 8))
@@ -160,7 +187,10 @@ def metrics_inside_the_call(fit, evaluate, predict, folder):
         model = Counting(metric, single)
         model.build(None)
         model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
-        return {"history": fit(model, x, y, batch_size=11, epochs=2).history, "evaluate": evaluate(model, x[:41], y[:41], batch_size=8)}
+        return {
+            "history": fit(model, x, y, batch_size=11, epochs=2).history,
+            "evaluate": evaluate(model, x[:41], y[:41], batch_size=8),
+        }
 
     for name, options in {"graph": {}, "jit": {"jit_compile": True}, "eager": {"run_eagerly": True}}.items():
         found[name] = [run(keras.metrics.Mean(name="mean"), **options), run(keras.metrics.AUC(name="auc"), **options)]

@@ -1,11 +1,13 @@
-"""One worker of the parity runs on meshes: trains every row of ROWS that needs this many workers, and writes what came out.
+"""One worker of the parity runs on meshes: trains every row of ROWS that needs this many workers, and writes what came
+out.
 
     python -m tests.parity.mesh_worker OUT_DIR one      every job of ROWS on one device
     python -m tests.parity.mesh_worker OUT_DIR mesh     every row with as many workers as TF_CONFIG lists
     ... ROW,ROW                                         only these
 
 Writes OUT_DIR/KIND/ROW.npz: whole weights, optimizer slots and moving averages, losses, gradient norms, an evaluation,
-and what rank 0 needs: the most bytes in a step, and, for the rows on memory, those that it holds. One process runs all rows, because starting TensorFlow takes longer than training them.
+and what rank 0 needs: the most bytes in a step, and, for the rows on memory, those that it holds. One process runs all
+rows, because starting TensorFlow takes longer than training them.
 """
 
 from __future__ import annotations
@@ -16,25 +18,69 @@ from pathlib import Path
 from typing import NamedTuple
 
 STEPS = 20
-DENSE = {"source": "digits", "model": "tests.parity.models:dense", "global_batch": 24, "learning_rate": 0.02, "eval_batch": 64, "eval_samples": 128}
+DENSE = {
+    "source": "digits",
+    "model": "tests.parity.models:dense",
+    "global_batch": 24,
+    "learning_rate": 0.02,
+    "eval_batch": 64,
+    "eval_samples": 128,
+}
 CONV = {**DENSE, "model": "tests.parity.models:conv_bn"}
-TEXT = {"source": "synthetic", "source_args": "task=text,vocab=61,samples=64,eval_samples=16", "sequence_length": 8, "model": "transformer",
-        "model_args": "layers=1,width=32,heads=4", "objective": "next_token", "global_batch": 12, "learning_rate": 0.005}
+TEXT = {
+    "source": "synthetic",
+    "source_args": "task=text,vocab=61,samples=64,eval_samples=16",
+    "sequence_length": 8,
+    "model": "transformer",
+    "model_args": "layers=1,width=32,heads=4",
+    "objective": "next_token",
+    "global_batch": 12,
+    "learning_rate": 0.005,
+}
 SGD = {"optimizer": "sgd", "clip_norm": 0.5}
 MOMENTUM = {"optimizer": "momentum", "clip_norm": 0.5}
-ADAMW = {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "clip_norm": 0.5, "weight_decay_exclude": "bias,gamma,beta,dense/kernel,mlp_up"}  # layers, too, on shards and parts
+ADAMW = {
+    "optimizer": "adamw",
+    "learning_rate": 0.002,
+    "weight_decay": 0.1,
+    "clip_norm": 0.5,
+    "weight_decay_exclude": "bias,gamma,beta,dense/kernel,mlp_up",
+}  # layers, too, on shards and parts
 EMA = {**ADAMW, "ema": 0.9}
-DEEP = {**TEXT, "model_args": "layers=3,width=32,heads=4,dropout=0.1", "global_batch": 8, "accumulation": 4}  # dropout: the masks are those of one device
+DEEP = {
+    **TEXT,
+    "model_args": "layers=3,width=32,heads=4,dropout=0.1",
+    "global_batch": 8,
+    "accumulation": 4,
+}  # dropout: the masks are those of one device
 SPLIT = {"accumulation": 2}
 # Each sequence is routed on its own, so what is dropped here (a tenth) is the same however sequences are spread.
-EXPERTS = {**TEXT, **EMA, **SPLIT, "model_args": "layers=1,width=32,heads=4,experts=4,capacity=0.9,balance=0.1", "global_batch": 16}
+EXPERTS = {
+    **TEXT,
+    **EMA,
+    **SPLIT,
+    "model_args": "layers=1,width=32,heads=4,experts=4,capacity=0.9,balance=0.1",
+    "global_batch": 16,
+}
 
 # Losses that layers add in each block, and regularizers of weights, one of which two stages share.
 ADDED = {**DENSE, **SGD, "model": "tests.parity.models:blocks", "accumulation": 4}
 
 PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
-LONG = {**TEXT, "source_args": "task=text,vocab=61,samples=64,eval_samples=8", "sequence_length": 64, "model_args": "layers=2,width=128,heads=4", "global_batch": 32, "accumulation": 8}  # of 256 KB and more, which the allocator counts
-PIPES = {"gpipe": {"pipe_schedule": "gpipe"}, "1f1b": {}, "interleaved": {"pipe_chunks": 2}, "cut": {"pipe_cut": "block_00", "recompute": "block"}}
+LONG = {
+    **TEXT,
+    "source_args": "task=text,vocab=61,samples=64,eval_samples=8",
+    "sequence_length": 64,
+    "model_args": "layers=2,width=128,heads=4",
+    "global_batch": 32,
+    "accumulation": 8,
+}  # of 256 KB and more, which the allocator counts
+PIPES = {
+    "gpipe": {"pipe_schedule": "gpipe"},
+    "1f1b": {},
+    "interleaved": {"pipe_chunks": 2},
+    "cut": {"pipe_cut": "block_00", "recompute": "block"},
+}
 
 
 class Row(NamedTuple):
@@ -49,17 +95,28 @@ class Row(NamedTuple):
 
 ROWS: dict[str, Row] = {
     "data2": Row(2, "data=2", CONV | MOMENTUM, {}),
-    **{f"zero{stage}_{workers}_{name}": Row(workers, "", DENSE | rule, {"zero": stage})
-       for stage in (1, 2, 3) for workers in (2, 3) for name, rule in (("sgd", SGD), ("adamw", EMA | SPLIT))},
+    **{
+        f"zero{stage}_{workers}_{name}": Row(workers, "", DENSE | rule, {"zero": stage})
+        for stage in (1, 2, 3)
+        for workers in (2, 3)
+        for name, rule in (("sgd", SGD), ("adamw", EMA | SPLIT))
+    },
     "zero2_2_conv": Row(2, "", CONV | MOMENTUM, {"zero": 2}),
     "zero3_2_float16": Row(2, "", DENSE | {"optimizer": "momentum", "precision": "float16"}, {"zero": 3}),
     "model2": Row(2, "model=2", TEXT | ADAMW, {}),
     "model2_smoothing": Row(2, "model=2", TEXT | ADAMW | {"label_smoothing": 0.1}, {}),
     "zero3_2_recompute": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": 3, "recompute": "block"}),
-    "model2_sequence": Row(2, "model=2", TEXT | EMA | SPLIT, {"sequence_parallel": True, "zero": 1, "recompute": "block"}),
+    "model2_sequence": Row(
+        2, "model=2", TEXT | EMA | SPLIT, {"sequence_parallel": True, "zero": 1, "recompute": "block"}
+    ),
     "model2_recompute": Row(2, "model=2", TEXT | ADAMW, {"recompute": "attention"}),
     **{f"pipe2_{name}": Row(2, "pipe=2", DEEP | ADAMW, options) for name, options in PIPES.items()},
-    **{f"pipe2_{optimizer}": Row(2, "pipe=2", PLAIN | {"optimizer": optimizer, "weight_decay": 0.1, "learning_rate": 0.002}, {}) for optimizer in ("lamb", "muon")},
+    **{
+        f"pipe2_{optimizer}": Row(
+            2, "pipe=2", PLAIN | {"optimizer": optimizer, "weight_decay": 0.1, "learning_rate": 0.002}, {}
+        )
+        for optimizer in ("lamb", "muon")
+    },
     **{f"pipe2_added_{name}": Row(2, "pipe=2", ADDED, options) for name, options in PIPES.items()},
     "pipe2_data2_added": Row(4, "pipe=2", ADDED, {}),
     "model2_added": Row(2, "model=2", ADDED, {"recompute": "block"}),
@@ -77,9 +134,14 @@ ROWS: dict[str, Row] = {
     "hierarchical4": Row(4, "", DENSE | EMA | SPLIT, {"all_reduce": "hierarchical", "workers_per_host": 2}),
     "model4": Row(4, "model=4", TEXT | ADAMW, {}),
     "data2_model2": Row(4, "data=2,model=2", TEXT | ADAMW, {}),
-    **{f"zero{stage}_{workers}_memory": Row(workers, "", DENSE | ADAMW, {"zero": stage}) for stage in (0, 1, 2, 3) for workers in (2, 4)},
-    "resharded": Row(4, "", TEXT | EMA | SPLIT, {"zero": 3}, (
-        ("data=2,model=2", {"zero": 3}), ("pipe=2", {"zero": 1}))),
+    **{
+        f"zero{stage}_{workers}_memory": Row(workers, "", DENSE | ADAMW, {"zero": stage})
+        for stage in (0, 1, 2, 3)
+        for workers in (2, 4)
+    },
+    "resharded": Row(
+        4, "", TEXT | EMA | SPLIT, {"zero": 3}, (("data=2,model=2", {"zero": 3}), ("pipe=2", {"zero": 1}))
+    ),
 }
 
 
@@ -104,8 +166,15 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
     from tfdist.runtime.mesh_runtime import MeshRuntime
 
     cluster = resolve_cluster(os.environ)
-    base = Config().replace(steps=STEPS, global_batch=12, accumulation=1, strategy="one_device" if kind == "one" else "mesh", communication="ring",
-                            collective_timeout=120.0, heartbeat_timeout=60.0)
+    base = Config().replace(
+        steps=STEPS,
+        global_batch=12,
+        accumulation=1,
+        strategy="one_device" if kind == "one" else "mesh",
+        communication="ring",
+        collective_timeout=120.0,
+        heartbeat_timeout=60.0,
+    )
     runtime = build.start_runtime(base, cluster)
     for name, row in (JOBS if kind == "one" else ROWS).items():
         if (kind == "mesh" and row.workers != cluster.size) or (chosen and name not in chosen):
@@ -141,7 +210,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
                 peak = allocated("peak") - before  # of the last step
             arrays = collect(job)
             if kind == "mesh" and row.then:  # one leg in two goes on from a snapshot that all have written
-                store.write(leg, job.state.to_slabs(), {"variables": job.state.table()})
+                store.write(leg, job.state.to_shards(), {"variables": job.state.table()})
                 runtime.barrier()
         held = bytes_held(job) if name.endswith("memory") else []
         if kind == "mesh" and name.endswith("memory"):
@@ -150,7 +219,14 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
             continue
         evaluation = job.evaluator()()
         if runtime.rank == 0:
-            np.savez(out / kind / f"{name}.npz", **results, evaluation=[evaluation[key] for key in sorted(evaluation)], held=held, peak=peak, **arrays)
+            np.savez(
+                out / kind / f"{name}.npz",
+                **results,
+                evaluation=[evaluation[key] for key in sorted(evaluation)],
+                held=held,
+                peak=peak,
+                **arrays,
+            )
     runtime.barrier()
     print("mesh worker: done", flush=True)
 
@@ -166,7 +242,9 @@ def collect(job) -> dict:
     """The whole state, on the chief."""
     from tfdist.artifacts import state
 
-    return job.state.to_host() if job.state else state.to_host(state.collect(job.model, job.optimizer, job.step.variables))
+    return (
+        job.state.to_host() if job.state else state.to_host(state.collect(job.model, job.optimizer, job.step.variables))
+    )
 
 
 def assign(job, arrays: dict) -> None:
@@ -188,10 +266,17 @@ def bytes_held(job) -> list[int]:
     weights = [weight for weight in weights if weight is not None] or update.sources()
     batch = job.iterators(0)[0].element_spec
     step, micro, scale = (tf.TensorSpec([], dtype) for dtype in (tf.int64, tf.int32, tf.float32))
-    kept, _ = tf.function(job.step._micro).get_concrete_function(batch, step, micro, scale).structured_outputs
+    one = tf.function(job.step.replica.of_micro_batch).get_concrete_function(step, micro, scale, batch)
+    kept = one.structured_outputs.gradients
     own = {id(weight) for weight in weights}
-    others = [variable.value for variable in [*getattr(update, "shards", ()), *job.optimizer.variables] if id(variable.value) not in own]
-    return [sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in tensors) for tensors in (weights, kept, others)]
+    others = [
+        variable.value
+        for variable in [*getattr(update, "shards", ()), *job.optimizer.variables]
+        if id(variable.value) not in own
+    ]
+    return [
+        sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in tensors) for tensors in (weights, kept, others)
+    ]
 
 
 if __name__ == "__main__":

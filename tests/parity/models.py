@@ -13,28 +13,32 @@ from sklearn.datasets import load_digits
 
 def conv_bn(num_outputs: int, dropout: float = 0.0) -> keras.Model:
     """Convolutions with synchronised BatchNormalization."""
-    return keras.Sequential([
-        keras.layers.Input((8, 8, 1)),
-        keras.layers.Conv2D(8, 3, use_bias=False),
-        keras.layers.BatchNormalization(),
-        keras.layers.ReLU(),
-        keras.layers.Conv2D(16, 3, strides=2, use_bias=False),
-        keras.layers.BatchNormalization(),
-        keras.layers.ReLU(),
-        keras.layers.Flatten(),
-        keras.layers.Dropout(dropout),
-        keras.layers.Dense(num_outputs, kernel_regularizer=keras.regularizers.L2(1e-3), dtype="float32"),
-    ])
+    return keras.Sequential(
+        [
+            keras.layers.Input((8, 8, 1)),
+            keras.layers.Conv2D(8, 3, use_bias=False),
+            keras.layers.BatchNormalization(),
+            keras.layers.ReLU(),
+            keras.layers.Conv2D(16, 3, strides=2, use_bias=False),
+            keras.layers.BatchNormalization(),
+            keras.layers.ReLU(),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(num_outputs, kernel_regularizer=keras.regularizers.L2(1e-3), dtype="float32"),
+        ]
+    )
 
 
 def dense(num_outputs: int) -> keras.Model:
     """Two dense layers: no state, no noise."""
-    return keras.Sequential([
-        keras.layers.Input((8, 8, 1)),
-        keras.layers.Flatten(),
-        keras.layers.Dense(32, activation="tanh"),
-        keras.layers.Dense(num_outputs, dtype="float32"),
-    ])
+    return keras.Sequential(
+        [
+            keras.layers.Input((8, 8, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(32, activation="tanh"),
+            keras.layers.Dense(num_outputs, dtype="float32"),
+        ]
+    )
 
 
 class Buckets(keras.layers.Layer):
@@ -49,14 +53,16 @@ class Buckets(keras.layers.Layer):
 
 def table(num_outputs: int) -> keras.Model:
     """A table of 4096 rows, of which a sample looks up 64, some of them together with other samples."""
-    return keras.Sequential([
-        keras.layers.Input((8, 8, 1)),
-        keras.layers.Flatten(),
-        Buckets(),
-        keras.layers.Embedding(64 * Buckets.COUNT, 4),
-        keras.layers.Flatten(),
-        keras.layers.Dense(num_outputs, dtype="float32"),
-    ])
+    return keras.Sequential(
+        [
+            keras.layers.Input((8, 8, 1)),
+            keras.layers.Flatten(),
+            Buckets(),
+            keras.layers.Embedding(64 * Buckets.COUNT, 4),
+            keras.layers.Flatten(),
+            keras.layers.Dense(num_outputs, dtype="float32"),
+        ]
+    )
 
 
 class Adds(keras.layers.Layer):
@@ -74,15 +80,22 @@ class Adds(keras.layers.Layer):
 
 def adds(num_outputs: int) -> keras.Model:
     """What layers add to the loss, between synchronised BatchNormalization."""
-    return keras.Sequential([
-        keras.layers.Input((8, 8, 1)),
-        keras.layers.Flatten(),
-        keras.layers.Dense(24, use_bias=False, activity_regularizer=keras.regularizers.L2(1e-3), kernel_regularizer=keras.regularizers.L2(1e-3)),
-        keras.layers.BatchNormalization(),
-        Adds(),
-        keras.layers.Dense(16, activation="tanh", activity_regularizer=keras.regularizers.L1(1e-3)),
-        keras.layers.Dense(num_outputs, dtype="float32"),
-    ])
+    return keras.Sequential(
+        [
+            keras.layers.Input((8, 8, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(
+                24,
+                use_bias=False,
+                activity_regularizer=keras.regularizers.L2(1e-3),
+                kernel_regularizer=keras.regularizers.L2(1e-3),
+            ),
+            keras.layers.BatchNormalization(),
+            Adds(),
+            keras.layers.Dense(16, activation="tanh", activity_regularizer=keras.regularizers.L1(1e-3)),
+            keras.layers.Dense(num_outputs, dtype="float32"),
+        ]
+    )
 
 
 def weighted_digits(split: str):
@@ -108,13 +121,15 @@ class Unmasked(keras.layers.Flatten):
 
 def masked(num_outputs: int) -> keras.Model:
     """Pixels as words, of which some are masked, in some samples all: BatchNormalization of the others."""
-    return keras.Sequential([
-        keras.layers.Input((32,), dtype="int32"),
-        keras.layers.Embedding(16, 6, mask_zero=True),
-        keras.layers.BatchNormalization(),
-        Unmasked(),
-        keras.layers.Dense(num_outputs, dtype="float32"),
-    ])
+    return keras.Sequential(
+        [
+            keras.layers.Input((32,), dtype="int32"),
+            keras.layers.Embedding(16, 6, mask_zero=True),
+            keras.layers.BatchNormalization(),
+            Unmasked(),
+            keras.layers.Dense(num_outputs, dtype="float32"),
+        ]
+    )
 
 
 def masked_digits(split: str):
@@ -127,14 +142,16 @@ def masked_digits(split: str):
 
 def offset(num_outputs: int) -> keras.Model:
     """BatchNormalization of numbers of about 2000 that differ by about 1."""
-    return keras.Sequential([
-        keras.layers.Input((8, 8, 1)),
-        keras.layers.Flatten(),
-        keras.layers.Dense(24, use_bias=False),
-        keras.layers.Rescaling(1.0, offset=2000.0),
-        keras.layers.BatchNormalization(momentum=0.5),
-        keras.layers.Dense(num_outputs, dtype="float32"),
-    ])
+    return keras.Sequential(
+        [
+            keras.layers.Input((8, 8, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(24, use_bias=False),
+            keras.layers.Rescaling(1.0, offset=2000.0),
+            keras.layers.BatchNormalization(momentum=0.5),
+            keras.layers.Dense(num_outputs, dtype="float32"),
+        ]
+    )
 
 
 class Penalty(keras.layers.Layer):
@@ -146,8 +163,8 @@ class Penalty(keras.layers.Layer):
 
 
 def blocks(num_outputs: int) -> keras.Model:
-    """Three blocks that can be cut, computed again and spread over `model`, with losses of every kind in each: added, of activities
-    and of weights, one of them of a layer that the first and the last block share."""
+    """Three blocks that can be cut, computed again and spread over `model`, with losses of every kind in each: added,
+    of activities and of weights, one of them of a layer that the first and the last block share."""
     regularizer = keras.regularizers.L2
     shared = keras.layers.Dense(16, kernel_regularizer=regularizer(1e-2), name="shared")
     inputs = keras.Input((8, 8, 1))

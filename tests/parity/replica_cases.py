@@ -1,7 +1,8 @@
 """Models with state, masks and added losses on one, two and three replicas of one process, against a plain Keras loop.
 
-    python -m tests.parity.replica_cases OUT.json      writes {case: {replicas: largest difference / what rounding allows}}
+    python -m tests.parity.replica_cases OUT.json
 
+writes {case: {replicas: largest difference / what rounding allows}}.
 One process runs all cases: a model and its tracing take about a second, starting TensorFlow takes four.
 """
 
@@ -19,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import OptimizerConfig, PrecisionConfig
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime import batch_norm
 from tfdist.runtime.mirrored import StrategyRuntime
 from tfdist.runtime.one_device import OneDevice
@@ -30,7 +31,8 @@ from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel.segments import recompute
 from tfdist.training.precision import LossScale
 from tfdist.training.schedule import Schedule
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import Parallelism, StepOptions
 
 BATCH, STEPS, RATE = 13, 4, 0.05  # 13 rows divide neither by two replicas nor by three
 ROUNDING = 2e-5  # of weights and statistics of about 1, after some steps of sums in float32 in another order
@@ -70,11 +72,20 @@ def chain(shape, *parts, dtype="float32"):
 
 
 def masked_batch_norm():
-    return chain((6,), layers.Embedding(9, 5, mask_zero=True), layers.BatchNormalization(momentum=0.5), layers.LSTM(4), layers.Dense(1), dtype="int32")
+    return chain(
+        (6,),
+        layers.Embedding(9, 5, mask_zero=True),
+        layers.BatchNormalization(momentum=0.5),
+        layers.LSTM(4),
+        layers.Dense(1),
+        dtype="int32",
+    )
 
 
 def plain_batch_norm():
-    return chain((7,), layers.BatchNormalization(momentum=0.5, epsilon=1e-5), layers.Dense(3, activation="tanh"), layers.Dense(1))
+    return chain(
+        (7,), layers.BatchNormalization(momentum=0.5, epsilon=1e-5), layers.Dense(3, activation="tanh"), layers.Dense(1)
+    )
 
 
 class Adds(keras.layers.Layer):
@@ -92,22 +103,50 @@ class Adds(keras.layers.Layer):
 
 
 def adds_between_batch_norms():
-    return chain((7,), layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"), layers.BatchNormalization(), Adds(), layers.Dense(4, activity_regularizer="l1"),
-                 layers.BatchNormalization(), layers.Dense(1))
+    return chain(
+        (7,),
+        layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"),
+        layers.BatchNormalization(),
+        Adds(),
+        layers.Dense(4, activity_regularizer="l1"),
+        layers.BatchNormalization(),
+        layers.Dense(1),
+    )
 
 
 def adds_in_a_block():
-    return chain((7,), layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"), layers.BatchNormalization(name="block_00_norm_1"), Adds(),
-                 layers.Dense(4, activity_regularizer="l1"), layers.BatchNormalization(name="block_00_mlp_add"), layers.Dense(1))
+    return chain(
+        (7,),
+        layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"),
+        layers.BatchNormalization(name="block_00_norm_1"),
+        Adds(),
+        layers.Dense(4, activity_regularizer="l1"),
+        layers.BatchNormalization(name="block_00_mlp_add"),
+        layers.Dense(1),
+    )
 
 
 def adds_behind_a_mask():
-    return chain((6,), layers.Embedding(9, 5, mask_zero=True), layers.BatchNormalization(), layers.LSTM(4, return_sequences=True, activity_regularizer="l2"),
-                 layers.BatchNormalization(), Adds(), layers.LSTM(3), layers.Dense(1), dtype="int32")
+    return chain(
+        (6,),
+        layers.Embedding(9, 5, mask_zero=True),
+        layers.BatchNormalization(),
+        layers.LSTM(4, return_sequences=True, activity_regularizer="l2"),
+        layers.BatchNormalization(),
+        Adds(),
+        layers.LSTM(3),
+        layers.Dense(1),
+        dtype="int32",
+    )
 
 
 def adds():
-    return chain((7,), layers.Dense(5, activation="tanh", activity_regularizer="l2"), Adds(), layers.Dense(1, kernel_regularizer="l2"))
+    return chain(
+        (7,),
+        layers.Dense(5, activation="tanh", activity_regularizer="l2"),
+        Adds(),
+        layers.Dense(1, kernel_regularizer="l2"),
+    )
 
 
 CASES: dict[str, Case] = {
@@ -120,16 +159,24 @@ CASES: dict[str, Case] = {
     "adds_accumulation_weighted": Case(adds, normal(7), accumulation=2, weighted=True),
     "adds_weighted_jit": Case(adds, normal(7), weighted=True, options={"jit_compile": True}),
     "nan_skip_batch_norm": Case(plain_batch_norm, normal(7), nan_step=1, options={"skip_non_finite": True}),
-    "nan_skip_weighted": Case(adds_between_batch_norms, normal(7), nan_step=1, weighted=True, options={"skip_non_finite": True}),
+    "nan_skip_weighted": Case(
+        adds_between_batch_norms, normal(7), nan_step=1, weighted=True, options={"skip_non_finite": True}
+    ),
     "batch_norm_mask": Case(masked_batch_norm, tokens()),
-    "batch_norm_offset": Case(plain_batch_norm, normal(7, offset=2000.0), bound=3e-4),  # of numbers of 2000 float32 keeps 1e-4
+    "batch_norm_offset": Case(
+        plain_batch_norm, normal(7, offset=2000.0), bound=3e-4
+    ),  # of numbers of 2000 float32 keeps 1e-4
     "batch_norm": Case(plain_batch_norm, normal(7)),
 }
 
 
 def data_of(case):
     y = np.random.default_rng(2).normal(size=(len(case.x), 1)).astype("float32")
-    w = np.random.default_rng(3).choice([0.0, 0.2, 1.0, 7.0], len(case.x)).astype("float32") if case.weighted else np.ones(len(case.x), "float32")
+    w = (
+        np.random.default_rng(3).choice([0.0, 0.2, 1.0, 7.0], len(case.x)).astype("float32")
+        if case.weighted
+        else np.ones(len(case.x), "float32")
+    )
     if case.nan_step is not None:
         y[case.nan_step * BATCH + 3], w[case.nan_step * BATCH + 3] = np.nan, 1.0
         case.x[case.nan_step * BATCH + 3] = np.nan
@@ -156,7 +203,7 @@ def by_keras(case):
         if step == case.nan_step:
             shown.append([0.0, 0.0])
             continue
-        x, y, w = (part[step * BATCH:(step + 1) * BATCH] for part in data_of(case))
+        x, y, w = (part[step * BATCH : (step + 1) * BATCH] for part in data_of(case))
         with tf.GradientTape() as tape:
             error = tf.reduce_mean((tf.cast(model(x, training=True), tf.float32) - y) ** 2, 1)
             loss = tf.reduce_sum(w * error) / tf.reduce_sum(w)
@@ -189,11 +236,29 @@ def by_tfdist(case, runtime):
     added = found_by_the_chief(runtime, model, lambda: case.x[:4])
     if case.recompute:
         recompute(model, "block", {})
-    step = TrainStep(runtime, model, optimizer, regression(), scale, StepOptions(plan, 0, weighted=case.weighted, **case.options), spec, added=added)
-    iterators = [iter(tf.data.Dataset.from_generator(lambda replica=replica: batches(replica), output_signature=spec)) for replica in range(runtime.replicas)]
+    step = TrainStep(
+        runtime,
+        model,
+        optimizer,
+        regression(),
+        scale,
+        StepOptions(plan, 0, weighted=case.weighted, **case.options),
+        spec,
+        Parallelism(added=added),
+    )
+    iterators = [
+        iter(tf.data.Dataset.from_generator(lambda replica=replica: batches(replica), output_signature=spec))
+        for replica in range(runtime.replicas)
+    ]
     shown = [step(iterators, 1).means for _ in range(STEPS)]
-    return state(model), [np.nan_to_num([means["loss"], means.get("regularization", 0.0)]) if number == case.nan_step else [means["loss"], means.get("regularization", 0.0)]
-                          for number, means in enumerate(shown)]
+    return state(model), [
+        (
+            np.nan_to_num([means["loss"], means.get("regularization", 0.0)])
+            if number == case.nan_step
+            else [means["loss"], means.get("regularization", 0.0)]
+        )
+        for number, means in enumerate(shown)
+    ]
 
 
 class Mirrored(tf.distribute.MirroredStrategy):
@@ -205,17 +270,21 @@ class Mirrored(tf.distribute.MirroredStrategy):
 
 
 def mirrored(count):
-    return StrategyRuntime("mirrored", Mirrored(count), tf.distribute.experimental.CommunicationOptions(), rank=0, size=1)
+    return StrategyRuntime(Mirrored(count), tf.distribute.experimental.CommunicationOptions(), rank=0, size=1)
 
 
 def difference(case, found, expected):
     """In units of the bound."""
     pairs = [*zip(found[0], expected[0], strict=True), (np.array(found[1]), np.array(expected[1]))]
-    return float(np.max([np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b))) for a, b in pairs])) / case.bound  # NaN if one is
+    return (
+        float(np.max([np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b))) for a, b in pairs])) / case.bound
+    )  # NaN if one is
 
 
 def main(out: Path, names: list[str]) -> None:
-    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3)
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
+    )
     runtimes = {1: OneDevice(), 2: mirrored(2), 3: mirrored(3)}
     results = {}
     for name in names or CASES:

@@ -15,12 +15,31 @@ pytestmark = pytest.mark.slow
 
 BOUND = 1e-5
 UNKNOWN = "dataset_of_unknown_length"
-SIMPLE = ["jit_compile", "infinite_dataset", *(f"callback_{name}" for name in (
-    "reduce_lr_on_plateau", "learning_rate_scheduler", "csv_logger", "terminate_on_nan", "lambda", "history_and_progress", "swap_ema_weights", "tensorboard"))]
+SIMPLE = [
+    "jit_compile",
+    "infinite_dataset",
+    *(
+        f"callback_{name}"
+        for name in (
+            "reduce_lr_on_plateau",
+            "learning_rate_scheduler",
+            "csv_logger",
+            "terminate_on_nan",
+            "lambda",
+            "history_and_progress",
+            "swap_ema_weights",
+            "tensorboard",
+        )
+    ),
+]
 # run -> (workers, cases); one worker is Keras itself, a third changes only how rows are divided, and what SIMPLE
 # cases need of a worker others need, too
-RUNS = {"1": (1, [UNKNOWN, "callback_backup_and_restore"]), "2": (2, [name for name in CASES if name not in SIMPLE]), "2, more": (2, SIMPLE),
-        "3": (3, [UNKNOWN, "dense_with_class_weights", "cnn_with_batchnorm", "last_batches_smaller_than_the_cluster"])}
+RUNS = {
+    "1": (1, [UNKNOWN, "callback_backup_and_restore"]),
+    "2": (2, [name for name in CASES if name not in SIMPLE]),
+    "2, more": (2, SIMPLE),
+    "3": (3, [UNKNOWN, "dense_with_class_weights", "cnn_with_batchnorm", "last_batches_smaller_than_the_cluster"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +51,13 @@ def results(tmp_path_factory):
         if (run, which) not in found:
             out = tmp_path_factory.mktemp("fit")
             workers = RUNS[run][0] if which == "tfdist" else 1
-            job = LocalJob([sys.executable, "-m", "tests.parity.fit_worker", str(out), which, *RUNS[run][1]], workers, out / "logs", pin=False, environment=ENVIRONMENT)
+            job = LocalJob(
+                [sys.executable, "-m", "tests.parity.fit_worker", str(out), which, *RUNS[run][1]],
+                workers,
+                out / "logs",
+                pin=False,
+                environment=ENVIRONMENT,
+            )
             job.start()
             ended = job.wait()
             assert ended.code == 0, (ended.cause, ended.last_lines)
@@ -51,13 +76,24 @@ def differences(path, found, wanted):
     if isinstance(wanted, list):
         if not isinstance(found, list) or len(found) != len(wanted):
             return [f"{path}: {found} instead of {wanted}"]
-        return [line for index, (a, b) in enumerate(zip(found, wanted, strict=True)) for line in differences(f"{path}[{index}]", a, b)]
+        return [
+            line
+            for index, (a, b) in enumerate(zip(found, wanted, strict=True))
+            for line in differences(f"{path}[{index}]", a, b)
+        ]
     if isinstance(wanted, float):
         return [] if abs(found - wanted) <= BOUND * max(1.0, abs(wanted)) else [f"{path}: {found} instead of {wanted}"]
     return [] if found == wanted else [f"{path}: {found} instead of {wanted}"]
 
 
-@pytest.mark.parametrize("run, name", [pytest.param(run, name, marks=[] if run == "2" else [pytest.mark.thorough]) for run, (_, names) in RUNS.items() for name in names])
+@pytest.mark.parametrize(
+    "run, name",
+    [
+        pytest.param(run, name, marks=[] if run == "2" else [pytest.mark.thorough])
+        for run, (_, names) in RUNS.items()
+        for name in names
+    ],
+)
 def test_like_keras_in_one_process(results, run, name):
     wanted, ranks = results(run, "plain")[0][name], results(run, "tfdist")
     problems = []

@@ -1,4 +1,6 @@
-"""A mesh computes what one device computes: every row of mesh_worker.ROWS, whole weights and optimizer state, after 20 steps."""
+"""A mesh computes what one device computes: every row of mesh_worker.ROWS, whole weights and optimizer state, after 20
+steps.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ def reference(folder):
         jobs = list(dict.fromkeys(map(job_of, names)))
         missing = [job for job in jobs if not (folder / "one" / f"{job}.npz").exists()]
         if missing:
-            subprocess.run([sys.executable, "-m", "tests.parity.mesh_worker", str(folder), "one", ",".join(missing)], check=True, env=ENVIRONMENT, timeout=400)
+            subprocess.run(
+                [sys.executable, "-m", "tests.parity.mesh_worker", str(folder), "one", ",".join(missing)],
+                check=True,
+                env=ENVIRONMENT,
+                timeout=400,
+            )
         return {job: dict(np.load(folder / "one" / f"{job}.npz")) for job in jobs}
 
     return of
@@ -47,7 +54,13 @@ def spread(folder):
     def of(workers, names):
         missing = [name for name in names if not (folder / "mesh" / f"{name}.npz").exists()]
         if missing:
-            job = LocalJob([sys.executable, "-m", "tests.parity.mesh_worker", str(folder), "mesh", ",".join(missing)], workers, folder / f"logs-{missing[0]}", pin=False, environment=ENVIRONMENT)
+            job = LocalJob(
+                [sys.executable, "-m", "tests.parity.mesh_worker", str(folder), "mesh", ",".join(missing)],
+                workers,
+                folder / f"logs-{missing[0]}",
+                pin=False,
+                environment=ENVIRONMENT,
+            )
             job.start()
             ended = job.wait()
             assert ended.code == 0, ended.cause
@@ -57,13 +70,37 @@ def spread(folder):
 
 
 # Of each kind one; the other rows are thorough.
-CORE = ("zero2_2_adamw", "zero3_2_adamw", "pipe2_interleaved", "pipe2_cut", "pipe2_added_interleaved", "expert2", "model2_sequence", "zero3_3_adamw",
-        *(f"zero{stage}_2_memory" for stage in range(4)))
-RUNS = [(workers, [name for name, row in ROWS.items() if row.workers == workers and (name in CORE) is core], core) for core in (True, False) for workers in (2, 3, 4, 8)]
+CORE = (
+    "zero2_2_adamw",
+    "zero3_2_adamw",
+    "pipe2_interleaved",
+    "pipe2_cut",
+    "pipe2_added_interleaved",
+    "expert2",
+    "model2_sequence",
+    "zero3_3_adamw",
+    *(f"zero{stage}_2_memory" for stage in range(4)),
+)
+RUNS = [
+    (workers, [name for name, row in ROWS.items() if row.workers == workers and (name in CORE) is core], core)
+    for core in (True, False)
+    for workers in (2, 3, 4, 8)
+]
 
 
-@pytest.mark.parametrize("workers, names", [pytest.param(workers, names, id=f"{workers} workers, {'core' if core else 'the others'}", marks=[] if core else [pytest.mark.thorough])
-                                            for workers, names, core in RUNS if names])
+@pytest.mark.parametrize(
+    "workers, names",
+    [
+        pytest.param(
+            workers,
+            names,
+            id=f"{workers} workers, {'core' if core else 'the others'}",
+            marks=[] if core else [pytest.mark.thorough],
+        )
+        for workers, names, core in RUNS
+        if names
+    ],
+)
 def test_parity(workers, names, spread, reference):
     references, results = reference([*names, *CORE]), spread(workers, names)
     problems = []
@@ -72,9 +109,13 @@ def test_parity(workers, names, spread, reference):
         assert found.keys() == expected.keys(), name
         bound = FLOAT16_BOUND if "float16" in name else BOUND
         for key, value in expected.items():
-            if key in ("held", "peak") or (key.startswith("model/") and value.dtype.kind == "i"):  # seeds are made anew in every step
+            if key in ("held", "peak") or (
+                key.startswith("model/") and value.dtype.kind == "i"
+            ):  # seeds are made anew in every step
                 continue
-            difference = np.abs(found[key].astype(np.float64) - value).max() if found[key].shape == value.shape else np.inf
+            difference = (
+                np.abs(found[key].astype(np.float64) - value).max() if found[key].shape == value.shape else np.inf
+            )
             if not difference <= bound:
                 problems.append(f"{name}: {key} differs by {difference:.1e}")
     assert not problems, "\n".join(problems)
@@ -89,9 +130,18 @@ def test_memory_is_as_the_formulas_say(workers, spread, reference):
     assert list(whole) == [parameters, parameters, 2 * parameters + 8]
     for stage in range(4):
         part = parameters / workers
-        expected = {0: [parameters, parameters, 2 * parameters], 1: [parameters, parameters, 3 * part],
-                    2: [parameters, part, 3 * part], 3: [part, part, 2 * part]}[stage]
-        np.testing.assert_allclose(results[f"zero{stage}_{workers}_memory"]["held"], expected, rtol=0.1, err_msg=f"stage {stage}, {workers} workers")
+        expected = {
+            0: [parameters, parameters, 2 * parameters],
+            1: [parameters, parameters, 3 * part],
+            2: [parameters, part, 3 * part],
+            3: [part, part, 2 * part],
+        }[stage]
+        np.testing.assert_allclose(
+            results[f"zero{stage}_{workers}_memory"]["held"],
+            expected,
+            rtol=0.1,
+            err_msg=f"stage {stage}, {workers} workers",
+        )
 
 
 @pytest.mark.thorough

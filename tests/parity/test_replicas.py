@@ -16,12 +16,16 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("replicas") / "results.json"
-    made = subprocess.run([sys.executable, "-m", "tests.parity.replica_cases", str(out)], capture_output=True, text=True)
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.parity.replica_cases", str(out)], capture_output=True, text=True
+    )
     assert made.returncode == 0, made.stdout + made.stderr
     return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_plain_keras(results, name):
-    problems = {replicas: found for replicas, found in results[name].items() if not isinstance(found, float) or not found <= 1.0}
+    problems = {
+        replicas: found for replicas, found in results[name].items() if not isinstance(found, float) or not found <= 1.0
+    }
     assert not problems, "\n".join(f"{replicas} replicas: {found}" for replicas, found in problems.items())

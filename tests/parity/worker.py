@@ -13,7 +13,15 @@ import sys
 from pathlib import Path
 
 STEPS = 50
-BASE = {"source": "digits", "steps": STEPS, "global_batch": 24, "accumulation": 1, "learning_rate": 0.02, "eval_batch": 64, "model": "tests.parity.models:conv_bn"}
+BASE = {
+    "source": "digits",
+    "steps": STEPS,
+    "global_batch": 24,
+    "accumulation": 1,
+    "learning_rate": 0.02,
+    "eval_batch": 64,
+    "model": "tests.parity.models:conv_bn",
+}
 DENSE, TABLE = "tests.parity.models:dense", "tests.parity.models:table"
 
 # name -> what differs from BASE
@@ -24,7 +32,13 @@ ROWS: dict[str, dict] = {
     "momentum_clip_accumulation": {"optimizer": "momentum", "clip_norm": 0.5, "accumulation": 4, "model": DENSE},
     "momentum_uneven": {"optimizer": "momentum", "global_batch": 25},
     "adamw": {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "model": DENSE},
-    "adamw_accumulation": {"optimizer": "adamw", "learning_rate": 0.002, "weight_decay": 0.1, "accumulation": 4, "model": DENSE},
+    "adamw_accumulation": {
+        "optimizer": "adamw",
+        "learning_rate": 0.002,
+        "weight_decay": 0.1,
+        "accumulation": 4,
+        "model": DENSE,
+    },
     "adamw_clip_ema": {"optimizer": "adamw", "learning_rate": 0.002, "clip_norm": 0.5, "ema": 0.9, "model": DENSE},
     "adamw_jit": {"optimizer": "adamw", "learning_rate": 0.002, "jit_compile": True, "model": DENSE},
     "sgd_table": {"optimizer": "sgd", "learning_rate": 2.0, "model": TABLE},
@@ -32,8 +46,18 @@ ROWS: dict[str, dict] = {
     "sgd_table_clip": {"optimizer": "sgd", "learning_rate": 2.0, "clip_norm": 0.3, "model": TABLE},
     "adamw_table": {"optimizer": "adamw", "learning_rate": 0.01, "model": TABLE},
     "adamw_table_accumulation": {"optimizer": "adamw", "learning_rate": 0.01, "accumulation": 4, "model": TABLE},
-    "momentum_added": {"optimizer": "momentum", "model": "tests.parity.models:adds", "source": "tests.parity.models:weighted_digits", "on_nan": "skip"},
-    "momentum_masked": {"optimizer": "momentum", "learning_rate": 0.005, "model": "tests.parity.models:masked", "source": "tests.parity.models:masked_digits"},
+    "momentum_added": {
+        "optimizer": "momentum",
+        "model": "tests.parity.models:adds",
+        "source": "tests.parity.models:weighted_digits",
+        "on_nan": "skip",
+    },
+    "momentum_masked": {
+        "optimizer": "momentum",
+        "learning_rate": 0.005,
+        "model": "tests.parity.models:masked",
+        "source": "tests.parity.models:masked_digits",
+    },
     "offset": {"optimizer": "momentum", "model": "tests.parity.models:offset"},
     "float16": {"optimizer": "momentum", "precision": "float16", "model": DENSE},
 }
@@ -55,8 +79,12 @@ def main(out: Path, rows: list[str], flags: list[str]) -> None:
         outputs = [job.step(iterators, 10) for iterators in [job.iterators(0)] for _ in range(STEPS // 10)]
         weights = {f"weight_{index}": value for index, value in enumerate(job.model.get_weights())}
         evaluation = job.evaluator()()
-        np.savez(out / f"{name}-rank-{runtime.rank}.npz", losses=[output.means["loss"] for output in outputs],
-                 evaluation=[evaluation[key] for key in sorted(evaluation)], **weights)
+        np.savez(
+            out / f"{name}-rank-{runtime.rank}.npz",
+            losses=[output.means["loss"] for output in outputs],
+            evaluation=[evaluation[key] for key in sorted(evaluation)],
+            **weights,
+        )
     runtime.barrier()
     print("parity worker: done", flush=True)
 

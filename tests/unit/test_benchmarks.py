@@ -41,11 +41,39 @@ def test_workers_of_any_number_share_the_same_global_batches(peers):
 
 
 def cell(name, workload, **values):
-    settings = {"workload": workload.name, "engine": name, "mode": "1", "round": 0, "world": 1, "batch": workload.batch, "steps": workload.steps, "windows": 5}
-    return {"settings": settings, "load": 0.0, "steps_per_s": [1.0, 2.0, 4.0], "startup_s": 3.0, "peak_mb": 100.0, "losses": [2.0], "parameters": workload.parameters, "flops": workload.flops, "versions": "", **values}
+    settings = {
+        "workload": workload.name,
+        "engine": name,
+        "mode": "1",
+        "round": 0,
+        "world": 1,
+        "batch": workload.batch,
+        "steps": workload.steps,
+        "windows": 5,
+    }
+    return {
+        "settings": settings,
+        "load": 0.0,
+        "steps_per_s": [1.0, 2.0, 4.0],
+        "startup_s": 3.0,
+        "peak_mb": 100.0,
+        "losses": [2.0],
+        "parameters": workload.parameters,
+        "flops": workload.flops,
+        "versions": "",
+        **values,
+    }
 
 
-@pytest.mark.parametrize("values, words", [({"parameters": 1}, "1 parameters instead of"), ({"flops": 1}, "1 flops instead of"), ({"losses": [2.1]}, "mean loss of its first window"), ({"error": "it died"}, "it died")])
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"parameters": 1}, "1 parameters instead of"),
+        ({"flops": 1}, "1 flops instead of"),
+        ({"losses": [2.1]}, "mean loss of its first window"),
+        ({"error": "it died"}, "it died"),
+    ],
+)
 def test_a_row_of_other_arithmetic_is_refused(peers, tmp_path, values, words):
     workload = peers("workloads").WORKLOADS["cnn"]
     (tmp_path / "cells").mkdir()
@@ -67,7 +95,9 @@ def test_efficiency_is_that_against_the_same_engine_alone(peers):
 
 
 def test_what_a_snapshot_costs_is_seen_whenever_it_is_written(monkeypatch, peers, tmp_path):
-    """Two at once, 0.5 s; two in the background, 0.2 s of which are in the window after the next; one that is noted before its window's end."""
+    """Two at once, 0.5 s; two in the background, 0.2 s of which are in the window after the next; one that is noted
+    before its window's end.
+    """
     import numpy as np
 
     monkeypatch.syspath_prepend(SCRIPTS)
@@ -83,20 +113,48 @@ def test_what_a_snapshot_costs_is_seen_whenever_it_is_written(monkeypatch, peers
 def test_a_job_goes_on_from_the_snapshot_of_its_own_kind(monkeypatch, peers):
     monkeypatch.syspath_prepend(SCRIPTS)
     script, engines, workload = peers("bench_peers"), peers("engines"), peers("workloads").WORKLOADS["transformer50m"]
-    saved, resumed = (script.make_plan(workload, engines.ENGINES["tfdist sockets"], mode, 0, False) for mode in ("2c", "2r"))
+    saved, resumed = (
+        script.make_plan(workload, engines.ENGINES["tfdist sockets"], mode, 0, False) for mode in ("2c", "2r")
+    )
     flags = [engines._tfdist_flags(plan, Path(plan.name)) for plan in (saved, resumed)]
     assert resumed.origin == saved.name and resumed.saved == 24 and resumed.world == 2
-    assert [next(flag for flag in each if flag.startswith("--steps=")) for each in flags] == ["--steps=24", "--steps=27"]
+    assert [next(flag for flag in each if flag.startswith("--steps=")) for each in flags] == [
+        "--steps=24",
+        "--steps=27",
+    ]
     assert f"--run_dir={saved.name}/run" in flags[1] and "--save_every=4" in flags[0]
 
 
 def test_bench_gpu_says_where_it_can_run(tmp_path):
-    done = subprocess.run([sys.executable, SCRIPTS / "bench_gpu.py", f"--out={tmp_path / 'out'}"], env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "bench_gpu.py", f"--out={tmp_path / 'out'}"],
+        env={**os.environ, "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 1 and not (tmp_path / "out").exists()
-    assert done.stderr.strip() == "bench_gpu: this machine shows no NVIDIA GPU (nvidia-smi is missing or lists none): run it on a machine that has one."
+    assert (
+        done.stderr.strip()
+        == "bench_gpu: this machine shows no NVIDIA GPU (nvidia-smi is missing or lists none): run it on a machine that"
+        " has one."
+    )
 
 
 def test_bench_peers_names_a_wrong_choice(tmp_path):
-    done = subprocess.run([sys.executable, "-c", "import argparse, sys; sys.path.insert(0, 'scripts'); import bench_peers; bench_peers.selection(argparse.Namespace(only='cnn,tensorfow', quick=True, rounds=1, modes='1'))"],
-                          capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.startswith("bench_peers: --only=cnn,tensorfow: 'tensorfow' is in no name: use parts of transformer10m, ")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            (
+                "import argparse, sys; sys.path.insert(0, 'scripts'); import bench_peers;"
+                " bench_peers.selection(argparse.Namespace(only='cnn,tensorfow', quick=True, rounds=1, modes='1'))"
+            ),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1 and done.stderr.startswith(
+        "bench_peers: --only=cnn,tensorfow: 'tensorfow' is in no name: use parts of transformer10m, "
+    )

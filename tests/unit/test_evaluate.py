@@ -28,5 +28,7 @@ def test_a_step_that_has_no_snapshot(tmp_path):
     store = SnapshotStore(str(tmp_path / "checkpoints"))
     for step in (10, 20):
         store.write(step, {"train/step": np.array(step)}, {})
-    with pytest.raises(CheckpointError, match=r"--at_step=7: .*/checkpoints has no snapshot of that step; it has 10, 20\.$"):
+    with pytest.raises(
+        CheckpointError, match=r"--at_step=7: .*/checkpoints has no snapshot of that step; it has 10, 20\.$"
+    ):
         evaluate.main([f"--run_dir={tmp_path}", "--at_step=7"])

@@ -24,7 +24,11 @@ def test_flag_surface_is_frozen():
 def test_command_line_wins_over_flag_file_wherever_it_stands(tmp_path):
     file = tmp_path / "a.flags"
     file.write_text("# comment\n--steps=10\n\n--noshuffle\n")
-    for argv in (["--steps=30", f"--flagfile={file}"], [f"--flagfile={file}", "--steps=30"], ["--flagfile", str(file), "--steps=30"]):
+    for argv in (
+        ["--steps=30", f"--flagfile={file}"],
+        [f"--flagfile={file}", "--steps=30"],
+        ["--flagfile", str(file), "--steps=30"],
+    ):
         config = flags.parse(argv).config
         assert config.run.steps == 30 and not config.data.shuffle
 
@@ -36,16 +40,19 @@ def test_nested_flag_file_is_found_beside_the_one_that_names_it(tmp_path):
     assert (config.run.steps, config.batch.global_batch) == (20, 8)
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--stesp=3"], ["--stesp", "steps"]),
-    (["--steps=abc"], ["--steps=abc", "whole number"]),
-    (["--learning_rate=fast"], ["--learning_rate=fast", "number"]),
-    (["--shuffle=7"], ["--shuffle=7", "true or false"]),
-    (["--steps"], ["--steps", "VALUE"]),
-    (["train"], ["'train'", "--name=value"]),
-    (["--flagfile=missing.flags"], ["missing.flags", "No such file"]),
-    (["--flagfile"], ["--flagfile"]),
-])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--stesp=3"], ["--stesp", "steps"]),
+        (["--steps=abc"], ["--steps=abc", "whole number"]),
+        (["--learning_rate=fast"], ["--learning_rate=fast", "number"]),
+        (["--shuffle=7"], ["--shuffle=7", "true or false"]),
+        (["--steps"], ["--steps", "VALUE"]),
+        (["train"], ["'train'", "--name=value"]),
+        (["--flagfile=missing.flags"], ["missing.flags", "No such file"]),
+        (["--flagfile"], ["--flagfile"]),
+    ],
+)
 def test_messages(argv, words):
     with pytest.raises(ConfigError) as error:
         flags.parse(argv)
@@ -54,14 +61,25 @@ def test_messages(argv, words):
 
 def test_bad_flag_files(tmp_path):
     file = tmp_path / "x.flags"
-    for text, words in [("steps=3\n", "line 1"), ("--bogus=1\n", "--bogus"), (f"--flagfile={file}\n", "includes itself")]:
+    for text, words in [
+        ("steps=3\n", "line 1"),
+        ("--bogus=1\n", "--bogus"),
+        (f"--flagfile={file}\n", "includes itself"),
+    ]:
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             flags.parse([f"--flagfile={file}"])
 
 
 def test_written_flag_file_reproduces_the_configuration(tmp_path):
-    config = Config().replace(steps=7, global_batch=3, shuffle=False, learning_rate=1 / 3, model_args="widths=(8, 8),dropout=0.1", source_args="")
+    config = Config().replace(
+        steps=7,
+        global_batch=3,
+        shuffle=False,
+        learning_rate=1 / 3,
+        model_args="widths=(8, 8),dropout=0.1",
+        source_args="",
+    )
     flags.write_flagfile(config, tmp_path / "flags.txt", command="python -m tfdist.train --steps=7")
     assert flags.parse([f"--flagfile={tmp_path / 'flags.txt'}"]).config == config
 
@@ -75,11 +93,13 @@ def test_shipped_flag_files_are_valid_and_have_a_header(file):
 
 @pytest.mark.parametrize("argv", [["--help"], ["--dry_run", "--flagfile=flags/digits_cnn.flags"], ["--steps=x"]])
 def test_answers_that_need_no_tensorflow_do_not_import_it(argv):
-    code = ("import sys; sys.argv[1:] = sys.argv[1:]; from tfdist import train\n"
-            "try: train.main(sys.argv[1:])\n"
-            "except (SystemExit, ValueError): pass\n"
-            "heavy = [name for name in ('tensorflow', 'keras', 'numpy', 'sklearn') if name in sys.modules]\n"
-            "sys.exit(f'imported {heavy}' if heavy else 0)")
+    code = (
+        "import sys; sys.argv[1:] = sys.argv[1:]; from tfdist import train\n"
+        "try: train.main(sys.argv[1:])\n"
+        "except (SystemExit, ValueError): pass\n"
+        "heavy = [name for name in ('tensorflow', 'keras', 'numpy', 'sklearn') if name in sys.modules]\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr

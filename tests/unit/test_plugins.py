@@ -10,15 +10,28 @@ from tfdist.plugins import check_takes, own_code, resolve
 
 
 def test_it_is_said_where_in_the_own_code():
-    with pytest.raises(ConfigError, match=r"^--source=mine:data failed at .*test_plugins\.py:\d+, in test_it_is_said_where_in_the_own_code: KeyError: 'label'$"), own_code("source", "mine:data"):
+    with (
+        pytest.raises(
+            ConfigError,
+            match=(
+                r"^--source=mine:data failed at .*test_plugins\.py:\d+, in test_it_is_said_where_in_the_own_code:"
+                r" KeyError: 'label'$"
+            ),
+        ),
+        own_code("source", "mine:data"),
+    ):
         {}["label"]
 
 
 def test_not_where_in_keras():
     import keras
+
     keras.config.disable_traceback_filtering()
     try:
-        with pytest.raises(ConfigError, match=r"failed at .*test_plugins\.py:\d+, in test_not_where_in_keras: "), own_code("model", "mine:model"):
+        with (
+            pytest.raises(ConfigError, match=r"failed at .*test_plugins\.py:\d+, in test_not_where_in_keras: "),
+            own_code("model", "mine:model"),
+        ):
             keras.layers.Dense(-1)
     finally:
         keras.config.enable_traceback_filtering()
@@ -27,7 +40,13 @@ def test_not_where_in_keras():
 def test_a_module_that_fails_at_its_import(tmp_path, monkeypatch):
     (tmp_path / "broken_at_import.py").write_text("import json\nimport not_installed_anywhere\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"--model=broken_at_import:model failed at .*broken_at_import\.py:2, in <module>: ModuleNotFoundError: No module named 'not_installed_anywhere'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"--model=broken_at_import:model failed at .*broken_at_import\.py:2, in <module>: ModuleNotFoundError: No"
+            r" module named 'not_installed_anywhere'"
+        ),
+    ):
         resolve("model", "broken_at_import:model", {})
 
 
@@ -48,8 +67,12 @@ def test_a_file_is_taken_by_its_path(tmp_path, monkeypatch):
     assert resolve("model", f"{tmp_path}/by_its_path.py:model", {})() == 3
     monkeypatch.chdir(tmp_path)
     assert resolve("model", "./by_its_path.py:model", {})() == resolve("model", "by_its_path.py:model", {})() == 3
-    for name, words in (("./other.py:model", r"--model=./other.py:model: there is no Python file ./other.py"), ("./by_its_path:model", "there is no Python file"),
-                        ("./json.py:model", "another module 'json'"), ("./by_its_path.py:other", "has no function 'other'")):
+    for name, words in (
+        ("./other.py:model", r"--model=./other.py:model: there is no Python file ./other.py"),
+        ("./by_its_path:model", "there is no Python file"),
+        ("./json.py:model", "another module 'json'"),
+        ("./by_its_path.py:other", "has no function 'other'"),
+    ):
         with pytest.raises(ConfigError, match=words):
             resolve("model", name, {})
 
@@ -61,15 +84,26 @@ def test_a_function_of_other_arguments():
         check_takes("augment", "mine:f", lambda x, y: x, ("x", "y", "seeds"), "as it should be")
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--model=resnet5000"], "--model=resnet5000 is unknown: use mlp"),
-    (["--source=digit"], "--source=digit is unknown: use digits"),
-    (["--model=no_such_module:model"], "no module 'no_such_module'"),
-    (["--source=./no/such/file.py:data"], "no Python file ./no/such/file.py"),
-    (["--model=cnn", "--global_batch=0"], "The batch size is not given"),
-])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model=resnet5000"], "--model=resnet5000 is unknown: use mlp"),
+        (["--source=digit"], "--source=digit is unknown: use digits"),
+        (["--model=no_such_module:model"], "no module 'no_such_module'"),
+        (["--source=./no/such/file.py:data"], "no Python file ./no/such/file.py"),
+        (["--model=cnn", "--global_batch=0"], "The batch size is not given"),
+    ],
+)
 def test_it_is_told_before_tensorflow_is_imported(flags, words):
     """Each import of it would take seconds."""
-    program = "import sys; from tfdist import train\ntry: train.main(sys.argv[1:])\nexcept ValueError as error: print(error, 'tensorflow' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program, "--steps=5", "--global_batch=24", *flags], capture_output=True, text=True, timeout=60)
+    program = (
+        "import sys; from tfdist import train\ntry: train.main(sys.argv[1:])\nexcept ValueError as error: print(error,"
+        " 'tensorflow' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--steps=5", "--global_batch=24", *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert words in done.stdout and done.stdout.strip().endswith("False"), done.stdout + done.stderr

@@ -6,6 +6,7 @@ import os
 import shutil
 import uuid
 from pathlib import Path
+from typing import Any
 
 import keras
 
@@ -17,11 +18,17 @@ KERAS_FILE, SAVED_MODEL_FOLDER = "model.keras", "saved_model"
 def load_export(path: str) -> keras.Model:
     """The model of a `.keras` file, which may be a stranger's: nothing in it is executed. Raises CheckpointError."""
     try:
-        return keras.models.load_model(path, compile=False, safe_mode=True)
+        loaded: Any = keras.models.load_model(path, compile=False, safe_mode=True)
+        return loaded
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         if "lambda" in str(error).lower():
-            raise CheckpointError(f"{path} holds Python code (a Lambda layer), which could do anything and is not executed: save the model with a layer of its own class in place of the Lambda.") from None
-        raise CheckpointError(f"{path} cannot be loaded: {next(iter(str(error).splitlines()), type(error).__name__)[:300]}") from None
+            raise CheckpointError(
+                f"{path} holds Python code (a Lambda layer), which could do anything and is not executed: save the"
+                " model with a layer of its own class in place of the Lambda."
+            ) from None
+        raise CheckpointError(
+            f"{path} cannot be loaded: {next(iter(str(error).splitlines()), type(error).__name__)[:300]}"
+        ) from None
 
 
 def export_model(model: keras.Model, folder: Path, formats: tuple[str, ...]) -> list[Path]:

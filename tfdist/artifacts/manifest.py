@@ -18,8 +18,27 @@ FORMAT = 1
 _NUMBER = (int, float)
 # The entries that are read when a run goes on; those that a writer has left out are not asked for.
 _TYPES: dict[str, Any] = {
-    "format": int, "step": int, "files": dict, "consumed": int, "skipped_samples": int, "config_digest": str, "identity": dict, "workers": int, "replicas": int, "strategy": str,
-    "versions": dict, "variables": dict, "generators": dict, "clock": dict, "metrics": dict, "learning_rate": _NUMBER, "losses": list, "time": _NUMBER, "run_id": str, "epoch": int, "batch": int,
+    "format": int,
+    "step": int,
+    "files": dict,
+    "consumed": int,
+    "skipped_samples": int,
+    "config_digest": str,
+    "identity": dict,
+    "workers": int,
+    "replicas": int,
+    "strategy": str,
+    "versions": dict,
+    "variables": dict,
+    "generators": dict,
+    "clock": dict,
+    "metrics": dict,
+    "learning_rate": _NUMBER,
+    "losses": list,
+    "time": _NUMBER,
+    "run_id": str,
+    "epoch": int,
+    "batch": int,
 }
 _LARGEST = 2**63 - 1  # what a variable of TensorFlow can count to
 
@@ -35,7 +54,10 @@ def sealed(manifest: Mapping[str, Any]) -> str:
 
 
 def parse(text: str, path: str, step: int, required: Sequence[str] = ()) -> dict[str, Any]:
-    """The entries of the manifest at `path`, of the snapshot of `step`; those `required` are there. Raises CheckpointError."""
+    """The entries of the manifest at `path`, of the snapshot of `step`; those `required` are there.
+
+    Raises CheckpointError.
+    """
     try:
         manifest = json.loads(text)
         checksum = manifest.pop("sha256")
@@ -46,9 +68,12 @@ def parse(text: str, path: str, step: int, required: Sequence[str] = ()) -> dict
             raise
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}).") from None
     if manifest.get("format") != FORMAT or manifest.get("step") != step:
-        raise CheckpointError(f"{path} is of format {_shown(manifest.get('format'))}, step {_shown(manifest.get('step'))}; expected format {FORMAT}, step {step}.")
+        raise CheckpointError(
+            f"{path} is of format {_shown(manifest.get('format'))}, step {_shown(manifest.get('step'))}; expected"
+            f" format {FORMAT}, step {step}."
+        )
     if missing := [name for name in required if manifest.get(name) is None]:
-        raise CheckpointError(f"{path} is damaged: it lacks \"{missing[0]}\".")
+        raise CheckpointError(f'{path} is damaged: it lacks "{missing[0]}".')
     if wrong := next(_wrong_entries(manifest, step), ""):
         raise CheckpointError(f"{path} is damaged: its {wrong}.")
     return manifest
@@ -58,35 +83,46 @@ def _wrong_entries(manifest: Mapping[str, Any], step: int) -> Iterator[str]:
     """What is wrong, as ends of a sentence."""
     for name, kind in _TYPES.items():
         value = manifest.get(name)
-        if name in manifest and (not isinstance(value, kind) or isinstance(value, bool)):  # a bool is an int that nobody means
-            yield f"\"{name}\" is {_shown(value)}"
+        if name in manifest and (
+            not isinstance(value, kind) or isinstance(value, bool)
+        ):  # a bool is an int that nobody means
+            yield f'"{name}" is {_shown(value)}'
         if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
-            yield f"\"{name}\" is {_shown(value)}"
+            yield f'"{name}" is {_shown(value)}'
     yield from _wrong_files(manifest.get("files"), step)
     for name, values in (("losses", manifest.get("losses", ())), ("metrics", manifest.get("metrics", {}).values())):
         if not all(isinstance(value, _NUMBER) for value in values):
-            yield f"\"{name}\" are no numbers"
+            yield f'"{name}" are no numbers'
     clock = manifest.get("clock")
-    if clock is not None and not (isinstance(clock.get("seconds"), _NUMBER) and isinstance(clock.get("pauses"), dict) and all(isinstance(pause, _NUMBER) for pause in clock["pauses"].values())):
-        yield "\"clock\" is no clock"
+    if clock is not None and not (
+        isinstance(clock.get("seconds"), _NUMBER)
+        and isinstance(clock.get("pauses"), dict)
+        and all(isinstance(pause, _NUMBER) for pause in clock["pauses"].values())
+    ):
+        yield '"clock" is no clock'
     generators = manifest.get("generators")
-    if generators is not None and not (_is_list(generators.get("python"), 3) and _is_list(generators["python"][1]) and _is_list(generators.get("numpy"), 5) and _is_list(generators["numpy"][1])):
-        yield "\"generators\" are no states of generators"
+    if generators is not None and not (
+        _is_list(generators.get("python"), 3)
+        and _is_list(generators["python"][1])
+        and _is_list(generators.get("numpy"), 5)
+        and _is_list(generators["numpy"][1])
+    ):
+        yield '"generators" are no states of generators'
     if manifest.get("identity") is not None and type(manifest["identity"].get("global_batch")) is not int:
-        yield "\"identity\" has no global batch"
+        yield '"identity" has no global batch'
 
 
 def _wrong_files(files: Any, step: int) -> Iterator[str]:
     if not isinstance(files, dict):
-        yield "\"files\" are missing"
+        yield '"files" are missing'
         return
     for name, entry in files.items():
         if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
-            yield f"\"files\" name {_shown(name)}, which is not a file of this folder"
+            yield f'"files" name {_shown(name)}, which is not a file of this folder'
         elif not (isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)):
-            yield f"\"files\" have no size and checksum of {_shown(name)}"
+            yield f'"files" have no size and checksum of {_shown(name)}'
     if f"state-{step}.index" not in files or not any(name.startswith(f"state-{step}.data-") for name in files):
-        yield f"\"files\" lack state-{step}.index or its data"
+        yield f'"files" lack state-{step}.index or its data'
 
 
 def _is_list(value: Any, length: int | None = None) -> bool:

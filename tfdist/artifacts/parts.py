@@ -1,8 +1,8 @@
 """Snapshots of which every worker writes a part, and reads a part: no worker ever holds all of it.
 
-The files are those of any other snapshot (store.py): whole arrays by key, with one manifest. TensorFlow's checkpoints know
-*slices*: a worker saves boxes of an array, the chief merges the tables of contents when all parts are there, and whoever
-reads asks for other boxes, or for whole arrays.
+The files are those of any other snapshot (store.py): whole arrays by key, with one manifest. TensorFlow's checkpoints
+know *slices*: a worker saves boxes of an array, the chief merges the tables of contents when all parts are there, and
+whoever reads asks for other boxes, or for whole arrays.
 
     every worker     part-00002.data-..., part-00002.index, and then part-00002.json with their sizes and SHA-256
     the chief        waits for all part-*.json, merges, writes the manifest, renames the folder: the commit
@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.02
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # where tf.train.Checkpoint looks for what is in a checkpoint
 
 
-class Slab(NamedTuple):
+class Shard(NamedTuple):
     """A box of a whole array of `shape`. `array`: its content."""
 
     key: str
@@ -71,12 +71,17 @@ def runs(places: np.ndarray) -> list[tuple[int, int]]:
     return [(int(run[0]), len(run)) for run in np.split(places, cuts) if len(run)]
 
 
-def read_slabs(prefix: str, slabs: Sequence[Slab], dtype: Any) -> list[np.ndarray]:
+def read_shards(prefix: str, shards: Sequence[Shard], dtype: Any) -> list[np.ndarray]:
     """The content of boxes of one array of the checkpoint `prefix`. Raises tf.errors.OpError."""
-    if not slabs:
+    if not shards:
         return []
     with tf.device("CPU:0"):
-        found = tf.raw_ops.RestoreV2(prefix=prefix, tensor_names=[slab.key + SUFFIX for slab in slabs], shape_and_slices=[slab.spec for slab in slabs], dtypes=[dtype] * len(slabs))
+        found = tf.raw_ops.RestoreV2(
+            prefix=prefix,
+            tensor_names=[shard.key + SUFFIX for shard in shards],
+            shape_and_slices=[shard.spec for shard in shards],
+            dtypes=[dtype] * len(shards),
+        )
     return [tensor.numpy() for tensor in found]
 
 
@@ -88,12 +93,14 @@ class PartedStore(SnapshotStore):
       patience: seconds that the chief waits for the parts of the others.
     """
 
-    def __init__(self, directory: str, before_commit: Callable[[int], None], rank: int, size: int, token: str, patience: float):
+    def __init__(
+        self, directory: str, before_commit: Callable[[int], None], rank: int, size: int, token: str, patience: float
+    ):
         super().__init__(directory, before_commit)
         self.rank, self.size, self.token, self.patience = rank, size, token, patience
         self.give_up_at = math.inf  # time.monotonic(), after an error elsewhere
 
-    def write(self, step: int, arrays: Sequence[Slab], fields: Mapping[str, Any]) -> int:
+    def write(self, step: int, arrays: Sequence[Shard], fields: Mapping[str, Any]) -> int:
         """This worker's part; on the chief also the commit. Returns the bytes of the part, on the chief of all.
 
         Raises OSError or tf.errors.OpError. Then there is no snapshot of this step, and the next save tries anew.
@@ -105,25 +112,38 @@ class PartedStore(SnapshotStore):
             return self._commit(folder, step, fields) if self.rank == 0 else size
         except (OSError, MemoryError, tf.errors.OpError) as error:
             if self.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # others may still be writing there; what they leave goes at the next start
+                shutil.rmtree(
+                    folder, ignore_errors=True
+                )  # others may still be writing there; what they leave goes at the next start
             else:
                 with contextlib.suppress(OSError):  # the chief may have given up before
-                    self._tell(folder, {"error": f"rank {self.rank}: {next(iter(str(error).splitlines()), type(error).__name__)}"})
+                    self._tell(
+                        folder,
+                        {"error": f"rank {self.rank}: {next(iter(str(error).splitlines()), type(error).__name__)}"},
+                    )
             raise
 
-    def _write_part(self, folder: str, step: int, slabs: Sequence[Slab], keys: Sequence[str]) -> int:
+    def _write_part(self, folder: str, step: int, shards: Sequence[Shard], keys: Sequence[str]) -> int:
         name, files = f"part-{self.rank:05d}", {}
-        names, specs, tensors = [slab.key + SUFFIX for slab in slabs], [slab.spec for slab in slabs], [slab.array for slab in slabs]
+        names, specs, tensors = (
+            [shard.key + SUFFIX for shard in shards],
+            [shard.spec for shard in shards],
+            [shard.array for shard in shards],
+        )
         if self.rank == 0:
             names, specs, tensors = [*names, _GRAPH], [*specs, ""], [*tensors, _object_graph(keys)]
         if names:
             with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(prefix=f"{folder}/{name}", tensor_names=names, shape_and_slices=specs, tensors=tensors)
+                tf.raw_ops.SaveV2(
+                    prefix=f"{folder}/{name}", tensor_names=names, shape_and_slices=specs, tensors=tensors
+                )
         self.before_commit(step)
         for file in sorted(entry for entry in os.listdir(folder) if entry.startswith(f"{name}.data")):
             size, digest = measure(f"{folder}/{file}", flush=True)
             files[file] = {"bytes": size, "sha256": digest}
-        self._tell(folder, {"files": files, "values": sum(math.prod(length for _, length in slab.box) for slab in slabs)})
+        self._tell(
+            folder, {"files": files, "values": sum(math.prod(length for _, length in shard.box) for shard in shards)}
+        )
         return sum(entry["bytes"] for entry in files.values())
 
     def _tell(self, folder: str, message: Mapping[str, Any]) -> None:
@@ -147,7 +167,9 @@ class PartedStore(SnapshotStore):
         size, digest = measure(f"{prefix}.index", flush=True)
         files[f"state-{step}.index"] = {"bytes": size, "sha256": digest}
         if sorted(os.listdir(folder)) != sorted(files):
-            raise OSError(f"{folder} holds {', '.join(sorted(os.listdir(folder)))} instead of {', '.join(sorted(files))}.")
+            raise OSError(
+                f"{folder} holds {', '.join(sorted(os.listdir(folder)))} instead of {', '.join(sorted(files))}."
+            )
         self._seal(folder, step, files, fields)
         self._point_to(step)
         return sum(entry["bytes"] for entry in files.values())
@@ -157,18 +179,26 @@ class PartedStore(SnapshotStore):
         begun, told = time.monotonic(), {}
         while len(told) < self.size:
             for rank in set(range(self.size)) - set(told):
-                with contextlib.suppress(FileNotFoundError), open(f"{folder}/part-{rank:05d}.json", encoding="utf-8") as file:
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    open(f"{folder}/part-{rank:05d}.json", encoding="utf-8") as file,
+                ):
                     told[rank] = json.load(file)
                     if "error" in told[rank]:
                         raise OSError(told[rank]["error"])
             if time.monotonic() > min(begun + self.patience, self.give_up_at):
-                raise OSError(f"the parts of ranks {', '.join(map(str, sorted(set(range(self.size)) - set(told))))} did not come in {time.monotonic() - begun:.0f} s")
+                raise OSError(
+                    f"the parts of ranks {', '.join(map(str, sorted(set(range(self.size)) - set(told))))} did not come"
+                    f" in {time.monotonic() - begun:.0f} s"
+                )
             time.sleep(_POLL_SECONDS)
         return [told[rank] for rank in range(self.size)]
 
 
 def _object_graph(keys: Sequence[str]) -> np.ndarray:
-    """What tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable is under which key."""
+    """What tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable is under which
+    key.
+    """
     graph = trackable_object_graph_pb2.TrackableObjectGraph()
     root, groups = graph.nodes.add(), {}
     for key in keys:

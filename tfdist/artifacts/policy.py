@@ -34,9 +34,11 @@ class Retention:
     def doomed(self, steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Which of `steps` to delete. `metrics`: step -> evaluation metrics, where known. Never the newest."""
         steps = sorted(steps)
-        kept = set(steps[-self.keep:])
+        kept = set(steps[-self.keep :])
         kept |= {step for step in steps if self.every and step % self.every == 0}
-        scored = {step: metrics[step][self.metric] for step in steps if self.metric and self.metric in metrics.get(step, {})}
+        scored = {
+            step: metrics[step][self.metric] for step in steps if self.metric and self.metric in metrics.get(step, {})
+        }
         if scored:
             kept.add((min if self.order == "min" else max)(scored, key=lambda step: (scored[step], step)))
         return [step for step in steps if step not in kept]

@@ -1,6 +1,7 @@
 """Which snapshot a run goes on from, and whether it may.
 
-1. The newest valid snapshot of the run folder, or the backup if that is newer. Those that are damaged are passed over, and named.
+1. The newest valid snapshot of the run folder, or the backup if that is newer. Those that are damaged are passed over,
+   and named.
 2. --resume=never refuses a folder that has one; --resume=must refuses one that has none.
 3. A snapshot of another configuration (by digest) is refused with the fields that differ, unless --allow_config_change.
 4. Another number of workers is allowed, and said: the data order does not depend on it.
@@ -20,7 +21,9 @@ from tfdist.control.exit_codes import CheckpointError
 REQUIRED = ("consumed", "config_digest", "identity", "workers", "generators", "clock")
 
 
-def choose(store: SnapshotStore, config: Config, backup: SnapshotStore | None = None) -> tuple[Snapshot | None, list[str]]:
+def choose(
+    store: SnapshotStore, config: Config, backup: SnapshotStore | None = None
+) -> tuple[Snapshot | None, list[str]]:
     """The snapshot to resume from (None: start anew) and messages for the user. Raises CheckpointError."""
     snapshot, messages = store.newest_valid()
     if backup:
@@ -32,12 +35,20 @@ def choose(store: SnapshotStore, config: Config, backup: SnapshotStore | None = 
     resume = config.checkpoint.resume
     if snapshot is None:
         if resume == "must":
-            raise CheckpointError(f"--resume=must, but {store.directory} has no valid snapshot ({'; '.join(messages) or 'it is empty'}): check --run_dir, or use --resume=auto.")
+            raise CheckpointError(
+                f"--resume=must, but {store.directory} has no valid snapshot ({'; '.join(messages) or 'it is empty'}):"
+                " check --run_dir, or use --resume=auto."
+            )
         if messages:
-            raise CheckpointError(f"No snapshot in {store.directory} is valid ({'; '.join(messages)}): restore one from elsewhere, or choose another --run_dir to start anew.")
+            raise CheckpointError(
+                f"No snapshot in {store.directory} is valid ({'; '.join(messages)}): restore one from elsewhere, or"
+                " choose another --run_dir to start anew."
+            )
         return None, messages
     if resume == "never":
-        raise CheckpointError(f"--resume=never, but {snapshot.path} is there: choose another --run_dir, or use --resume=auto.")
+        raise CheckpointError(
+            f"--resume=never, but {snapshot.path} is there: choose another --run_dir, or use --resume=auto."
+        )
     check_configuration(snapshot.manifest, config, snapshot.path)
     return snapshot, messages
 
@@ -47,29 +58,49 @@ def check_configuration(manifest: Mapping[str, Any], config: Config, path: str) 
     if manifest["config_digest"] == config.digest() or config.checkpoint.allow_config_change:
         return
     saved, now = manifest["identity"], config.identity()
-    different = [f"--{name}: {saved.get(name)!r} there, {now.get(name)!r} now" for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
+    different = [
+        f"--{name}: {saved.get(name)!r} there, {now.get(name)!r} now"
+        for name in sorted({*saved, *now})
+        if saved.get(name) != now.get(name)
+    ]
     raise CheckpointError(
-        f"{path} belongs to another configuration ({'; '.join(different)}): use its flags, choose another --run_dir, or allow it with --allow_config_change.")
+        f"{path} belongs to another configuration ({'; '.join(different)}): use its flags, choose another --run_dir, or"
+        " allow it with --allow_config_change."
+    )
 
 
 def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int) -> None:
     """What a snapshot says about itself must agree with what was restored. Raises CheckpointError."""
     if step != manifest["step"]:
-        raise CheckpointError(f"The snapshot of step {manifest['step']} holds a step counter of {step}: it cannot be trusted, remove it.")
+        raise CheckpointError(
+            f"The snapshot of step {manifest['step']} holds a step counter of {step}: it cannot be trusted, remove it."
+        )
     skipped = manifest.get("skipped_samples", 0)
     if manifest["consumed"] != step * manifest["identity"]["global_batch"] + skipped:
-        raise CheckpointError(f"The snapshot of step {step} has consumed {manifest['consumed']} samples, which is not step x global batch {manifest['identity']['global_batch']} + {skipped} skipped: it cannot be trusted, remove it.")
+        raise CheckpointError(
+            f"The snapshot of step {step} has consumed {manifest['consumed']} samples, which is not step x global batch"
+            f" {manifest['identity']['global_batch']} + {skipped} skipped: it cannot be trusted, remove it."
+        )
     if manifest["consumed"] % global_batch:
-        raise CheckpointError(f"The snapshot has consumed {manifest['consumed']} samples, not a multiple of --global_batch={global_batch}: keep the run's global batch.")
+        raise CheckpointError(
+            f"The snapshot has consumed {manifest['consumed']} samples, not a multiple of"
+            f" --global_batch={global_batch}: keep the run's global batch."
+        )
 
 
 def check_learning_rate(manifest: Mapping[str, Any], learning_rate: float, config_digest: str) -> str:
-    """The learning rate must go on where it was. Returns a warning for a changed configuration, else "". Raises CheckpointError."""
+    """The learning rate must go on where it was.
+
+    Returns a warning for a changed configuration, else "". Raises CheckpointError.
+    """
     saved = manifest.get("learning_rate")
     if saved is None or abs(saved - learning_rate) <= 1e-6 * max(abs(saved), abs(learning_rate)):
         return ""
     if manifest["config_digest"] == config_digest:
-        raise CheckpointError(f"The snapshot of step {manifest['step']} was written at learning rate {saved:g}, but it is {learning_rate:g} after restoring: the schedule cannot be trusted, remove the snapshot.")
+        raise CheckpointError(
+            f"The snapshot of step {manifest['step']} was written at learning rate {saved:g}, but it is"
+            f" {learning_rate:g} after restoring: the schedule cannot be trusted, remove the snapshot."
+        )
     return f"the learning rate jumps from {saved:g} to {learning_rate:g}, as the configuration was changed"
 
 
@@ -85,12 +116,18 @@ class LossContinuity:
         self.losses, self._expected = list(saved), list(saved)
 
     def add(self, loss: float) -> str:
-        """The mean loss of one interval. Returns a sentence if it does not go on where the restored run was, else ""."""
-        self.losses = [*self.losses, loss][-self.KEPT:]
+        """The mean loss of one interval.
+
+        Returns a sentence if it does not go on where the restored run was, else "".
+        """
+        self.losses = [*self.losses, loss][-self.KEPT :]
         expected, self._expected = self._expected, []
         if len(expected) < 3:
             return ""
         mean, deviation = statistics.fmean(expected), statistics.stdev(expected)
         if loss <= mean + max(self.STANDARD_DEVIATIONS * deviation, self.LEAST * abs(mean)):
             return ""
-        return f"the loss jumps from {mean:.4g} (mean before the restart) to {loss:.4g}: check that data, code and package versions are those of the snapshot"
+        return (
+            f"the loss jumps from {mean:.4g} (mean before the restart) to {loss:.4g}: check that data, code and package"
+            " versions are those of the snapshot"
+        )

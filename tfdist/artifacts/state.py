@@ -1,7 +1,7 @@
 """What a snapshot holds: the variables of a run by key, their copies in host memory, and the host's own generators.
 
-Keys are positions ("model/0003", "optimizer/0001", "train/step"), not names: Keras numbers layer names by what was built
-before in the process. The names are kept beside the keys, for messages.
+Keys are positions ("model/0003", "optimizer/0001", "train/step"), not names: Keras numbers layer names by what was
+built before in the process. The names are kept beside the keys, for messages.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import CheckpointError
-from tfdist.runtime.agreement import Held
 from tfdist.runtime.host import host_view
+from tfdist.runtime.weight_check import Held
 
 
 def collect(model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,9 @@ def model_variables(model: keras.Model) -> dict[str, Any]:
 
 
 class WholeState:
-    """The state of a run in which every worker holds all of it. training/parallel/sharded_state.py has its counterpart."""
+    """The state of a run in which every worker holds all of it. training/parallel/sharded_state.py has its
+    counterpart.
+    """
 
     def __init__(self, variables: Mapping[str, Any]):
         self.variables = variables
@@ -44,13 +46,25 @@ class WholeState:
     def table(self) -> dict[str, tuple[str, list[int], str]]:
         return table(self.variables)
 
-    def to_host(self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str = "") -> dict[str, np.ndarray]:
-        """key -> a copy in host memory, of keys that begin with `only`; {} unless `wanted` here. into: an earlier result that nobody needs any more."""
-        return to_host({key: variable for key, variable in self.variables.items() if key.startswith(only)}, into) if wanted else {}
+    def to_host(
+        self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str = ""
+    ) -> dict[str, np.ndarray]:
+        """key -> a copy in host memory, of keys that begin with `only`; {} unless `wanted` here. into: an earlier
+        result that nobody needs any more.
+        """
+        return (
+            to_host({key: variable for key, variable in self.variables.items() if key.startswith(only)}, into)
+            if wanted
+            else {}
+        )
 
     def held(self) -> list[Held]:
-        """The model's weights and moving statistics, for runtime/agreement.py."""
-        return [Held(_name(variable), _tf_variable(variable)) for key, variable in self.variables.items() if key.startswith("model/") and tf.as_dtype(_tf_variable(variable).dtype).is_floating]
+        """The model's weights and moving statistics, for runtime/weight_check.py."""
+        return [
+            Held(_name(variable), _tf_variable(variable))
+            for key, variable in self.variables.items()
+            if key.startswith("model/") and tf.as_dtype(_tf_variable(variable).dtype).is_floating
+        ]
 
     def first_of_stage(self) -> int:
         """The first rank that holds the same parts of the model: the chief."""
@@ -71,7 +85,8 @@ class WholeState:
 def to_host(variables: Mapping[str, Any], into: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
     """key -> a copy in host memory that later steps do not touch. Call between steps.
 
-    into: an earlier result, whose memory is used again: most of the time of a copy goes to memory that is new to the process.
+    into: an earlier result, whose memory is used again: most of the time of a copy goes to memory that is new to the
+    process.
     """
     return {key: _copy(_tf_variable(variable), (into or {}).get(key)) for key, variable in variables.items()}
 
@@ -92,18 +107,24 @@ def assign(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> No
 
 
 def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
-    """Compares a table of variables with what is stored, key -> (shape, dtype). Raises CheckpointError naming the first misfit."""
+    """Compares a table of variables with what is stored, key -> (shape, dtype).
+
+    Raises CheckpointError naming the first misfit.
+    """
     missing, unexpected = sorted(set(described) - set(stored)), sorted(set(stored) - set(described))
     if missing or unexpected:
         raise CheckpointError(
-            f"The checkpoint does not fit the model and optimizer: it lacks {len(missing)} variables"
-            f"{f' ({described[missing[0]][0]}, ...)' if missing else ''} and has {len(unexpected)} that they lack"
-            f"{f' ({unexpected[0]}, ...)' if unexpected else ''}: use the model and optimizer flags of the run that wrote it.")
+            f"The checkpoint does not fit the model and optimizer: it lacks {len(missing)}"
+            f" variables{f' ({described[missing[0]][0]}, ...)' if missing else ''} and has {len(unexpected)} that they"
+            f" lack{f' ({unexpected[0]}, ...)' if unexpected else ''}: use the model and optimizer flags of the run"
+            " that wrote it."
+        )
     for key, (name, shape, dtype) in described.items():
         if tuple(stored[key][0]) != tuple(shape) or stored[key][1] != dtype:
             raise CheckpointError(
-                f"The checkpoint does not fit: {name} is {dtype} {tuple(shape)} here, {stored[key][1]} {tuple(stored[key][0])} there: "
-                "use the model flags of the run that wrote it.")
+                f"The checkpoint does not fit: {name} is {dtype} {tuple(shape)} here, {stored[key][1]}"
+                f" {tuple(stored[key][0])} there: use the model flags of the run that wrote it."
+            )
 
 
 def table(variables: Mapping[str, Any]) -> dict[str, tuple[str, list[int], str]]:
@@ -117,7 +138,8 @@ def table(variables: Mapping[str, Any]) -> dict[str, tuple[str, list[int], str]]
 
 def generator_states() -> dict[str, Any]:
     """The states of Python's and NumPy's global generators, as JSON."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    legacy: Any = np.random.get_state()  # a dict only if asked for
+    name, keys, position, has_gauss, cached = legacy
     return {"python": random.getstate(), "numpy": [name, keys.tolist(), position, has_gauss, cached]}
 
 

@@ -22,4 +22,8 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         found = json.loads((run_dir / _FILE).read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return {name: found[name] for name in ("status", "run_id") if isinstance(found.get(name), str)} if isinstance(found, dict) else {}
+    return (
+        {name: found[name] for name in ("status", "run_id") if isinstance(found.get(name), str)}
+        if isinstance(found, dict)
+        else {}
+    )

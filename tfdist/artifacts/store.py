@@ -1,8 +1,9 @@
 """How a snapshot is committed, and how it is trusted again.
 
-A snapshot is a folder, step-00000100, with TensorFlow's checkpoint files (state-100.index, ...) and manifest.json, which
-names every file with its size and SHA-256. It is written under a temporary name, flushed to the disk, and renamed: so a
-folder of that name is whole or damaged later, and the manifest tells which. Without a valid manifest nothing is trusted.
+A snapshot is a folder, step-00000100, with TensorFlow's checkpoint files (state-100.index, ...) and manifest.json,
+which names every file with its size and SHA-256. It is written under a temporary name, flushed to the disk, and
+renamed: so a folder of that name is whole or damaged later, and the manifest tells which. Without a valid manifest
+nothing is trusted.
 
 Where a rename is not atomic (object stores, recognised by "://") the manifest, written last, is the commit.
 """
@@ -163,7 +164,10 @@ class SnapshotStore:
         try:
             if not tf.io.gfile.exists(file):
                 raise CheckpointError(f"{file} is missing.")
-            if self.local and os.path.realpath(file) != f"{os.path.realpath(os.path.dirname(file))}/{os.path.basename(file)}":
+            if (
+                self.local
+                and os.path.realpath(file) != f"{os.path.realpath(os.path.dirname(file))}/{os.path.basename(file)}"
+            ):
                 raise CheckpointError(f"{file} is a link to another place: a snapshot's files are in its own folder.")
             size, digest = measure(file, flush=False)
         except tf.errors.OpError as error:
@@ -185,8 +189,8 @@ class SnapshotStore:
         return None, passed_over
 
     def set_aside_damaged(self) -> None:
-        """Gives what `newest_valid` has passed over another name: it must not count as one of the snapshots that are kept
-        while a valid one is deleted."""
+        """Gives what `newest_valid` has passed over another name: it must not count as one of the snapshots that are
+        kept while a valid one is deleted."""
         for step in self.damaged:
             aside = f"{self.directory}/damaged-step-{step:08d}-{uuid.uuid4().hex[:8]}"
             if self.local:
@@ -204,8 +208,11 @@ class SnapshotStore:
         """key -> (shape, dtype), from the checkpoint itself."""
         reader = tf.train.load_checkpoint(snapshot.prefix)
         types = reader.get_variable_to_dtype_map()
-        return {name.removesuffix(SUFFIX): (tuple(shape), types[name].name) for name, shape in reader.get_variable_to_shape_map().items()
-                if name.endswith(SUFFIX) and not name.startswith("save_counter")}
+        return {
+            name.removesuffix(SUFFIX): (tuple(shape), types[name].name)
+            for name, shape in reader.get_variable_to_shape_map().items()
+            if name.endswith(SUFFIX) and not name.startswith("save_counter")
+        }
 
 
 def _write_tensors(folder: str, step: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -214,8 +221,11 @@ def _write_tensors(folder: str, step: int, arrays: Mapping[str, np.ndarray]) -> 
         groups: dict[str, dict[str, tf.Variable]] = {}
         for key, array in arrays.items():
             group, _, name = key.partition("/")
-            groups.setdefault(group, {})[name] = tf.Variable(array, trainable=False)
-        manager = tf.train.CheckpointManager(tf.train.Checkpoint(**groups), folder, max_to_keep=None, checkpoint_name="state")
+            value: Any = array
+            groups.setdefault(group, {})[name] = tf.Variable(value, trainable=False)
+        manager = tf.train.CheckpointManager(
+            tf.train.Checkpoint(**groups), folder, max_to_keep=None, checkpoint_name="state"
+        )
         manager.save(checkpoint_number=step)
 
 

@@ -33,13 +33,28 @@ class WriterStats:
 
 
 class SnapshotWriter:
-    """`save` hands arrays over; `messages` tells what has become of them. Only the chief has one, unless all write parts.
+    """`save` hands arrays over; `messages` tells what has become of them. Only the chief has one, unless all write
+    parts.
 
     retention: None if another worker deletes old snapshots. attempts: to write a snapshot.
     """
 
-    def __init__(self, store: SnapshotStore, retention: Retention | None, *, asynchronous: bool = True, attempts: int = 2, retry_after: float = 1.0):
-        self.store, self.retention, self.asynchronous, self.attempts, self.retry_after = store, retention, asynchronous, attempts, retry_after
+    def __init__(
+        self,
+        store: SnapshotStore,
+        retention: Retention | None,
+        *,
+        asynchronous: bool = True,
+        attempts: int = 2,
+        retry_after: float = 1.0,
+    ):
+        self.store, self.retention, self.asynchronous, self.attempts, self.retry_after = (
+            store,
+            retention,
+            asynchronous,
+            attempts,
+            retry_after,
+        )
         self.stats = WriterStats()
         self.last_failure = ""
         self._metrics: dict[int, Mapping[str, float]] = {}
@@ -48,9 +63,14 @@ class SnapshotWriter:
         self._done_with: Mapping[str, np.ndarray] | None = None
 
     def save(self, step: int, arrays: Any, fields: Mapping[str, Any]) -> None:
-        """Starts writing a snapshot, after the previous one is done. `arrays`: what the store takes; they must not change before `recycled` returns them."""
+        """Starts writing a snapshot, after the previous one is done.
+
+        `arrays`: what the store takes; they must not change before `recycled` returns them.
+        """
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(step, arrays, fields), name="tfdist-snapshot", daemon=False)
+        self._thread = threading.Thread(
+            target=self._write, args=(step, arrays, fields), name="tfdist-snapshot", daemon=False
+        )
         self._thread.start()
         if not self.asynchronous:
             self.wait()
@@ -81,17 +101,37 @@ class SnapshotWriter:
         self._done_with = arrays if isinstance(arrays, Mapping) else None
         if size is None:
             self.stats.failures += 1
-            self._messages.put(("warning", {"message": f"SNAPSHOT NOT WRITTEN (failure number {self.stats.failures}), {self.last_failure}. Training goes on; the next save tries again. "
-                                                       f"Free or repair {self.store.directory}.", "failures": self.stats.failures}))
+            self._messages.put(
+                (
+                    "warning",
+                    {
+                        "message": (
+                            f"SNAPSHOT NOT WRITTEN (failure number {self.stats.failures}), {self.last_failure}."
+                            f" Training goes on; the next save tries again. Free or repair {self.store.directory}."
+                        ),
+                        "failures": self.stats.failures,
+                    },
+                )
+            )
             return
         self.last_failure = ""
         self.stats.saves += 1
         self.stats.bytes += size
         self.stats.write_s += time.monotonic() - start
         self._metrics[step] = fields.get("metrics", {})
-        self._messages.put(("save", {"message": f"snapshot {self.store.path(step)}", "save/bytes": size, "save/write_s": time.monotonic() - start, "save/step": step}))
+        self._messages.put(
+            (
+                "save",
+                {
+                    "message": f"snapshot {self.store.path(step)}",
+                    "save/bytes": size,
+                    "save/write_s": time.monotonic() - start,
+                    "save/step": step,
+                },
+            )
+        )
         if self.retention:
-            self._retain()
+            self._retain(self.retention)
 
     def _try(self, step: int, arrays: Any, fields: Mapping[str, Any]) -> int | None:
         """Bytes written; None: `last_failure` says why not."""
@@ -104,14 +144,14 @@ class SnapshotWriter:
                     time.sleep(self.retry_after)
         return None
 
-    def _retain(self) -> None:
+    def _retain(self, retention: Retention) -> None:
         """Deletes what is not to be kept; only ever after a newer snapshot has been committed."""
         try:
             steps = self.store.steps()
             for known in steps:
                 if known not in self._metrics:
                     self._metrics[known] = self._stored_metrics(known)
-            for doomed in self.retention.doomed(steps, self._metrics):
+            for doomed in retention.doomed(steps, self._metrics):
                 self.store.delete(doomed)
         except (OSError, tf.errors.OpError) as error:
             self._messages.put(("warning", {"message": f"An old snapshot could not be deleted: {error}"}))

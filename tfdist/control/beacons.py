@@ -1,8 +1,9 @@
 """What the workers of a job tell each other beside the training: where each one is, and why one failed.
 
 Every worker sends a small UDP datagram to every other about once a second: rank, section, calls, where its main thread
-is. A stranger's are dropped (datagrams.py). So when something is stuck, or a peer is lost, each worker can name the rank that is the cause, whatever became of
-TensorFlow's own connections; and the words of the first that failed reach every log. Losing a datagram does no harm.
+is. A stranger's are dropped (datagrams.py). So when something is stuck, or a peer is lost, each worker can name the
+rank that is the cause, whatever became of TensorFlow's own connections; and the words of the first that failed reach
+every log. Losing a datagram does no harm.
 """
 
 from __future__ import annotations
@@ -54,8 +55,14 @@ class Beacons:
       interval: seconds between two reports.
     """
 
-    def __init__(self, cluster: Cluster, watchdog: Watchdog, exchange: Callable[[str], Sequence[str]],
-                 waiting_for: Callable[[], int | None] = lambda: None, interval: float = 1.0):
+    def __init__(
+        self,
+        cluster: Cluster,
+        watchdog: Watchdog,
+        exchange: Callable[[str], Sequence[str]],
+        waiting_for: Callable[[], int | None] = lambda: None,
+        interval: float = 1.0,
+    ):
         self.cluster, self.watchdog, self.waiting_for = cluster, watchdog, waiting_for
         self.interval = interval * max(1.0, cluster.size / 64)  # N workers send N * (N - 1) datagrams
         self._lock = threading.Lock()
@@ -63,9 +70,16 @@ class Beacons:
         self._closed = threading.Event()
         self._socket = _open(bind_address(cluster.address, cluster.peers))
         endpoints = exchange(wire.endpoint(cluster.address.rpartition(":")[0], self._socket))
-        self._seals, self._sending = datagrams.Seals(cluster.secret, cluster.rank, "beacons", *endpoints), threading.Lock()
+        self._seals, self._sending = (
+            datagrams.Seals(cluster.secret, cluster.rank, "beacons", *endpoints),
+            threading.Lock(),
+        )
         marked_only(self._socket, self._seals.mark)
-        self._peers = {rank: _resolve(endpoint, self._socket.family) for rank, endpoint in enumerate(endpoints) if rank != cluster.rank}
+        self._peers = {
+            rank: _resolve(endpoint, self._socket.family)
+            for rank, endpoint in enumerate(endpoints)
+            if rank != cluster.rank
+        }
         self._reports = {rank: Report(time.monotonic()) for rank in self._peers}
         for target in (self._send_always, self._receive_always):
             threading.Thread(target=target, name=f"tfdist-beacons{target.__name__}", daemon=True).start()
@@ -79,8 +93,8 @@ class Beacons:
             self._send()
 
     def first_error(self, wait: float) -> Report | None:
-        """The report of the worker that failed first, by the workers' clocks, one that lost another last of all; waits up
-        to `wait` seconds for one that did not."""
+        """The report of the worker that failed first, by the workers' clocks, one that lost another last of all; waits
+        up to `wait` seconds for one that did not."""
         deadline = time.monotonic() + wait
         while True:
             with self._lock:
@@ -126,8 +140,10 @@ class Beacons:
         report = self._all()[rank]
         ago = time.monotonic() - report.heard
         heard = f", last heard of {ago:.1f} s ago" if ago > _SILENT_INTERVALS * self.interval else ""
-        return (f"{self.cluster.name(rank)}{heard}, in section \"{report.section}\" for {report.seconds + ago:.1f} s"
-                f"{f', at {report.at}' if report.at else ''}")
+        return (
+            f'{self.cluster.name(rank)}{heard}, in section "{report.section}" for {report.seconds + ago:.1f} s'
+            f"{f', at {report.at}' if report.at else ''}"
+        )
 
     def close(self) -> None:
         """Sends and receives no more."""
@@ -138,8 +154,18 @@ class Beacons:
     # -- threads ---------------------------------------------------------------------------------------------------
 
     def _own(self) -> Report:
-        return Report(time.monotonic(), self.watchdog.name, self.watchdog.seconds(), self.watchdog.calls, main_thread_at(), self.waiting_for(),
-                      self._error, self._error_time, self._secondary, self.cluster.rank)
+        return Report(
+            time.monotonic(),
+            self.watchdog.name,
+            self.watchdog.seconds(),
+            self.watchdog.calls,
+            main_thread_at(),
+            self.waiting_for(),
+            self._error,
+            self._error_time,
+            self._secondary,
+            self.cluster.rank,
+        )
 
     def _all(self) -> dict[int, Report]:
         with self._lock:
@@ -178,7 +204,7 @@ class Beacons:
 def _shortened(text: str) -> str:
     """As much of a text as `_MOST_WORDS` bytes of JSON can hold."""
     while (excess := len(json.dumps(text)) - _MOST_WORDS) > 0:
-        text = text[:-(excess // 12 + 1)]  # a character takes up to twelve
+        text = text[: -(excess // 12 + 1)]  # a character takes up to twelve
     return text
 
 

@@ -2,9 +2,10 @@
 
   mark (8 bytes), HMAC-SHA256 of all that follows (16), rank (4), stamp (8), data
 
-The mark is the same for all and kept from strangers by nothing but their not having seen one: it lets the kernel drop their
-floods (packet_filter.py). The stamp is the sender's clock in nanoseconds. It must rise, so that none counts twice; and one
-that took much longer than the fastest has was held back by somebody, and does not count. The clocks need not agree.
+The mark is the same for all and kept from strangers by nothing but their not having seen one: it lets the kernel drop
+their floods (packet_filter.py). The stamp is the sender's clock in nanoseconds. It must rise, so that none counts
+twice; and one that took much longer than the fastest has was held back by somebody, and does not count. The clocks need
+not agree.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Seals:
 
     def open(self, datagram: bytes) -> tuple[int, bytes] | None:
         """(the rank that sent it, the data); None if it is none of ours, or counts no more."""
-        code, body = datagram[MARK_BYTES:MARK_BYTES + _CODE_BYTES], datagram[MARK_BYTES + _CODE_BYTES:]
+        code, body = datagram[MARK_BYTES : MARK_BYTES + _CODE_BYTES], datagram[MARK_BYTES + _CODE_BYTES :]
         if len(body) < _HEAD.size or len(datagram) > MOST_BYTES or not hmac.compare_digest(code, self._code(body)):
             return None
         rank, stamp = _HEAD.unpack_from(body)
@@ -49,7 +50,7 @@ class Seals:
         if stamp <= self._newest.get(rank, -1) or took - self._fastest[rank] > _LONGEST_DELAY:
             return None
         self._newest[rank] = stamp
-        return rank, body[_HEAD.size:]
+        return rank, body[_HEAD.size :]
 
     def _code(self, body: bytes) -> bytes:
         return hmac.digest(self._key, self.mark + body, hashlib.sha256)[:_CODE_BYTES]

@@ -1,5 +1,7 @@
-"""A local job whose workers outlive each other: when one is lost, the others go on in their processes, from copies of the
-state in their memory, and a new process joins them when it is ready. membership.py has the rules of who is in a group."""
+"""A local job whose workers outlive each other: when one is lost, the others go on in their processes, from copies of
+the state in their memory, and a new process joins them when it is ready. membership.py has the rules of who is in a
+group.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,23 @@ class ElasticJob(LocalJob):
     """See LocalJob. A worker's number (its slot: name, log, cores, port) stays; its rank may be another in every group.
 
     Args:
-      workers: the most there can be; `wanted`: how many are started, and kept up; `least`: when fewer are left, they save
+      workers: the most there can be; `wanted`: how many are started, and kept up; `least`: when fewer are left, they
+      save
         what they have in memory, and the job ends with PEER_LOST.
       losses: workers that may be lost in a row without any progress; one more, and the job fails.
     """
 
-    def __init__(self, command: Sequence[str], workers: int, log_dir: Path, *, wanted: int, least: int, losses: int, **options: Any):
+    def __init__(
+        self,
+        command: Sequence[str],
+        workers: int,
+        log_dir: Path,
+        *,
+        wanted: int,
+        least: int,
+        losses: int,
+        **options: Any,
+    ):
         super().__init__(command, workers, log_dir, **options)
         self.wanted, self.least, self.most_losses = wanted, least, losses
         self.groups = Groups(Secret(self.environment[VARIABLE].strip().encode()))
@@ -41,10 +54,14 @@ class ElasticJob(LocalJob):
         self._over = False  # the run has ended or failed: those who wait are not needed any more
         self._too_few = ""  # set: the sentence with which the job ends
 
-    def _surroundings(self, rank: int | None, gpus: dict[str, str], cores: list[set[int]]) -> tuple[dict[str, str], set[int] | None]:
+    def _surroundings(
+        self, rank: int | None, gpus: dict[str, str], cores: list[set[int]]
+    ) -> tuple[dict[str, str], set[int] | None]:
         environment, affinity = super()._surroundings(rank, gpus, cores)
         if rank is not None:
-            environment = {name: value for name, value in environment.items() if name != "TF_CONFIG"} | self.groups.invitation(rank)
+            environment = {
+                name: value for name, value in environment.items() if name != "TF_CONFIG"
+            } | self.groups.invitation(rank)
         return environment, affinity
 
     def resize(self, workers: int) -> bool:
@@ -135,9 +152,17 @@ class ElasticJob(LocalJob):
             self.workers[-1].relay.start()
 
     def _form(self) -> None:
-        """A group, if it is time for one; a last one, of whoever is there, that saves and ends when the job is to stop."""
+        """A group, if it is time for one; a last one, of whoever is there, that saves and ends when the job is to
+        stop.
+        """
         stopping = self._kill_at is not None
-        formed = None if self._over else self.groups.form(self._ports.addresses, self.wanted, 1 if stopping else self.least, len(self._trainers()))
+        formed = (
+            None
+            if self._over
+            else self.groups.form(
+                self._ports.addresses, self.wanted, 1 if stopping else self.least, len(self._trainers())
+            )
+        )
         if formed is None:
             return
         if formed.step > self._step:
@@ -146,14 +171,22 @@ class ElasticJob(LocalJob):
         if formed.newcomers:
             self._failed_starts = 0
         ranks = ", ".join(f"{self._name(slot)} is rank {rank}" for rank, slot in enumerate(formed.slots))
-        self.say(f"tfdist: group {formed.number}: {ranks}" + (f"; from step {formed.step}, which is in memory" if formed.step >= 0 else ""))
+        self.say(
+            f"tfdist: group {formed.number}: {ranks}"
+            + (f"; from step {formed.step}, which is in memory" if formed.step >= 0 else "")
+        )
 
     def _end_those_that_hold_up(self) -> None:
-        """Workers that have not noticed, long after others of their group, that it is broken; and those that wait to join
-        a job that has ended."""
+        """Workers that have not noticed, long after others of their group, that it is broken; and those that wait to
+        join a job that has ended."""
         broken, seats = self.groups.broken_since, self.groups.seats
         for worker in self._alive():
-            if broken is not None and time.monotonic() - broken > self.grace and worker.rank in seats and seats[worker.rank].busy:
+            if (
+                broken is not None
+                and time.monotonic() - broken > self.grace
+                and worker.rank in seats
+                and seats[worker.rank].busy
+            ):
                 worker.signal(signal.SIGKILL)
         members = [worker for worker in self._trainers() if self._was_in_group(worker)]
         if members and all(worker.code is not None for worker in members):

@@ -108,8 +108,8 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
     """Runs a command's `main(argv)` and ends the process with the code that its result or error means.
 
     A TfdistError is shown as its sentence; anything unexpected with its traceback. After an error the process ends at
-    once: TensorFlow's orderly shutdown waits for peers that may be gone. After success threads and exit functions come to
-    their end as in any Python program, but the code is decided: nothing that TensorFlow's own threads find, now that
+    once: TensorFlow's orderly shutdown waits for peers that may be gone. After success threads and exit functions come
+    to their end as in any Python program, but the code is decided: nothing that TensorFlow's own threads find, now that
     others leave too, and no destructor changes it.
     """
     decided: list[int] = []
@@ -128,8 +128,11 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
         code = error.exit_code
     except BaseException as error:  # noqa: BLE001 - the last resort
         traceback.print_exc()
-        print(f"tfdist: error: unexpected {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} "
-              f"(exit code {ExitCode.INTERNAL.value}, INTERNAL)", file=sys.stderr)
+        print(
+            f"tfdist: error: unexpected {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} "
+            f"(exit code {ExitCode.INTERNAL.value}, INTERNAL)",
+            file=sys.stderr,
+        )
         code = ExitCode.INTERNAL
     decided.append(code)
     if code == ExitCode.OK:

@@ -1,7 +1,8 @@
 """Faults on purpose, for tests and scripts/chaos.py: kill, stop or break a worker at a chosen step.
 
-TFDIST_FAULTS holds them, RANK:STEP:KIND separated by commas, for example "1:30:kill,0:50:stuck". Each happens once in a run
-folder, at the first chance at or after its step: RUN_DIR/faults/ remembers it over restarts. With the value "armed" faults
+TFDIST_FAULTS holds them, RANK:STEP:KIND separated by commas, for example "1:30:kill,0:50:stuck". Each happens once in a
+run folder, at the first chance at or after its step: RUN_DIR/faults/ remembers it over restarts. With the value "armed"
+faults
 wait for files instead: RUN_DIR/faults/arm-RANK-KIND is removed and its fault happens at the next chance, and every call
 begins with as many seconds of sleep as the file "pace" there says.
 
@@ -39,7 +40,11 @@ class Faults:
     """The faults of one rank. Without any, `at` costs nothing."""
 
     def __init__(self, planned: Mapping[tuple[int, str], str], folder: Path, armed_rank: int | None = None):
-        self.planned, self.folder, self.armed_rank = dict(planned), folder, armed_rank  # (step, kind) -> name of the mark
+        self.planned, self.folder, self.armed_rank = (
+            dict(planned),
+            folder,
+            armed_rank,
+        )  # (step, kind) -> name of the mark
         self._slow = False
         self._writes_to_fail = 0
 
@@ -59,7 +64,9 @@ class Faults:
         return cls(planned, run_dir / "faults")
 
     def at(self, place: str, step: int) -> None:
-        """Called at "step" (between calls), "save" (files written, not yet renamed), "restore"; does what is due there."""
+        """Called at "step" (between calls), "save" (files written, not yet renamed), "restore"; does what is due
+        there.
+        """
         if self._slow and place == "step":
             time.sleep(0.1)
         if self._writes_to_fail and place == "save":

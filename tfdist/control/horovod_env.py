@@ -19,10 +19,25 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
-# What `placement` may have written for a process that is given its rank by addresses: not to be taken for a launcher's word.
-WRITTEN = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", ADDRESS, PORT)
+# What `placement` may have written for a process that is given its rank by addresses: not to be taken for a launcher's
+# word.
+WRITTEN = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+    "HOROVOD_HOSTNAME",
+    ADDRESS,
+    PORT,
+)
 _HOROVOD, _OPEN_MPI = "HOROVOD_", "OMPI_COMM_WORLD_"
-_MPI_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")  # one of them is there, the same in all processes
+_MPI_JOB_NAMES = (
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "OMPI_MCA_orte_hnp_uri",
+)  # one of them is there, the same in all processes
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ephemeral ports of Linux
 
 
@@ -42,12 +57,20 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster | None:
     The Cluster has no addresses: only Horovod's own collectives can connect its processes. Raises ClusterError.
     """
     if environ.get("HOROVOD_ELASTIC"):
-        raise ClusterError("horovodrun started this process in its elastic mode (HOROVOD_ELASTIC=1; by --host-discovery-script or --min-np), in which it would give out ranks anew that tfdist does not know of: use `python -m tfdist.launch --elastic --workers=N --min_workers=M -- --strategy=horovod ...`, or drop these flags of horovodrun.")
+        raise ClusterError(
+            "horovodrun started this process in its elastic mode (HOROVOD_ELASTIC=1; by --host-discovery-script or"
+            " --min-np), in which it would give out ranks anew that tfdist does not know of: use `python -m"
+            " tfdist.launch --elastic --workers=N --min_workers=M -- --strategy=horovod ...`, or drop these flags of"
+            " horovodrun."
+        )
     for prefix, launcher in ((_HOROVOD, "horovodrun"), (_OPEN_MPI, "mpirun")):
         if f"{prefix}RANK" in environ and f"{prefix}SIZE" in environ:
             rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")
             if not 0 <= rank < size:
-                raise ClusterError(f"{prefix}RANK={rank} must be from 0 to {prefix}SIZE - 1 = {size - 1}: start the job with {launcher}, which sets both.")
+                raise ClusterError(
+                    f"{prefix}RANK={rank} must be from 0 to {prefix}SIZE - 1 = {size - 1}: start the job with"
+                    f" {launcher}, which sets both."
+                )
             local = _number(environ, f"{prefix}LOCAL_RANK") if f"{prefix}LOCAL_RANK" in environ else 0
             return Cluster("worker", rank, rank, size, started_by=launcher, told_local_rank=local)
     return None
@@ -57,9 +80,14 @@ def placement(cluster: Cluster, environ: Mapping[str, str]) -> Placement:
     """What Horovod must be told in this process. Raises ClusterError if its peers could not be found."""
     if cluster.started_by == "horovodrun":
         if cluster.size > 1 and ADDRESS not in environ:
-            raise ClusterError(f"HOROVOD_SIZE={cluster.size}, but {ADDRESS} is not set: start the job with horovodrun, which sets it, or give TF_CONFIG.")
+            raise ClusterError(
+                f"HOROVOD_SIZE={cluster.size}, but {ADDRESS} is not set: start the job with horovodrun, which sets it,"
+                " or give TF_CONFIG."
+            )
         server = (environ[ADDRESS], _number(environ, PORT)) if cluster.size > 1 else None
-        return Placement({}, server, False, _number(environ, "HOROVOD_LOCAL_RANK") if "HOROVOD_LOCAL_RANK" in environ else 0)
+        return Placement(
+            {}, server, False, _number(environ, "HOROVOD_LOCAL_RANK") if "HOROVOD_LOCAL_RANK" in environ else 0
+        )
     if cluster.size == 1:
         return Placement({}, None, False)
     return _of_mpi(cluster, environ) if cluster.started_by == "mpirun" else _of_addresses(cluster)
@@ -69,34 +97,63 @@ def _of_addresses(cluster: Cluster) -> Placement:
     """From TF_CONFIG. Processes whose addresses have the same host are on one machine."""
     hosts = [address.rpartition(":")[0] for address in cluster.peers]
     if hosts[0].startswith("["):
-        raise ClusterError(f"--strategy=horovod: {cluster.name(0)} has an IPv6 address, which Horovod's rendezvous cannot use: write a name or an IPv4 address in TF_CONFIG.")
+        raise ClusterError(
+            f"--strategy=horovod: {cluster.name(0)} has an IPv6 address, which Horovod's rendezvous cannot use: write a"
+            " name or an IPv4 address in TF_CONFIG."
+        )
     server = (hosts[0], int(cluster.peers[0].rpartition(":")[2]))
     local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     # Machines may hold different numbers of processes: the n-th process of each is in the n-th group across machines.
     across = [rank for rank in range(cluster.size) if local_ranks[rank] == local_ranks[cluster.rank]]
     host, local_rank = hosts[cluster.rank], local_ranks[cluster.rank]
-    return Placement({
-        **_variables(server, host, cluster),
-        "HOROVOD_LOCAL_RANK": str(local_rank), "HOROVOD_LOCAL_SIZE": str(hosts.count(host)),
-        "HOROVOD_CROSS_RANK": str(across.index(cluster.rank)), "HOROVOD_CROSS_SIZE": str(len(across)),
-    }, server, True, local_rank)
+    return Placement(
+        {
+            **_variables(server, host, cluster),
+            "HOROVOD_LOCAL_RANK": str(local_rank),
+            "HOROVOD_LOCAL_SIZE": str(hosts.count(host)),
+            "HOROVOD_CROSS_RANK": str(across.index(cluster.rank)),
+            "HOROVOD_CROSS_SIZE": str(len(across)),
+        },
+        server,
+        True,
+        local_rank,
+    )
 
 
 def _of_mpi(cluster: Cluster, environ: Mapping[str, str]) -> Placement:
     local_rank, local_size = _number(environ, f"{_OPEN_MPI}LOCAL_RANK"), _number(environ, f"{_OPEN_MPI}LOCAL_SIZE")
     if ADDRESS not in environ and local_size != cluster.size:
-        raise ClusterError(f"mpirun started {cluster.size} processes on several machines, and {ADDRESS} is not set: add -x {ADDRESS}=HOST, with the machine of rank 0.")
+        raise ClusterError(
+            f"mpirun started {cluster.size} processes on several machines, and {ADDRESS} is not set: add -x"
+            f" {ADDRESS}=HOST, with the machine of rank 0."
+        )
     server = (environ.get(ADDRESS, "127.0.0.1"), _number(environ, PORT) if PORT in environ else _port(environ))
-    # mpirun does not tell which ranks share a machine. Each counts as one of its own; only hierarchical reduction would care.
-    return Placement({
-        **_variables(server, f"rank-{cluster.rank}", cluster), "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
-        "HOROVOD_CROSS_RANK": str(cluster.rank), "HOROVOD_CROSS_SIZE": str(cluster.size),
-    }, server, True, local_rank)
+    # mpirun does not tell which ranks share a machine. Each counts as one of its own; only hierarchical reduction would
+    # care.
+    return Placement(
+        {
+            **_variables(server, f"rank-{cluster.rank}", cluster),
+            "HOROVOD_LOCAL_RANK": "0",
+            "HOROVOD_LOCAL_SIZE": "1",
+            "HOROVOD_CROSS_RANK": str(cluster.rank),
+            "HOROVOD_CROSS_SIZE": str(cluster.size),
+        },
+        server,
+        True,
+        local_rank,
+    )
 
 
 def _variables(server: tuple[str, int], host: str, cluster: Cluster) -> dict[str, str]:
-    return {ADDRESS: server[0], PORT: str(server[1]), "HOROVOD_HOSTNAME": host, "HOROVOD_RANK": str(cluster.rank), "HOROVOD_SIZE": str(cluster.size),
-            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    return {
+        ADDRESS: server[0],
+        PORT: str(server[1]),
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_RANK": str(cluster.rank),
+        "HOROVOD_SIZE": str(cluster.size),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
 
 
 def _port(environ: Mapping[str, str]) -> int:
@@ -111,4 +168,6 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         return int(text or "")
     except ValueError:
         was = "is not set" if text is None else f'is "{text}", not a whole number'
-        raise ClusterError(f"{name} {was}: start the job with horovodrun, mpirun or tfdist.launch, which set it.") from None
+        raise ClusterError(
+            f"{name} {was}: start the job with horovodrun, mpirun or tfdist.launch, which set it."
+        ) from None

@@ -19,7 +19,7 @@ from typing import BinaryIO, TextIO
 from tfdist.control import token
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.terminal import LineReader
-from tfdist.control.workers import JobResult, Worker, describe, guilt
+from tfdist.control.workers import JobResult, Worker, describe, root_cause_order
 
 _COLORS = (36, 33, 35, 32, 34, 31)
 # When one worker dies the others fail too. How long (in seconds) they may end by themselves, with a clearer message
@@ -30,12 +30,24 @@ _FAILURE_GRACE_SECONDS = 10.0  # after a failure nothing new can be saved: what 
 _ERROR = "tfdist: error: "  # how a command begins the sentence that names its error
 # What TensorFlow's C++ says at every start, whatever its log level, about logging itself and about processors and GPUs
 # that are not there. Kept in the log files, not shown.
-_NOISE = ("WARNING: All log messages before absl::InitializeLog()", "oneDNN custom operations are on.", "cpu_feature_guard.cc:", "To enable the following instructions:",
-          "cudart_stub.cc:", "cuda_platform.cc:", "cuda_executor.cc:", "computation_placer.cc:", "Unable to register cuDNN factory", "Unable to register cuBLAS factory", "Unable to register cuFFT factory")
+_NOISE = (
+    "WARNING: All log messages before absl::InitializeLog()",
+    "oneDNN custom operations are on.",
+    "cpu_feature_guard.cc:",
+    "To enable the following instructions:",
+    "cudart_stub.cc:",
+    "cuda_platform.cc:",
+    "cuda_executor.cc:",
+    "computation_placer.cc:",
+    "Unable to register cuDNN factory",
+    "Unable to register cuBLAS factory",
+    "Unable to register cuFFT factory",
+)
 
 
 class Job:
-    """Base of the kinds of jobs. They fill `workers` in `start`, relay what each writes through a `Relay`, and say when one has ended.
+    """Base of the kinds of jobs. They fill `workers` in `start`, relay what each writes through a `Relay`, and say when
+    one has ended.
 
     Args:
       count: processes, without an evaluator.
@@ -45,9 +57,21 @@ class Job:
       environment, output: in place of this process's own, and of standard output.
     """
 
-    def __init__(self, count: int, log_dir: Path, show: set[int] | None, grace: float, environment: Mapping[str, str] | None, output: TextIO | None):
+    def __init__(
+        self,
+        count: int,
+        log_dir: Path,
+        show: set[int] | None,
+        grace: float,
+        environment: Mapping[str, str] | None,
+        output: TextIO | None,
+    ):
         self.count, self.log_dir, self.show, self.grace = count, log_dir, show, grace
-        self.environment = {name: value for name, value in (os.environ if environment is None else environment).items() if name != "TF_CONFIG"}
+        self.environment = {
+            name: value
+            for name, value in (os.environ if environment is None else environment).items()
+            if name != "TF_CONFIG"
+        }
         self.environment[token.VARIABLE] = self.environment.get(token.VARIABLE) or token.make()
         self.output = output or sys.stdout
         self.workers: list[Worker] = []
@@ -99,7 +123,9 @@ class Job:
             log.write(f"\n===== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
             return log
         except OSError as error:
-            raise ConfigError(f"The log {path} cannot be written ({error.strerror}): choose another --run_dir.") from None
+            raise ConfigError(
+                f"The log {path} cannot be written ({error.strerror}): choose another --run_dir."
+            ) from None
 
     def say(self, line: str) -> None:
         """A line on the terminal, whole, from any thread."""
@@ -116,11 +142,13 @@ class Job:
         trainers = [worker for worker in self.workers if worker.rank is not None]
         failed = [worker for worker in trainers if worker.code and not self._is_borne(worker)]
         if failed and self._kill_at is None:
-            known = any(guilt(worker) == 0 for worker in failed)
+            known = any(root_cause_order(worker) == 0 for worker in failed)
             # Where one saved on request (42) the others are saving as well, and a second SIGTERM would cut that short.
             saving = all(worker.code == ExitCode.PREEMPTED for worker in failed)
             patience = self.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
-            if now - min(worker.ended_at for worker in failed) > patience or all(worker.code is not None for worker in trainers):
+            if now - min(worker.ended_at for worker in failed) > patience or all(
+                worker.code is not None for worker in trainers
+            ):
                 self._stop_after_failure()
         if self._kill_at is not None and now > self._kill_at:
             self.kill()
@@ -140,7 +168,9 @@ class Job:
             raise
 
     def request_stop(self) -> None:
-        """Asks every worker to save and end (SIGTERM); `poll` and `wait` kill those that have not within the grace period."""
+        """Asks every worker to save and end (SIGTERM); `poll` and `wait` kill those that have not within the grace
+        period.
+        """
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self.grace
             self.forward(signal.SIGTERM)
@@ -168,11 +198,27 @@ class Job:
     def _result(self) -> JobResult:
         codes = {worker.name: worker.code for worker in self.workers}
         # An evaluator that was stopped with the workers is no failure.
-        failed = [] if self._is_finished() else [worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)]
+        failed = (
+            []
+            if self._is_finished()
+            else [
+                worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)
+            ]
+        )
         if not failed:
-            return JobResult(ExitCode.OK, "", codes) if self._all_started() else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
-        cause = min(failed, key=lambda worker: (guilt(worker), worker.ended_at))
-        return JobResult(cause.code if cause.code > 0 else ExitCode.PEER_LOST, describe(cause), codes, () if cause.shown else tuple(cause.last_lines), cause.rank)
+            return (
+                JobResult(ExitCode.OK, "", codes)
+                if self._all_started()
+                else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
+            )
+        cause = min(failed, key=lambda worker: (root_cause_order(worker), worker.ended_at))
+        return JobResult(
+            cause.code if cause.code > 0 else ExitCode.PEER_LOST,
+            describe(cause),
+            codes,
+            () if cause.shown else tuple(cause.last_lines),
+            cause.rank,
+        )
 
 
 class Relay:
@@ -189,7 +235,9 @@ class Relay:
         """What the worker has written; b"" at the end of it."""
         with contextlib.suppress(OSError):  # a full disk must not stop the job
             self._log.write(data)
-        for text in [line for line in self._reader.feed(data, final=not data) if not any(noise in line for noise in _NOISE)]:
+        for text in [
+            line for line in self._reader.feed(data, final=not data) if not any(noise in line for noise in _NOISE)
+        ]:
             self._worker.last_lines.append(text)
             if text.startswith(_ERROR):
                 self._worker.error = text.removeprefix(_ERROR)

@@ -1,7 +1,7 @@
 """N workers on this machine as one job: ports, environment, output, logs, first failure, no orphans.
 
 With parameter servers the job is a chief, the workers and the servers, ranks in this order; a worker that dies is
-started again alone (comeback.py), the others stop the job like any worker.
+started again alone (worker_restarts.py), the others stop the job like any worker.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import BinaryIO, TextIO
 
 from tfdist.control import token
 from tfdist.control.cluster import divide_cores, divide_gpus, local_tasks, visible_gpus, worker_environment
-from tfdist.control.comeback import Comebacks
 from tfdist.control.exit_codes import StartupError
 from tfdist.control.job import Job, Relay
 from tfdist.control.preflight import PortReservation
 from tfdist.control.processes import Standbys, is_stopped, spawn
+from tfdist.control.worker_restarts import Comebacks
 from tfdist.control.workers import Worker, describe
 
 _CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves when their chief is gone
@@ -36,16 +36,30 @@ class LocalJob(Job):
       command: what each worker runs; `evaluator`: what an evaluator beside them runs, if there is to be one.
       log_dir: where worker-K.log are written (appended to).
       show: ranks whose output is shown; None for all. The evaluator's always is.
-      pin: give each worker cores of its own and as many threads; `gpus_per_worker`: 0 for an equal part of those there are.
+      pin: give each worker cores of its own and as many threads; `gpus_per_worker`: 0 for an equal part of those there
+      are.
       servers: parameter servers; with any, a chief comes before the workers.
       standbys: spare processes that take the workers' places where there are any.
       grace: seconds between asking a worker to end (SIGTERM) and making it (SIGKILL).
       environment, output: in place of this process's own, and of standard output.
     """
 
-    def __init__(self, command: Sequence[str], workers: int, log_dir: Path, *, evaluator: Sequence[str] | None = None, show: set[int] | None = None,
-                 pin: bool = True, gpus_per_worker: int = 0, grace: float = 10.0, standbys: Standbys | None = None, servers: int = 0,
-                 environment: Mapping[str, str] | None = None, output: TextIO | None = None):
+    def __init__(
+        self,
+        command: Sequence[str],
+        workers: int,
+        log_dir: Path,
+        *,
+        evaluator: Sequence[str] | None = None,
+        show: set[int] | None = None,
+        pin: bool = True,
+        gpus_per_worker: int = 0,
+        grace: float = 10.0,
+        standbys: Standbys | None = None,
+        servers: int = 0,
+        environment: Mapping[str, str] | None = None,
+        output: TextIO | None = None,
+    ):
         self.tasks = local_tasks(workers + 1 + servers if servers else workers, servers)
         super().__init__(len(self.tasks), log_dir, show, grace, environment, output)
         self.command, self.evaluator, self.servers, self._trainer_count = list(command), evaluator, servers, workers
@@ -55,7 +69,10 @@ class LocalJob(Job):
         self._ports: PortReservation | None = None
 
     def start(self) -> None:
-        """Starts all workers, or none. Raises ConfigError (log folder, GPUs) or StartupError (a process cannot be started)."""
+        """Starts all workers, or none.
+
+        Raises ConfigError (log folder, GPUs) or StartupError (a process cannot be started).
+        """
         gpus, warning = self._divide_gpus()
         if warning:
             self.say(f"tfdist: warning: {warning}")
@@ -81,7 +98,12 @@ class LocalJob(Job):
         """Of each rank, then of the evaluator. A chief and parameter servers have none."""
         gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainer_count, self.gpus_per_worker)
         if self.servers:
-            gpus = [{"CUDA_VISIBLE_DEVICES": "-1"}, *gpus[:-1], *[{"CUDA_VISIBLE_DEVICES": "-1"}] * self.servers, gpus[-1]]
+            gpus = [
+                {"CUDA_VISIBLE_DEVICES": "-1"},
+                *gpus[:-1],
+                *[{"CUDA_VISIBLE_DEVICES": "-1"}] * self.servers,
+                gpus[-1],
+            ]
         return gpus, warning
 
     def _bring_back(self, worker: Worker) -> None:
@@ -92,27 +114,42 @@ class LocalJob(Job):
         self.workers[worker.rank] = self.workers.pop()
         self.workers[worker.rank].relay.start()
 
-    def _spawn(self, name: str, rank: int | None, command: Sequence[str], gpus: dict[str, str], cores: list[set[int]]) -> None:
+    def _spawn(
+        self, name: str, rank: int | None, command: Sequence[str], gpus: dict[str, str], cores: list[set[int]]
+    ) -> None:
         if self._kill_at is not None:  # asked to stop while starting
             return
         environment, affinity = self._surroundings(rank, gpus, cores)
         log = self.open_log(name, command)
-        process = self.standbys.take(rank, self.count, environment, command) if self.standbys and rank is not None else None
+        process = (
+            self.standbys.take(rank, self.count, environment, command) if self.standbys and rank is not None else None
+        )
         try:
             process = process or spawn(command, environment, affinity)
         except (OSError, subprocess.SubprocessError) as error:
             log.close()
-            raise StartupError(f"{name} cannot be started ({error}): check that {command[0]} can be run, and the limits of this machine on processes.") from None
+            raise StartupError(
+                f"{name} cannot be started ({error}): check that {command[0]} can be run, and the limits of this"
+                " machine on processes."
+            ) from None
         worker = Worker(name, rank, process, shown=rank is None or self.show is None or rank in self.show)
-        worker.relay = threading.Thread(target=self._relay, args=(worker, log), name=f"tfdist-relay-{name}", daemon=True)
+        worker.relay = threading.Thread(
+            target=self._relay, args=(worker, log), name=f"tfdist-relay-{name}", daemon=True
+        )
         self.workers.append(worker)
         if self._kill_at is not None:  # asked to stop in this very moment
             worker.signal(signal.SIGTERM)
 
-    def _surroundings(self, rank: int | None, gpus: dict[str, str], cores: list[set[int]]) -> tuple[dict[str, str], set[int] | None]:
+    def _surroundings(
+        self, rank: int | None, gpus: dict[str, str], cores: list[set[int]]
+    ) -> tuple[dict[str, str], set[int] | None]:
         """The environment and the cores of a worker."""
         threads = len(cores[rank or 0]) if cores else 0  # the evaluator takes as many, but no cores of its own
-        environment = {**self.environment, **worker_environment(self._ports.addresses, rank, threads, self.environment, self.servers), **gpus}
+        environment = {
+            **self.environment,
+            **worker_environment(self._ports.addresses, rank, threads, self.environment, self.servers),
+            **gpus,
+        }
         if rank is None:  # the evaluator talks to nobody
             environment.pop(token.VARIABLE, None)
         return environment, cores[rank] if cores and rank is not None else None
@@ -148,7 +185,11 @@ class LocalJob(Job):
             return
         chief = self.workers[0]
         if chief.code is None:
-            for worker in [worker for worker in self.workers if worker.name.startswith("worker") and self._comebacks.due(worker.name, worker.code)]:
+            for worker in [
+                worker
+                for worker in self.workers
+                if worker.name.startswith("worker") and self._comebacks.due(worker.name, worker.code)
+            ]:
                 self._bring_back(worker)
         elif now - chief.ended_at > _CHIEF_GONE_SECONDS:
             self.request_stop()  # a worker that is only starting would wait for a chief
@@ -157,7 +198,9 @@ class LocalJob(Job):
         return bool(self._comebacks) and self._comebacks.waits(worker.name) and self.workers[0].code is None
 
     def _is_finished(self) -> bool:
-        """With parameter servers, the chief's word counts: what becomes of those that it no longer needs is no failure."""
+        """With parameter servers, the chief's word counts: what becomes of those that it no longer needs is no
+        failure.
+        """
         return bool(self.servers and self.workers) and self.workers[0].code == 0
 
     def _release(self) -> None:

@@ -1,14 +1,16 @@
-"""RUN_DIR/lease.json: which job trains in a run folder. A second job there is refused; a dead owner's lease is taken over.
+"""RUN_DIR/lease.json: which job trains in a run folder. A second job there is refused; a dead owner's lease is taken
+over.
 
-Two jobs in one folder would write each other's snapshots and logs and both end well. So the chief holds a lease while it
-trains. It says who holds it (host, process, since when) and is renewed every two seconds. An owner is dead
+Two jobs in one folder would write each other's snapshots and logs and both end well. So the chief holds a lease while
+it trains. It says who holds it (host, process, since when) and is renewed every two seconds. An owner is dead
 
     on the same machine     when there is no process of its number that was started when it says (it has 5 seconds to go)
     on another              when it has not renewed the lease for 20 seconds of the observer's own clock
 
-An owner of the same job (one launcher with its restarts, one Slurm step with its requeues, one list of addresses) has been
-ended by whoever starts the job again: on another machine too its lease is taken over without a wait; should it be alive it
-finds that out when it next renews, and ends. Works on shared file systems: a lease comes to be by link(2), which is atomic on NFS too.
+An owner of the same job (one launcher with its restarts, one Slurm step with its requeues, one list of addresses) has
+been ended by whoever starts the job again: on another machine too its lease is taken over without a wait; should it be
+alive it finds that out when it next renews, and ends. Works on shared file systems: a lease comes to be by link(2),
+which is atomic on NFS too.
 """
 
 from __future__ import annotations
@@ -53,7 +55,15 @@ class Owner:
     @classmethod
     def myself(cls, job: str) -> Owner:
         pid = str(os.getpid())
-        return cls(socket.gethostname(), pid, time.strftime("%Y-%m-%d %H:%M:%S %Z"), job, _machine(), _started(pid), uuid.uuid4().hex)
+        return cls(
+            socket.gethostname(),
+            pid,
+            time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            job,
+            _machine(),
+            _started(pid),
+            uuid.uuid4().hex,
+        )
 
     @classmethod
     def read(cls, text: str) -> Owner | None:
@@ -138,10 +148,18 @@ class Lease:
                     raise _refusal(self._folder, owner)
                 if owner and not owner.is_here() and not said:
                     said = True
-                    print(f"tfdist: {self._path} names {owner.describe()}; looking for at most {_DEAD_SECONDS:g} s whether it still lives.", file=sys.stderr, flush=True)
+                    print(
+                        f"tfdist: {self._path} names {owner.describe()}; looking for at most {_DEAD_SECONDS:g} s"
+                        " whether it still lives.",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 time.sleep(_LOOK_SECONDS)
         except OSError as error:
-            raise ConfigError(f"--run_dir={self._folder} cannot be used ({error.strerror}: {error.filename}): choose a folder that can be read and written, or make room there.") from None
+            raise ConfigError(
+                f"--run_dir={self._folder} cannot be used ({error.strerror}: {error.filename}): choose a folder that"
+                " can be read and written, or make room there."
+            ) from None
         self._thread.start()
 
     def _is_free(self, owner: Owner | None, unchanged: float) -> bool:
@@ -196,15 +214,19 @@ class Lease:
             os.unlink(aside)
 
     def _text(self) -> str:
-        return json.dumps({**asdict(self.owner), "renewed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}, indent=1)
+        return json.dumps(
+            {**asdict(self.owner), "renewed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}, indent=1
+        )
 
     def _keep(self) -> None:
         while not self._released.wait(_RENEW_SECONDS):
             with contextlib.suppress(OSError):  # a full disk, a file server that is away: then later
                 if not self._renew() and not self._released.is_set():
                     owner = Owner.read(_read(self._path))
-                    self._on_loss(f"{self._folder} has been taken over by {owner.describe() if owner else 'another job'}, since this process, which was stopped or cut off, "
-                                  "seemed dead: it ends, the other goes on.")
+                    self._on_loss(
+                        f"{self._folder} has been taken over by {owner.describe() if owner else 'another job'}, since"
+                        " this process, which was stopped or cut off, seemed dead: it ends, the other goes on."
+                    )
                     return
 
     def _renew(self) -> bool:
@@ -235,8 +257,8 @@ class Lease:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Of all who look at a folder, one at a time is within; on file systems that lock no folders (NFS) this holds nobody up,
-    and two who remove the same lease at once find out when they renew theirs."""
+    """Of all who look at a folder, one at a time is within; on file systems that lock no folders (NFS) this holds
+    nobody up, and two who remove the same lease at once find out when they renew theirs."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -247,13 +269,19 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _end(sentence: str) -> None:
-    print(f"tfdist: error: {sentence} (exit code {ExitCode.CONFIG.value}, {ExitCode.CONFIG.name})", file=sys.stderr, flush=True)
+    print(
+        f"tfdist: error: {sentence} (exit code {ExitCode.CONFIG.value}, {ExitCode.CONFIG.name})",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(ExitCode.CONFIG)
 
 
 def _refusal(folder: Path, owner: Owner | None) -> ConfigError:
     who = owner.describe() if owner else "another process"
-    return ConfigError(f"--run_dir={folder} is in use by another job ({who}): choose another folder, or end that job first.")
+    return ConfigError(
+        f"--run_dir={folder} is in use by another job ({who}): choose another folder, or end that job first."
+    )
 
 
 def _write(descriptor: int, text: str) -> None:
@@ -264,7 +292,7 @@ def _write(descriptor: int, text: str) -> None:
 
 
 def _read(path: Path) -> str:
-    """"" if there is none. Raises OSError."""
+    """ "" if there is none. Raises OSError."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(1 << 16)
@@ -277,7 +305,7 @@ def _printable(text: str) -> str:
 
 
 def _machine() -> str:
-    """"": not known."""
+    """ "": not known."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -1,7 +1,8 @@
-"""Who is in the group that trains, while processes come and go: the launcher decides (Groups), each worker asks (Member).
+"""Who is in the group that trains, while processes come and go: the launcher decides (Groups), each worker asks
+(Member).
 
-One TCP connection per worker, which begins as control/wire.py has it, the slot (which process of the job this is) in place
-of a rank; then JSON lines:
+One TCP connection per worker, which begins as control/wire.py has it, the slot (which process of the job this is) in
+place of a rank; then JSON lines:
 
   worker -> launcher   {"ready": 40, "lost": true}    in no group now, with a copy of the state of step 40 (-1: none);
                                                       lost: its group broke, it did not leave in order
@@ -11,8 +12,8 @@ of a rank; then JSON lines:
                        {"dismissed": true}            there is no place for this worker any more
 
 A group is formed as soon as nobody is in one any more: those who wait are its members. The one with the newest copy is
-rank 0, the others follow in the order of their last ranks, newcomers come last. So the chief always holds the state to go
-on from, and whatever the chief chooses is taken over by all, as it is when a run goes on from a snapshot.
+rank 0, the others follow in the order of their last ranks, newcomers come last. So the chief always holds the state to
+go on from, and whatever the chief chooses is taken over by all, as it is when a run goes on from a snapshot.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Seat:
     rank: int = -1  # there
     copy: int | None = None  # set: it waits for a group, with a copy of this step
     lost: bool = False  # it waits since its group broke
-    told: set[str] = field(default_factory=set)  # of "leave", "broken", "dismissed": what it has been told in this group
+    told: set[str] = field(
+        default_factory=set
+    )  # of "leave", "broken", "dismissed": what it has been told in this group
     unread: bytes = b""
 
     @property
@@ -78,10 +81,14 @@ class Groups:
 
     def __init__(self, secret: Secret) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._reception = wire.Reception(self._listener, wire.Lock.of(secret, "membership"), _LAUNCHER, lambda slot: slot >= 0)
+        self._reception = wire.Reception(
+            self._listener, wire.Lock.of(secret, "membership"), _LAUNCHER, lambda slot: slot >= 0
+        )
         self._all: list[Seat] = []
         self.number = 0  # groups formed
-        self.broken_since: float | None = None  # monotonic seconds since when some of a broken group wait for others of it
+        self.broken_since: float | None = (
+            None  # monotonic seconds since when some of a broken group wait for others of it
+        )
 
     def invitation(self, slot: int) -> dict[str, str]:
         """What a worker's environment must hold."""
@@ -127,7 +134,10 @@ class Groups:
         that the first group waits for.
         """
         seats = list(self.seats.values())
-        busy, waiting = [seat for seat in seats if seat.busy], [seat for seat in seats if seat.copy is not None and "dismissed" not in seat.told]
+        busy, waiting = (
+            [seat for seat in seats if seat.busy],
+            [seat for seat in seats if seat.copy is not None and "dismissed" not in seat.told],
+        )
         if busy:
             if len(busy) > wanted or (waiting and len(busy) < wanted):
                 for seat in busy:
@@ -140,7 +150,9 @@ class Groups:
         for seat in waiting[wanted:]:
             seat.tell(dismissed=True)
         self.number += 1
-        formed = Formed(self.number, tuple(seat.slot for seat in members), members[0].copy, sum(seat.group == 0 for seat in members))
+        formed = Formed(
+            self.number, tuple(seat.slot for seat in members), members[0].copy, sum(seat.group == 0 for seat in members)
+        )
         workers = [addresses[seat.slot] for seat in members]
         for rank, seat in enumerate(members):
             seat.told = set()
@@ -173,7 +185,9 @@ class Member:
         self._told: dict[str, Any] | None = None
         self._gone = False
         try:
-            self._connection = wire.connect(address, wire.Lock.of(secret, "membership"), int(slot), _LAUNCHER, time.monotonic() + _CONNECT_SECONDS)
+            self._connection = wire.connect(
+                address, wire.Lock.of(secret, "membership"), int(slot), _LAUNCHER, time.monotonic() + _CONNECT_SECONDS
+            )
         except wire.Mismatch as mismatch:
             raise ClusterError(f"The launcher at {address} {mismatch}") from None
         self._connection.settimeout(None)

@@ -1,9 +1,10 @@
 """Sockets at which the kernel drops what is not for us, before this process sees any of it (SO_ATTACH_FILTER; Linux).
 
-TensorFlow's gRPC server listens on all interfaces whatever its address is, and asks nobody who he is. `own_address_only`
-finds its listening socket and lets in only what is sent to the worker's own address, as if the server had been bound to
-it: for a local job, only what comes from this machine. Needs no privilege. `marked_only` keeps a flood of datagrams from
-strangers out of the receive buffer.
+TensorFlow's gRPC server listens on all interfaces whatever its address is, and asks nobody who he is.
+`own_address_only` finds its listening socket and lets in only what is sent to the worker's own address, as if the
+server had been bound to
+it: for a local job, only what comes from this machine. Needs no privilege. `marked_only` keeps a flood of datagrams
+from strangers out of the receive buffer.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ _Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, c
 
 
 def bind_address(address: str, peers: Iterable[str]) -> str:
-    """The IP address to listen at for host:port, so that all `peers` (host:port) can still reach it; "": all interfaces.
+    """The IP address to listen at for host:port, so that all `peers` (host:port) can still reach it; "": all
+    interfaces.
 
-    Only where all hosts are IP addresses of one kind, and this one is of this machine. A name is no ground to decide on: here
-    it may mean another address than for the peers (127.0.1.1 in /etc/hosts).
+    Only where all hosts are IP addresses of one kind, and this one is of this machine. A name is no ground to decide
+    on: here it may mean another address than for the peers (127.0.1.1 in /etc/hosts).
     """
     try:
-        own, *others = (ipaddress.ip_address("127.0.0.1" if host == "localhost" else host) for host in map(host_of, [address, *peers]))
+        own, *others = (
+            ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+            for host in map(host_of, [address, *peers])
+        )
         if any(other.version != own.version or other.is_loopback != own.is_loopback for other in others):
             return ""
         with socket.socket(_family(own), socket.SOCK_DGRAM) as probe:
@@ -130,7 +135,13 @@ def to_address(host: str) -> list[_Instruction]:
     """Lets in what is sent to this IP address of ours, or to this machine's loopback."""
     own = ipaddress.ip_address(host)
     v4 = [] if own.version == 6 or is_loopback(host) else [[(_LOAD_WORD, _TO_V4, int(own))]]
-    v6 = [] if own.version == 4 else [[(_LOAD_WORD, _TO_V6 + 4 * at, int.from_bytes(own.packed[4 * at:4 * at + 4], "big")) for at in range(4)]]
+    v6 = (
+        []
+        if own.version == 4
+        else [
+            [(_LOAD_WORD, _TO_V6 + 4 * at, int.from_bytes(own.packed[4 * at : 4 * at + 4], "big")) for at in range(4)]
+        ]
+    )
     loopback = [(_LOAD_WORD, _TO_V6 + 4 * at, int(at == 3)) for at in range(4)]
     if4 = [(_LOAD_BYTE, 0, 0, _TO_V4), (_EQUAL, 0, 1, 127), (_RETURN, 0, 0, _ALL)]
     for checks in v4:
@@ -152,7 +163,10 @@ def _if_all(checks: Sequence[tuple[int, int, int]]) -> list[_Instruction]:
 def marked_only(target: socket.socket, mark: bytes) -> None:
     """Lets in only datagrams that begin with these 8 bytes, where the kernel can look."""
     words = struct.unpack("!II", mark)
-    program = [*_if_all([(_LOAD_WORD, _UDP_HEADER + 4 * at, word) for at, word in enumerate(words)]), (_RETURN, 0, 0, _NOTHING)]
+    program = [
+        *_if_all([(_LOAD_WORD, _UDP_HEADER + 4 * at, word) for at, word in enumerate(words)]),
+        (_RETURN, 0, 0, _NOTHING),
+    ]
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError):
             attach(target, program)

@@ -1,8 +1,8 @@
 """Before TensorFlow opens its port: is the port free, and are all peers there?
 
 TensorFlow answers a busy port with a bare error code, and a missing peer by waiting in silence. Here each worker
-listens on its own port and knocks at every other; a peer that is already further, with TensorFlow's server on the same
-port, answers the knock just as well. When all have answered once, the port is handed over. A launcher reserves the
+listens on its own port and probes at every other; a peer that is already further, with TensorFlow's server on the same
+port, answers the probe just as well. When all have answered once, the port is handed over. A launcher reserves the
 ports of its workers (PortReservation) before it starts them.
 """
 
@@ -24,7 +24,7 @@ from tfdist.control.exit_codes import StartupError, TfdistError
 _KNOCK_SECONDS = 2.0  # for one attempt to connect
 _PAUSE_SECONDS = 0.1  # between attempts
 _REPORT_SECONDS = 10.0  # between lines that say who is missing
-_KNOCKS_AT_ONCE = 32
+_PROBES_AT_ONCE = 32
 _KNOCKS_A_LOOK = 4096
 
 
@@ -36,8 +36,8 @@ class PortReservation:
     """TCP ports that stay ours: bound with SO_REUSEPORT but not listening, for as long as the job runs.
 
     Nobody else can take them, and the workers can listen on them all the same: TensorFlow's gRPC server sets
-    SO_REUSEPORT if TF_GRPC_REUSE_PORT is "true" (without it, the server does not start beside the reservation). Choosing
-    a free port and letting it go again would leave a gap for another process to slip in.
+    SO_REUSEPORT if TF_GRPC_REUSE_PORT is "true" (without it, the server does not start beside the reservation).
+    Choosing a free port and letting it go again would leave a gap for another process to slip in.
     """
 
     def __init__(self, count: int, host: str = "127.0.0.1"):
@@ -64,7 +64,7 @@ class Preflight:
 
     def _run(self, cluster: Cluster, timeout: float) -> None:
         try:
-            # The port goes on answering during the body, for peers that have not knocked yet.
+            # The port goes on answering during the body, for peers that have not probed yet.
             wait_for_peers(cluster, timeout, until=self._body_done, given_up=self._given_up)
         except TfdistError as error:
             self._error = error
@@ -83,8 +83,14 @@ class Preflight:
             raise self._error
 
 
-def wait_for_peers(cluster: Cluster, timeout: float, *, until: threading.Event | None = None, given_up: threading.Event | None = None,
-                   report: Callable[[str], None] = _print_to_stderr) -> None:
+def wait_for_peers(
+    cluster: Cluster,
+    timeout: float,
+    *,
+    until: threading.Event | None = None,
+    given_up: threading.Event | None = None,
+    report: Callable[[str], None] = _print_to_stderr,
+) -> None:
     """Returns when every peer has answered at its address, and `until` (if given) is set; early if `given_up` is set.
 
     Args:
@@ -97,10 +103,10 @@ def wait_for_peers(cluster: Cluster, timeout: float, *, until: threading.Event |
         return
     missing = [rank for rank in range(cluster.size) if rank != cluster.rank]
     start = reported = time.monotonic()
-    with _listen(cluster) as listener, ThreadPoolExecutor(_KNOCKS_AT_ONCE, "tfdist-knock") as knocks:
+    with _listen(cluster) as listener, ThreadPoolExecutor(_PROBES_AT_ONCE, "tfdist-probe") as probes:
         while missing or (until and not until.is_set()):
             # Side by side: one address that swallows packets must not hold up the others.
-            found = knocks.map(answers, [cluster.peers[rank] for rank in missing])
+            found = probes.map(answers, [cluster.peers[rank] for rank in missing])
             missing = [rank for rank, answered in zip(missing, found, strict=True) if not answered]
             _take_knocks(listener)
             now = time.monotonic()
@@ -109,8 +115,9 @@ def wait_for_peers(cluster: Cluster, timeout: float, *, until: threading.Event |
             names = ", ".join(cluster.name(rank) for rank in missing)
             if missing and now - start > timeout:
                 raise StartupError(
-                    f"{names} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, check that the "
-                    "address in TF_CONFIG can be reached from here, or raise --startup_timeout.")
+                    f"{names} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, check"
+                    " that the address in TF_CONFIG can be reached from here, or raise --startup_timeout."
+                )
             if missing and now - reported > _REPORT_SECONDS:
                 reported = now
                 report(f"waiting for {names}, {now - start:.0f} s of {timeout:g} s.")
@@ -157,11 +164,13 @@ def bind_shared(port: int, host: str) -> socket.socket:
 
 
 def _listen(cluster: Cluster) -> socket.socket:
-    """A socket that answers knocks at this worker's port."""
+    """A socket that answers probes at this worker's port."""
     host, _, port = cluster.address.rpartition(":")
     in_use = StartupError(
-        f"Port {port} of {cluster.name(cluster.rank)} is in use on this machine: stop the process that listens there, or change the address in TF_CONFIG.")
-    # A server that allows sharing would let us bind and then take some of our connections: so knock first. The name in
+        f"Port {port} of {cluster.name(cluster.rank)} is in use on this machine: stop the process that listens there,"
+        " or change the address in TF_CONFIG."
+    )
+    # A server that allows sharing would let us bind and then take some of our connections: so probe first. The name in
     # TF_CONFIG may belong to a service in front of this machine, so it is asked only if it is an address of our own.
     if answers(f"127.0.0.1:{port}") or (_is_local(host) and answers(cluster.address)):
         raise in_use
@@ -171,7 +180,10 @@ def _listen(cluster: Cluster) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise in_use from None
-        raise StartupError(f"Port {port} of {cluster.name(cluster.rank)} cannot be opened ({error.strerror}): choose a port from 1024 on in TF_CONFIG.") from None
+        raise StartupError(
+            f"Port {port} of {cluster.name(cluster.rank)} cannot be opened ({error.strerror}): choose a port from 1024"
+            " on in TF_CONFIG."
+        ) from None
     listener.setblocking(False)
     return listener
 
@@ -179,7 +191,7 @@ def _listen(cluster: Cluster) -> socket.socket:
 def _take_knocks(listener: socket.socket) -> None:
     """Empties the queue of connections: in a large cluster it would fill up, and later peers would get no answer."""
     with contextlib.suppress(BlockingIOError):
-        for _ in range(_KNOCKS_A_LOOK):  # who knocks without end must not stop us
+        for _ in range(_KNOCKS_A_LOOK):  # who probes without end must not stop us
             connection, _ = listener.accept()
             # Closed by a reset: an orderly close would keep the port in TIME_WAIT when TensorFlow wants it.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -15,7 +15,9 @@ STANDBY_VARIABLE = "TFDIST_STANDBY"  # set: import all, then wait for a line on 
 _LIBC = ctypes.CDLL(None)  # looked up before any fork
 
 
-def spawn(command: Sequence[str], environment: Mapping[str, str], affinity: set[int] | None, stdin: int = subprocess.DEVNULL) -> subprocess.Popen:
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], affinity: set[int] | None, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen:
     """Starts `command` with its output in a pipe. Raises OSError or SubprocessError.
 
     It has a session of its own, so that signals of the terminal reach the launcher only and it can be ended with all
@@ -32,7 +34,15 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], affinity: set[
         if affinity:
             os.sched_setaffinity(0, affinity)
 
-    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=dict(environment), preexec_fn=in_child)
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=dict(environment),
+        preexec_fn=in_child,
+    )
 
 
 def is_stopped(pid: int) -> bool:
@@ -44,24 +54,38 @@ def is_stopped(pid: int) -> bool:
 
 
 class Standbys:
-    """A spare process per rank. It costs the memory of an idle process, and saves the import when a job is started again."""
+    """A spare process per rank.
+
+    It costs the memory of an idle process, and saves the import when a job is started again.
+    """
 
     def __init__(self) -> None:
         self._spares: dict[tuple[int, int], subprocess.Popen] = {}  # (rank, workers) -> process
 
-    def start(self, rank: int, workers: int, environment: Mapping[str, str], affinity: set[int] | None, command: Sequence[str]) -> None:
-        """Starts the spare of a rank, if there is none. Its GPUs, threads and cores are those of that rank of that many workers."""
+    def start(
+        self, rank: int, workers: int, environment: Mapping[str, str], affinity: set[int] | None, command: Sequence[str]
+    ) -> None:
+        """Starts the spare of a rank, if there is none.
+
+        Its GPUs, threads and cores are those of that rank of that many workers.
+        """
         if (rank, workers) not in self._spares:
             with contextlib.suppress(OSError, subprocess.SubprocessError):  # without one the next start is only slower
-                self._spares[rank, workers] = spawn(command, {**environment, STANDBY_VARIABLE: "1"}, affinity, subprocess.PIPE)
+                self._spares[rank, workers] = spawn(
+                    command, {**environment, STANDBY_VARIABLE: "1"}, affinity, subprocess.PIPE
+                )
 
-    def take(self, rank: int, workers: int, environment: Mapping[str, str], command: Sequence[str]) -> subprocess.Popen | None:
+    def take(
+        self, rank: int, workers: int, environment: Mapping[str, str], command: Sequence[str]
+    ) -> subprocess.Popen | None:
         """Hands over the spare, told what to do; None if there is none that fits."""
         spare = self._spares.pop((rank, workers), None)
         if spare is None or spare.poll() is not None:
             return None
         try:
-            spare.stdin.write((json.dumps({"environment": dict(environment), "arguments": list(command[3:])}) + "\n").encode())  # after python -m tfdist.train
+            spare.stdin.write(
+                (json.dumps({"environment": dict(environment), "arguments": list(command[3:])}) + "\n").encode()
+            )  # after python -m tfdist.train
             spare.stdin.close()
         except OSError:
             return None
@@ -77,7 +101,10 @@ class Standbys:
 
 
 def wait_as_standby(stdin) -> list[str]:
-    """In the spare itself: waits for its turn, takes over the environment, returns the arguments. Ends if nobody is left to call."""
+    """In the spare itself: waits for its turn, takes over the environment, returns the arguments.
+
+    Ends if nobody is left to call.
+    """
     line = stdin.readline()
     if not line:
         os._exit(0)

@@ -20,7 +20,10 @@ _SETTLE_SECONDS = 5.0  # without a change in what is placed, before the number o
 
 
 def connect() -> None:
-    """Connects to the Ray cluster of this machine, or of RAY_ADDRESS. Raises UnsupportedError (no Ray) or StartupError (no cluster)."""
+    """Connects to the Ray cluster of this machine, or of RAY_ADDRESS.
+
+    Raises UnsupportedError (no Ray) or StartupError (no cluster).
+    """
     try:
         import ray
     except ImportError:
@@ -30,11 +33,15 @@ def connect() -> None:
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:  # RuntimeError: of another version
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise StartupError(f"--on=ray found no Ray cluster that can be joined from here ({said.rstrip('.')}): run the launcher on one of its machines (`ray start --head` makes one), or set RAY_ADDRESS.") from None
+        raise StartupError(
+            f"--on=ray found no Ray cluster that can be joined from here ({said.rstrip('.')}): run the launcher on one"
+            " of its machines (`ray start --head` makes one), or set RAY_ADDRESS."
+        ) from None
 
 
 class RayRoom:
-    """Says how many workers there should be, like WorkerCount, and where: `places` has a Ray scheduling strategy for each.
+    """Says how many workers there should be, like WorkerCount, and where: `places` has a Ray scheduling strategy for
+    each.
 
     Args:
       most, least: workers; `least` 0: always `most`.
@@ -42,7 +49,9 @@ class RayRoom:
       timeout: seconds to wait for room for the least number.
     """
 
-    def __init__(self, most: int, least: int, cpus: int, gpus: int, timeout: float, say: Callable[[str], None] | None = None):
+    def __init__(
+        self, most: int, least: int, cpus: int, gpus: int, timeout: float, say: Callable[[str], None] | None = None
+    ):
         self.most, self.least, self.timeout = most, least or most, timeout
         self.bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         self.count = most
@@ -54,7 +63,10 @@ class RayRoom:
         self._stopped = False
 
     def ask(self) -> int:
-        """Gives up the places of the job before, asks for all anew, and waits. Raises StartupError if the time is over."""
+        """Gives up the places of the job before, asks for all anew, and waits.
+
+        Raises StartupError if the time is over.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.close()
@@ -66,17 +78,23 @@ class RayRoom:
         for _ in range(self.most - self.least):
             self._request(1)
         self._room, self._changed_at = self.least, time.monotonic()
-        self._wait(lambda: self._look() == self.most or time.monotonic() - self._changed_at > _SETTLE_SECONDS, float("inf"))
+        self._wait(
+            lambda: self._look() == self.most or time.monotonic() - self._changed_at > _SETTLE_SECONDS, float("inf")
+        )
         placed = [group for group in self._groups if _is_placed(group)]
-        self.places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for group in placed for index in range(group.bundle_count)]
+        self.places = [
+            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            for group in placed
+            for index in range(group.bundle_count)
+        ]
         self.count = self._room = len(self.places)
         if self.count < self.most:
             self._say(f"Ray has room for {self.count} of {self.most} workers: {describe_cluster()}.")
         return self.count
 
     def wanted(self) -> int:
-        """How many workers there should be now: more than before once room for them has been there for some seconds. A lost
-        place is no reason to stop: its worker fails, or has not been started."""
+        """How many workers there should be now: more than before once room for them has been there for some seconds. A
+        lost place is no reason to stop: its worker fails, or has not been started."""
         if self.count < self.most and time.monotonic() - self._asked_at > _ASK_EVERY_SECONDS:
             room = self._look()
             if room > self.count and time.monotonic() - self._changed_at > _SETTLE_SECONDS:
@@ -121,15 +139,21 @@ class RayRoom:
                 return False
             if now - reported > _REPORT_SECONDS:
                 reported = now
-                self._say(f"waiting for Ray to place {self.least} workers of {_amount(self.bundle)}, {now - start:.0f} s of {timeout:g} s: {describe_cluster()}.")
+                self._say(
+                    f"waiting for Ray to place {self.least} workers of {_amount(self.bundle)}, {now - start:.0f} s of"
+                    f" {timeout:g} s: {describe_cluster()}."
+                )
             time.sleep(0.2)
         return True
 
     def _lacking(self) -> str:
         fewer = "--min_workers" if self.least < self.most else "--workers"
         more = ", --gpus_per_worker" if "GPU" in self.bundle else ""
-        return (f"Ray found no room for {self.least} workers of {_amount(self.bundle)} each within --placement_timeout={self.timeout:g} s, since {describe_cluster()}: "
-                f"add nodes, or lower {fewer}{more} or --cpus_per_worker.")
+        return (
+            f"Ray found no room for {self.least} workers of {_amount(self.bundle)} each within"
+            f" --placement_timeout={self.timeout:g} s, since {describe_cluster()}: add nodes, or lower {fewer}{more} or"
+            " --cpus_per_worker."
+        )
 
 
 def _is_placed(group) -> bool:
@@ -144,9 +168,16 @@ def describe_cluster() -> str:
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = ray.available_resources()
-    return f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} ({'; '.join(_amount(node) for node in nodes)}), with {_amount(free)} free"
+    return (
+        f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''}"
+        f" ({'; '.join(_amount(node) for node in nodes)}), with {_amount(free)} free"
+    )
 
 
 def _amount(resources: dict[str, float]) -> str:
-    kinds = [f"{resources[kind]:g} {kind}{'s' if resources[kind] != 1 else ''}" for kind in ("CPU", "GPU") if resources.get(kind)]
+    kinds = [
+        f"{resources[kind]:g} {kind}{'s' if resources[kind] != 1 else ''}"
+        for kind in ("CPU", "GPU")
+        if resources.get(kind)
+    ]
     return ", ".join(kinds) or "nothing"

@@ -57,11 +57,35 @@ class RayJob(Job):
       The rest as for Job.
     """
 
-    def __init__(self, arguments: Sequence[str], places: Sequence, log_dir: Path, *, cpus: int = 1, gpus: int = 0, pin: bool = True, timeout: float = 300.0,
-                 show: set[int] | None = None, grace: float = 10.0, environment: Mapping[str, str] | None = None, output: TextIO | None = None):
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        places: Sequence,
+        log_dir: Path,
+        *,
+        cpus: int = 1,
+        gpus: int = 0,
+        pin: bool = True,
+        timeout: float = 300.0,
+        show: set[int] | None = None,
+        grace: float = 10.0,
+        environment: Mapping[str, str] | None = None,
+        output: TextIO | None = None,
+    ):
         super().__init__(len(places), log_dir, show, grace, environment, output)
-        self.environment = {name: value for name, value in self.environment.items() if name.startswith(PASSED_ON) or name in ("PYTHONPATH", "NO_COLOR")}
-        self.arguments, self.places, self.cpus, self.gpus, self.pin, self.timeout = list(arguments), list(places), cpus, gpus, pin, timeout
+        self.environment = {
+            name: value
+            for name, value in self.environment.items()
+            if name.startswith(PASSED_ON) or name in ("PYTHONPATH", "NO_COLOR")
+        }
+        self.arguments, self.places, self.cpus, self.gpus, self.pin, self.timeout = (
+            list(arguments),
+            list(places),
+            cpus,
+            gpus,
+            pin,
+            timeout,
+        )
 
     def start(self) -> None:
         """Starts all workers. One whose actor cannot be started counts as lost. Raises ConfigError (log folder)."""
@@ -76,7 +100,9 @@ class RayJob(Job):
             self._end(actors)
             raise
         for worker, log in zip(workers, logs, strict=True):
-            worker.relay = threading.Thread(target=self._attend, args=(worker, log, addresses), name=f"tfdist-relay-{worker.name}", daemon=True)
+            worker.relay = threading.Thread(
+                target=self._attend, args=(worker, log, addresses), name=f"tfdist-relay-{worker.name}", daemon=True
+            )
             worker.relay.start()
             self.workers.append(worker)
             if self._kill_at is not None:  # asked to stop in this very moment
@@ -88,7 +114,10 @@ class RayJob(Job):
         from tfdist.control.ray_worker import RayWorker
 
         kind = ray.remote(RayWorker)
-        return [kind.options(num_cpus=self.cpus, num_gpus=self.gpus, scheduling_strategy=place, max_restarts=0).remote() for place in self.places]
+        return [
+            kind.options(num_cpus=self.cpus, num_gpus=self.gpus, scheduling_strategy=place, max_restarts=0).remote()
+            for place in self.places
+        ]
 
     def _meet(self, actors: list) -> tuple[list[str], list[ActorWorker]]:
         """The address of each worker, "" if it is lost, and the workers, neighbours on a node beside each other."""
@@ -105,8 +134,17 @@ class RayJob(Job):
                 addresses.append("")
         order = sorted(range(len(actors)), key=lambda index: (addresses[index].rpartition(":")[0], index))
         addresses = [addresses[index] for index in order]
-        workers = [ActorWorker(f"worker {rank}", rank, None, shown=self.show is None or rank in self.show, actor=actors[index], host=addresses[rank].rpartition(":")[0])
-                   for rank, index in enumerate(order)]
+        workers = [
+            ActorWorker(
+                f"worker {rank}",
+                rank,
+                None,
+                shown=self.show is None or rank in self.show,
+                actor=actors[index],
+                host=addresses[rank].rpartition(":")[0],
+            )
+            for rank, index in enumerate(order)
+        ]
         return addresses, workers
 
     def _attend(self, worker: ActorWorker, log: BinaryIO, addresses: list[str]) -> None:
@@ -129,7 +167,10 @@ class RayJob(Job):
 
     def _run(self, worker: ActorWorker, relay: Relay, addresses: list[str]) -> int:
         """The exit code of a worker. Raises RayError if its actor is gone."""
-        environment = {**self.environment, **worker_environment(addresses, worker.rank, self.cpus if self.pin else 0, self.environment)}
+        environment = {
+            **self.environment,
+            **worker_environment(addresses, worker.rank, self.cpus if self.pin else 0, self.environment),
+        }
         if not self.gpus:  # otherwise Ray has said which
             environment["CUDA_VISIBLE_DEVICES"] = "-1"
         problem = self._answer(worker, lambda: worker.actor.start.remote(self.arguments, environment, os.getcwd()))
@@ -139,14 +180,19 @@ class RayJob(Job):
         received, code = 0, None
         while code is None:
             signals = [worker.signals.get() for _ in range(worker.signals.qsize())]
-            data, code = self._answer(worker, lambda received=received, signals=signals: worker.actor.exchange.remote(received, signals))
+            data, code = self._answer(
+                worker, lambda received=received, signals=signals: worker.actor.exchange.remote(received, signals)
+            )
             received += len(data)
             if data:
                 relay.feed(data)
         return code
 
     def _answer(self, worker: ActorWorker, call: Any) -> Any:
-        """What an actor answers. Repeats the call while Ray cannot reach the actor, but may yet. Raises RayError if it is gone."""
+        """What an actor answers.
+
+        Repeats the call while Ray cannot reach the actor, but may yet. Raises RayError if it is gone.
+        """
         import ray
 
         given_up = time.monotonic() + _UNREACHABLE_SECONDS

@@ -1,7 +1,8 @@
-"""The part of a Ray job that runs on the nodes: an actor that starts one worker as a process of its own and speaks for it.
+"""The part of a Ray job that runs on the nodes: an actor that starts one worker as a process of its own and speaks for
+it.
 
-A process, because TensorFlow's state ends with the process only, and because exit codes, signals and output are then the
-same as on one machine. The kernel ends it when the actor ends (processes.spawn), and with that when its node does.
+A process, because TensorFlow's state ends with the process only, and because exit codes, signals and output are then
+the same as on one machine. The kernel ends it when the actor ends (processes.spawn), and with that when its node does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _LARGEST_BACKLOG = 1 << 24  # bytes that nobody has fetched; then the worker's o
 
 
 class RayWorker:
-    """One worker. Its methods are called one at a time, by the launcher. `host`: of this node, by default as Ray knows it."""
+    """One worker. Its methods are called one at a time, by the launcher.
+
+    `host`: of this node, by default as Ray knows it.
+    """
 
     def __init__(self, host: str = ""):
         if not host:
@@ -41,7 +45,8 @@ class RayWorker:
         return self._port.addresses[0]
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> str:
-        """Starts this node's Python with `arguments`, in `folder` where there is such a folder. Returns "", or why it cannot be.
+        """Starts this node's Python with `arguments`, in `folder` where there is such a folder. Returns "", or why it
+        cannot be.
 
         `environment` comes on top of the actor's own; of PYTHONPATH both count.
         """
@@ -77,7 +82,7 @@ class RayWorker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
         with self._news:
-            del self._output[:received - self._begin]
+            del self._output[: received - self._begin]
             self._begin = received
             self._news.notify_all()
             self._news.wait_for(lambda: self._output or self._ended, _ANSWER_SECONDS)
@@ -88,9 +93,13 @@ class RayWorker:
 
     def _code(self) -> int | None:
         """The exit code once the worker has ended and its output is complete."""
-        if self._process.returncode is None and os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if self._process.returncode is None and os.waitid(
+            os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        ):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # what it leaves behind; before its number can be given to another process
+                os.killpg(
+                    self._process.pid, signal.SIGKILL
+                )  # what it leaves behind; before its number can be given to another process
             self._process.wait()
             with self._news:  # a process that left its session may hold the pipe open
                 self._news.wait_for(lambda: self._ended or len(self._output) >= _LARGEST_BACKLOG, 2)

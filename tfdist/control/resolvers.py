@@ -2,8 +2,8 @@
 
 Both number the processes; the addresses follow by rule. TFDIST_PORT, if set, is the first port.
 
-Slurm: inside a step (`srun`) with several tasks. The step's node list and tasks per node give each task's host. The port
-is a function of the job and step, plus the rank, so that jobs that share a node rarely meet. A shell inside an
+Slurm: inside a step (`srun`) with several tasks. The step's node list and tasks per node give each task's host. The
+port is a function of the job and step, plus the rank, so that jobs that share a node rarely meet. A shell inside an
 allocation, a batch script and a step of one task are alone.
 
 Kubernetes: an Indexed Job numbers its pods in JOB_COMPLETION_INDEX; TFDIST_WORKERS and TFDIST_ADDRESS come from our job
@@ -22,7 +22,13 @@ _FIRST_PORT, _PORTS, _STRIDE = 10_000, 20_000, 64  # below the ports that Linux 
 
 def slurm_addresses(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
     """(addresses in rank order, rank) of a Slurm step with several tasks; None outside of one. Raises ClusterError."""
-    needed = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+    needed = (
+        "SLURM_JOB_ID",
+        "SLURM_PROCID",
+        "SLURM_STEP_NODELIST",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+    )
     if not all(environ.get(name) for name in needed) or environ["SLURM_STEP_NUM_TASKS"] == "1":
         return None
     size, rank, job = (_number(environ, name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID"))
@@ -30,19 +36,31 @@ def slurm_addresses(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
     counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
     if len(nodes) != len(counts) or sum(counts) != size or not rank < size:
         raise ClusterError(
-            f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']}, SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']}, SLURM_STEP_NUM_TASKS={size} and "
-            f"SLURM_PROCID={rank} contradict each other: start the workers with srun, or set TF_CONFIG.")
+            f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']},"
+            f" SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']}, SLURM_STEP_NUM_TASKS={size} and"
+            f" SLURM_PROCID={rank} contradict each other: start the workers with srun, or set TF_CONFIG."
+        )
     hosts = _distribute(nodes, counts, environ.get("SLURM_DISTRIBUTION", "block"))
     own = environ.get("SLURMD_NODENAME", hosts[rank])
     if own != hosts[rank]:
-        raise ClusterError(f"SLURM_PROCID={rank} is on {own}, where {hosts[rank]} was expected: start the workers with srun --distribution=block.")
+        raise ClusterError(
+            f"SLURM_PROCID={rank} is on {own}, where {hosts[rank]} was expected: start the workers with srun"
+            " --distribution=block."
+        )
     step = int(environ["SLURM_STEP_ID"]) if environ.get("SLURM_STEP_ID", "").isdecimal() else 0
-    base = _number(environ, "TFDIST_PORT") if environ.get("TFDIST_PORT") else _FIRST_PORT + _STRIDE * (job + 97 * step) % _PORTS
+    base = (
+        _number(environ, "TFDIST_PORT")
+        if environ.get("TFDIST_PORT")
+        else _FIRST_PORT + _STRIDE * (job + 97 * step) % _PORTS
+    )
     return [f"{host}:{base + index}" for index, host in enumerate(hosts)], rank
 
 
 def kubernetes_addresses(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
-    """(addresses in rank order, rank) of a pod of an Indexed Job that our job file describes; None elsewhere. Raises ClusterError."""
+    """(addresses in rank order, rank) of a pod of an Indexed Job that our job file describes; None elsewhere.
+
+    Raises ClusterError.
+    """
     if not environ.get("TFDIST_WORKERS") or environ["TFDIST_WORKERS"] == "1" or not environ.get("JOB_COMPLETION_INDEX"):
         return None
     size, rank = _number(environ, "TFDIST_WORKERS"), _number(environ, "JOB_COMPLETION_INDEX")
@@ -50,13 +68,18 @@ def kubernetes_addresses(environ: Mapping[str, str]) -> tuple[list[str], int] | 
     if "{index}" not in template:
         raise ClusterError(f'TFDIST_ADDRESS="{template}" must hold {{index}}, as in digits-{{index}}.digits:2222.')
     if not rank < size:
-        raise ClusterError(f"JOB_COMPLETION_INDEX={rank}, but TFDIST_WORKERS={size}: give the Job as many completions as TFDIST_WORKERS says.")
+        raise ClusterError(
+            f"JOB_COMPLETION_INDEX={rank}, but TFDIST_WORKERS={size}: give the Job as many completions as"
+            " TFDIST_WORKERS says."
+        )
     return [template.replace("{index}", str(index)) for index in range(size)], rank
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", environ[name]):
-        raise ClusterError(f"{name}={environ[name]} is not a whole number: leave it to the job system, or set TF_CONFIG.")
+        raise ClusterError(
+            f"{name}={environ[name]} is not a whole number: leave it to the job system, or set TF_CONFIG."
+        )
     return int(environ[name])
 
 
@@ -67,7 +90,10 @@ def _distribute(nodes: list[str], counts: list[int], distribution: str) -> list[
         return [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
     if kind == "cyclic":
         return [node for turn in range(max(counts)) for node, count in zip(nodes, counts, strict=True) if turn < count]
-    raise ClusterError(f"SLURM_DISTRIBUTION={distribution} is neither block nor cyclic: start the workers with srun --distribution=block.")
+    raise ClusterError(
+        f"SLURM_DISTRIBUTION={distribution} is neither block nor cyclic: start the workers with srun"
+        " --distribution=block."
+    )
 
 
 def expand_counts(text: str) -> list[int]:

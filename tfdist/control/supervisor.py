@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 from tfdist.control.job import Job
 from tfdist.control.ray_cluster import RayRoom
+from tfdist.control.worker_count import WorkerCount
 from tfdist.control.workers import JobResult
 
 _SNAPSHOT = re.compile(r"^step-(\d+)$")
@@ -29,8 +29,9 @@ _SNAPSHOT = re.compile(r"^step-(\d+)$")
 class RestartPolicy:
     """How many failures without progress are borne, and how long to wait after each.
 
-    The wait doubles from `first_wait` to at most `longest_wait` seconds, times a random factor of 0.5 to 1, so that many
-    jobs that failed together do not come back together. Any progress (a newer snapshot) forgives all failures so far.
+    The wait doubles from `first_wait` to at most `longest_wait` seconds, times a random factor of 0.5 to 1, so that
+    many jobs that failed together do not come back together. Any progress (a newer snapshot) forgives all failures so
+    far.
     """
 
     max_restarts: int
@@ -60,12 +61,26 @@ class RestartPolicy:
 class Supervisor:
     """Runs jobs made by `make_job(workers)` until one ends well, the policy gives up, or `stop` is called.
 
-    workers: how many there are to be (a WorkerCount, or for Ray a RayRoom); when that changes while a job runs, the job saves, ends and is started again.
+    workers: how many there are to be (a WorkerCount, or for Ray a RayRoom); when that changes while a job runs, the job
+    saves, ends and is started again.
     standby_after: seconds into a job at which spare processes for the next one are started; None: never.
     """
 
-    def __init__(self, make_job: Callable[[int], Job], policy: RestartPolicy, newest_step: Callable[[], int], workers: WorkerCount | RayRoom, standby_after: float | None = None):
-        self.make_job, self.policy, self.newest_step, self.workers, self.standby_after = make_job, policy, newest_step, workers, standby_after
+    def __init__(
+        self,
+        make_job: Callable[[int], Job],
+        policy: RestartPolicy,
+        newest_step: Callable[[], int],
+        workers: WorkerCount | RayRoom,
+        standby_after: float | None = None,
+    ):
+        self.make_job, self.policy, self.newest_step, self.workers, self.standby_after = (
+            make_job,
+            policy,
+            newest_step,
+            workers,
+            standby_after,
+        )
         self.job: Job | None = None
         self.restarts = 0
         self._stopped = False
@@ -127,7 +142,10 @@ class Supervisor:
         if self.policy.failures <= self.policy.max_restarts or self.policy.max_restarts == 0:
             return result  # starting again would not help, or is not wanted
         where = f"after step {step}" if step >= 0 else "before the first snapshot"
-        cause = f"the job failed {self.policy.failures} times {where} without progress (--max_restarts={self.policy.max_restarts}); the last time, {result.cause}"
+        cause = (
+            f"the job failed {self.policy.failures} times {where} without progress"
+            f" (--max_restarts={self.policy.max_restarts}); the last time, {result.cause}"
+        )
         return JobResult(ExitCode.CRASH_LOOP, cause, result.exit_codes)
 
     def _sleep(self, seconds: float) -> None:
@@ -137,7 +155,10 @@ class Supervisor:
 
 
 def newest_snapshot_step(run_dir: Path) -> int:
-    """The step of the newest snapshot folder, -1 if there is none. Whether it is valid is for the workers to find out."""
+    """The step of the newest snapshot folder, -1 if there is none.
+
+    Whether it is valid is for the workers to find out.
+    """
     try:
         names = os.listdir(run_dir / "checkpoints")
     except OSError:

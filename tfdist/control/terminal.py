@@ -36,7 +36,7 @@ class LineReader:
             if self._now() - self._bar_shown > _BAR_SECONDS:
                 self._bar_shown = self._now()
                 lines.append(rest)
-            rest = rest[rest.rstrip("\r").rfind("\r") + 1:]
+            rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
         while len(rest) > _LONGEST_LINE or (final and rest):
             lines.append(rest[:_LONGEST_LINE])
             rest = rest[_LONGEST_LINE:]

@@ -1,9 +1,9 @@
 """The job token: a secret that the processes of one job share, by which each knows the others (control/wire.py).
 
-The launcher, on this machine and on Ray, and the Slurm script make one for every start of a job, and hand it over in the
-environment (TFDIST_JOB_TOKEN). Workers that are started by hand get it from there too, or from a file that only their user
-can read (--job_token_file). It is taken out of the environment as soon as it is read, so that no child process, tracker or
-log gets it from there, and no text that Python makes of a Secret shows it.
+The launcher, on this machine and on Ray, and the Slurm script make one for every start of a job, and hand it over in
+the environment (TFDIST_JOB_TOKEN). Workers that are started by hand get it from there too, or from a file that only
+their user can read (--job_token_file). It is taken out of the environment as soon as it is read, so that no child
+process, tracker or log gets it from there, and no text that Python makes of a Secret shows it.
 """
 
 from __future__ import annotations
@@ -65,21 +65,30 @@ def read(environment: MutableMapping[str, str], file: str = "") -> Secret:
         source = f"{VARIABLE} in the environment"
     value = value.strip()
     if (file or value) and len(value) < _LEAST_CHARACTERS:
-        raise ConfigError(f"{source} holds {len(value)} characters, fewer than {_LEAST_CHARACTERS}, which could be guessed: make one with "
-                          '`python -c "import secrets; print(secrets.token_hex(32))"`.')
+        raise ConfigError(
+            f"{source} holds {len(value)} characters, fewer than {_LEAST_CHARACTERS}, which could be guessed: make one"
+            ' with `python -c "import secrets; print(secrets.token_hex(32))"`.'
+        )
     return Secret(value.encode())
 
 
 def _read_file(path: str) -> str:
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # a pipe would wait for its writer
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:  # a pipe would wait for its writer
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"--job_token_file={path} is not a plain file: name one that holds the token.")
             if status.st_uid != os.geteuid():
-                raise ConfigError(f"--job_token_file={path} belongs to another user: make a copy of your own, with mode 0600.")
+                raise ConfigError(
+                    f"--job_token_file={path} belongs to another user: make a copy of your own, with mode 0600."
+                )
             if status.st_mode & 0o077:
-                raise ConfigError(f"--job_token_file={path} can be used by others (mode {stat.S_IMODE(status.st_mode):04o}): run `chmod 600 {path}`.")
+                raise ConfigError(
+                    f"--job_token_file={path} can be used by others (mode {stat.S_IMODE(status.st_mode):04o}): run"
+                    f" `chmod 600 {path}`."
+                )
             return file.read(_MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
@@ -106,6 +115,10 @@ def with_token(cluster: Cluster, environment: MutableMapping[str, str], file: st
     """
     secret, peers = read(environment, file), cluster.peers
     if cluster.is_chief and len(peers) > 1 and not secret and not all(is_loopback(host_of(peer)) for peer in peers):
-        print(f"tfdist: warning: this job has no token, so whoever reaches {host_of(peers[0])} and the other workers can join it: give all the same "
-              f"--job_token_file or {VARIABLE} (README, Security).", file=sys.stderr, flush=True)
+        print(
+            f"tfdist: warning: this job has no token, so whoever reaches {host_of(peers[0])} and the other workers can"
+            f" join it: give all the same --job_token_file or {VARIABLE} (README, Security).",
+            file=sys.stderr,
+            flush=True,
+        )
     return replace(cluster, secret=secret)

@@ -1,4 +1,6 @@
-"""Refuses Python, TensorFlow and Keras versions that tfdist has not been shown to work with, before they are imported."""
+"""Refuses Python, TensorFlow and Keras versions that tfdist has not been shown to work with, before they are
+imported.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def check(python: tuple[int, int] = sys.version_info[:2], installed=metadata.ver
         if found is None:
             raise UnsupportedError(f"{names[0]} is not installed: pip install '{names[0]}~={series}.0'.")
         if not (found == series or found.startswith(series + ".")):
-            raise UnsupportedError(f"{names[0]} {found} is not supported, its internals may differ: pip install '{names[0]}~={series}.0'.")
+            raise UnsupportedError(
+                f"{names[0]} {found} is not supported, its internals may differ: pip install '{names[0]}~={series}.0'."
+            )
 
 
 def _first_version(names: tuple[str, ...], installed) -> str | None:
@@ -35,14 +39,17 @@ def _first_version(names: tuple[str, ...], installed) -> str | None:
 
 
 def quiet() -> None:
-    """Keeps TensorFlow's start-up notices off the terminal; what is set already stays. Before TensorFlow is imported."""
+    """Keeps TensorFlow's start-up notices off the terminal; what is set already stays.
+
+    Before TensorFlow is imported.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # the default; setting it spares its notice
 
 
 def import_keras() -> None:
-    """Imports Keras without scikit-learn and Matplotlib, which it loads for its wrappers and galleries where it finds them: a
-    quarter of a worker's start. `keras.visualization` cannot draw then."""
+    """Imports Keras without scikit-learn and Matplotlib, which it loads for its wrappers and galleries where it finds
+    them: a quarter of a worker's start. `keras.visualization` cannot draw then."""
     if "keras" in sys.modules:
         return
     hidden = [name for name in ("sklearn", "matplotlib") if name not in sys.modules]

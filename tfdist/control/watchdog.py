@@ -30,7 +30,14 @@ class Watchdog:
       on_expiry: usually ends the process.
     """
 
-    def __init__(self, limits: Mapping[str, float], on_expiry: Callable[[str, float], None], *, interval: float = 0.25, now: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        limits: Mapping[str, float],
+        on_expiry: Callable[[str, float], None],
+        *,
+        interval: float = 0.25,
+        now: Callable[[], float] = time.monotonic,
+    ):
         self.limits, self.on_expiry, self.interval, self._now = dict(limits), on_expiry, interval, now
         self.name, self.since, self.calls = "start-up", now(), 0
         self._stop_at: float | None = None
@@ -61,7 +68,10 @@ class Watchdog:
             self.enter(outer)
 
     def stop_within(self, seconds: float) -> None:
-        """The process must have ended in this time: section "stopping" counts from now, beside the others. For signal handlers."""
+        """The process must have ended in this time: section "stopping" counts from now, beside the others.
+
+        For signal handlers.
+        """
         if self._stop_at is None:
             self._stop_at, self._stop_seconds = self._now() + seconds, seconds
 
@@ -99,16 +109,23 @@ def all_stacks() -> str:
     """The Python stacks of all threads but this one, as text for the log; the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    others = sorted(((ident, stack) for ident, stack in _stacks().items() if ident != threading.get_ident()), key=lambda item: item[0] != main)
-    return "\n".join(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.StackSummary.from_list([(*entry, None) for entry in stack[::-1]]).format())}" for ident, stack in others)
+    others = sorted(
+        ((ident, stack) for ident, stack in _stacks().items() if ident != threading.get_ident()),
+        key=lambda item: item[0] != main,
+    )
+    return "\n".join(
+        "Thread"
+        f" {names.get(ident, ident)}:\n{''.join(traceback.StackSummary.from_list([(*entry, None) for entry in stack[::-1]]).format())}"
+        for ident, stack in others
+    )
 
 
 def _stacks(only: int | None = None) -> dict[int, list[tuple[str, int | None, str]]]:
     """thread, or only this one -> (file, line, function) of its frames, innermost first.
 
-    Without garbage collection: a walk over frames makes objects; in Python 3.11 that may collect, a finalizer may let the
-    other thread run on, and its frame is gone under the walk's feet. A worker died of that once in some ten thousand looks.
-    Not with faulthandler, which reads threads while TensorFlow's are being made, and then crashes, too.
+    Without garbage collection: a walk over frames makes objects; in Python 3.11 that may collect, a finalizer may let
+    the other thread run on, and its frame is gone under the walk's feet. A worker died of that once in some ten
+    thousand looks. Not with faulthandler, which reads threads while TensorFlow's are being made, and then crashes, too.
     """
     with _LOOKING:
         collects = gc.isenabled()

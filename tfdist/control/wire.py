@@ -7,8 +7,8 @@ Every TCP connection of tfdist's own (rendezvous, rings, membership) begins so; 
   I -> A   HMAC-SHA256("connects", both hellos), length, message
   A -> I   one byte: you are let in
 
-The key comes from the job token, the purpose, and the meeting (a ring: the table of all endpoints, each with a random part).
-Nothing of varying length is read before the other side has proved itself, so a stranger costs 81 bytes and a few
+The key comes from the job token, the purpose, and the meeting (a ring: the table of all endpoints, each with a random
+part). Nothing of varying length is read before the other side has proved itself, so a stranger costs 81 bytes and a few
 seconds of one of a bounded number of places. What comes after is neither encrypted nor signed.
 """
 
@@ -66,7 +66,9 @@ class Lock:
 
 
 def endpoint(host: str, listener: socket.socket) -> str:
-    """host:port/nonce: where a socket can be reached, and a random part that makes the table of all endpoints unique."""
+    """host:port/nonce: where a socket can be reached, and a random part that makes the table of all endpoints
+    unique.
+    """
     return f"{host}:{listener.getsockname()[1]}/{secrets.token_hex(8)}"
 
 
@@ -96,7 +98,9 @@ def connect(place: str, lock: Lock, rank: int, expected: int, deadline: float, m
         proven = hmac.compare_digest(read_exactly(connection, _PROOF, deadline), lock.proof(b"accepts", mine, theirs))
         if not proven:
             with contextlib.suppress(OSError):
-                connection.sendall(lock.proof(b"connects", mine, theirs) + _LENGTH.pack(0))  # so that it can tell the same there
+                connection.sendall(
+                    lock.proof(b"connects", mine, theirs) + _LENGTH.pack(0)
+                )  # so that it can tell the same there
         if not proven or their_rank != expected:
             raise Mismatch(f"has another job token, or is of another job: {_CURE}.")
         connection.sendall(lock.proof(b"connects", mine, theirs) + _LENGTH.pack(len(message)) + message)
@@ -178,7 +182,7 @@ class _Stranger:
 
     @property
     def theirs(self) -> bytes:
-        return self.data[:_HELLO.size]
+        return self.data[: _HELLO.size]
 
 
 class Reception:
@@ -263,7 +267,10 @@ class Reception:
             return self._drop(stranger)
 
     def _judge(self, stranger: _Stranger) -> str | None:
-        """Looks at a piece that is complete. None: all is well; else it is to be dropped, with this note if there is one."""
+        """Looks at a piece that is complete.
+
+        None: all is well; else it is to be dropped, with this note if there is one.
+        """
         if not stranger.mine:
             magic, token, rank, _ = _HELLO.unpack(stranger.theirs)
             if magic != _MAGIC:
@@ -271,19 +278,30 @@ class Reception:
             stranger.mine = self._lock.hello(self._rank)
             stranger.connection.send(stranger.mine + self._lock.proof(b"accepts", stranger.theirs, stranger.mine))
             if token != self._lock.token:
-                return f"somebody at {stranger.host} who says to be rank {rank} has {_one(token)}, but this worker has {_one(self._lock.token)}: {_CURE}."
+                return (
+                    f"somebody at {stranger.host} who says to be rank {rank} has {_one(token)}, but this worker has"
+                    f" {_one(self._lock.token)}: {_CURE}."
+                )
         elif stranger.length < 0:
-            proof, length = stranger.data[_HELLO.size:_HELLO.size + _PROOF], stranger.data[-_LENGTH.size:]
+            proof, length = stranger.data[_HELLO.size : _HELLO.size + _PROOF], stranger.data[-_LENGTH.size :]
             rank = _HELLO.unpack(stranger.theirs)[2]
             if not hmac.compare_digest(proof, self._lock.proof(b"connects", stranger.theirs, stranger.mine)):
-                return f"somebody at {stranger.host} who says to be rank {rank} has another job token, or is of another job: {_CURE}."
+                return (
+                    f"somebody at {stranger.host} who says to be rank {rank} has another job token, or is of another"
+                    f" job: {_CURE}."
+                )
             stranger.length = _LENGTH.unpack(length)[0]
             if stranger.length > LARGEST_MESSAGE or not self._admits(rank):
-                return f"a worker at {stranger.host} says to be rank {rank}, which cannot be: give each worker its own place in the same cluster."
+                return (
+                    f"a worker at {stranger.host} says to be rank {rank}, which cannot be: give each worker its own"
+                    " place in the same cluster."
+                )
         return None
 
     def _let_in(self, stranger: _Stranger) -> Arrival:
         stranger.connection.send(_LET_IN)
         self._selector.unregister(stranger.connection)
         del self._strangers[stranger.connection]
-        return Arrival(_HELLO.unpack(stranger.theirs)[2], stranger.connection, stranger.data[_HELLO.size + _PROOF + _LENGTH.size:])
+        return Arrival(
+            _HELLO.unpack(stranger.theirs)[2], stranger.connection, stranger.data[_HELLO.size + _PROOF + _LENGTH.size :]
+        )

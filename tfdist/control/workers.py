@@ -52,7 +52,7 @@ class JobResult:
     rank: int | None = None  # of the worker that is the cause
 
 
-def guilt(worker: Worker) -> int:
+def root_cause_order(worker: Worker) -> int:
     """0: it surely failed by itself; the higher, the more likely because a peer was gone or we ended it."""
     if worker.killed or worker.rank is None:
         return 3

@@ -17,8 +17,9 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError
 from tfdist.data import order
-from tfdist.data.sources.base import Sample, Split
+from tfdist.data.sources.split import Sample, Split
 from tfdist.plugins import check_takes, own_code, resolve
+from tfdist.runtime.host import known_dims
 
 Augmentation = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple]
 
@@ -31,8 +32,14 @@ def load_augmentation(name: str) -> Augmentation | None:
     function = resolve("augment", name, AUGMENTATIONS)
     if name in AUGMENTATIONS:
         return function
-    check_takes("augment", name, function, ("x", "y", "seeds"), "an augmentation is a function (x, y, seeds) of a whole micro-batch that returns (x, y), "
-                "and draws from seeds, int32 [n, 2], one a sample (tfdist/data/augment.py)")
+    check_takes(
+        "augment",
+        name,
+        function,
+        ("x", "y", "seeds"),
+        "an augmentation is a function (x, y, seeds) of a whole micro-batch that returns (x, y), "
+        "and draws from seeds, int32 [n, 2], one a sample (tfdist/data/augment.py)",
+    )
 
     def augmentation(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
         with own_code("augment", name):
@@ -42,7 +49,9 @@ def load_augmentation(name: str) -> Augmentation | None:
 
 
 def augmented_fetch(split: Split, augment: Augmentation | None) -> Callable[[tf.Tensor, tf.Tensor], Sample]:
-    """(indices int64 [n], seeds int32 [n, 2]) -> augmented samples; what the source can do while decoding is left to it."""
+    """(indices int64 [n], seeds int32 [n, 2]) -> augmented samples; what the source can do while decoding is left to
+    it.
+    """
     if augment is None:
         return lambda indices, seeds: split.fetch(indices)
     if augment is random_resized_crop and split.fetch_cropped is not None:
@@ -51,13 +60,19 @@ def augmented_fetch(split: Split, augment: Augmentation | None) -> Callable[[tf.
 
 
 def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) -> Sample:
-    """The micro-batch with x and y augmented, and its weights, if any, kept. Raises DataError on a wrong return value."""
-    result = augment(*sample[:2], seeds)
+    """The micro-batch with x and y augmented, and its weights, if any, kept.
+
+    Raises DataError on a wrong return value.
+    """
+    x, y = sample[:2]
+    result = augment(x, y, seeds)
     if not isinstance(result, tuple) or len(result) != 2:
         raise DataError(f"--augment: the function returned {type(result).__name__} for {name}: it must return (x, y).")
     for tensor in tf.nest.flatten(result):
         if not tensor.shape[1:].is_fully_defined():
-            raise DataError(f"--augment: the function lost the shape of {name} ({tensor.shape}): end it with tf.ensure_shape.")
+            raise DataError(
+                f"--augment: the function lost the shape of {name} ({tensor.shape}): end it with tf.ensure_shape."
+            )
     return (*result, *sample[2:])
 
 
@@ -86,7 +101,7 @@ def random_resized_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
     are cropped while decoding instead (`Split.fetch_cropped`). Returns float32.
     """
     _check_images("random_resized_crop", x)
-    height, width = x.shape[1], x.shape[2]
+    height, width = known_dims(x.shape[1:])[:2]
     area = 0.08 + 0.92 * order.uniform(seeds, 1)
     root_aspect = tf.exp((order.uniform(seeds, 2) - 0.5) * math.log(4 / 3))  # sqrt of the width-to-height ratio
     scale_y = tf.minimum(tf.sqrt(area * width / height) / root_aspect, 1.0)
@@ -99,7 +114,12 @@ def random_resized_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
 
 
 AUGMENTATIONS = {
-    "none": None, "flip": flip, "flip_crop": flip_crop, "random_resized_crop": random_resized_crop, "shift": shift}
+    "none": None,
+    "flip": flip,
+    "flip_crop": flip_crop,
+    "random_resized_crop": random_resized_crop,
+    "shift": shift,
+}
 
 
 def _pad_and_crop(x: tf.Tensor, seeds: tf.Tensor, pad: int) -> tf.Tensor:
@@ -115,4 +135,5 @@ def _check_images(name: str, x: tf.Tensor) -> None:
     if not isinstance(x, tf.Tensor) or x.shape.rank != 4:
         raise DataError(
             f"--augment={name} is for batches of images [n, height, width, channels], not for "
-            f"{getattr(x, 'shape', type(x).__name__)}: use --augment=none.")
+            f"{getattr(x, 'shape', type(x).__name__)}: use --augment=none."
+        )

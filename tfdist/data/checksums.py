@@ -1,4 +1,6 @@
-"""Checksums of samples (CRC-32C, which processors compute), and the rows that are looked at where reading all is too much."""
+"""Checksums of samples (CRC-32C, which processors compute), and the rows that are looked at where reading all is too
+much.
+"""
 
 from __future__ import annotations
 

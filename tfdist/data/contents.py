@@ -1,8 +1,8 @@
 """What a split holds, as checksums: workers compare them before they train.
 
-Each worker takes its slices of one order, by number. If one of them holds other samples, or the same ones in another order,
-for example because its train and evaluation part were split at random without a seed, then some samples are taken twice,
-others never, and training goes on as if nothing were wrong.
+Each worker takes its slices of one order, by number. If one of them holds other samples, or the same ones in another
+order, for example because its train and evaluation part were split at random without a seed, then some samples are
+taken twice, others never, and training goes on as if nothing were wrong.
 
 Arrays in memory are read whole (0.03 s for 100 MB), very large ones by a sample of their rows. Of other splits a few
 samples are read, or the first of a stream. All workers read the same ones.
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError
 from tfdist.data.checksums import SAMPLED, checksum, checksum_of, sampled_rows
-from tfdist.data.sources.base import Split
+from tfdist.data.sources.split import Split
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import host_view
 
@@ -35,13 +35,16 @@ def checksums(split: Split) -> list[int]:
 def must_be_the_same(runtime: Runtime, split: Split) -> None:
     """Raises DataError on all workers unless all hold the same samples in the same order. A collective.
 
-    What differs from one reading to the next on the same worker, such as noise that is drawn in __getitem__, is not compared.
+    What differs from one reading to the next on the same worker, such as noise that is drawn in __getitem__, is not
+    compared.
     """
     if runtime.size == 1:
         return
     sizes = runtime.all_gather(np.array([-1 if split.size is None else split.size], np.int64))[:, 0]
     if ranks := _others(sizes):
-        raise DataError(f"Rank {ranks[0]} has {sizes[ranks[0]]:,} samples in {split.name}, rank 0 has {sizes[0]:,}: {_FIX}.")
+        raise DataError(
+            f"Rank {ranks[0]} has {sizes[ranks[0]]:,} samples in {split.name}, rank 0 has {sizes[0]:,}: {_FIX}."
+        )
     own = checksums(split)
     if not _others(_gathered(runtime, split, own)):
         return
@@ -50,16 +53,23 @@ def must_be_the_same(runtime: Runtime, split: Split) -> None:
     kept = [crc if steady >> part & 1 else 0 for part, crc in enumerate(own)]
     # A stream is told by what it yields: if all of that changes, so may the order.
     if ranks := _others(_gathered(runtime, split, kept if steady or split.size is not None else own)):
-        raise DataError(f"Rank {', '.join(map(str, ranks))} and rank 0 hold different samples, or an order that differs, in {split.name}: {_FIX}.")
+        raise DataError(
+            f"Rank {', '.join(map(str, ranks))} and rank 0 hold different samples, or an order that differs, in"
+            f" {split.name}: {_FIX}."
+        )
 
 
-_FIX = ("all workers must hold the same data in the same order; seed what shuffles, draws or splits it, for example by "
-        "np.random.default_rng(0), and give all of them the same files and package versions")
+_FIX = (
+    "all workers must hold the same data in the same order; seed what shuffles, draws or splits it, for example by "
+    "np.random.default_rng(0), and give all of them the same files and package versions"
+)
 
 
 def _gathered(runtime: Runtime, split: Split, parts: Sequence[int]) -> np.ndarray:
     """int64 [workers]: one number for the kind and the contents of the samples of each."""
-    return runtime.all_gather(np.array([checksum_of([repr((split.element_spec, list(parts))).encode()])], np.int64))[:, 0]
+    return runtime.all_gather(np.array([checksum_of([repr((split.element_spec, list(parts))).encode()])], np.int64))[
+        :, 0
+    ]
 
 
 def _others(values: np.ndarray) -> list[int]:

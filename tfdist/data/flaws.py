@@ -1,7 +1,7 @@
-"""What is wrong with samples, when a loss was not finite or a label fitted no output: which sample, which part, which value.
+"""What is wrong with samples, when a loss was not finite or a label fitted no output: which sample, part and value.
 
-Looked for when it has happened, among the samples that were just trained on or evaluated: looking at all of them all the time
-would cost too much, and a NaN that no loss depends on does no harm.
+Looked for when it has happened, among the samples that were just trained on or evaluated: looking at all of them all
+the time would cost too much, and a NaN that no loss depends on does no harm.
 """
 
 from __future__ import annotations
@@ -12,39 +12,69 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
-from tfdist.data import order, pipeline
-from tfdist.data.sources.base import Sample, Split, places
+from tfdist.data import order, streams
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.split import Sample, Split, places
 
 _CHUNK = 64  # samples that are read at once
 _SECONDS = 20.0  # a slow source is not read for longer
 _NAMED = 3
 
 
-def find_trained(split: Split, plan: BatchPlan, *, seed: int, shuffle: bool, cut: int, first: int, count: int, classes: int | None = None) -> str:
+def find_trained(
+    split: Split,
+    plan: BatchPlan,
+    *,
+    seed: int,
+    shuffle: bool,
+    cut: int,
+    first: int,
+    count: int,
+    classes: int | None = None,
+) -> str:
     """Looks at `count` samples of the training order from position `first` on. See `_sentence`."""
     if split.size is None:
-        numbered = pipeline.ordered_stream(split, plan, seed, shuffle, first, cut).take(count)
-        return _sentence(split, ((np.arange(first, first + count)[at:at + 1], tf.nest.map_structure(lambda t: t[None], sample)) for at, (_, sample) in enumerate(numbered)), classes)
-    return _sentence(split, _read(split, order.sample_of(tf.range(first, first + count, dtype=tf.int64), split.size, seed, shuffle).numpy()), classes)
+        numbered = streams.ordered_stream(split, plan, seed, shuffle, first, cut).take(count)
+        return _sentence(
+            split,
+            (
+                (np.arange(first, first + count)[at : at + 1], tf.nest.map_structure(lambda t: t[None], sample))
+                for at, (_, sample) in enumerate(numbered)
+            ),
+            classes,
+        )
+    return _sentence(
+        split,
+        _read(
+            split, order.sample_of(tf.range(first, first + count, dtype=tf.int64), split.size, seed, shuffle).numpy()
+        ),
+        classes,
+    )
 
 
 def find_evaluated(split: Split, *, limit: int = 0, classes: int | None = None) -> str:
     """Looks at the samples of an evaluation."""
     if split.size is None:
         samples = split.stream(0, 1).take(limit or -1)
-        return _sentence(split, ((np.array([at]), tf.nest.map_structure(lambda t: t[None], sample)) for at, sample in enumerate(samples)), classes)
+        return _sentence(
+            split,
+            ((np.array([at]), tf.nest.map_structure(lambda t: t[None], sample)) for at, sample in enumerate(samples)),
+            classes,
+        )
     return _sentence(split, _read(split, np.arange(min(limit or split.size, split.size))), classes)
 
 
 def _read(split: Split, samples: np.ndarray) -> Iterator[tuple[np.ndarray, Sample]]:
     for start in range(0, len(samples), _CHUNK):
-        chunk = samples[start:start + _CHUNK]
+        chunk = samples[start : start + _CHUNK]
         yield chunk, split.fetch(tf.constant(chunk, tf.int64))
 
 
 def _sentence(split: Split, chunks: Iterator[tuple[np.ndarray, Sample]], classes: int | None) -> str:
-    """"Sample 70 of NAME has NaN in x at [3]." and perhaps two more; "" if nothing was found. classes: of y, if it is one."""
+    """Says "Sample 70 of NAME has NaN in x at [3]." and perhaps two more; an empty text if nothing was found.
+
+    classes: of y, if it is one.
+    """
     word = "Sample" if split.size is not None else "The sample at position"
     found: dict[int, str] = {}
     began = time.monotonic()
@@ -69,4 +99,9 @@ def _bad(values: np.ndarray, classes: int | None) -> Iterator[tuple[int, str]]:
         at = tuple(np.argwhere(wrong[row])[0].tolist())
         value = values[row][at]
         what = f"{value}" if values.dtype.kind in "iu" else "NaN" if np.isnan(value) else "an infinite value"
-        yield int(row), f"{what} in {{}}" + (f" at {list(at)}" if at else "") + (f", which is no class of 0 to {classes - 1}" if values.dtype.kind in "iu" else "")
+        yield (
+            int(row),
+            f"{what} in {{}}"
+            + (f" at {list(at)}" if at else "")
+            + (f", which is no class of 0 to {classes - 1}" if classes and values.dtype.kind in "iu" else ""),
+        )

@@ -1,5 +1,5 @@
-"""The public functions. With one worker they are Keras' own; with several, Keras' loops run on every worker over a model
-that computes a part of each batch (model.py)."""
+"""The public functions. With one worker they are Keras' own; with several, Keras' loops run on every worker over a
+model that computes a part of each batch (model.py)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import keras
 
 from tfdist.config import Config
 from tfdist.control.cluster import resolve_cluster
-from tfdist.control.connecting import connecting
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
+from tfdist.control.startup_deadline import connecting
 from tfdist.control.token import with_token
 from tfdist.keras_fit.arrays import shuffle_alike
-from tfdist.keras_fit.backup import EpochBackup
 from tfdist.keras_fit.callbacks import arrange
+from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.keras_fit.refusals import refuse_what_cannot_be_spread
 from tfdist.runtime.errors import explain
@@ -30,13 +30,26 @@ from tfdist.runtime.sockets import Sockets, warn_about_gpus
 
 _OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb", "job_token_file")
 # What a call must have in common on all workers, beside its data; `verbose` and the callbacks may differ.
-_COMMON = ("batch_size", "epochs", "validation_split", "shuffle", "class_weight", "initial_epoch", "steps_per_epoch", "steps", "validation_steps", "validation_batch_size", "validation_freq")
+_COMMON = (
+    "batch_size",
+    "epochs",
+    "validation_split",
+    "shuffle",
+    "class_weight",
+    "initial_epoch",
+    "steps_per_epoch",
+    "steps",
+    "validation_steps",
+    "validation_batch_size",
+    "validation_freq",
+)
 _runtime: OneDevice | None = None  # of this process, made once
 _calls = 0  # of this process that all workers make together
 
 
 def init(**options: float | str) -> OneDevice:
-    """Joins the other workers that TF_CONFIG lists; alone without it. Done by the first fit, evaluate or predict if not before.
+    """Joins the other workers that TF_CONFIG lists; alone without it. Done by the first fit, evaluate or predict if not
+    before.
 
     Args: options, by the names and with the meaning of the flags: startup_timeout, heartbeat_timeout,
     collective_timeout (seconds), pack_mb (MB), job_token_file.
@@ -50,7 +63,9 @@ def init(**options: float | str) -> OneDevice:
         config = Config().replace(**options)
         cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
         if cluster.rank < 0:
-            raise ClusterError('TF_CONFIG: task.type is "evaluator", which takes no part in tfdist.fit: list chief and worker only.')
+            raise ClusterError(
+                'TF_CONFIG: task.type is "evaluator", which takes no part in tfdist.fit: list chief and worker only.'
+            )
         if cluster.size > 1:
             began = time.monotonic()
             wait_for_peers(cluster, config.cluster.startup_timeout)
@@ -61,7 +76,9 @@ def init(**options: float | str) -> OneDevice:
         else:
             _runtime = OneDevice()
     elif options:
-        raise ConfigError(f"tfdist.init({', '.join(options)}) comes too late: call it before the first fit, evaluate or predict.")
+        raise ConfigError(
+            f"tfdist.init({', '.join(options)}) comes too late: call it before the first fit, evaluate or predict."
+        )
     return _runtime
 
 
@@ -74,7 +91,7 @@ def _agree_on(runtime: OneDevice, name: str, arguments: dict[str, Any]) -> None:
     """Raises ConfigError if another worker makes another call, or has come to its end."""
     global _calls
     _calls += 1
-    if isinstance(runtime, Sockets):
+    if runtime.size > 1:
         said = ", ".join(f"{key}={arguments[key]!r}" for key in _COMMON if arguments.get(key) not in (None, False, 0))
         try:
             with _explained(runtime):
@@ -90,7 +107,9 @@ def barrier() -> None:
 
 def _join(model: Any, purpose: str) -> OneDevice:
     if not isinstance(model, keras.Model):
-        raise ConfigError(f"tfdist.{purpose} takes a keras.Model, not {type(model).__name__}: pass the model first, then its data.")
+        raise ConfigError(
+            f"tfdist.{purpose} takes a keras.Model, not {type(model).__name__}: pass the model first, then its data."
+        )
     return init()
 
 
@@ -99,11 +118,27 @@ def is_chief() -> bool:
     return resolve_cluster(os.environ).is_chief
 
 
-def fit(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None = None, epochs: int = 1, verbose: Any = "auto",
-        callbacks: Any = None, validation_split: float = 0.0, validation_data: Any = None, shuffle: bool = True,
-        class_weight: dict | None = None, sample_weight: Any = None, initial_epoch: int = 0, steps_per_epoch: int | None = None,
-        validation_steps: int | None = None, validation_batch_size: int | None = None, validation_freq: int | Sequence[int] = 1) -> keras.callbacks.History:
-    """Trains a compiled Keras model on all workers as `model.fit` would in one process; the arguments are those of `keras.Model.fit`.
+def fit(
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: bool = True,
+    class_weight: dict | None = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int | Sequence[int] = 1,
+) -> keras.callbacks.History:
+    """Trains a compiled Keras model on all workers as `model.fit` would in one process; the arguments are those of
+    `keras.Model.fit`.
 
     Batches are global: `batch_size`, and the batches of a dataset, PyDataset or generator, are split over the workers,
     each of which must be given the same data. Returns the history, the same on every worker; the model ends with the
@@ -113,33 +148,88 @@ def fit(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None
     """
     runtime = _join(model, "fit")
     arguments: dict[str, Any] = {
-        "batch_size": batch_size, "epochs": epochs, "validation_split": validation_split, "validation_data": validation_data, "shuffle": shuffle, "class_weight": class_weight,
-        "sample_weight": sample_weight, "initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps,
-        "validation_batch_size": validation_batch_size, "validation_freq": validation_freq}
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "validation_split": validation_split,
+        "validation_data": validation_data,
+        "shuffle": shuffle,
+        "class_weight": class_weight,
+        "sample_weight": sample_weight,
+        "initial_epoch": initial_epoch,
+        "steps_per_epoch": steps_per_epoch,
+        "validation_steps": validation_steps,
+        "validation_batch_size": validation_batch_size,
+        "validation_freq": validation_freq,
+    }
     _agree_on(runtime, "fit", arguments)
     arranged = arrange(callbacks, runtime, model)
     backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
-    if isinstance(runtime, Sockets) or backup is not None:
+    if runtime.size > 1 or backup is not None:
         x, y = shuffle_alike(runtime, x, y, arguments, backup)
-    return _spread(runtime, model, "fit", lambda: model.fit(x, y, verbose=verbose if runtime.rank == 0 else 0, callbacks=arranged, **arguments))
+    return _spread(
+        runtime,
+        model,
+        "fit",
+        lambda: model.fit(x, y, verbose=verbose if runtime.rank == 0 else 0, callbacks=arranged, **arguments),
+    )
 
 
-def evaluate(model: keras.Model, x: Any = None, y: Any = None, batch_size: int | None = None, verbose: Any = "auto", sample_weight: Any = None,
-             steps: int | None = None, callbacks: Any = None, return_dict: bool = False) -> Any:
-    """`keras.Model.evaluate` on all workers: loss and metrics over every sample exactly once, the same on every worker."""
+def evaluate(
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """`keras.Model.evaluate` on all workers: loss and metrics over every sample exactly once, the same on every
+    worker.
+    """
     runtime = _join(model, "evaluate")
     _agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
-    return _spread(runtime, model, "evaluate", lambda: model.evaluate(
-        x, y, batch_size=batch_size, verbose=verbose if runtime.rank == 0 else 0, sample_weight=sample_weight, steps=steps,
-        callbacks=arrange(callbacks, runtime, model), return_dict=return_dict))
+    return _spread(
+        runtime,
+        model,
+        "evaluate",
+        lambda: model.evaluate(
+            x,
+            y,
+            batch_size=batch_size,
+            verbose=verbose if runtime.rank == 0 else 0,
+            sample_weight=sample_weight,
+            steps=steps,
+            callbacks=arrange(callbacks, runtime, model),
+            return_dict=return_dict,
+        ),
+    )
 
 
-def predict(model: keras.Model, x: Any, batch_size: int | None = None, verbose: Any = "auto", steps: int | None = None, callbacks: Any = None) -> Any:
+def predict(
+    model: keras.Model,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
     """`keras.Model.predict` on all workers: every worker returns all predictions, in the order of the input."""
     runtime = _join(model, "predict")
     _agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
-    return _spread(runtime, model, "predict", lambda: model.predict(
-        x, batch_size=batch_size, verbose=verbose if runtime.rank == 0 else 0, steps=steps, callbacks=arrange(callbacks, runtime, model)))
+    return _spread(
+        runtime,
+        model,
+        "predict",
+        lambda: model.predict(
+            x,
+            batch_size=batch_size,
+            verbose=verbose if runtime.rank == 0 else 0,
+            steps=steps,
+            callbacks=arrange(callbacks, runtime, model),
+        ),
+    )
 
 
 @contextlib.contextmanager
@@ -153,7 +243,7 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
     """
     runtime = _join(model, "spread")
     _agree_on(runtime, "spread", {})
-    if not isinstance(runtime, Sockets):
+    if runtime.size == 1:
         yield
         return
     refuse_what_cannot_be_spread(model)
@@ -165,11 +255,16 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
 
 def _spread(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     """Runs one of Keras' loops, over the workers if there are several."""
-    if not isinstance(runtime, Sockets):
+    if runtime.size == 1:
         return loop()
     refuse_what_cannot_be_spread(model)
     if runtime.rank == 0:
-        print(f"tfdist: {purpose} over {runtime.size} workers: each reads every global batch and computes an equal, contiguous part of its rows.", file=sys.stderr, flush=True)
+        print(
+            f"tfdist: {purpose} over {runtime.size} workers: each reads every global batch and computes an equal,"
+            " contiguous part of its rows.",
+            file=sys.stderr,
+            flush=True,
+        )
     with _explained(runtime), DistributedModel.of(model, runtime).installed(training=purpose == "fit"):
         return loop()
 

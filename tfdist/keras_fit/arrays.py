@@ -1,8 +1,8 @@
 """Shuffled arrays, in the same order on every worker though nobody has set a seed.
 
-Keras shuffles arrays with TensorFlow's random numbers. Where keras.utils.set_random_seed was called alike on all workers
-these agree, and Keras' own order is kept (it is then the same in every epoch). Else the arrays become a dataset that
-draws a new order in each epoch from a seed of the chief's.
+Keras shuffles arrays with TensorFlow's random numbers. Where keras.utils.set_random_seed was called alike on all
+workers these agree, and Keras' own order is kept (it is then the same in every epoch). Else the arrays become a dataset
+that draws a new order in each epoch from a seed of the chief's.
 """
 
 from __future__ import annotations
@@ -17,20 +17,32 @@ import tensorflow as tf
 from tensorflow.python.eager import context  # not public, and there is no public way to read the state of the generator
 
 from tfdist.control.exit_codes import DataError
-from tfdist.keras_fit.backup import EpochBackup
+from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.runtime.one_device import OneDevice
 
 _DEFAULT_BATCH = 32  # Keras'
 
 
-def shuffle_alike(runtime: OneDevice, x: Any, y: Any, arguments: dict[str, Any], backup: EpochBackup | None) -> tuple[Any, Any]:
-    """(x, y) for `model.fit`; `arguments` is changed to suit. Called by all workers. A backup keeps the seed for the runs that resume."""
+def shuffle_alike(
+    runtime: OneDevice, x: Any, y: Any, arguments: dict[str, Any], backup: EpochBackup | None
+) -> tuple[Any, Any]:
+    """(x, y) for `model.fit`; `arguments` is changed to suit.
+
+    Called by all workers. A backup keeps the seed for the runs that resume.
+    """
     leaves = [leaf for leaf in keras.tree.flatten((x, y, arguments["sample_weight"])) if leaf is not None]
-    if _random_numbers_agree(runtime) or arguments["shuffle"] is not True or not all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in leaves):
+    if (
+        _random_numbers_agree(runtime)
+        or arguments["shuffle"] is not True
+        or not all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in leaves)
+    ):
         return x, y
     size = len(leaves[0])
     if any(len(leaf) != size for leaf in leaves):
-        raise DataError(f"The arrays have {', '.join(str(len(leaf)) for leaf in leaves)} samples: give x, y and sample_weight as many rows each.")
+        raise DataError(
+            f"The arrays have {', '.join(str(len(leaf)) for leaf in leaves)} samples: give x, y and sample_weight as"
+            " many rows each."
+        )
     seed = int(np.random.SeedSequence().generate_state(1)[0] // 2)
     if backup is not None:
         seed = backup.order = seed if backup.order is None else backup.order
@@ -46,7 +58,10 @@ def shuffle_alike(runtime: OneDevice, x: Any, y: Any, arguments: dict[str, Any],
     tensors = keras.tree.map_structure(tf.convert_to_tensor, data)
     dataset = tf.data.Dataset.range(end).shuffle(end, seed=seed).batch(batch)
     arguments.update(sample_weight=None, batch_size=None, validation_split=0.0, shuffle=False)
-    return dataset.map(lambda rows: keras.tree.map_structure(lambda tensor: tf.gather(tensor, rows), tensors)).prefetch(2), None
+    return (
+        dataset.map(lambda rows: keras.tree.map_structure(lambda tensor: tf.gather(tensor, rows), tensors)).prefetch(2),
+        None,
+    )
 
 
 def _random_numbers_agree(runtime: OneDevice) -> bool:

@@ -59,10 +59,10 @@ def write(path: Path, value: Any) -> None:
 
 def parse(data: bytes) -> Any:
     """The value in the bytes of a file. Raises ValueError if they are not one, or damaged."""
-    body = memoryview(data)[len(_MAGIC) + hashlib.sha256().digest_size:]
-    if data[:len(_MAGIC)] != _MAGIC:
+    body = memoryview(data)[len(_MAGIC) + hashlib.sha256().digest_size :]
+    if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it is no backup of tfdist")
-    if hashlib.sha256(body).digest() != data[len(_MAGIC):len(data) - len(body)]:
+    if hashlib.sha256(body).digest() != data[len(_MAGIC) : len(data) - len(body)]:
         raise ValueError("its checksum is not the one in it")
     end = _LENGTH + int.from_bytes(body[:_LENGTH], "big")
     try:
@@ -103,5 +103,7 @@ def _decoded(value: Any, data: memoryview) -> Any:
     if kind == "comparison":
         return _COMPARISONS[content]
     offset, dtype, shape, scalar = content
-    array = np.frombuffer(data, tf.as_dtype(dtype).as_numpy_dtype, int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
+    array = np.frombuffer(data, tf.as_dtype(dtype).as_numpy_dtype, int(np.prod(shape, dtype=np.int64)), offset).reshape(
+        shape
+    )
     return array[()] if scalar else array.copy()

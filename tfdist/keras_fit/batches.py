@@ -16,6 +16,17 @@ from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.runtime.sockets import Sockets
 
 END = object()  # of the data
+_stamp = 0
+
+
+def batch_stamp() -> int:
+    """The checksum of the batch that a step is about to take; 0 where workers need not hold the same one."""
+    return _stamp
+
+
+def _set_stamp(stamp: int) -> None:
+    global _stamp
+    _stamp = stamp
 
 
 class Batches:
@@ -42,14 +53,16 @@ class Batches:
     def agree(self, batch: Any) -> Any:
         """The batch, the same on every worker: the own one, or the chief's."""
         if batch is not END:
-            batch = self._like = keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
-        self._runtime.stamp = 0
+            batch = self._like = keras.tree.map_structure(
+                lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
+            )
+        _set_stamp(0)
         if not self._from_chief:
             stamp = 0 if batch is END else digest(batch)
             if self._from_chief is None:
                 self._compare(stamp)
             if not self._from_chief:
-                self._runtime.stamp = stamp
+                _set_stamp(stamp)
                 return batch
         return self._of_the_chief(batch)
 
@@ -57,20 +70,34 @@ class Batches:
         stamps = self._runtime.all_gather(np.array([stamp], np.uint32))
         self._from_chief = bool((stamps != stamps[0]).any())
         if self._from_chief and self._runtime.rank == 0:
-            print("tfdist: the workers read different batches (a shuffle without a seed?): all take the chief's, over the network. "
-                  "Call keras.utils.set_random_seed before the data is made to let each read for itself.", file=sys.stderr, flush=True)
+            print(
+                "tfdist: the workers read different batches (a shuffle without a seed?): all take the chief's, over the"
+                " network. Call keras.utils.set_random_seed before the data is made to let each read for itself.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _of_the_chief(self, batch: Any) -> Any:
         leaves = [] if batch is END else keras.tree.flatten(batch)
         message = None
         if self._runtime.rank == 0 and batch is not END:
             # Through TensorFlow's own form of a tensor, which holds every type.
-            message = [None if leaf is None else [tf.as_dtype(leaf.dtype).name, np.frombuffer(tf.io.serialize_tensor(leaf).numpy(), np.uint8)] for leaf in leaves]
+            message = [
+                (
+                    None
+                    if leaf is None
+                    else [tf.as_dtype(leaf.dtype).name, np.frombuffer(tf.io.serialize_tensor(leaf).numpy(), np.uint8)]
+                )
+                for leaf in leaves
+            ]
         message = self._runtime.broadcast_object(message, "batch")
         if message is None:
             return END
         if self._like is END or len(keras.tree.flatten(self._like)) != len(message):
-            raise DataError(f"The batches of rank {self._runtime.rank} are not made like the chief's, which have {len(message)} tensors: give all workers the same data.")
+            raise DataError(
+                f"The batches of rank {self._runtime.rank} are not made like the chief's, which have {len(message)}"
+                " tensors: give all workers the same data."
+            )
         received = [None if leaf is None else tf.io.parse_tensor(leaf[1].tobytes(), leaf[0]) for leaf in message]
         return keras.tree.pack_sequence_as(self._like, received)
 
@@ -82,9 +109,16 @@ def digest(batch: Any) -> int:
         if leaf is None:
             continue
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
-            raise ConfigError(f"tfdist.fit cannot split a {type(leaf).__name__} over workers: convert it to a dense tensor in the dataset.")
+            raise ConfigError(
+                f"tfdist.fit cannot split a {type(leaf).__name__} over workers: convert it to a dense tensor in the"
+                " dataset."
+            )
         array = np.asarray(leaf)
         value = zlib.crc32(f"{array.shape} {array.dtype}".encode(), value)
-        data = repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        data = (
+            repr(array.tolist()).encode()
+            if array.dtype == object
+            else np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        )
         value = google_crc32c.extend(value, data)
     return value

@@ -1,4 +1,6 @@
-"""Keras callbacks on many workers: all run everywhere on the same logs, but those that write files only on the chief."""
+"""Keras callbacks on many workers: all run everywhere on the same logs, but those that write files only on the
+chief.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +10,46 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.keras_fit import backup
+from tfdist.compat import keras_optimizers
+from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.sockets import Sockets
 
-_WRITERS = tuple(getattr(keras.callbacks, name) for name in ("ModelCheckpoint", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger", "OrbaxCheckpoint")
-                 if hasattr(keras.callbacks, name))
+_WRITERS = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("ModelCheckpoint", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger", "OrbaxCheckpoint")
+    if hasattr(keras.callbacks, name)
+)
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
 def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[keras.callbacks.Callback]:
     """The callbacks of this worker, between our own: first the same logs, at last the same decisions."""
-    given = list(callbacks.callbacks) if isinstance(callbacks, keras.callbacks.CallbackList) else keras.tree.flatten(callbacks) if callbacks else []
-    given = backup.replace(given, runtime)
-    if not isinstance(runtime, Sockets):
+    given = (
+        list(callbacks.callbacks)
+        if isinstance(callbacks, keras.callbacks.CallbackList)
+        else keras.tree.flatten(callbacks)
+        if callbacks
+        else []
+    )
+    given = epoch_backup.replace(given, runtime)
+    if runtime.size == 1:
         return given
-    last = [callback for callback in given if isinstance(callback, backup.EpochBackup)]  # after what they decide
+    last = [callback for callback in given if isinstance(callback, epoch_backup.EpochBackup)]  # after what they decide
     given = [callback for callback in given if callback not in last]
     deciding = [callback for callback in given if not isinstance(callback, _WRITERS)]
-    kind = SameDecisionsEachBatch if any(_overrides(callback, hook) for callback in deciding for hook in _BATCH_HOOKS) else SameDecisions
-    return [SameLogs(runtime), *(given if runtime.rank == 0 else deciding), kind(runtime, DistributedModel.of(model, runtime)), *last]
+    kind = (
+        SameDecisionsEachBatch
+        if any(_overrides(callback, hook) for callback in deciding for hook in _BATCH_HOOKS)
+        else SameDecisions
+    )
+    return [
+        SameLogs(runtime),
+        *(given if runtime.rank == 0 else deciding),
+        kind(runtime, DistributedModel.of(model, runtime)),
+        *last,
+    ]
 
 
 def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
@@ -66,7 +87,7 @@ class SameDecisions(keras.callbacks.Callback):
     def _agree(self) -> None:
         rate = None
         with contextlib.suppress(AttributeError, TypeError, ValueError):  # a schedule, which has nothing to set
-            rate = np.asarray(self.model.optimizer._learning_rate.value)
+            rate = np.asarray(keras_optimizers.learning_rate_variable(self.model.optimizer).value)
         mine = np.array([self.model.stop_training, np.nan if rate is None else rate], np.float64)
         votes = self._runtime.all_gather(mine)
         self.model.stop_training = bool(votes[:, 0].any())

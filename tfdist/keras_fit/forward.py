@@ -10,13 +10,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
+from tfdist.compat.keras_tensors import carry_mask, mask_of
+from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.gradients import Gradients
-from tfdist.keras_fit.inputs import of_the_batch
 from tfdist.keras_fit.lookups import shared_in
 from tfdist.keras_fit.losses_inside import Scales, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together
+from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.added_losses import SUM
 
@@ -54,14 +57,20 @@ class SpreadCall:
         if share is not None:  # these are our own rows
             own = self._forward(args, kwargs)
             as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
-            outputs, losses = own.outputs, [loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss for loss, scales in zip(own.losses, own.scales, strict=True)]
+            outputs, losses = (
+                own.outputs,
+                [
+                    loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss
+                    for loss, scales in zip(own.losses, own.scales, strict=True)
+                ],
+            )
         else:
             part = Part(self._runtime, (args, kwargs), self.of_the_batch((args, kwargs)))
             taken = part.take((args, kwargs))
             outputs, losses = together(self._runtime, part, lambda: self._forward(*taken))
-        for layer in self._model._flatten_layers():
-            layer._losses.clear()
-        self._model._losses.extend(losses)
+        for layer in keras_layers.all_layers(self._model):
+            keras_layers.recorded_losses(layer).clear()
+        keras_layers.recorded_losses(self._model).extend(losses)
         return outputs
 
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
@@ -71,11 +80,18 @@ class SpreadCall:
 
         def returned(dims: Sequence[int]) -> int | None:
             rows = iter(dims)
-            specs = [tf.TensorSpec([next(rows), *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype) for tensor in tensors]
+            specs = [
+                tf.TensorSpec([next(rows), *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype)
+                for tensor in tensors
+            ]
 
             def trace(tensors: list[tf.Tensor]) -> list:
                 args, kwargs = rebuild(tensors)
-                return [output for output in keras.tree.flatten(self._call(*args, **kwargs)) if isinstance(output, tf.Tensor)]
+                return [
+                    output
+                    for output in keras.tree.flatten(self._call(*args, **kwargs))
+                    if isinstance(output, tf.Tensor)
+                ]
 
             try:
                 with self._without_a_trace():
@@ -92,26 +108,33 @@ class SpreadCall:
     @contextlib.contextmanager
     def _without_a_trace(self) -> Iterator[None]:
         """Inside, the forward pass may be traced for what can be learned from it."""
-        layers = self._model._flatten_layers()
-        losses = [list(layer._losses) for layer in layers]
+        layers = keras_layers.all_layers(self._model)
+        losses = [list(keras_layers.recorded_losses(layer)) for layer in layers]
         try:
             with self._gradients.of_own_rows(), self._random_numbers.of_own_rows():
                 yield
         finally:
             for layer, before in zip(layers, losses, strict=True):
-                layer._losses[:] = before
+                keras_layers.recorded_losses(layer)[:] = before
 
     def _forward(self, args: tuple, kwargs: dict) -> Forward:
         """Over this worker's rows."""
         tensors, rebuild = _tensors_of((args, kwargs))
-        layers = self._model._flatten_layers()
-        additions = Additions(layers if self._gradients.share is None else [])  # else own_rows.py adds up what all metrics were given
+        layers = keras_layers.all_layers(self._model)
+        additions = Additions(
+            layers if self._gradients.share is None else []
+        )  # else own_rows.py adds up what all metrics were given
 
         def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list, list]:
             args, kwargs = rebuild(tensors)
             with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), additions.collected():
                 outputs = self._call(*args, **kwargs)
-            return outputs, recorded(layers), [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)], additions.values
+            return (
+                outputs,
+                recorded(layers),
+                [mask_of(output) for output in keras.tree.flatten(outputs)],
+                additions.values,
+            )
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         find_shared = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
@@ -121,8 +144,8 @@ class SpreadCall:
             outputs, losses, masks, additions.values = tf.function(forward, jit_compile=True, autograph=False)(tensors)
             for output, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
                 if mask is not None:
-                    output._keras_mask = mask
-        additions.add(self._runtime, self._runtime.rows_count)
+                    carry_mask(output, mask)
+        additions.add(self._runtime, batch_norm.row_weight())
         with self.alone():
             scales = self.scales.of(list(losses), args, kwargs, lambda x: self.of_the_batch(((x,), {})))
         return Forward(outputs, list(losses.values()), scales)
@@ -133,6 +156,7 @@ class SpreadCall:
 
     def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], dict]:
         """What finds the shared lookups of a forward pass when it is asked, as that takes another trace."""
+
         def forward(tensors: list[tf.Tensor]) -> Any:
             args, kwargs = rebuild(tensors)
             return self._call(*args, **kwargs)
@@ -145,10 +169,12 @@ class SpreadCall:
         return find
 
     def _compiles(self, kwargs: dict) -> bool:
-        """XLA compiles the pass over the own rows; but not collectives inside it. (And not lookups that do not depend on the batch,
-        which cannot be told from others any more when their gradients come out of it.)"""
+        """XLA compiles the pass over the own rows; but not collectives inside it. (And not lookups that do not depend
+        on the batch, which cannot be told from others any more when their gradients come out of it.)"""
         model = self._model
-        inside = kwargs.get("training") and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers())
+        inside = kwargs.get("training") and any(
+            isinstance(layer, keras.layers.BatchNormalization) for layer in keras_layers.all_layers(model)
+        )
         return bool(model.jit_compile) and not inside and not tf.executing_eagerly()
 
 

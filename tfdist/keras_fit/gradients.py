@@ -1,9 +1,9 @@
 """Gradients over all workers: what `tf.GradientTape.gradient` returns while a model is spread.
 
-Outside of the forward pass over own rows every worker computes the same numbers, and differentiates the same loss L. What
-its tape then finds for a weight is a part of dL: what its own rows contribute, and what L takes from the weight directly.
-Here these parts are added up, so that a train_step or loop holds the gradients that it would hold in one process: it may
-clip them, look at their norm, differentiate them once more, or apply them with any optimizer.
+Outside of the forward pass over own rows every worker computes the same numbers, and differentiates the same loss L.
+What its tape then finds for a weight is a part of dL: what its own rows contribute, and what L takes from the weight
+directly. Here these parts are added up, so that a train_step or loop holds the gradients that it would hold in one
+process: it may clip them, look at their norm, differentiate them once more, or apply them with any optimizer.
 
 The arithmetic. Let L be the mean of the workers' L_r, all equal. Then
     tape.gradient begins with 1/R, R workers
@@ -29,8 +29,8 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import Lookup, lookups
-from tfdist.keras_fit.replaced import Once, replaced
 from tfdist.keras_fit.rows import every_row, total
+from tfdist.keras_fit.temporary_attributes import Once, replaced
 from tfdist.runtime.sockets import Sockets
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 class Gradients:
     """One for all models that are spread over the workers of a runtime.
 
-    Attributes: installed, a context in which tf.GradientTape takes gradients over all workers; share, the weight of this worker's loss
-    in the mean while a step sees own rows only (own_rows.py), else None; taken, how often gradients with respect to weights
-    have been taken; calls, those of all models (forward.py).
+    Attributes: installed, a context in which tf.GradientTape takes gradients over all workers; share, the weight of
+    this worker's loss in the mean while a step sees own rows only (own_rows.py), else None; taken, how often gradients
+    with respect to weights have been taken; calls, those of all models (forward.py).
     """
 
     def __init__(self, runtime: Sockets):
@@ -68,7 +68,9 @@ class Gradients:
 
     @contextlib.contextmanager
     def of_own_rows(self) -> Iterator[None]:
-        """A forward pass over own rows is traced inside: a tape there belongs to it, and gradients are those of its rows."""
+        """A forward pass over own rows is traced inside: a tape there belongs to it, and gradients are those of its
+        rows.
+        """
         self._own += 1
         self._thread = threading.get_ident()  # others may prepare data meanwhile
         try:
@@ -76,40 +78,71 @@ class Gradients:
         finally:
             self._own -= 1
 
-    def _gradient(self, original: Callable, tape: tf.GradientTape, target: Any, sources: Any, output_gradients: Any = None,
-                  unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE) -> Any:
+    def _gradient(
+        self,
+        original: Callable,
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+    ) -> Any:
         if self.are_of_own_rows or _asked_by_tensorflow():
             return original(tape, target, sources, output_gradients, unconnected_gradients)
         share = 1.0 / self._runtime.size if self.share is None else self.share
         targets = tf.nest.flatten(target)
         given = [None] * len(targets) if output_gradients is None else tf.nest.flatten(output_gradients)
         seeds = [_seed(one, gradient, share) for one, gradient in zip(targets, given, strict=True)]
-        found = tf.nest.flatten(original(tape, target, sources, tf.nest.pack_sequence_as(target, seeds), unconnected_gradients))
+        found = tf.nest.flatten(
+            original(tape, target, sources, tf.nest.pack_sequence_as(target, seeds), unconnected_gradients)
+        )
         flat = tf.nest.flatten(sources)
         weights = [index for index, source in enumerate(flat) if _is_variable(source) and found[index] is not None]
         self.taken += bool(weights)
         for index, gradient in enumerate(found):
             if gradient is not None and index not in set(weights):
                 found[index] = _times(gradient, 1.0 / share)
-        for index, gradient in zip(weights, self._summed([found[index] for index in weights], [flat[index] for index in weights]), strict=True):
+        for index, gradient in zip(
+            weights, self._summed([found[index] for index in weights], [flat[index] for index in weights]), strict=True
+        ):
             found[index] = gradient
         return tf.nest.pack_sequence_as(sources, found)
 
-    def _jacobian(self, original: Callable, tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def _jacobian(
+        self, original: Callable, tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not self.are_of_own_rows and any(map(_is_variable, tf.nest.flatten(sources))):
-            raise ConfigError("tape.jacobian with respect to weights cannot be spread over workers: take tape.gradient of each element, or train in one process.")
+            raise ConfigError(
+                "tape.jacobian with respect to weights cannot be spread over workers: take tape.gradient of each"
+                " element, or train in one process."
+            )
         return original(tape, target, sources, *args, **kwargs)
 
-    def _summed(self, gradients: list[tf.Tensor | tf.IndexedSlices], variables: list) -> list[tf.Tensor | tf.IndexedSlices]:
-        """The sum over workers of each gradient. Rows of a table stay rows, those that one process would have (lookups.py)."""
-        parts_of = [self._lookups(gradient, variable) if isinstance(gradient, tf.IndexedSlices) else [] for gradient, variable in zip(gradients, variables, strict=True)]
+    def _summed(
+        self, gradients: list[tf.Tensor | tf.IndexedSlices], variables: list
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """The sum over workers of each gradient.
+
+        Rows of a table stay rows, those that one process would have (lookups.py).
+        """
+        parts_of = [
+            self._lookups(gradient, variable) if isinstance(gradient, tf.IndexedSlices) else []
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
         dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
         shared = [lookup.values for parts in parts_of for lookup in parts if not lookup.is_own]
         sums = iter(total(self._runtime, [*dense, *shared]))
         summed = [next(sums) if isinstance(gradient, tf.Tensor) else None for gradient in gradients]
         for index, (gradient, parts) in enumerate(zip(gradients, parts_of, strict=True)):
             if parts:
-                rows = [every_row(self._runtime, [lookup.values, lookup.numbers]) if lookup.is_own else [next(sums), lookup.numbers] for lookup in parts]
+                rows = [
+                    (
+                        every_row(self._runtime, [lookup.values, lookup.numbers])
+                        if lookup.is_own
+                        else [next(sums), lookup.numbers]
+                    )
+                    for lookup in parts
+                ]
                 values, numbers = (tf.concat(one, 0) if len(one) > 1 else one[0] for one in zip(*rows, strict=True))
                 summed[index] = tf.IndexedSlices(values, numbers, gradient.dense_shape)
         return summed
@@ -121,14 +154,19 @@ class Gradients:
         for call in self.calls:
             name = call.shared_lookups().get(id(table.handle))
             if name:
-                raise ConfigError(f"The model looks up rows of {table.name} whatever the batch is ({name}), as for positions, and its gradient is taken where tfdist cannot "
-                                  "tell these rows from those of the batch: without run_eagerly=True, and in the same tf.function as the model's call, it can.")
+                raise ConfigError(
+                    f"The model looks up rows of {table.name} whatever the batch is ({name}), as for positions, and its"
+                    " gradient is taken where tfdist cannot tell these rows from those of the batch: without"
+                    " run_eagerly=True, and in the same tf.function as the model's call, it can."
+                )
         return [Lookup(gradient.values, gradient.indices, is_own=True)]
 
 
 def _seed(target: Any, given: tf.Tensor | None, share: float | tf.Tensor) -> tf.Tensor | None:
     if not isinstance(target, tf.Tensor):
-        raise ConfigError(f"tape.gradient of {type(target).__name__} cannot be spread over workers: differentiate a tensor.")
+        raise ConfigError(
+            f"tape.gradient of {type(target).__name__} cannot be spread over workers: differentiate a tensor."
+        )
     if not (target.dtype.is_floating or target.dtype.is_complex):
         return given
     return (tf.ones_like(target) if given is None else tf.convert_to_tensor(given)) * tf.cast(share, target.dtype)

@@ -1,13 +1,14 @@
 """Which rows of a table a batch looked up, and which a model looks up whatever the batch (positions, classes).
 
-The gradient of a table is a list of rows, one for each that was looked up. Optimizers see the difference between a row that
-is there twice and one that is there once with the sum (Adam squares each, a norm adds up the squares). So workers must
-hold the rows that one process would hold. Those that the batch looked up are there once in the worker that holds that
+The gradient of a table is a list of rows, one for each that was looked up. Optimizers see the difference between a row
+that is there twice and one that is there once with the sum (Adam squares each, a norm adds up the squares). So workers
+must hold the rows that one process would hold. Those that the batch looked up are there once in the worker that holds
+that
 part of the batch: together all workers have them. But those that are looked up whatever the batch are there on each
 worker, with a part of their gradient: these parts must be added up.
 
-Which are which is read from the graph: whether the numbers of the rows descend from the own rows of the batch, from their
-count, or from random numbers of the worker.
+Which are which is read from the graph: whether the numbers of the rows descend from the own rows of the batch, from
+their count, or from random numbers of the worker.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-_READS = ("VarHandleOp", "ReadVariableOp", "ResourceGather", "ResourceGatherNd")  # of variables: the same on all workers
+_READS = (
+    "VarHandleOp",
+    "ReadVariableOp",
+    "ResourceGather",
+    "ResourceGatherNd",
+)  # of variables: the same on all workers
 _LOOKUPS = ("GatherV2", "ResourceGather")
 _own: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()  # names of operations
 
@@ -63,12 +69,16 @@ class Lookup:
 
 
 def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
-    """Those of which the gradient consists; None if that cannot be seen, as outside of a graph or where it comes out of a
-    function in it."""
+    """Those of which the gradient consists; None if that cannot be seen, as outside of a graph or where it comes out of
+    a function in it."""
     if not hasattr(slices.indices, "graph"):
         return None
     numbers = list(_parts(slices.indices))
-    if any("PartitionedCall" in part.op.type or part.op.type in ("Placeholder", "While", "StatelessWhile", "If", "StatelessIf") for part in numbers):
+    if any(
+        "PartitionedCall" in part.op.type
+        or part.op.type in ("Placeholder", "While", "StatelessWhile", "If", "StatelessIf")
+        for part in numbers
+    ):
         return None
     sizes = [tf.size(part) for part in numbers]
     values = tf.split(slices.values, sizes) if len(sizes) > 1 else [slices.values]
@@ -91,12 +101,20 @@ def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
 def shared_in(function: Callable, arguments: list[tf.TensorSpec]) -> dict[int, str]:
     """The lookups in `function` that do not depend on its arguments, which are of this worker's rows: id of the table's
     handle -> name. The function is traced, and not run."""
+
     def trace(*arguments: tf.Tensor) -> list:
         outputs = tf.nest.flatten(function([mark(argument) for argument in arguments]))
         return [output for output in outputs if isinstance(output, tf.Tensor)]
 
     operations = tf.function(trace, autograph=False).get_concrete_function(*arguments).graph.get_operations()
-    found = [op for op in operations if op.type in _LOOKUPS and op.outputs[0].dtype.is_floating and not is_own(op.inputs[1]) and not is_own(op.inputs[0])]
+    found = [
+        op
+        for op in operations
+        if op.type in _LOOKUPS
+        and op.outputs[0].dtype.is_floating
+        and not is_own(op.inputs[1])
+        and not is_own(op.inputs[0])
+    ]
     return {id(handle): op.name for op in found for handle in _handles(op.inputs[0])}
 
 

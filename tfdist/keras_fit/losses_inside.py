@@ -1,4 +1,6 @@
-"""Losses that a model adds in its forward pass over own rows: whether each is a mean or a sum over rows, found out by trying."""
+"""Losses that a model adds in its forward pass over own rows: whether each is a mean or a sum over rows, found out by
+trying.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.added_losses import added_losses
@@ -19,7 +22,11 @@ _UNKNOWN_DIM = 4
 
 def recorded(layers: Sequence[keras.Layer]) -> dict[Key, tf.Tensor]:
     """The losses that are there after a forward pass."""
-    return {(number, place): loss for number, layer in enumerate(layers) for place, loss in enumerate(layer._losses)}
+    return {
+        (number, place): loss
+        for number, layer in enumerate(layers)
+        for place, loss in enumerate(keras_layers.recorded_losses(layer))
+    }
 
 
 class Scales:
@@ -33,37 +40,62 @@ class Scales:
         self._known: dict[Key, str] = {}
         self.example: Any = None
 
-    def of(self, keys: Sequence[Key], args: tuple, kwargs: dict, of_the_batch: Callable[[Any], list[bool]]) -> list[str]:
-        """MEAN or SUM for each loss that a call with these arguments has recorded. Raises ConfigError where it is neither."""
+    def of(
+        self, keys: Sequence[Key], args: tuple, kwargs: dict, of_the_batch: Callable[[Any], list[bool]]
+    ) -> list[str]:
+        """MEAN or SUM for each loss that a call with these arguments has recorded.
+
+        Raises ConfigError where it is neither.
+        """
         if any(key not in self._known for key in keys):
             self._try(args, kwargs, of_the_batch)
         for number, place in keys:
             if (number, place) not in self._known:
-                raise ConfigError(f"The loss number {place + 1} that layer {self._model._flatten_layers()[number].name} adds is not always there, "
-                                  "so that nothing tells whether it is a mean or a sum over rows: add it in every call, or train in one process.")
+                layer = keras_layers.all_layers(self._model)[number]
+                raise ConfigError(
+                    f"The loss number {place + 1} that layer {layer.name} adds is not"
+                    " always there, so that nothing tells whether it is a mean or a sum over rows: add it in every"
+                    " call, or train in one process."
+                )
         return [self._known[key] for key in keys]
 
     def _try(self, args: tuple, kwargs: dict, of_the_batch: Callable[[Any], list[bool]]) -> None:
         if len(args) != 1 or any(isinstance(leaf, tf.Tensor) for name, leaf in kwargs.items() if name != "training"):
-            raise ConfigError(f"{type(self._model).__name__} adds losses in its call and is called with several arguments, so that tfdist cannot find out whether they are means "
-                              "or sums over rows: give it one structure of tensors, or add the losses in compute_loss.")
+            raise ConfigError(
+                f"{type(self._model).__name__} adds losses in its call and is called with several arguments, so that"
+                " tfdist cannot find out whether they are means or sums over rows: give it one structure of tensors,"
+                " or add the losses in compute_loss."
+            )
         with tf.init_scope():
             x = self._example(args[0])
             cut = of_the_batch(x)
 
             def take(x: Any, rows: Sequence[int]) -> Any:
                 flags = iter(cut)
-                return keras.tree.map_structure(lambda leaf: tf.gather(leaf, list(rows)) if leaf.shape.rank and next(flags) else leaf, x)
+                return keras.tree.map_structure(
+                    lambda leaf: tf.gather(leaf, list(rows)) if leaf.shape.rank and next(flags) else leaf, x
+                )
 
-            count = next(leaf.shape[0] for leaf, is_cut in zip((leaf for leaf in keras.tree.flatten(x) if leaf.shape.rank), cut, strict=True) if is_cut)
+            count = next(
+                leaf.shape[0]
+                for leaf, is_cut in zip((leaf for leaf in keras.tree.flatten(x) if leaf.shape.rank), cut, strict=True)
+                if is_cut
+            )
             try:
-                layers = self._model._flatten_layers()
-                found: Any = [[layers.index(one.layer), one.place, one.scales] for one in added_losses(self._model, x, take, count)]
+                layers = keras_layers.all_layers(self._model)
+                found: Any = [
+                    [layers.index(one.layer), one.place, one.scales]
+                    for one in added_losses(self._model, x, take, count)
+                ]
             except ConfigError as error:
                 found = str(error)
             except Exception as error:  # noqa: BLE001 - a model that takes batches of one size only, for example
-                found = (f"{type(self._model).__name__} adds losses in its call, and tfdist could not try it on a few rows to find out whether they are means or sums over rows "
-                         f"({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}): add the losses in compute_loss, or train in one process.")
+                found = (
+                    f"{type(self._model).__name__} adds losses in its call, and tfdist could not try it on a few rows"
+                    f" to find out whether they are means or sums over rows ({type(error).__name__}:"
+                    f" {(str(error).strip().splitlines() or [''])[0][:200]}): add the losses in compute_loss, or train"
+                    " in one process."
+                )
             found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random
         if isinstance(found, str):
             raise ConfigError(found)
@@ -73,8 +105,10 @@ class Scales:
         if all(hasattr(leaf, "numpy") for leaf in keras.tree.flatten(x)):
             return x
         given, wanted = keras.tree.flatten(self.example), keras.tree.flatten(x)
-        if len(given) == len(wanted) and all(isinstance(one, tf.Tensor) and one.dtype == leaf.dtype and leaf.shape.is_compatible_with(one.shape)
-                                             for one, leaf in zip(given, wanted, strict=True)):
+        if len(given) == len(wanted) and all(
+            isinstance(one, tf.Tensor) and one.dtype == leaf.dtype and leaf.shape.is_compatible_with(one.shape)
+            for one, leaf in zip(given, wanted, strict=True)
+        ):
             return keras.tree.pack_sequence_as(x, given)
         return keras.tree.map_structure(_made_up, x)
 

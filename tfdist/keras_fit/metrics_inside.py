@@ -1,7 +1,7 @@
 """Keras metrics that a model updates inside its forward pass, where it sees this worker's rows only.
 
-What an update adds to a metric is taken from it again, and leaves the forward pass as one of its outputs; then all workers
-add the sum of what they have found.
+What an update adds to a metric is taken from it again, and leaves the forward pass as one of its outputs; then all
+workers add the sum of what they have found.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows
-from tfdist.keras_fit.replaced import replaced
+from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime.sockets import Sockets
 
 
 class Additions:
     """What the metrics of some layers are given in a forward pass.
 
-    Attributes: values, one tensor for each variable of a metric and each update; they may be replaced by others that come
-    out of a compiled function.
+    Attributes: values, one tensor for each variable of a metric and each update; they may be replaced by others that
+    come out of a compiled function.
     """
 
     def __init__(self, layers: list[keras.Layer]):
-        self._metrics = [metric for layer in layers for metric in layer._metrics]
+        self._metrics = [metric for layer in layers for metric in keras_layers.own_metrics(layer)]
         self._variables: list[tf.Variable] = []
         self.values: list[tf.Tensor] = []
 
@@ -59,15 +60,25 @@ class Additions:
     def add(self, runtime: Sockets, weight: tf.Tensor) -> None:
         """`weight`: 0 where the rows of this worker are only there to have any, else 1."""
         if self.values:
-            for variable, total in zip(self._variables, runtime.all_reduce([value * tf.cast(weight, value.dtype) for value in self.values]), strict=True):
+            for variable, total in zip(
+                self._variables,
+                runtime.all_reduce([value * tf.cast(weight, value.dtype) for value in self.values]),
+                strict=True,
+            ):
                 variable.assign_add(total)
 
 
 def _refuse(metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> None:
     tensors = [leaf for leaf in keras.tree.flatten((args, kwargs)) if leaf is not None]
-    if not (type(metric) in (keras.metrics.Mean, keras.metrics.Sum) or own_rows._is_a_sum(metric)):
-        raise ConfigError(f"The metric {metric.name} is updated inside the model's call, where each worker has some of the rows, and {type(metric).__name__} is not known to "
-                          "be a sum over rows: update it in train_step or compute_loss, or use a metric of keras.metrics.")
+    if not (type(metric) in (keras.metrics.Mean, keras.metrics.Sum) or own_rows.is_a_sum(metric)):
+        raise ConfigError(
+            f"The metric {metric.name} is updated inside the model's call, where each worker has some of the rows, and"
+            f" {type(metric).__name__} is not known to be a sum over rows: update it in train_step or compute_loss, or"
+            " use a metric of keras.metrics."
+        )
     if any(len(getattr(leaf, "shape", ())) == 0 for leaf in tensors[:1]):
-        raise ConfigError(f"The metric {metric.name} is updated inside the model's call with a single number, which may be a mean or a sum over the rows that a worker has: "
-                          "give it one value for each row, or update it in train_step or compute_loss.")
+        raise ConfigError(
+            f"The metric {metric.name} is updated inside the model's call with a single number, which may be a mean or"
+            " a sum over the rows that a worker has: give it one value for each row, or update it in train_step or"
+            " compute_loss."
+        )

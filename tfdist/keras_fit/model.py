@@ -3,8 +3,9 @@
 Three things are replaced for that time, and put back afterwards:
   model.call                    takes the global batch, computes this worker's rows, returns all rows (forward.py)
   tf.GradientTape.gradient      returns the gradients over the rows of all workers (gradients.py); what follows (clipping,
-                                loss scale, accumulation, averages of weights) is Keras' own, on the same values everywhere
-  BatchNormalization._moments   over the rows of all workers
+                                loss scale, accumulation, averages of weights) is Keras' own, on the same values
+                                everywhere
+  the moments of BatchNormalization   are over the rows of all workers
 Loss and metrics are computed by every worker from all rows, so they mean what they mean in one process, whatever their
 formula, and are the same everywhere. `train_step`, `test_step` and `compute_loss` stay as they are, overridden or not.
 """
@@ -20,14 +21,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_batch_norm, keras_layers, keras_trainer
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows, variables
 from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.forward import SpreadCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
-from tfdist.keras_fit.replaced import replaced
 from tfdist.keras_fit.rows import Part
+from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.optimizer import updates_rows
@@ -65,7 +67,10 @@ class DistributedModel:
 
     @contextlib.contextmanager
     def installed(self, training: bool, optimizer: keras.Optimizer | None = None) -> Iterator[None]:
-        """The replacements are in place inside; all workers hold the chief's variables. `optimizer`: the model's own if not given."""
+        """The replacements are in place inside; all workers hold the chief's variables.
+
+        `optimizer`: the model's own if not given.
+        """
         model = self._model
         self._optimizer = optimizer = optimizer or model.optimizer
         self._batches = {kind: Batches(self._runtime) for kind in _LOOPS}
@@ -78,9 +83,9 @@ class DistributedModel:
             stack.enter_context(self._random_numbers.installed())
             if optimizer is not None:
                 stack.enter_context(rows_are_added_once(optimizer))
-            for layer in model._flatten_layers():
+            for layer in keras_layers.all_layers(model):
                 if isinstance(layer, keras.layers.BatchNormalization):
-                    stack.enter_context(replaced(layer, "_moments", self._moments_of(layer)))
+                    stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
             for kind, name in _LOOPS.items():
                 stack.enter_context(replaced(model, name, self._function(kind)))
             yield
@@ -88,14 +93,21 @@ class DistributedModel:
             self.take_the_chiefs_variables()
 
     def _moments_of(self, layer: keras.layers.BatchNormalization) -> Callable:
-        return lambda inputs, mask: batch_norm.moments(self._runtime, inputs, layer._reduction_axes, mask=mask)
+        return lambda inputs, mask: batch_norm.moments(
+            self._runtime, inputs, keras_batch_norm.reduction_axes(layer), mask=mask
+        )
 
     # -- Keras' step functions -------------------------------------------------------------------------------------
 
     def _function(self, kind: str) -> Callable:
         """Keras' train_function, test_function or predict_function; traced again when the model was compiled again."""
         model = self._model
-        holds = (model._compile_config if model.compiled else None, model.run_eagerly, bool(model.jit_compile), *model.trainable_variables)
+        holds = (
+            keras_trainer.compile_identity(model),
+            model.run_eagerly,
+            bool(model.jit_compile),
+            *model.trainable_variables,
+        )
         known, function = self._functions.get(kind, ((), None))
         if function is None or len(known) != len(holds) or any(a is not b for a, b in zip(known, holds, strict=True)):
             self._own_rows.pop(kind, None)
@@ -120,8 +132,11 @@ class DistributedModel:
                 self._own_rows[kind] = self._chooses_own_rows(kind, batch)
             if spec is not None and spec not in known and not self._model.run_eagerly:
                 known.append(spec)
-                # Traced as Keras traces it, with the batch dim unknown if it varies: some of its numbers depend on that.
-                one_step.get_concrete_function(keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec))
+                # Traced as Keras traces it, with the batch dim unknown if it varies: some of its numbers depend on
+                # that.
+                one_step.get_concrete_function(
+                    keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec)
+                )
             return one_step(batch)
 
         def over_iterator(iterator: Iterator) -> Any:
@@ -148,11 +163,18 @@ class DistributedModel:
         logs = self._model.train_step(batch)
         if self._call.calls == calls or (self._gradients.taken == taken and self._model.trainable_variables):
             missing = "calls the model itself" if self._call.calls == calls else "takes a gradient with tf.GradientTape"
-            raise ConfigError(f"The train_step of {type(self._model).__name__} never {missing}, so its work cannot be spread: let it use self(x) and tape.gradient, or train it in one process.")
+            raise ConfigError(
+                f"The train_step of {type(self._model).__name__} never {missing}, so its work cannot be spread: let it"
+                " use self(x) and tape.gradient, or train it in one process."
+            )
         return logs
 
     def _test_step(self, batch: Any) -> Any:
-        return self._step_of_own_rows(self._model.test_step, batch) if self._own_rows["test"] else self._model.test_step(batch)
+        return (
+            self._step_of_own_rows(self._model.test_step, batch)
+            if self._own_rows["test"]
+            else self._model.test_step(batch)
+        )
 
     def _step_of_own_rows(self, one_step: Callable, batch: Any) -> Any:
         part = Part(self._runtime, keras.utils.unpack_x_y_sample_weight(batch)[0])
@@ -168,14 +190,16 @@ class DistributedModel:
     # -- the same variables everywhere -----------------------------------------------------------------------------
 
     def _prepare(self, batch: Any) -> None:
-        """Before the first step: builds what Keras would build inside it, where the workers could not agree any more."""
+        """Before the first step: builds what Keras would build inside it, where the workers could not agree any
+        more.
+        """
         if self._ready:
             return
         with self._call.alone():
             if self._training or self._model.compiled:
-                self._model._symbolic_build(data_batch=batch)
+                keras_trainer.build_for(self._model, batch)
             else:
-                keras.src.backend.compute_output_spec(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+                keras_trainer.build_for_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         self._start()
         self._ready = True  # a layer that is never used is never built
 
@@ -183,18 +207,29 @@ class DistributedModel:
         if self._model.run_eagerly:
             return False
         with self._call.alone():
-            chosen = own_rows.suits(self._model, batch) and all(self._call.of_the_batch(((keras.utils.unpack_x_y_sample_weight(batch)[0],), {})))
+            chosen = own_rows.suits(self._model, batch) and all(
+                self._call.of_the_batch(((keras.utils.unpack_x_y_sample_weight(batch)[0],), {}))
+            )
         if chosen and self._runtime.rank == 0:
-            print(f"tfdist: {kind}: the outputs of a batch are more than {own_rows.LARGEST >> 20} MiB, so each worker computes loss and metrics of its own rows, and sums are reduced.", file=sys.stderr, flush=True)
+            print(
+                f"tfdist: {kind}: the outputs of a batch are more than {own_rows.LARGEST >> 20} MiB, so each worker"
+                " computes loss and metrics of its own rows, and sums are reduced.",
+                file=sys.stderr,
+                flush=True,
+            )
         return chosen
 
     def _start(self) -> None:
         model = self._model
-        self._ready = all(layer.built for layer in model._flatten_layers())
+        self._ready = all(layer.built for layer in keras_layers.all_layers(model))
         if self._ready and self._optimizer is not None and not self._optimizer.built:
             self._optimizer.build(model.trainable_variables)
         self.take_the_chiefs_variables()
-        self._random_numbers.hold_the_chiefs(generator for layer in model._flatten_layers() for generator in layer._seed_generators)
+        self._random_numbers.hold_the_chiefs(
+            generator
+            for layer in keras_layers.all_layers(model)
+            for generator in keras_layers.own_seed_generators(layer)
+        )
 
     def take_the_chiefs_variables(self) -> None:
         """Every worker holds the chief's bits."""
@@ -207,8 +242,9 @@ class DistributedModel:
 
 
 def rows_are_added_once(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager:
-    """An optimizer that updates only the rows of a table that were looked up adds up their duplicates first, in one order, or
-    the workers would drift apart. As the last thing: clipping before it sees the duplicates, as in plain Keras."""
+    """An optimizer that updates only the rows of a table that were looked up adds up their duplicates first, in one
+    order, or the workers would drift apart. As the last thing: clipping before it sees the duplicates, as in plain
+    Keras."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not updates_rows(inner):
         return contextlib.nullcontext()

@@ -1,11 +1,12 @@
-"""The other way to spread a step, for outputs too large to pass around (logits of a language model, dense segmentation).
+"""The other way to spread a step, for outputs too large to pass around (logits of a language model, dense
+segmentation).
 
 Each worker computes loss and metrics of its own rows only. With n_r of n rows on worker r,
     loss = sum_r n_r / n * loss_r            gradients alike
     state of a metric = before + sum_r (what the rows of r add to a state of zeros)
 which is what one process computes if the loss is a mean over rows of equal weight and the state of every metric is a
-sum. It is known of the losses and metrics that are listed here; for all others all rows are gathered (rows.py), whatever
-they cost.
+sum. It is known of the losses and metrics that are listed here; for all others all rows are gathered (rows.py),
+whatever they cost.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras import losses, metrics
-from keras.src.losses.losses import LossFunctionWrapper  # what Keras makes of a function; it has no public name
 
+from tfdist.compat import keras_trainer
+from tfdist.compat.keras_tensors import mask_of
+from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.rows import Part
+from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 
 LARGEST = 16 * 2**20  # bytes of outputs of one global batch that are passed between workers
@@ -26,35 +30,73 @@ LARGEST = 16 * 2**20  # bytes of outputs of one global batch that are passed bet
 # Functions of Keras that give a value for each row, from that row alone. Not: dice, tversky and circle, which look at
 # all rows together; hinge and squared_hinge, which first ask whether all labels of the batch are 0 or 1; ctc.
 _OF_EACH_ROW = [
-    losses.mean_squared_error, losses.mean_absolute_error, losses.mean_absolute_percentage_error, losses.log_cosh,
-    losses.mean_squared_logarithmic_error, losses.cosine_similarity, losses.huber, losses.kl_divergence, losses.poisson,
-    losses.categorical_hinge, losses.binary_crossentropy, losses.binary_focal_crossentropy,
-    losses.categorical_crossentropy, losses.categorical_focal_crossentropy, losses.sparse_categorical_crossentropy,
-    losses.categorical_generalized_cross_entropy, metrics.binary_accuracy, metrics.categorical_accuracy,
-    metrics.sparse_categorical_accuracy, metrics.top_k_categorical_accuracy, metrics.sparse_top_k_categorical_accuracy]
+    losses.mean_squared_error,
+    losses.mean_absolute_error,
+    losses.mean_absolute_percentage_error,
+    losses.log_cosh,
+    losses.mean_squared_logarithmic_error,
+    losses.cosine_similarity,
+    losses.huber,
+    losses.kl_divergence,
+    losses.poisson,
+    losses.categorical_hinge,
+    losses.binary_crossentropy,
+    losses.binary_focal_crossentropy,
+    losses.categorical_crossentropy,
+    losses.categorical_focal_crossentropy,
+    losses.sparse_categorical_crossentropy,
+    losses.categorical_generalized_cross_entropy,
+    metrics.binary_accuracy,
+    metrics.categorical_accuracy,
+    metrics.sparse_categorical_accuracy,
+    metrics.top_k_categorical_accuracy,
+    metrics.sparse_top_k_categorical_accuracy,
+]
 # Metrics whose state is a sum over rows. Of the kinds of Mean, whose sum is right only if the values are one a row,
-# those that are made of a function above are added by `_is_a_sum`.
+# those that are made of a function above are added by `is_a_sum`.
 _SUMS = [
-    metrics.RootMeanSquaredError, metrics.R2Score, metrics.TruePositives, metrics.TrueNegatives, metrics.FalsePositives,
-    metrics.FalseNegatives, metrics.Precision, metrics.Recall, metrics.AUC, metrics.SensitivityAtSpecificity,
-    metrics.SpecificityAtSensitivity, metrics.PrecisionAtRecall, metrics.RecallAtPrecision, metrics.FBetaScore,
-    metrics.F1Score, metrics.IoU, metrics.BinaryIoU, metrics.MeanIoU, metrics.OneHotIoU, metrics.OneHotMeanIoU]
+    metrics.RootMeanSquaredError,
+    metrics.R2Score,
+    metrics.TruePositives,
+    metrics.TrueNegatives,
+    metrics.FalsePositives,
+    metrics.FalseNegatives,
+    metrics.Precision,
+    metrics.Recall,
+    metrics.AUC,
+    metrics.SensitivityAtSpecificity,
+    metrics.SpecificityAtSensitivity,
+    metrics.PrecisionAtRecall,
+    metrics.RecallAtPrecision,
+    metrics.FBetaScore,
+    metrics.F1Score,
+    metrics.IoU,
+    metrics.BinaryIoU,
+    metrics.MeanIoU,
+    metrics.OneHotIoU,
+    metrics.OneHotMeanIoU,
+]
 
 
 def suits(model: keras.Model, batch: Any) -> bool:
     """Whether the outputs are large and own rows will do. The model is built."""
-    model._symbolic_build(data_batch=batch)  # the compiled losses and metrics, too
+    keras_trainer.build_for(model, batch)  # the compiled losses and metrics, too
     x = keras.utils.unpack_x_y_sample_weight(batch)[0]
-    standard = all(getattr(type(model), name) is getattr(keras.Model, name) for name in ("train_step", "test_step", "compute_loss", "compute_metrics"))
+    standard = all(
+        getattr(type(model), name) is getattr(keras.Model, name)
+        for name in ("train_step", "test_step", "compute_loss", "compute_metrics")
+    )
     if not (standard and _has_equal_rows(batch) and _loss_is_a_mean(model) and _metrics_are_sums(model)):
         return False
 
     def outputs(x: Any) -> tuple[list, list]:
         flat = keras.tree.flatten(model(x, training=False))
-        return flat, [output for output in flat if getattr(output, "_keras_mask", None) is not None]
+        return flat, [output for output in flat if mask_of(output) is not None]
 
     flat, masked = tf.function(outputs, autograph=False).get_concrete_function(x).structured_outputs
-    size = sum(output.shape.num_elements() * output.dtype.size if output.shape.is_fully_defined() else 0 for output in flat)
+    size = sum(
+        output.shape.num_elements() * output.dtype.size if output.shape.is_fully_defined() else 0 for output in flat
+    )
     return len(flat) == 1 and not masked and size > LARGEST
 
 
@@ -64,53 +106,55 @@ def _has_equal_rows(batch: Any) -> bool:
 
 
 def _loss_is_a_mean(model: keras.Model) -> bool:
-    """Whether the compiled loss is a mean over rows of equal weight (a sample weight multiplies, and divides nothing)."""
-    compiled = model._compile_loss
-    return compiled is None or all(
-        loss is None or (_is_of_keras(loss, losses) and loss.reduction in ("sum_over_batch_size", "mean") and _is_of_each_row(loss, "fn"))
-        for _, loss, _, _ in compiled._flat_losses or [])
+    """Whether the compiled loss is a mean over rows of equal weight (a sample weight multiplies, and divides
+    nothing).
+    """
+    return all(
+        loss is None
+        or (_is_of_keras(loss, losses) and loss.reduction in ("sum_over_batch_size", "mean") and _is_of_each_row(loss))
+        for loss in keras_trainer.compiled_losses(model)
+    )
 
 
 def _metrics_are_sums(model: keras.Model) -> bool:
-    compiled = model._compile_metrics
-    known = [] if compiled is None else compiled.metrics
     # Keras updates the mean of the losses itself, with the rows as the weight. Other metrics of a model are updated
     # somewhere in it, who knows with what.
-    return all(any(metric is other for other in (model._loss_tracker, compiled, *known)) for metric in model.metrics) and all(map(_is_a_sum, known))
+    return not keras_trainer.has_metrics_of_its_own(model) and all(map(is_a_sum, keras_trainer.compiled_metrics(model)))
 
 
-def _is_a_sum(metric: keras.metrics.Metric) -> bool:
+def is_a_sum(metric: keras.metrics.Metric) -> bool:
     """Whether the state is a sum over rows that begins at zero."""
     if getattr(metric, "axis", -1) != -1:
         return False
     of_a_function = isinstance(metric, metrics.MeanMetricWrapper) and _is_of_keras(metric, metrics)
-    return type(metric) in _SUMS or type(metric) is metrics.Accuracy or (of_a_function and _is_of_each_row(metric, "_fn"))
+    return type(metric) in _SUMS or type(metric) is metrics.Accuracy or (of_a_function and _is_of_each_row(metric))
 
 
 def _is_of_keras(value: Any, module: Any) -> bool:
     """Whether it is of Keras' own class; a class that derives from it may compute anything."""
-    return type(value) in (getattr(module, type(value).__name__, None), LossFunctionWrapper)
+    return type(value) is getattr(module, type(value).__name__, None) or keras_trainer.is_made_of_a_function(value)
 
 
-def _is_of_each_row(wrapper: Any, name: str) -> bool:
-    options = wrapper._fn_kwargs
-    return getattr(wrapper, name, None) in _OF_EACH_ROW and options.get("axis", -1) == -1 and options.get("ignore_class") is None
+def _is_of_each_row(wrapper: Any) -> bool:
+    function, options = keras_trainer.function_and_options(wrapper)
+    return function in _OF_EACH_ROW and options.get("axis", -1) == -1 and options.get("ignore_class") is None
 
 
-def step(runtime: Sockets, model: keras.Model, part: Part, one_step: Callable[[Any], Any], batch: Any) -> dict[str, tf.Tensor]:
-    """The logs of all rows after `one_step`, Keras' train_step or test_step, has seen this worker's rows of the batch."""
+def step(
+    runtime: Sockets, model: keras.Model, part: Part, one_step: Callable[[Any], Any], batch: Any
+) -> dict[str, tf.Tensor]:
+    """The logs of all rows after `one_step`, Keras' train_step or test_step, has seen this worker's rows of the
+    batch.
+    """
     variables = [variable.value for variable in model.metrics_variables]
     before = [tf.identity(variable) for variable in variables]
     for variable in variables:
         variable.assign(tf.zeros_like(variable))
     # Nothing else in a step compares the batches of the workers.
-    with tf.control_dependencies(runtime.gather([tf.zeros([1])], part.ends)):
+    with tf.control_dependencies(runtime.gather([tf.zeros([1])], part.ends, batch_stamp)):
         has_rows = tf.minimum(part.count, 1)
-    runtime.rows_count = tf.cast(has_rows, tf.float32)
-    try:
+    with batch_norm.weighted(tf.cast(has_rows, tf.float32)):
         one_step(part.take(batch))
-    finally:
-        runtime.rows_count = None
     added = runtime.all_reduce([variable * tf.cast(has_rows, variable.dtype) for variable in variables])
     for variable, old, more in zip(variables, before, added, strict=True):
         variable.assign(old + more)

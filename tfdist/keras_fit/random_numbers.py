@@ -1,8 +1,8 @@
 """Random numbers while a model is spread.
 
-Outside of the forward pass every worker computes the same, so it must draw the same. In the forward pass over its own rows
-it must draw others than the other workers for theirs (dropout). So all workers hold the chief's seeds, and advance them
-alike; only what is drawn inside the forward pass follows from a seed that is moved by the rank.
+Outside of the forward pass every worker computes the same, so it must draw the same. In the forward pass over its own
+rows it must draw others than the other workers for theirs (dropout). So all workers hold the chief's seeds, and advance
+them alike; only what is drawn inside the forward pass follows from a seed that is moved by the rank.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state  # not public, like what it holds:
-from keras.src.random import seed_generator  # the generator of all that is drawn without one
-from tensorflow.python.eager import context  # likewise: the seed that tf.random.set_seed has set
+from tensorflow.python.eager import context  # not public: the seed that tf.random.set_seed has set
 
+from tfdist.compat import keras_random
 from tfdist.keras_fit.lookups import mark
-from tfdist.keras_fit.replaced import Once, replaced
+from tfdist.keras_fit.temporary_attributes import Once, replaced
 from tfdist.keras_fit.variables import take_the_chiefs
 from tfdist.runtime.sockets import Sockets
 
@@ -33,7 +32,9 @@ class RandomNumbers:
     def __init__(self, runtime: Sockets):
         self._runtime = runtime
         self._generators: dict[keras.random.SeedGenerator, None] = {}  # that are known to be in the chief's state
-        self._moved = self._lockstep = self._thread = 0  # the thread in which it is so; others may prepare data meanwhile
+        self._moved = self._lockstep = self._thread = (
+            0  # the thread in which it is so; others may prepare data meanwhile
+        )
         self.installed = Once(self._installed)
 
     def hold_the_chiefs(self, generators: Iterable[keras.random.SeedGenerator]) -> None:
@@ -52,7 +53,9 @@ class RandomNumbers:
     @contextlib.contextmanager
     def of_own_rows(self) -> Iterator[None]:
         """What is drawn inside differs between workers, but for rank 0, who draws as in one process."""
-        owner, name = (context.context(), "_seed") if tf.executing_eagerly() else (tf.compat.v1.get_default_graph(), "seed")
+        owner, name = (
+            (context.context(), "_seed") if tf.executing_eagerly() else (tf.compat.v1.get_default_graph(), "seed")
+        )
         seed = getattr(owner, name)
         self._moved = threading.get_ident()
         setattr(owner, name, None if seed is None else self._move(int(seed)))
@@ -65,11 +68,11 @@ class RandomNumbers:
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
         self._agree_on_tensorflows_seed()
-        drawn_without_one = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)  # made when first needed
+        drawn_without_one = keras_random.global_seed_generator()  # made when first needed
         self.hold_the_chiefs([drawn_without_one] if drawn_without_one is not None else [])
         take_the_chiefs(self._runtime, [generator.state for generator in self._generators])
         self._thread = threading.get_ident()
-        draw, make_default_seed = keras.random.SeedGenerator.next, seed_generator.make_default_seed
+        draw, make_default_seed = keras.random.SeedGenerator.next, keras_random.make_default_seed()
 
         def next_seed(generator: keras.random.SeedGenerator, *args: object, **kwargs: object) -> tf.Tensor:
             if self._runs_alike() and generator not in self._generators:
@@ -81,7 +84,10 @@ class RandomNumbers:
             own = make_default_seed()
             return self._of_chief(own) if self._runs_alike() else own
 
-        with replaced(keras.random.SeedGenerator, "next", tf.autograph.experimental.do_not_convert(next_seed)), replaced(seed_generator, "make_default_seed", default_seed):
+        with (
+            replaced(keras.random.SeedGenerator, "next", tf.autograph.experimental.do_not_convert(next_seed)),
+            replaced(keras_random.SEEDS, keras_random.MAKE_DEFAULT_SEED, default_seed),
+        ):
             yield
 
     def _runs_alike(self) -> bool:
@@ -91,7 +97,9 @@ class RandomNumbers:
 
     def _meet(self, generator: keras.random.SeedGenerator) -> None:
         with tf.init_scope():
-            if tf.convert_to_tensor(generator.state.value.is_initialized()):  # else it was made in this trace, from the chief's seed
+            if tf.convert_to_tensor(
+                generator.state.value.is_initialized()
+            ):  # else it was made in this trace, from the chief's seed
                 take_the_chiefs(self._runtime, [generator.state])
         self.hold_the_chiefs([generator])
 
@@ -102,7 +110,10 @@ class RandomNumbers:
         return (seed + self._runtime.rank * _STEP) % 2**31 if self._runtime.rank else seed
 
     def _agree_on_tensorflows_seed(self) -> None:
-        """tf.random.* draws the same on all workers. Where their seeds differ, or there is none, all take one of the chief's."""
+        """tf.random.* draws the same on all workers.
+
+        Where their seeds differ, or there is none, all take one of the chief's.
+        """
         tensorflow = context.context()
         seed = tensorflow._seed
         stamp = 0 if seed is None else zlib.crc32(repr((seed, tensorflow._rng.getstate())).encode())

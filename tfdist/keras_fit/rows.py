@@ -1,10 +1,10 @@
 """A function of a batch, computed by all workers together: each takes its rows, all get all rows back.
 
-Legend. n: rows of the global batch; worker r of R computes rows [r n // R, (r + 1) n // R). A worker whose part is empty
-computes one row that is then dropped, so that no layer sees an empty batch.
+Legend. n: rows of the global batch; worker r of R computes rows [r n // R, (r + 1) n // R). A worker whose part is
+empty computes one row that is then dropped, so that no layer sees an empty batch.
 
-The operations between what every worker holds whole and what it holds of its own are each other's adjoints; gradients.py
-has the arithmetic.
+The operations between what every worker holds whole and what it holds of its own are each other's adjoints;
+gradients.py has the arithmetic.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.lookups import mark
+from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.added_losses import SUM
 
@@ -28,7 +31,8 @@ class Part:
     """The rows of this worker in a batch of n.
 
     Args:
-      inputs: a structure in which all tensors that have rows, or those of them that `of_the_batch` says, hold rows of the batch.
+      inputs: a structure in which all tensors that have rows, or those of them that `of_the_batch` says, hold rows of
+      the batch.
     """
 
     def __init__(self, runtime: Sockets, inputs: Any, of_the_batch: Sequence[bool] | None = None):
@@ -36,11 +40,21 @@ class Part:
         self._others = [id(tensor) for tensor, cut in zip(tensors, of_the_batch or [], strict=False) if not cut]
         batch = [tensor for tensor in tensors if id(tensor) not in self._others]
         if not batch:
-            raise ConfigError("tfdist.fit cannot split a batch without a tensor in it: the model's first argument must hold the batch.")
+            raise ConfigError(
+                "tfdist.fit cannot split a batch without a tensor in it: the model's first argument must hold the"
+                " batch."
+            )
         first = batch[0]
         n = first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
         if not isinstance(n, int):
-            with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(other)[0], n, "tfdist: the inputs of the model have different numbers of rows.") for other in batch[1:]]):
+            with tf.control_dependencies(
+                [
+                    tf.debugging.assert_equal(
+                        tf.shape(other)[0], n, "tfdist: the inputs of the model have different numbers of rows."
+                    )
+                    for other in batch[1:]
+                ]
+            ):
                 n = tf.identity(n)
         self._runtime = runtime
         self.n, self.rank, self.size = n, runtime.rank, runtime.size
@@ -60,17 +74,32 @@ class Part:
         if id(whole) in self._others:
             return _used_by_all(self._runtime, whole) if _is_differentiable(whole) else whole
         if not _is_differentiable(whole):
-            return mark(whole[self._first:self._last])
+            return mark(whole[self._first : self._last])
         return mark(_own_rows(self._runtime, whole, self._first, self._last, self.count))
 
     def trim(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Drops the row that was only computed to have any. Raises ConfigError if there is not a row for each row of the batch."""
+        """Drops the row that was only computed to have any.
+
+        Raises ConfigError if there is not a row for each row of the batch.
+        """
         computed = self._last - self._first
         if isinstance(computed, int) and tensor.shape[0] not in (None, computed):
-            raise ConfigError(f"tfdist.fit needs outputs with one row for each row of the batch, but for {computed} rows the model returns {tensor.shape[0]}: reshape them to one row per sample.")
-        with tf.control_dependencies([] if isinstance(computed, int) else [
-                tf.debugging.assert_equal(tf.shape(tensor)[0], computed, "tfdist: the model's outputs do not have one row for each row of the batch.")]):
-            return tensor[:self.count]
+            raise ConfigError(
+                f"tfdist.fit needs outputs with one row for each row of the batch, but for {computed} rows the model"
+                f" returns {tensor.shape[0]}: reshape them to one row per sample."
+            )
+        with tf.control_dependencies(
+            []
+            if isinstance(computed, int)
+            else [
+                tf.debugging.assert_equal(
+                    tf.shape(tensor)[0],
+                    computed,
+                    "tfdist: the model's outputs do not have one row for each row of the batch.",
+                )
+            ]
+        ):
+            return tensor[: self.count]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,28 +114,35 @@ class Forward:
 def together(runtime: Sockets, part: Part, forward: Callable[[], Forward]) -> tuple[Any, list]:
     """(outputs of all rows, losses of all rows) of `forward`, which returns those of this worker's part."""
     weight = tf.cast(tf.minimum(part.count, 1), tf.float32)
-    runtime.rows_count = weight
-    try:
+    with batch_norm.weighted(weight):
         own = forward()
-    finally:
-        runtime.rows_count = None
     flat = keras.tree.flatten(own.outputs)
     for output in flat:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
-            raise ConfigError(f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}: return tensors with one row per sample.")
-    masks = [getattr(output, "_keras_mask", None) for output in flat]
+            raise ConfigError(
+                f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}: return"
+                " tensors with one row per sample."
+            )
+    masks = [mask_of(output) for output in flat]
     mine = [part.trim(tensor) for tensor in (*flat, *(mask for mask in masks if mask is not None))]
     share = tf.cast(part.count, tf.float32) / tf.cast(part.n, tf.float32)
     if own.losses:
-        mine.append(tf.stack([tf.cast(tf.reduce_sum(loss), tf.float32) * (weight if scales == SUM else share) for loss, scales in zip(own.losses, own.scales, strict=True)])[tf.newaxis])
+        mine.append(
+            tf.stack(
+                [
+                    tf.cast(tf.reduce_sum(loss), tf.float32) * (weight if scales == SUM else share)
+                    for loss, scales in zip(own.losses, own.scales, strict=True)
+                ]
+            )[tf.newaxis]
+        )
     everyone = every_row(runtime, mine, part.ends)
-    for row in everyone[:len(mine) - bool(own.losses)]:
+    for row in everyone[: len(mine) - bool(own.losses)]:
         row.set_shape([part.n if isinstance(part.n, int) else None, *row.shape[1:]])
     rows = iter(everyone)
     gathered = [next(rows) for _ in flat]
     for output, mask in zip(gathered, masks, strict=True):
         if mask is not None:
-            output._keras_mask = next(rows)
+            carry_mask(output, next(rows))
     losses = list(tf.unstack(tf.reduce_sum(next(rows), 0), num=len(own.losses))) if own.losses else []
     return keras.tree.pack_sequence_as(own.outputs, gathered), losses
 
@@ -127,24 +163,34 @@ def total(runtime: Sockets, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def every_row(runtime: Sockets, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
-    """The rows of all workers of each tensor, in order of rank, however many each worker has; `same`: see Sockets.gather."""
+    """The rows of all workers of each tensor, in order of rank, however many each worker has; `same`: see
+    Sockets.gather.
+    """
     counts = [tf.shape(tensor)[0] for tensor in tensors]
 
     @tf.custom_gradient
     def gather(*tensors):
-        *rows, all_counts = runtime.gather([*tensors, tf.stack(counts)[tf.newaxis]], same)
-        starts = tf.unstack(tf.reduce_sum(all_counts[:runtime.rank], 0), num=len(counts))
+        *rows, all_counts = runtime.gather([*tensors, tf.stack(counts)[tf.newaxis]], same, batch_stamp)
+        starts = tf.unstack(tf.reduce_sum(all_counts[: runtime.rank], 0), num=len(counts))
 
         def gradient(*upstream):
-            return [_own_rows(runtime, grad, start, start + count, count) * tf.cast(runtime.size, grad.dtype) if _is_differentiable(grad) else None
-                    for grad, start, count in zip(upstream, starts, counts, strict=True)]
+            return [
+                (
+                    _own_rows(runtime, grad, start, start + count, count) * tf.cast(runtime.size, grad.dtype)
+                    if _is_differentiable(grad)
+                    else None
+                )
+                for grad, start, count in zip(upstream, starts, counts, strict=True)
+            ]
 
         return rows, gradient
 
     return _list(gather(*tensors))
 
 
-def _own_rows(runtime: Sockets, whole: tf.Tensor, first: int | tf.Tensor, last: int | tf.Tensor, count: int | tf.Tensor) -> tf.Tensor:
+def _own_rows(
+    runtime: Sockets, whole: tf.Tensor, first: int | tf.Tensor, last: int | tf.Tensor, count: int | tf.Tensor
+) -> tf.Tensor:
     """whole[first:last], of which the first `count` rows are this worker's; the next worker's begin after these."""
 
     @tf.custom_gradient

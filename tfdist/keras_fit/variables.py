@@ -14,11 +14,17 @@ from tfdist.runtime.sockets import Sockets
 
 
 def take_the_chiefs(runtime: Sockets, variables: Sequence[keras.Variable]) -> None:
-    """Every worker gets the chief's bits, those of seed generators too. Raises ConfigError if the workers' shapes differ."""
+    """Every worker gets the chief's bits, those of seed generators too.
+
+    Raises ConfigError if the workers' shapes differ.
+    """
     shapes = [(tuple(variable.shape), str(variable.dtype)) for variable in variables]
     counts = runtime.all_gather(np.array([len(shapes), zlib.crc32(repr(shapes).encode())], np.int64))
     if (counts != counts[0]).any():
-        raise ConfigError(f"The model and optimizer have {' and '.join(str(count) for count in counts[:, 0])} variables on the workers, of shapes that differ: build the same model on all of them.")
+        raise ConfigError(
+            f"The model and optimizer have {' and '.join(str(count) for count in counts[:, 0])} variables on the"
+            " workers, of shapes that differ: build the same model on all of them."
+        )
     received = runtime.broadcast([np.asarray(variable.value) for variable in variables])
     if runtime.rank:
         for variable, value in zip(variables, received, strict=True):
@@ -26,7 +32,9 @@ def take_the_chiefs(runtime: Sockets, variables: Sequence[keras.Variable]) -> No
 
 
 def reconcile(runtime: Sockets, model: keras.Model) -> None:
-    """Compares the weights; if they drifted apart (a layer that keeps statistics of its batch), all take the chief's."""
+    """Compares the weights; if they drifted apart (a layer that keeps statistics of its batch), all take the
+    chief's.
+    """
     weights = [variable for variable in model.variables if not _is_seed(variable)]
     checksum = 0
     for weight in weights:

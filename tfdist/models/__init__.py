@@ -1,1 +1,1 @@
-"""Models: one file each, a registry in registry.py."""
+"""Models: one file each, their names in model_names.py."""

@@ -11,8 +11,8 @@ A block takes nothing but the tensor of the block before it, so the model can be
 `keras.Model(model.get_layer("block_02_mlp_add").output, model.get_layer("block_05_mlp_add").output)` is blocks 3 to 5,
 with the same variables.
 
-Why attention is written so, in milliseconds for forward and backward of the small transformer (10.8M parameters, 8 x 128
-tokens, float32, one core of a Zen 4 at 110 GFLOP/s, where the matrix products alone take 650; TensorFlow 2.21):
+Why attention is written so, in milliseconds for forward and backward of the small transformer (10.8M parameters, 8 x
+128 tokens, float32, one core of a Zen 4 at 110 GFLOP/s, where the matrix products alone take 650; TensorFlow 2.21):
     slices of a [B, T, 3, H, K] projection   810    their gradients write zeros, and the transpose has 5 dims
     keras.layers.MultiHeadAttention          735
     split + ops.dot_product_attention        730    makes a mask [B, H, T, T] of its own
@@ -25,13 +25,15 @@ tokens, float32, one core of a Zen 4 at 110 GFLOP/s, where the matrix products a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import keras
-from keras import initializers, layers, ops
+from keras import initializers
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.experts import Experts, mixture
 from tfdist.models.inputs import dropout, rate
+from tfdist.models.keras_untyped import layers, ops
 
 EPSILON = 1e-5
 _STDDEV = 0.02
@@ -49,8 +51,20 @@ class Shape:
     experts: Experts | None = None  # in place of each block's MLP
 
 
-def choose_shape(model: str, sizes: dict[str, Shape], size: str, *, layers: int | None, width: int | None, heads: int | None, dropout: float) -> Shape:
-    """The named size, with what is not None instead. Raises ConfigError for an unknown size or a width that heads do not divide."""
+def choose_shape(
+    model: str,
+    sizes: dict[str, Shape],
+    size: str,
+    *,
+    layers: int | None,
+    width: int | None,
+    heads: int | None,
+    dropout: float,
+) -> Shape:
+    """The named size, with what is not None instead.
+
+    Raises ConfigError for an unknown size or a width that heads do not divide.
+    """
     if size not in sizes:
         raise ConfigError(f"--model={model} got size={size}: use {', '.join(sizes)}.")
     named = sizes[size]
@@ -60,17 +74,26 @@ def choose_shape(model: str, sizes: dict[str, Shape], size: str, *, layers: int 
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"--model={model} got {key}={value}: it must be a whole number, at least 1.")
     if chosen["width"] % chosen["heads"]:
-        raise ConfigError(f"--model={model} got width={chosen['width']} and heads={chosen['heads']}: heads must divide the width.")
-    return Shape(**chosen, dropout=rate(model, dropout))
+        raise ConfigError(
+            f"--model={model} got width={chosen['width']} and heads={chosen['heads']}: heads must divide the width."
+        )
+    numbers: dict[str, Any] = chosen
+    return Shape(**numbers, dropout=rate(model, dropout))
 
 
 def normal() -> initializers.Initializer:
-    """The initial weights of GPT-2: normal, standard deviation 0.02. A new one for each layer, or all would start equal."""
+    """The initial weights of GPT-2: normal, standard deviation 0.02.
+
+    A new one for each layer, or all would start equal.
+    """
     return initializers.RandomNormal(stddev=_STDDEV)
 
 
 def positions(x_BT: keras.KerasTensor) -> keras.KerasTensor:
-    """int32 [1, T]: 0, 1, ..., T - 1. Made from the input, because Keras cannot save a model that holds a constant tensor."""
+    """int32 [1, T]: 0, 1, ..., T - 1.
+
+    Made from the input, because Keras cannot save a model that holds a constant tensor.
+    """
     one_row = ops.sum(ops.zeros_like(x_BT, dtype="int32"), axis=0, keepdims=True) + 1
     return ops.cumsum(one_row, axis=1) - 1
 
@@ -92,7 +115,9 @@ def block(x_BTD: keras.KerasTensor, index: int, shape: Shape, causal: bool) -> k
 
     h_BTD = layers.LayerNormalization(epsilon=EPSILON, name=f"{name}_norm_1")(x_BTD)
     h_BTD = _attention(h_BTD, name, shape, causal, residual.clone())
-    x_BTD = layers.Add(name=f"{name}_attention_add")([x_BTD, dropout(h_BTD, shape.dropout, f"{name}_attention_dropout")])
+    x_BTD = layers.Add(name=f"{name}_attention_add")(
+        [x_BTD, dropout(h_BTD, shape.dropout, f"{name}_attention_dropout")]
+    )
 
     h_BTD = layers.LayerNormalization(epsilon=EPSILON, name=f"{name}_norm_2")(x_BTD)
     if shape.experts:
@@ -104,15 +129,21 @@ def block(x_BTD: keras.KerasTensor, index: int, shape: Shape, causal: bool) -> k
     return layers.Add(name=f"{name}_mlp_add")([x_BTD, dropout(h_BTD, shape.dropout, f"{name}_mlp_dropout")])
 
 
-def _attention(x_BTD: keras.KerasTensor, name: str, shape: Shape, causal: bool, residual: initializers.Initializer) -> keras.KerasTensor:
+def _attention(
+    x_BTD: keras.KerasTensor, name: str, shape: Shape, causal: bool, residual: initializers.Initializer
+) -> keras.KerasTensor:
     """Multi-head softmax attention with one projection for queries, keys and values. The softmax is in float32."""
     length, per_head = x_BTD.shape[1], shape.width // shape.heads
 
     def by_head(x: keras.KerasTensor, which: str) -> keras.KerasTensor:
-        return ops.transpose(layers.Reshape((length, shape.heads, per_head), name=f"{name}_attention_{which}")(x), (0, 2, 1, 3))
+        return ops.transpose(
+            layers.Reshape((length, shape.heads, per_head), name=f"{name}_attention_{which}")(x), (0, 2, 1, 3)
+        )
 
     qkv = layers.Dense(3 * shape.width, kernel_initializer=normal(), name=f"{name}_attention_qkv")(x_BTD)
-    q_BHTK, k_BHTK, v_BHTK = (by_head(part, which) for part, which in zip(ops.split(qkv, 3, axis=-1), ("query", "key", "value"), strict=True))
+    q_BHTK, k_BHTK, v_BHTK = (
+        by_head(part, which) for part, which in zip(ops.split(qkv, 3, axis=-1), ("query", "key", "value"), strict=True)
+    )
     scores_BHTT = ops.matmul(q_BHTK * per_head**-0.5, ops.transpose(k_BHTK, (0, 1, 3, 2)))
     scores_BHTT = ops.cast(scores_BHTT, "float32")
     if causal:

@@ -16,9 +16,16 @@ _STRIDED = 16  # sides from which the first convolution has stride 2, which divi
 _FLATTENED = 4  # sides up to which the last feature map keeps its places; a larger one is averaged
 
 
-def cnn(*, x_spec: tf.TensorSpec, num_outputs: int | None, widths: Sequence[int] = (32, 64), dropout: float = 0.0,
-        norm: str = "batch") -> keras.Model:
-    """Images [B, H, W, C] in 0..1 -> per width: 3x3 convolution, norm, ReLU, 2x2 max-pool -> logits [B, num_outputs] float32.
+def cnn(
+    *,
+    x_spec: tf.TensorSpec,
+    num_outputs: int | None,
+    widths: Sequence[int] = (32, 64),
+    dropout: float = 0.0,
+    norm: str = "batch",
+) -> keras.Model:
+    """Images [B, H, W, C] in 0..1 -> per width: 3x3 convolution, norm, ReLU, 2x2 max-pool -> logits [B, num_outputs]
+    float32.
 
     norm: "batch", "group" (groups of 8 channels, for small batches: Wu and He 2018, arXiv:1803.08494), or "none"
     (convolutions then have a bias). `dropout` is before the last layer.
@@ -30,8 +37,15 @@ def cnn(*, x_spec: tf.TensorSpec, num_outputs: int | None, widths: Sequence[int]
     inputs = x = image_input("cnn", x_spec)
     for index, width in enumerate(widths):
         strides = 2 if index == 0 and min(x.shape[1:3]) >= _STRIDED else 1
-        x = layers.Conv2D(width, 3, strides=strides, padding="same", use_bias=norm == "none", kernel_initializer="he_normal",
-                          name=f"conv_{index:02d}")(x)
+        x = layers.Conv2D(
+            width,
+            3,
+            strides=strides,
+            padding="same",
+            use_bias=norm == "none",
+            kernel_initializer="he_normal",
+            name=f"conv_{index:02d}",
+        )(x)
         if norm == "batch":
             x = layers.BatchNormalization(momentum=0.9, name=f"norm_{index:02d}")(x)
         elif norm == "group":
@@ -39,7 +53,11 @@ def cnn(*, x_spec: tf.TensorSpec, num_outputs: int | None, widths: Sequence[int]
         x = layers.ReLU(name=f"relu_{index:02d}")(x)
         if min(x.shape[1:3]) >= 2:
             x = layers.MaxPooling2D(2, name=f"pool_{index:02d}")(x)
-    flat = layers.Flatten(name="flatten") if max(x.shape[1:3]) <= _FLATTENED else layers.GlobalAveragePooling2D(name="average")
+    flat = (
+        layers.Flatten(name="flatten")
+        if max(x.shape[1:3]) <= _FLATTENED
+        else layers.GlobalAveragePooling2D(name="average")
+    )
     x = drop(flat(x), dropout, "dropout")
     logits = layers.Dense(outputs("cnn", num_outputs), dtype="float32", name="logits")(x)
     return keras.Model(inputs, logits, name="cnn")

@@ -6,8 +6,8 @@ sequence (its capacity): C = ceil(capacity * K * T / E), at most T.
 The form is that of GShard (Lepikhin et al. 2020, arXiv:2006.16668): tokens are brought to experts and back by products
 with 0/1 tensors [B, T, E, C], and what an expert has no place for is dropped: the residual sum goes on without it.
 GShard's "groups" are the sequences here. So which expert takes a token, what is dropped, and the balance loss depend on
-one sequence alone: not on the batch, nor on how it is spread over workers and micro-batches. And places are taken in the
-order of positions, so that position t still sees nothing but 0..t.
+one sequence alone: not on the batch, nor on how it is spread over workers and micro-batches. And places are taken in
+the order of positions, so that position t still sees nothing but 0..t.
 
 The balance loss of a sequence is E * sum_e f_e P_e (Fedus et al. 2021, arXiv:2101.03961), at its least 1, with f_e the
 part of the T * K choices that fell on e, and P_e the mean over positions of the router's probability of e. Its gradient
@@ -15,7 +15,8 @@ flows through P. A global batch has the mean over its sequences, summed over blo
 
 All of it is layers and operations that Keras ships; their names are an interface, as those of blocks.py:
     block_00_router            Dense [D, E], softmax, in float32 under every precision policy
-    block_00_router_balance    adds the loss;  block_00_router_dropped  passes on the dropped part of each token, [B, T, 1]
+    block_00_router_balance    adds the loss
+    block_00_router_dropped    passes on the dropped part of each token, [B, T, 1]
     block_00_experts_up        EinsumDense [E, D, F], bias [E, 1, F];  block_00_experts_down  [E, F, D], [E, 1, D]
 """
 
@@ -25,9 +26,10 @@ import math
 from dataclasses import dataclass
 
 import keras
-from keras import initializers, layers, ops
+from keras import initializers
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models.keras_untyped import layers, ops
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class Experts:
         return min(length, math.ceil(self.capacity * self.per_token * length / self.count))
 
 
-def choose_experts(model: str, *, experts: int, experts_per_token: int | None, capacity: float | None, balance: float | None) -> Experts | None:
+def choose_experts(
+    model: str, *, experts: int, experts_per_token: int | None, capacity: float | None, balance: float | None
+) -> Experts | None:
     """The options of --model_args as Experts; None stands for the default. None without experts.
 
     Raises ConfigError for one out of range, or given without experts.
@@ -52,7 +56,9 @@ def choose_experts(model: str, *, experts: int, experts_per_token: int | None, c
     given = {"per_token": experts_per_token, "capacity": capacity, "balance": balance}
     given = {name: value for name, value in given.items() if value is not None}
     if not isinstance(experts, int) or experts < 0 or experts == 1:
-        raise ConfigError(f"--model={model} got experts={experts}: it must be 0 for none, or a whole number, at least 2.")
+        raise ConfigError(
+            f"--model={model} got experts={experts}: it must be 0 for none, or a whole number, at least 2."
+        )
     if not experts:
         if given:
             name = "experts_per_token" if "per_token" in given else next(iter(given))
@@ -60,23 +66,43 @@ def choose_experts(model: str, *, experts: int, experts_per_token: int | None, c
         return None
     found = Experts(experts, **given)
     if not isinstance(found.per_token, int) or not 1 <= found.per_token <= experts:
-        raise ConfigError(f"--model={model} got experts_per_token={found.per_token}: it must be a whole number from 1 to experts={experts}.")
+        raise ConfigError(
+            f"--model={model} got experts_per_token={found.per_token}: it must be a whole number from 1 to"
+            f" experts={experts}."
+        )
     if not found.capacity > 0:
-        raise ConfigError(f"--model={model} got capacity={found.capacity}: it must be above 0, and is 1 where every place is taken if all experts are liked as much.")
+        raise ConfigError(
+            f"--model={model} got capacity={found.capacity}: it must be above 0, and is 1 where every place is taken if"
+            " all experts are liked as much."
+        )
     if not found.balance >= 0:
         raise ConfigError(f"--model={model} got balance={found.balance}: it must be at least 0.")
     return found
 
 
-def mixture(x_BTD: keras.KerasTensor, name: str, experts: Experts, start: initializers.Initializer, last: initializers.Initializer) -> keras.KerasTensor:
-    """The experts' outputs [B, T, D], weighted by the router. `start`, `last`: initial weights, of the second projection and the others.
+def mixture(
+    x_BTD: keras.KerasTensor,
+    name: str,
+    experts: Experts,
+    start: initializers.Initializer,
+    last: initializers.Initializer,
+) -> keras.KerasTensor:
+    """The experts' outputs [B, T, D], weighted by the router. `start`, `last`: initial weights, of the second
+    projection and the others.
 
-    With K > 1 a token's weights are its probabilities divided by their sum over its K experts, before any is dropped; with
-    K = 1 it is the probability itself, without which the router would learn nothing but balance.
+    With K > 1 a token's weights are its probabilities divided by their sum over its K experts, before any is dropped;
+    with K = 1 it is the probability itself, without which the router would learn nothing but balance.
     """
     length, width = x_BTD.shape[1:]
     places = experts.places(length)
-    router = layers.Dense(experts.count, use_bias=False, activation="softmax", kernel_initializer=start.clone(), dtype="float32", name=f"{name}_router")
+    router = layers.Dense(
+        experts.count,
+        use_bias=False,
+        activation="softmax",
+        kernel_initializer=start.clone(),
+        dtype="float32",
+        name=f"{name}_router",
+    )
     likes_BTE = router(x_BTD)
     weights_BTK, chosen_BTK = ops.top_k(likes_BTE, experts.per_token)
     if experts.per_token > 1:
@@ -87,12 +113,26 @@ def mixture(x_BTD: keras.KerasTensor, name: str, experts: Experts, start: initia
     dispatch_BTEC = ops.einsum("btke,btkc->btec", chosen_BTKE, taken_BTKC)
     combine_BTEC = ops.einsum("btke,btkc->btec", ops.expand_dims(weights_BTK, -1) * chosen_BTKE, taken_BTKC)
     x_BECD = ops.einsum("btec,btd->becd", ops.cast(dispatch_BTEC, x_BTD.dtype), x_BTD)
-    x_BECF = layers.EinsumDense("becd,edf->becf", (experts.count, places, 4 * width), bias_axes="ef", kernel_initializer=start.clone(), name=f"{name}_experts_up")(x_BECD)
+    x_BECF = layers.EinsumDense(
+        "becd,edf->becf",
+        (experts.count, places, 4 * width),
+        bias_axes="ef",
+        kernel_initializer=start.clone(),
+        name=f"{name}_experts_up",
+    )(x_BECD)
     x_BECF = ops.gelu(x_BECF, approximate=True)
-    y_BECD = layers.EinsumDense("becf,efd->becd", (experts.count, places, width), bias_axes="ed", kernel_initializer=last, name=f"{name}_experts_down")(x_BECF)
+    y_BECD = layers.EinsumDense(
+        "becf,efd->becd",
+        (experts.count, places, width),
+        bias_axes="ed",
+        kernel_initializer=last,
+        name=f"{name}_experts_down",
+    )(x_BECF)
     y_BTD = ops.einsum("btec,becd->btd", ops.cast(combine_BTEC, y_BECD.dtype), y_BECD)
 
-    balance = layers.ActivityRegularization(l1=experts.balance, dtype="float32", name=f"{name}_router_balance")(_balance(likes_BTE, chosen_BTKE))
+    balance = layers.ActivityRegularization(l1=experts.balance, dtype="float32", name=f"{name}_router_balance")(
+        _balance(likes_BTE, chosen_BTKE)
+    )
     dropped_BT1 = ops.mean(1.0 - ops.sum(taken_BTKC, -1), -1, keepdims=True)
     dropped_BT1 = layers.Identity(dtype="float32", name=f"{name}_router_dropped")(dropped_BT1)
     # Keras runs only what leads to an output.
@@ -100,9 +140,13 @@ def mixture(x_BTD: keras.KerasTensor, name: str, experts: Experts, start: initia
 
 
 def _take_places(chosen_BTKE: keras.KerasTensor, places: int) -> keras.KerasTensor:
-    """float32 [B, T, K, C]: 1 at the place that the token has with its K-th expert; 0 everywhere where none was left."""
+    """float32 [B, T, K, C]: 1 at the place that the token has with its K-th expert; 0 everywhere where none was
+    left.
+    """
     _, length, per_token, count = chosen_BTKE.shape
-    wanted_BNE = ops.cast(ops.reshape(chosen_BTKE, (-1, length * per_token, count)), "int32")  # N: all choices, by position
+    wanted_BNE = ops.cast(
+        ops.reshape(chosen_BTKE, (-1, length * per_token, count)), "int32"
+    )  # N: all choices, by position
     before_BNE = ops.cumsum(wanted_BNE, axis=1) - wanted_BNE
     place_BTK = ops.reshape(ops.sum(before_BNE * wanted_BNE, -1), (-1, length, per_token))
     return ops.one_hot(place_BTK, places, dtype="float32")  # of a number from C on: zeros

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from numbers import Integral
+from typing import Any
 
 import keras
 import tensorflow as tf
-from keras import layers
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models.keras_untyped import layers
 
 
 def image_input(model: str, x_spec: tf.TensorSpec) -> keras.KerasTensor:
     """A Keras input [B, height, width, channels]. Raises ConfigError unless x is a floating image of known shape."""
     if x_spec.shape.rank != 3 or not x_spec.shape.is_fully_defined() or not x_spec.dtype.is_floating:
-        raise ConfigError(f"--model={model} takes floating images [height, width, channels], but a sample's x is {_say(x_spec)}: use another --model or --source.")
-    return keras.Input(tuple(x_spec.shape), dtype=x_spec.dtype.name, name="image")
+        raise ConfigError(
+            f"--model={model} takes floating images [height, width, channels], but a sample's x is {_say(x_spec)}: use"
+            " another --model or --source."
+        )
+    image: Any = keras.Input(tuple(x_spec.shape), dtype=x_spec.dtype.name, name="image")
+    return image
 
 
 def outputs(model: str, num_outputs: int | None) -> int:
@@ -23,7 +28,10 @@ def outputs(model: str, num_outputs: int | None) -> int:
     if num_outputs is not None and (not isinstance(num_outputs, Integral) or num_outputs < 1):
         raise ConfigError(f"--model={model} got num_outputs={num_outputs}: it must be a whole number, at least 1.")
     if num_outputs is None:
-        raise ConfigError(f"--model={model} needs a number of classes, which --source does not give: add it to the model's options, for example --model_args=num_outputs=10.")
+        raise ConfigError(
+            f"--model={model} needs a number of classes, which --source does not give: add it to the model's options,"
+            " for example --model_args=num_outputs=10."
+        )
     return int(num_outputs)
 
 

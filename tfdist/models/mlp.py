@@ -13,14 +13,19 @@ from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import outputs, rate
 
 
-def mlp(*, x_spec: tf.TensorSpec, num_outputs: int | None, widths: Sequence[int] = (128, 128), dropout: float = 0.0) -> keras.Model:
+def mlp(
+    *, x_spec: tf.TensorSpec, num_outputs: int | None, widths: Sequence[int] = (128, 128), dropout: float = 0.0
+) -> keras.Model:
     """Float x [B, ...], flattened -> Dense + ReLU for each of `widths` -> logits [B, num_outputs] float32.
 
     Raises ConfigError if the shape of x is not known, x is not floating, or there is no number of outputs.
     """
     rate("mlp", dropout)
     if not x_spec.shape.is_fully_defined() or not x_spec.dtype.is_floating:
-        raise ConfigError(f"--model=mlp takes floating x of a known shape, but a sample's x is {x_spec.dtype.name} {x_spec.shape}: use another --model or --source.")
+        raise ConfigError(
+            f"--model=mlp takes floating x of a known shape, but a sample's x is {x_spec.dtype.name} {x_spec.shape}:"
+            " use another --model or --source."
+        )
     inputs = keras.Input(tuple(x_spec.shape), dtype=x_spec.dtype.name, name="x")
     x = layers.Flatten(name="flatten")(inputs)
     for index, width in enumerate(widths):

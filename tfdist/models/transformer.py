@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import keras
 import tensorflow as tf
-from keras import layers
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.blocks import EPSILON, Shape, block, choose_shape, normal, positions
 from tfdist.models.experts import choose_experts
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import float32_logits, outputs
+from tfdist.models.keras_untyped import layers
+from tfdist.runtime.host import known_dims
 
 SIZES = {
     "tiny": Shape(layers=2, width=64, heads=4),
@@ -22,10 +24,23 @@ SIZES = {
 }
 
 
-def transformer(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "tiny", layers: int | None = None,
-                width: int | None = None, heads: int | None = None, dropout: float = 0.0, context: int | None = None,
-                vocabulary: int | None = None, tied: bool = True, experts: int = 0, experts_per_token: int | None = None,
-                capacity: float | None = None, balance: float | None = None) -> keras.Model:
+def transformer(
+    *,
+    x_spec: tf.TensorSpec,
+    num_outputs: int | None,
+    size: str = "tiny",
+    layers: int | None = None,
+    width: int | None = None,
+    heads: int | None = None,
+    dropout: float = 0.0,
+    context: int | None = None,
+    vocabulary: int | None = None,
+    tied: bool = True,
+    experts: int = 0,
+    experts_per_token: int | None = None,
+    capacity: float | None = None,
+    balance: float | None = None,
+) -> keras.Model:
     """Tokens int [B, T] -> logits [B, T, vocabulary] float32; position t sees tokens 0..t.
 
     Pre-norm blocks, learned positions, LayerNorm epsilon 1e-5, GELU in its tanh form, the head tied to the token
@@ -34,8 +49,9 @@ def transformer(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "
     vocabulary: by default num_outputs; a larger one, for example the next multiple of 64, adds tokens that never occur.
     dropout: of the embeddings, the attention weights and both branches.
     tied: the head is the transpose of the token embedding, else a matrix of its own.
-    experts: in place of each block's MLP so many, of which each token goes to experts_per_token (by default 2). capacity:
-    places of the experts over what tokens need (1.25); balance: weight of the loss that spreads tokens (0.01). See experts.py.
+    experts: in place of each block's MLP so many, of which each token goes to experts_per_token (by default 2).
+    capacity: places of the experts over what tokens need (1.25); balance: weight of the loss that spreads tokens
+    (0.01). See experts.py.
 
     Parameters: (vocabulary + context + 2) * D + layers * (12 * D^2 + 13 * D), and vocabulary * D more if not tied. With
     vocabulary 50257 and context 1024, gpt2 has 124,439,808 and gpt2-medium 354,823,168; small has 10,795,008 with 256
@@ -45,29 +61,50 @@ def transformer(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "
     Raises ConfigError for an option out of range, or x that is no sequence of tokens of known length.
     """
     shape = choose_shape("transformer", SIZES, size, layers=layers, width=width, heads=heads, dropout=dropout)
-    shape = dataclasses.replace(shape, experts=choose_experts("transformer", experts=experts, experts_per_token=experts_per_token, capacity=capacity, balance=balance))
+    shape = dataclasses.replace(
+        shape,
+        experts=choose_experts(
+            "transformer", experts=experts, experts_per_token=experts_per_token, capacity=capacity, balance=balance
+        ),
+    )
     length = _length(x_spec)
     context = length if context is None else context
     if context < length:
-        raise ConfigError(f"--model=transformer got context={context}, shorter than the sequences of {length} tokens: raise it, or lower --sequence_length.")
+        raise ConfigError(
+            f"--model=transformer got context={context}, shorter than the sequences of {length} tokens: raise it, or"
+            " lower --sequence_length."
+        )
     tokens = outputs("transformer", num_outputs or vocabulary)
     vocabulary = tokens if vocabulary is None else vocabulary
     if vocabulary < tokens:
-        raise ConfigError(f"--model=transformer got vocabulary={vocabulary}, but the source has {tokens} tokens: raise it, or leave it out.")
+        raise ConfigError(
+            f"--model=transformer got vocabulary={vocabulary}, but the source has {tokens} tokens: raise it, or leave"
+            " it out."
+        )
     return _build(shape, length, context, vocabulary, tied, x_spec.dtype.name)
 
 
 def _length(x_spec: tf.TensorSpec) -> int:
     if x_spec.shape.rank != 1 or not x_spec.shape.is_fully_defined() or not x_spec.dtype.is_integer:
-        raise ConfigError(f"--model=transformer takes integer tokens [length], but a sample's x is {x_spec.dtype.name} {x_spec.shape}: use another --model or --source.")
-    return x_spec.shape[0]
+        raise ConfigError(
+            f"--model=transformer takes integer tokens [length], but a sample's x is {x_spec.dtype.name}"
+            f" {x_spec.shape}: use another --model or --source."
+        )
+    (length,) = known_dims(x_spec.shape)
+    return length
 
 
 def _build(shape: Shape, length: int, context: int, vocabulary: int, tied: bool, dtype: str) -> keras.Model:
-    tokens_BT = keras.Input((length,), dtype=dtype, name="tokens")
+    tokens_BT: Any = keras.Input((length,), dtype=dtype, name="tokens")
     # Without reverse_dtype, Keras would compute the head, a third of gpt2's work, in float32 under every policy.
-    embed_tokens = layers.ReversibleEmbedding(vocabulary, shape.width, tie_weights=tied, embeddings_initializer=normal(),
-                                              reverse_dtype=keras.config.dtype_policy().compute_dtype, name="embed_tokens")
+    embed_tokens = layers.ReversibleEmbedding(
+        vocabulary,
+        shape.width,
+        tie_weights=tied,
+        embeddings_initializer=normal(),
+        reverse_dtype=keras.config.dtype_policy().compute_dtype,
+        name="embed_tokens",
+    )
     embed_positions = layers.Embedding(context, shape.width, embeddings_initializer=normal(), name="embed_positions")
     x_BTD = embed_tokens(tokens_BT) + embed_positions(positions(tokens_BT))
     x_BTD = drop(x_BTD, shape.dropout, "embed_dropout")

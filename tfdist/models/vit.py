@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
-from keras import layers, ops
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.blocks import EPSILON, Shape, block, choose_shape, normal, positions
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import image_input, outputs
+from tfdist.models.keras_untyped import layers, ops
 
 SIZES = {  # the names and sizes of Touvron et al. 2020, arXiv:2012.12877
     "tiny": Shape(layers=12, width=192, heads=3),
@@ -18,8 +18,18 @@ SIZES = {  # the names and sizes of Touvron et al. 2020, arXiv:2012.12877
 }
 
 
-def vit(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "tiny", patch: int | None = None, layers: int | None = None,
-        width: int | None = None, heads: int | None = None, dropout: float = 0.0, pool: str = "mean") -> keras.Model:
+def vit(
+    *,
+    x_spec: tf.TensorSpec,
+    num_outputs: int | None,
+    size: str = "tiny",
+    patch: int | None = None,
+    layers: int | None = None,
+    width: int | None = None,
+    heads: int | None = None,
+    dropout: float = 0.0,
+    pool: str = "mean",
+) -> keras.Model:
     """Images [B, H, W, C] in 0..1, brought to -1..1 -> patches -> blocks -> pool -> logits [B, num_outputs] float32.
 
     patch: the side of a patch in pixels; by default 16 from 128 pixels on, 4 from 16, else 2.
@@ -39,7 +49,10 @@ def vit(*, x_spec: tf.TensorSpec, num_outputs: int | None, size: str = "tiny", p
     if patch is None:
         patch = 16 if min(sides) >= 128 else 4 if min(sides) >= 16 else 2
     if not isinstance(patch, int) or patch < 1 or any(side % patch for side in sides):
-        raise ConfigError(f"--model=vit got patch={patch}, which does not divide an image of {sides[0]} x {sides[1]}: use another --model_args=patch=...")
+        raise ConfigError(
+            f"--model=vit got patch={patch}, which does not divide an image of {sides[0]} x {sides[1]}: use another"
+            " --model_args=patch=..."
+        )
     return _build(image, shape, patch, pool, outputs("vit", num_outputs))
 
 
@@ -52,10 +65,14 @@ def _build(image: keras.KerasTensor, shape: Shape, patch: int, pool: str, classe
         first_B1 = ops.zeros_like(x_BTD[:, :1, 0], dtype="int32")
         token_B1D = layers.Embedding(1, shape.width, embeddings_initializer=normal(), name="embed_class")(first_B1)
         x_BTD, length = ops.concatenate([token_B1D, x_BTD], axis=1), length + 1
-    x_BTD = x_BTD + layers.Embedding(length, shape.width, embeddings_initializer=normal(), name="embed_positions")(positions(x_BTD[:, :, 0]))
+    x_BTD = x_BTD + layers.Embedding(length, shape.width, embeddings_initializer=normal(), name="embed_positions")(
+        positions(x_BTD[:, :, 0])
+    )
     x_BTD = drop(x_BTD, shape.dropout, "embed_dropout")
     for index in range(shape.layers):
         x_BTD = block(x_BTD, index, shape, causal=False)
     x_BTD = layers.LayerNormalization(epsilon=EPSILON, name="final_norm")(x_BTD)
     x_BD = layers.GlobalAveragePooling1D(name="average")(x_BTD) if pool == "mean" else x_BTD[:, 0]
-    return keras.Model(image, layers.Dense(classes, kernel_initializer=normal(), dtype="float32", name="logits")(x_BD), name="vit")
+    return keras.Model(
+        image, layers.Dense(classes, kernel_initializer=normal(), dtype="float32", name="logits")(x_BD), name="vit"
+    )

@@ -1,8 +1,8 @@
 """What a plan knows of a model: its parts in order, with their weights, work and activations per sample.
 
 A *part* lies between two places where the model can be cut (a block, or a layer). Built-in models are described by
-formula (formulas.py), which takes no time; any other model by training/count.py, which reads its graph and prints what
-`from_json` takes. Legend: bytes are of one sample, before any sharding.
+formula (formulas.py), which takes no time; any other model by training/model_cost.py, which reads its graph and prints
+what `from_json` takes. Legend: bytes are of one sample, before any sharding.
 """
 
 from __future__ import annotations
@@ -127,18 +127,17 @@ def _cut(parts: Sequence[Part], pipe: int, total: float) -> list[list[Part]]:
 
 
 def from_json(values: Mapping[str, Any], tokens: int = 1) -> ModelShape:
-    """What `python -m tfdist.training.count` printed."""
+    """What `python -m tfdist.training.model_cost` printed."""
     parts = tuple(
         Part(
             part["name"],
             tuple(Weight(path, tuple(shape), "expert" if "expert" in path else "") for path, shape in part["weights"]),
-            part["constants"],
-            part["flops"],
-            sum(part["saved"]),
-            0.0,
-            max(part["saved"], default=0.0),
-            part["fixed"],
-            part["output"],
+            constants=part["constants"],
+            flops=part["flops"],
+            saved=sum(part["saved"]),
+            largest=max(part["saved"], default=0.0),
+            fixed=part["fixed"],
+            output=part["output"],
         )
         for part in values["parts"]
     )
@@ -184,5 +183,5 @@ def sample_of(config: Config, shape: str = "", outputs: int = 0) -> Sample | Non
             )
         if not outputs and not found:
             raise ConfigError(f"--input_shape={shape} needs --outputs=N, the number of classes or tokens.")
-        found = Sample(sizes, outputs or found.outputs)
+        found = Sample(sizes, outputs or (found.outputs if found else 0))
     return Sample(found.shape, outputs) if found and outputs else found

@@ -1,9 +1,9 @@
 """Moments over the rows of all replicas, for BatchNormalization(synchronized=True) on every runtime.
 
-Keras asks tf.distribute for its synchronised moments. Where there is no tf.distribute strategy it would silently take those
-of this worker's rows alone; with one it takes E[x^2] - E[x]^2, which has no digits left where the mean is large; and with a
-mask it does not ask at all. So what Keras calls is replaced (the tests in tests/unit/runtime and tests/parity fail if Keras
-renames it).
+Keras asks tf.distribute for its synchronised moments. Where there is no tf.distribute strategy it would silently take
+those of this worker's rows alone; with one it takes E[x^2] - E[x]^2, which has no digits left where the mean is large;
+and with a mask it does not ask at all. So what Keras calls is replaced (the tests in tests/unit/runtime and
+tests/parity fail if Keras renames it).
 
 Each replica contributes (count, mean, variance) of its rows; together (Chan, Golub and LeVeque 1979)
     mean = sum c_r m_r / C        variance = sum c_r (v_r + (m_r - mean)^2) / C
@@ -16,27 +16,33 @@ from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn  # not public, and there is no public way
 
-from tfdist.control.exit_codes import UnsupportedError
+from tfdist.compat import keras_batch_norm
 from tfdist.runtime.base import Runtime
 
-_of_keras = getattr(keras.layers.BatchNormalization, "_moments", None)
 _apart = False
+_weight: tf.Tensor | None = None  # what the rows of this worker count; None: one
 
 
 def synchronize_with(runtime: Runtime) -> None:
-    """From now on synchronised moments are over the replicas of `runtime`. Raises UnsupportedError for another Keras."""
-    if not hasattr(nn, "_compute_moments_sync") or _of_keras is None:
-        raise UnsupportedError(f"Keras {keras.__version__} synchronises BatchNormalization in an unknown way: install keras~=3.15.")
+    """From now on synchronised moments are over the replicas of `runtime`.
 
-    def of_layer(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        if mask is None or not layer.synchronized:
-            return _of_keras(layer, inputs, mask)
-        return moments(runtime, inputs, layer._reduction_axes, mask=mask)
+    Raises UnsupportedError for another Keras.
+    """
 
-    nn._compute_moments_sync = lambda x, axes, keepdims: moments(runtime, x, axes, keepdims)
-    keras.layers.BatchNormalization._moments = of_layer
+    def with_mask(of_keras: keras_batch_norm.Moments) -> keras_batch_norm.Moments:
+        def of_layer(
+            layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            if mask is None or not layer.synchronized:
+                return of_keras(layer, inputs, mask)
+            return moments(runtime, inputs, keras_batch_norm.reduction_axes(layer), mask=mask)
+
+        return of_layer
+
+    keras_batch_norm.replace_moments(
+        with_mask, synchronized=lambda x, axes, keepdims: moments(runtime, x, axes, keepdims)
+    )
 
 
 @contextlib.contextmanager
@@ -50,7 +56,28 @@ def each_alone() -> Iterator[None]:
         _apart = False
 
 
-def moments(runtime: Runtime, x: tf.Tensor, axes: Sequence[int], keepdims: bool = False, mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+_weight: tf.Tensor | None = None  # what the rows of this worker count; None: one
+
+
+@contextlib.contextmanager
+def weighted(weight: tf.Tensor) -> Iterator[None]:
+    """While a forward pass is traced: 0.0 where the rows of this worker are only there to have any, else 1.0."""
+    global _weight
+    _weight = weight
+    try:
+        yield
+    finally:
+        _weight = None
+
+
+def row_weight() -> tf.Tensor | None:
+    """The `weight` of `weighted`; None outside of it."""
+    return _weight
+
+
+def moments(
+    runtime: Runtime, x: tf.Tensor, axes: Sequence[int], keepdims: bool = False, mask: tf.Tensor | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """(mean, variance) of x over `axes` and over all replicas, with the gradient through all of them.
 
     mask: bool, x's shape without the last dim; only where it is true does x count.
@@ -60,9 +87,8 @@ def moments(runtime: Runtime, x: tf.Tensor, axes: Sequence[int], keepdims: bool 
         count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(mean), x.dtype)
     else:
         count, mean, variance = _masked(x, axes, keepdims, mask)
-    rows_count = getattr(runtime, "rows_count", None)
-    if rows_count is not None:
-        count *= tf.cast(rows_count, x.dtype)
+    if _weight is not None:
+        count *= tf.cast(_weight, x.dtype)
     if _apart:
         return mean, variance
     rows = runtime.gather_row(tf.concat([[count], tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0))
@@ -73,9 +99,11 @@ def moments(runtime: Runtime, x: tf.Tensor, axes: Sequence[int], keepdims: bool 
     return tf.reshape(all_mean, tf.shape(mean)), tf.reshape(all_variance, tf.shape(variance))
 
 
-def _masked(x: tf.Tensor, axes: Sequence[int], keepdims: bool, mask: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """(count, mean, variance) of where the mask is true; zeros, and no gradient, where it is true nowhere. What stands at the
-    other places may be NaN."""
+def _masked(
+    x: tf.Tensor, axes: Sequence[int], keepdims: bool, mask: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """(count, mean, variance) of where the mask is true; zeros, and no gradient, where it is true nowhere. What stands
+    at the other places may be NaN."""
     chosen = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
     x = tf.where(chosen, x, tf.zeros_like(x))
     count = tf.reduce_sum(tf.cast(chosen, x.dtype), axes, keepdims=True)

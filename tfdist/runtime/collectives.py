@@ -2,8 +2,8 @@
 
 They are TensorFlow's own operations on the runtime that MultiWorkerMirroredStrategy starts: over gRPC on CPUs, NCCL on
 GPUs. Every member of a group must trace the same calls on it in the same order: the n-th call of one member meets the
-n-th of the others. Members meet once when a group is made, so that one who is not there, or who counts other ranks to it,
-is an error that names the ranks (errors.py). Calls after that are watched by overdue.py.
+n-th of the others. Members meet once when a group is made, so that one who is not there, or who counts other ranks to
+it, is an error that names the ranks (errors.py). Calls after that are watched by collective_timeout.py.
 
 Gradients are those of the *sum of all members' losses* with respect to a member's own input:
 
@@ -24,7 +24,13 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 # The operations that only copy know few types; others travel under the name of one of the same width.
-_CARRIED_AS = {tf.bfloat16: tf.float16, tf.float64: tf.int64, tf.uint16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+_CARRIED_AS = {
+    tf.bfloat16: tf.float16,
+    tf.float64: tf.int64,
+    tf.uint16: tf.float16,
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+}
 _FIRST_KEY = 2**30  # the strategy itself counts its groups from 1
 # Calls traced so far, by group key: for TensorFlow, all Group objects of the same ranks are one group.
 _calls: dict[int, itertools.count] = {}
@@ -58,7 +64,10 @@ class Group:
                 self._token = tf.Variable(0.0, trainable=False)
 
     def meet(self, timeout: float) -> None:
-        """Returns when all members have called it. Raises tf.errors.DeadlineExceededError after `timeout` seconds; 0: waits."""
+        """Returns when all members have called it.
+
+        Raises tf.errors.DeadlineExceededError after `timeout` seconds; 0: waits.
+        """
         if self.size > 1:
             with tf.init_scope():
                 tf.function(lambda: self._all_reduce(tf.constant(1.0), timeout=timeout))()
@@ -66,7 +75,9 @@ class Group:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: tf.Tensor) -> tf.Tensor:
-        """The sum over members, bitwise the same on all. float16, bfloat16, float32, float64, int32, int64; one shape on all."""
+        """The sum over members, bitwise the same on all. float16, bfloat16, float32, float64, int32, int64; one shape
+        on all.
+        """
         return self._differentiable(self._all_reduce, self._all_reduce, x)
 
     def all_max(self, x: tf.Tensor) -> tf.Tensor:
@@ -87,6 +98,7 @@ class Group:
 
     def broadcast(self, x: tf.Tensor, root: int) -> tf.Tensor:
         """The tensor of rank `root`; the others pass one of the same shape and type."""
+
         def back(gradient: tf.Tensor) -> tf.Tensor:
             total = self._all_reduce(gradient)
             return total if self.rank == root else tf.zeros_like(total)
@@ -108,7 +120,9 @@ class Group:
 
         return sent(x)
 
-    def receive(self, source: int, shape: Sequence[int], dtype: tf.DType = tf.float32, after: tf.Tensor | None = None) -> tf.Tensor:
+    def receive(
+        self, source: int, shape: Sequence[int], dtype: tf.DType = tf.float32, after: tf.Tensor | None = None
+    ) -> tf.Tensor:
         """What rank `source` sends. `after`: a float tensor (any, for example the result of `send`) through which the
         gradient finds its way here; without one nothing is sent back."""
         there, back = self.pair(source, self.rank), self.pair(self.rank, source)
@@ -140,7 +154,11 @@ class Group:
         rows = tf.raw_ops.CollectiveGatherV2(input=carried, **self._arguments("all_gather"), **self._ordering())
         rows = self._reordered(_uncarried(rows, x.dtype), self._from_wire)
         if axis == 0:
-            return tf.reshape(rows, tf.concat([[-1], tf.shape(x)[1:]], 0)) if x.shape[1:].num_elements() is None else tf.reshape(rows, [-1, *x.shape[1:]])
+            return (
+                tf.reshape(rows, tf.concat([[-1], tf.shape(x)[1:]], 0))
+                if x.shape[1:].num_elements() is None
+                else tf.reshape(rows, [-1, *x.shape[1:]])
+            )
         return tf.concat(tf.unstack(rows, self.size), axis)
 
     def _reduce_scatter(self, x: tf.Tensor, axis: int) -> tf.Tensor:
@@ -152,7 +170,9 @@ class Group:
             rows = tf.stack(tf.split(x, self.size, axis))  # [n, ...]
         if self._nccl:
             rows = self._reordered(rows, self._to_wire)
-            own = tf.raw_ops.CollectiveReduceScatterV2(input=rows, merge_op="Add", final_op="Id", **self._arguments("reduce_scatter"), **self._ordering())
+            own = tf.raw_ops.CollectiveReduceScatterV2(
+                input=rows, merge_op="Add", final_op="Id", **self._arguments("reduce_scatter"), **self._ordering()
+            )
             return own[0]
         return tf.reduce_sum(self._all_to_all(rows, "reduce_scatter"), 0)  # the operation above is for NCCL only
 
@@ -177,7 +197,9 @@ class Group:
         if self.rank == root:
             return tf.raw_ops.CollectiveBcastSendV2(input=_carried(x), **arguments)
         wire = _CARRIED_AS.get(dtype, dtype)
-        return _uncarried(tf.raw_ops.CollectiveBcastRecvV2(shape=tf.constant(list(shape), tf.int32), T=wire, **arguments), dtype)
+        return _uncarried(
+            tf.raw_ops.CollectiveBcastRecvV2(shape=tf.constant(list(shape), tf.int32), T=wire, **arguments), dtype
+        )
 
     # -- keys, order and names ---------------------------------------------------------------------------------------
 
@@ -192,8 +214,11 @@ class Group:
         """What all of the operations take. The name is how an error finds its way back to the ranks."""
         ranks = "_".join(map(str, self.ranks)) if self.size <= 64 else f"{self.ranks[0]}_to_{self.ranks[-1]}"
         return {
-            "group_size": self.size, "group_key": self._key, "instance_key": next(self._instances),
-            "communication_hint": "nccl" if self._nccl else "auto", "name": f"tfdist_{kind}_of_ranks_{ranks}_end",
+            "group_size": self.size,
+            "group_key": self._key,
+            "instance_key": next(self._instances),
+            "communication_hint": "nccl" if self._nccl else "auto",
+            "name": f"tfdist_{kind}_of_ranks_{ranks}_end",
         }
 
     def _ordering(self) -> dict:
@@ -204,12 +229,19 @@ class Group:
         return rows if order is None else tf.gather(rows, order)
 
     def pair(self, source: int, to: int, salt: str = "") -> Group:
-        """The group of two in which `source` sends to `to` with `put_or_take`. Calls are counted for each direction and salt."""
+        """The group of two in which `source` sends to `to` with `put_or_take`.
+
+        Calls are counted for each direction and salt.
+        """
         if (source, to, salt) not in self._pairs:
             places = sorted((self.ranks.index(source), self.ranks.index(to)))
             self._pairs[source, to, salt] = Group(
-                [self.ranks[place] for place in places], self.rank, tasks=[self._tasks[place] for place in places],
-                nccl=self._nccl, salt=f"{self._key} {source} to {to} {salt} ")
+                [self.ranks[place] for place in places],
+                self.rank,
+                tasks=[self._tasks[place] for place in places],
+                nccl=self._nccl,
+                salt=f"{self._key} {source} to {to} {salt} ",
+            )
         return self._pairs[source, to, salt]
 
 

@@ -1,4 +1,5 @@
-"""Values as bytes and back, for what one worker tells the others: numbers, texts, arrays, and lists, tuples and dicts of them.
+"""Values as bytes and back, for what one worker tells the others: numbers, texts, arrays, and lists, tuples and dicts
+of them.
 
 In place of pickle: what comes back is data, whatever the bytes are. A message is
 
@@ -23,7 +24,9 @@ from tfdist.control.exit_codes import ConfigError
 _MAGIC = b"TFD1"
 _HEAD = struct.Struct("!4sI")
 _NUMPY_KINDS = "biufcmMSU"  # whose memory holds no addresses
-_MORE_TYPES = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4")}
+_MORE_TYPES = {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4")
+}
 _DEEPEST = 100
 
 
@@ -32,7 +35,10 @@ class Malformed(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes. Raises ConfigError for what is none of the kinds above; TensorFlow's tensors become NumPy arrays."""
+    """The value as bytes.
+
+    Raises ConfigError for what is none of the kinds above; TensorFlow's tensors become NumPy arrays.
+    """
     blocks: list[bytes] = []
     tree = json.dumps(_to_tree(value, blocks, 0), separators=(",", ":")).encode()
     return b"".join([_HEAD.pack(_MAGIC, len(tree)), tree, *blocks])
@@ -44,8 +50,8 @@ def decode(data: bytes | bytearray) -> Any:
         magic, length = _HEAD.unpack_from(data)
         if magic != _MAGIC or length > len(data) - _HEAD.size:
             raise Malformed("not a value of tfdist")
-        reader = _Reader(memoryview(data)[_HEAD.size + length:])
-        value = reader.read(json.loads(bytes(data[_HEAD.size:_HEAD.size + length])), 0)
+        reader = _Reader(memoryview(data)[_HEAD.size + length :])
+        value = reader.read(json.loads(bytes(data[_HEAD.size : _HEAD.size + length])), 0)
     except Malformed:
         raise
     except (struct.error, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError) as error:
@@ -71,10 +77,16 @@ def _to_tree(value: Any, blocks: list[bytes], depth: int) -> Any:
     if kind is tuple or isinstance(value, list):
         return ["tuple" if kind is tuple else "list", *(_to_tree(item, blocks, depth + 1) for item in value)]
     if isinstance(value, dict):
-        return ["dict", *([_to_tree(key, blocks, depth + 1), _to_tree(item, blocks, depth + 1)] for key, item in value.items())]
+        return [
+            "dict",
+            *([_to_tree(key, blocks, depth + 1), _to_tree(item, blocks, depth + 1)] for key, item in value.items()),
+        ]
     if isinstance(value, (np.ndarray, np.generic)):
         return _array_to_tree(value, blocks, depth)
-    raise ConfigError(f"A {kind.__module__}.{kind.__qualname__} cannot be sent to the other workers: use numbers, texts, arrays, and lists, tuples and dicts of them.")
+    raise ConfigError(
+        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to the other workers: use numbers, texts, arrays, and"
+        " lists, tuples and dicts of them."
+    )
 
 
 def _array_to_tree(value: np.ndarray | np.generic, blocks: list[bytes], depth: int) -> list:
@@ -123,7 +135,7 @@ class _Reader:
         if type(length) is not int or not 0 <= length <= len(self.blocks) - self.offset:
             raise Malformed(f"{length} bytes, of which {len(self.blocks) - self.offset} are there")
         start, self.offset = self.offset, self.offset + length
-        return bytes(self.blocks[start:self.offset])
+        return bytes(self.blocks[start : self.offset])
 
     def _array(self, name: str, shape: list[int]) -> np.ndarray:
         if not isinstance(name, str):
@@ -149,6 +161,10 @@ class _Reader:
 
 
 def _size(shape: list[int]) -> int:
-    if not isinstance(shape, list) or len(shape) > 32 or not all(type(length) is int and 0 <= length < 2**48 for length in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > 32
+        or not all(type(length) is int and 0 <= length < 2**48 for length in shape)
+    ):
         raise Malformed(f"a shape {shape!r:.100}")
     return math.prod(shape)

@@ -9,10 +9,15 @@ import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
-from tfdist.control.own_lines import failure_told
+from tfdist.control.user_errors import failure_told
 from tfdist.runtime.ring_error import MARK, user_error
 
-_PEER_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
+_PEER_ERRORS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+)
 
 # Horovod's error for all that ends its background threads, and Gloo's own where it reaches an operation.
 _HOROVOD_DOWN = re.compile(r"Horovod has been shut down|gloo/.*(Connection|[Tt]imed? ?out|peer)")
@@ -34,8 +39,11 @@ class BadLabel:
 
     @property
     def sentence(self) -> str:
-        return (f"A label is {self.value}, but the model has outputs for the classes 0 to {self.classes - 1}: mend it, raise num_outputs in --model_args, "
-                "or leave the sample or token out by a weight of 0 (and any valid label).")
+        return (
+            f"A label is {self.value}, but the model has outputs for the classes 0 to {self.classes - 1}: mend it,"
+            " raise num_outputs in --model_args, or leave the sample or token out by a weight of 0 (and any valid"
+            " label)."
+        )
 
 
 def bad_label(error: BaseException) -> BadLabel | None:
@@ -51,14 +59,19 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     text = str(error.message)
     if _HOROVOD_DOWN.search(text):
         return PeerLostError(
-            "Horovod stopped: a worker died, was silent for --heartbeat_timeout, or did not enter a collective within --collective_timeout. "
-            "Look at the log of the worker that ended first, or has not ended, for the cause, then start all workers again.")
+            "Horovod stopped: a worker died, was silent for --heartbeat_timeout, or did not enter a collective within"
+            " --collective_timeout. Look at the log of the worker that ended first, or has not ended, for the cause,"
+            " then start all workers again."
+        )
     if isinstance(error, tf.errors.ResourceExhaustedError):
-        return ConfigError(f"Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16. TensorFlow says: {_first_line(text)}")
+        return ConfigError(
+            "Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16."
+            f" TensorFlow says: {_first_line(text)}"
+        )
     if MARK in text:
         return user_error(text)
     if "DataError: " in text:  # raised by a source inside tf.data
-        return DataError(text[text.index("DataError: ") + len("DataError: "):].splitlines()[0])
+        return DataError(text[text.index("DataError: ") + len("DataError: ") :].splitlines()[0])
     if isinstance(error, tf.errors.DataLossError) or _RECORD.search(text):
         return DataError(f"A record of the data cannot be read: {cause(text)}")
     if label := bad_label(error):
@@ -70,12 +83,18 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
             if group := _GROUP.search(text, text.lower().rfind("timed out") + 1):
                 ranks = group["ranks"].replace("_to_", " to ").replace("_", ", ")
                 return PeerLostError(
-                    f"The {group['kind']} of ranks {ranks} did not end within --collective_timeout: one of these ranks is stuck, much slower, or does "
-                    "not count itself to that group. Look at their logs, then start all workers again.")
+                    f"The {group['kind']} of ranks {ranks} did not end within --collective_timeout: one of these ranks"
+                    " is stuck, much slower, or does not count itself to that group. Look at their logs, then start"
+                    " all workers again."
+                )
             return PeerLostError(
-                "A collective did not end within --collective_timeout: a peer is stuck or much slower, or the time-out is shorter than "
-                f"its longest save or evaluation. TensorFlow says: {_first_line(text)}")
-        return PeerLostError(f"Lost contact with {_peer(text, cluster)}: look at its log for the cause, then start all workers again. TensorFlow says: {_first_line(text)}")
+                "A collective did not end within --collective_timeout: a peer is stuck or much slower, or the time-out"
+                f" is shorter than its longest save or evaluation. TensorFlow says: {_first_line(text)}"
+            )
+        return PeerLostError(
+            f"Lost contact with {_peer(text, cluster)}: look at its log for the cause, then start all workers again."
+            f" TensorFlow says: {_first_line(text)}"
+        )
     return None
 
 
@@ -83,7 +102,11 @@ def _peer(text: str, cluster: Cluster) -> str:
     """The first other task that TensorFlow's message names, as rank and address."""
     own = f"/job:{cluster.role}/replica:0/task:{cluster.index}"
     for role, index in re.findall(r"/job:(\w+)/replica:0/task:(\d+)", text):
-        if f"/job:{role}/replica:0/task:{index}" != own and role in cluster.spec and int(index) < len(cluster.spec[role]):
+        if (
+            f"/job:{role}/replica:0/task:{index}" != own
+            and role in cluster.spec
+            and int(index) < len(cluster.spec[role])
+        ):
             return cluster.name(cluster.peers.index(cluster.spec[role][int(index)]))
     return "a peer"
 
@@ -95,5 +118,10 @@ def _first_line(text: str) -> str:
 def cause(text: str) -> str:
     """What an error of TensorFlow's says, without what it says of its own operations and devices."""
     text = re.sub(r"^(?:.*?Error in user-defined function passed to .*?: )", "", text.strip(), count=1, flags=re.DOTALL)
-    lines = (re.sub(r"\{\{[^}]*\}\}|\[\[.*?\]\]|\[Op:\w+\].*$|^Graph execution error:|^Detected at node .*", "", line).strip() for line in text.splitlines())
+    lines = (
+        re.sub(
+            r"\{\{[^}]*\}\}|\[\[.*?\]\]|\[Op:\w+\].*$|^Graph execution error:|^Detected at node .*", "", line
+        ).strip()
+        for line in text.splitlines()
+    )
     return next(filter(None, lines), "")[:300]

@@ -5,9 +5,9 @@
     all-gather within the host
 
 Of S bytes and h hosts each member sends about 2 S / m * (h - 1) / h across hosts; a flat ring over all members may send
-2 S through the link of a host, and its 2 (m h - 1) hops each wait for the slowest. (The scheme is that of Jia et al. 2018,
-arXiv:1807.11205, with a reduce-scatter in place of a reduction to one leader.) Where all members are on one host, or each
-is on its own, what is left is the flat all-reduce.
+2 S through the link of a host, and its 2 (m h - 1) hops each wait for the slowest. (The scheme is that of Jia et al.
+2018, arXiv:1807.11205, with a reduce-scatter in place of a reduction to one leader.) Where all members are on one host,
+or each is on its own, what is left is the flat all-reduce.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def levels(ranks: Sequence[int], rank: int, hosts: Sequence[str]) -> tuple[tuple
         by_host.setdefault(hosts[member], []).append(member)
     if len({len(members) for members in by_host.values()}) > 1:
         counts = ", ".join(f"{host} has {len(members)}" for host, members in by_host.items())
-        raise ConfigError(f"--all_reduce=hierarchical needs as many workers of a group on each host, but of ranks {', '.join(map(str, ranks))} {counts}: start as many on each, or use --all_reduce=flat.")
+        raise ConfigError(
+            "--all_reduce=hierarchical needs as many workers of a group on each host, but of ranks"
+            f" {', '.join(map(str, ranks))} {counts}: start as many on each, or use --all_reduce=flat."
+        )
     own = by_host[hosts[rank]]
     place = own.index(rank)
     return tuple(own), tuple(members[place] for members in by_host.values())
@@ -43,12 +46,16 @@ class HierarchicalGroup:
     Raises ConfigError if hosts have different numbers of members.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, hosts: Sequence[str], group_of: Callable[[Sequence[int]], Group]):
+    def __init__(
+        self, ranks: Sequence[int], rank: int, hosts: Sequence[str], group_of: Callable[[Sequence[int]], Group]
+    ):
         within, across = levels(ranks, rank, hosts)
         self.within, self.across = group_of(within), group_of(across)
 
     def all_reduce(self, x: tf.Tensor) -> tf.Tensor:
-        """The sum over members, bitwise the same on all, with its gradient. x: any static shape, types as Group.all_reduce."""
+        """The sum over members, bitwise the same on all, with its gradient. x: any static shape, types as
+        Group.all_reduce.
+        """
         if self.within.size == 1:
             return self.across.all_reduce(x)
         if self.across.size == 1:

@@ -1,7 +1,7 @@
 """Starting Horovod: its settings, the rendezvous in which its processes find each other, hvd.init().
 
-Horovod reads everything from the environment, once, in hvd.init(). When that fails because a peer is missing, it says so
-after a time-out in terms of its own; so all processes meet first in the same rendezvous server under our own keys,
+Horovod reads everything from the environment, once, in hvd.init(). When that fails because a peer is missing, it says
+so after a time-out in terms of its own; so all processes meet first in the same rendezvous server under our own keys,
 where a missing one can be named.
 """
 
@@ -35,10 +35,18 @@ def load() -> ModuleType:
         import horovod.tensorflow as hvd
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "horovod":
-            raise UnsupportedError(f"--strategy=horovod needs the package {error.name}: run scripts/install_horovod.sh, which installs it.") from None
-        raise UnsupportedError("--strategy=horovod, but Horovod is not installed: run scripts/install_horovod.sh, which builds it for the installed TensorFlow.") from None
+            raise UnsupportedError(
+                f"--strategy=horovod needs the package {error.name}: run scripts/install_horovod.sh, which installs it."
+            ) from None
+        raise UnsupportedError(
+            "--strategy=horovod, but Horovod is not installed: run scripts/install_horovod.sh, which builds it for the"
+            " installed TensorFlow."
+        ) from None
     except Exception as error:  # whatever the loader says of a library of another TensorFlow
-        raise UnsupportedError(f"--strategy=horovod: the installed Horovod does not fit this TensorFlow ({_first_line(error)}): run scripts/install_horovod.sh --force, which builds it anew.") from None
+        raise UnsupportedError(
+            f"--strategy=horovod: the installed Horovod does not fit this TensorFlow ({_first_line(error)}): run"
+            " scripts/install_horovod.sh --force, which builds it anew."
+        ) from None
     return hvd
 
 
@@ -65,7 +73,10 @@ def start(cluster: Cluster, config: Config) -> tuple[ModuleType, Placement]:
         try:
             hvd.init()
         except ValueError as error:
-            raise StartupError(f"Horovod did not start ({_first_line(error)}): its own lines above say why; on machines with several networks set HOROVOD_GLOO_IFACE to the one between the workers.") from None
+            raise StartupError(
+                f"Horovod did not start ({_first_line(error)}): its own lines above say why; on machines with several"
+                " networks set HOROVOD_GLOO_IFACE to the one between the workers."
+            ) from None
     return hvd, place
 
 
@@ -76,33 +87,41 @@ def settings(config: Config, size: int) -> dict[str, str]:
     judged by --heartbeat_timeout, and a collective that some rank never enters by --collective_timeout.
     """
     stall = config.strategy.collective_timeout
-    # What shares a buffer depends on what is ready; where a tensor lies in it, on the other hand, decides in which order
-    # the ranks' parts are added. Two parts have only one sum.
+    # What shares a buffer depends on what is ready; where a tensor lies in it, on the other hand, decides in which
+    # order the ranks' parts are added. Two parts have only one sum.
     fuse = not config.run.deterministic or size <= 2
     return {
         "HOROVOD_FUSION_THRESHOLD": str(int(config.strategy.horovod_fusion_mb * 2**20) if fuse else 0),
         "HOROVOD_CYCLE_TIME": str(config.strategy.horovod_cycle_ms),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(config.cluster.heartbeat_timeout)),
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(math.ceil(min(_LONGEST_STALL_CHECK, stall / 2 or _LONGEST_STALL_CHECK))),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(
+            math.ceil(min(_LONGEST_STALL_CHECK, stall / 2 or _LONGEST_STALL_CHECK))
+        ),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(math.ceil(stall)),
         "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "error"),
     }
 
 
 def wait_for_all(server: tuple[str, int], cluster: Cluster, timeout: float) -> None:
-    """Returns when every rank is there. Raises StartupError that names who is missing after `timeout` seconds, PeerLostError when one
-    is known to have died."""
+    """Returns when every rank is there. Raises StartupError that names who is missing after `timeout` seconds,
+    PeerLostError when one is known to have died."""
     deadline = time.monotonic() + timeout
     missing = list(range(cluster.size))
     is_broken = cluster.is_broken or (lambda: False)
     while not _request(server, "PUT", cluster.rank) and not is_broken():
         if time.monotonic() > deadline:
-            raise StartupError(f"Horovod's rendezvous at {server[0]}:{server[1]} did not answer within {timeout:g} s: start rank 0, check that its address can be reached from here, or raise --startup_timeout.")
+            raise StartupError(
+                f"Horovod's rendezvous at {server[0]}:{server[1]} did not answer within {timeout:g} s: start rank 0,"
+                " check that its address can be reached from here, or raise --startup_timeout."
+            )
         time.sleep(_PAUSE_SECONDS)
     while missing:
         missing = [rank for rank in missing if not _request(server, "GET", rank)]
         if missing and time.monotonic() > deadline:
-            raise StartupError(f"{', '.join(map(cluster.name, missing))} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, or raise --startup_timeout.")
+            raise StartupError(
+                f"{', '.join(map(cluster.name, missing))} did not appear within {timeout:g} s: start"
+                f" {'it' if len(missing) == 1 else 'them'}, or raise --startup_timeout."
+            )
         if is_broken():
             raise PeerLostError("A worker died before all had met in Horovod's rendezvous: look at its log.")
         if missing:
@@ -124,7 +143,7 @@ def _request(server: tuple[str, int], method: str, rank: int) -> bool:
 def _open_port(cluster: Cluster, place: Placement) -> Iterator[None]:
     """What this worker's own port answers until hvd.init() has returned, and so all have found all.
 
-    Rank 0: the rendezvous server, if it is ours. The others: knocks of peers that are still in the preflight.
+    Rank 0: the rendezvous server, if it is ours. The others: probes of peers that are still in the preflight.
     """
     if place.serve and cluster.rank == 0:
         server = _rendezvous_server(place.server[1], bind_address(cluster.address, cluster.peers))
@@ -158,27 +177,38 @@ def _rendezvous_server(port: int, host: str = ""):
             self.server_name, self.server_port = self.server_address
 
         def handle_error(self, request, client_address) -> None:
-            """A knock of the preflight is a connection without a request: no reason for a traceback."""
+            """A probe of the preflight is a connection without a request: no reason for a traceback."""
 
     try:
         server = Server(("", port), RendezvousHandler, verbose=0)
     except OSError as error:
-        raise StartupError(f"Horovod's rendezvous cannot listen on port {port} ({error.strerror}): stop the process that does, or choose another port in TF_CONFIG or {PORT}.") from None
+        raise StartupError(
+            f"Horovod's rendezvous cannot listen on port {port} ({error.strerror}): stop the process that does, or"
+            f" choose another port in TF_CONFIG or {PORT}."
+        ) from None
     threading.Thread(target=server.serve_forever, name="tfdist-rendezvous", daemon=True).start()
     return server
 
 
 def _interface(host: str, port: int) -> str:
-    """The network interface over which `host` is reached. Gloo would look up this machine's name, which is often 127.0.1.1."""
+    """The network interface over which `host` is reached.
+
+    Gloo would look up this machine's name, which is often 127.0.1.1.
+    """
     import psutil  # which Horovod needs
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, port))  # sends nothing
         except OSError as error:
-            raise StartupError(f"Rank 0's address {host} cannot be reached from here ({error}): check the name, and the network.") from None
+            raise StartupError(
+                f"Rank 0's address {host} cannot be reached from here ({error}): check the name, and the network."
+            ) from None
         own = probe.getsockname()[0]
-    return next((name for name, addresses in psutil.net_if_addrs().items() for address in addresses if address.address == own), "")
+    return next(
+        (name for name, addresses in psutil.net_if_addrs().items() for address in addresses if address.address == own),
+        "",
+    )
 
 
 def _first_line(error: BaseException) -> str:

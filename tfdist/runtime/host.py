@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
@@ -10,5 +12,17 @@ def host_view(variable: tf.Variable | tf.Tensor) -> np.ndarray:
     """The value of a variable or tensor, for reading at once: without a copy where it is in host memory already."""
     try:
         return np.asarray(memoryview(tf.convert_to_tensor(variable)))
-    except (TypeError, ValueError, BufferError, RuntimeError, NotImplementedError):  # other devices; dtypes that NumPy does not know
+    except (
+        TypeError,
+        ValueError,
+        BufferError,
+        RuntimeError,
+        NotImplementedError,
+    ):  # other devices; dtypes that NumPy does not know
         return np.asarray(variable.numpy())
+
+
+def known_dims(shape: tf.TensorShape) -> list[int]:
+    """The dims of a shape that is fully defined."""
+    dims: Any = shape.as_list()
+    return dims

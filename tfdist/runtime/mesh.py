@@ -46,7 +46,10 @@ class Mesh:
             degrees["data"] = size // others
         wanted = others * degrees.get("data", 1)
         if wanted != size:
-            raise ConfigError(f"--mesh={text} needs {'a multiple of ' if 'data' not in degrees else ''}{wanted} workers, but there {_are(size)}: {_fitting(degrees, others, wanted, size)}.")
+            raise ConfigError(
+                f"--mesh={text} needs {'a multiple of ' if 'data' not in degrees else ''}{wanted} workers, but there"
+                f" {_are(size)}: {_fitting(degrees, others, wanted, size)}."
+            )
         return cls.create(**degrees)
 
     @property
@@ -93,7 +96,10 @@ class Mesh:
 
     def describe(self) -> str:
         """The axes that are more than 1, for logs: "data=2,model=2"."""
-        return ",".join(f"{axis}={degree}" for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1) or "data=1"
+        return (
+            ",".join(f"{axis}={degree}" for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1)
+            or "data=1"
+        )
 
 
 def _read(text: str) -> dict[str, int]:
@@ -101,11 +107,16 @@ def _read(text: str) -> dict[str, int]:
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
         axis, equals, degree = (part.strip() for part in piece.partition("="))
         if not equals or axis not in AXES:
-            raise ConfigError(f"--mesh={text}: {piece!r} is not axis=degree; the axes are {', '.join(AXES)}, for example data=2,model=2.")
+            raise ConfigError(
+                f"--mesh={text}: {piece!r} is not axis=degree; the axes are {', '.join(AXES)}, for example"
+                " data=2,model=2."
+            )
         if axis in degrees:
             raise ConfigError(f"--mesh={text} gives {axis} twice: drop one of them.")
         if not degree.isdecimal() or int(degree) < 1:
-            raise ConfigError(f"--mesh={text}: the degree of {axis} is {degree!r}; it must be a whole number, at least 1.")
+            raise ConfigError(
+                f"--mesh={text}: the degree of {axis} is {degree!r}; it must be a whole number, at least 1."
+            )
         degrees[axis] = int(degree)
     return degrees
 
@@ -114,12 +125,22 @@ def _fitting(degrees: Mapping[str, int], others: int, wanted: int, size: int) ->
     """What would fit, as the end of a sentence."""
     start = f"start {wanted}, or " if "data" in degrees else f"start {-(-size // others) * others}, or "
     if size % others == 0:
-        return start + "use --mesh=" + ",".join([f"data={size // others}", *(f"{axis}={degree}" for axis, degree in degrees.items() if axis != "data")])
+        return (
+            start
+            + "use --mesh="
+            + ",".join(
+                [f"data={size // others}", *(f"{axis}={degree}" for axis, degree in degrees.items() if axis != "data")]
+            )
+        )
     kept = {axis: math.gcd(degree, size) for axis, degree in degrees.items() if axis != "data"}
     while size % math.prod(kept.values()):
         kept.popitem()
     rest = size // math.prod(kept.values())
-    return start + "use --mesh=" + ",".join([f"data={rest}", *(f"{axis}={degree}" for axis, degree in kept.items() if degree > 1)])
+    return (
+        start
+        + "use --mesh="
+        + ",".join([f"data={rest}", *(f"{axis}={degree}" for axis, degree in kept.items() if degree > 1)])
+    )
 
 
 def _are(size: int) -> str:

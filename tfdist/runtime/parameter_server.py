@@ -16,8 +16,8 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
+from tfdist.control.liveness_probe import Watch, await_all
 from tfdist.control.packet_filter import own_address_only
-from tfdist.control.presence import Watch, await_all
 from tfdist.runtime.one_device import OneDevice
 
 _LOST_SECONDS = 5.0  # after an error of TensorFlow: how long to look for a parameter server that is gone
@@ -30,13 +30,15 @@ class ParameterServer(OneDevice):
 
     def __init__(self, cluster: Cluster, config: Config):
         self.cluster = cluster
-        self.workers = len(cluster.spec["worker"])
+        self.workers = self.compute_workers = len(cluster.spec["worker"])
         self.devices = [f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in range(len(cluster.spec["ps"]))]
         await_all(cluster.others("ps", "worker"), config.cluster.startup_timeout)
         self._watch = Watch(cluster.others("ps", "worker"))
         self._missing: set[str] = set()  # workers
         tf.get_logger().setLevel("CRITICAL")  # who is lost is told in a sentence; TensorFlow would add pages
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(_spec(cluster), task_type="chief", task_id=0, rpc_layer="grpc")
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            _spec(cluster), task_type="chief", task_id=0, rpc_layer="grpc"
+        )
         with own_address_only(*_addresses(cluster)):
             self._strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
@@ -48,8 +50,8 @@ class ParameterServer(OneDevice):
     def call(self, function: tf.types.experimental.ConcreteFunction, arguments: Sequence) -> Callable[[], tuple | None]:
         """Gives a call to the next worker that is free, and to another one if that dies.
 
-        Returns what waits for its result, NumPy arrays; None if the call was made, but its worker died before the result
-        was here. Raises TensorFlow's errors; see `lost`.
+        Returns what waits for its result, NumPy arrays; None if the call was made, but its worker died before the
+        result was here. Raises TensorFlow's errors; see `lost`.
         """
         value = self._coordinator.schedule(function, args=tuple(arguments))
 
@@ -68,7 +70,10 @@ class ParameterServer(OneDevice):
         """Sentences about workers that have gone or come back. Raises PeerLostError if a parameter server is gone."""
         gone = self._watch.gone()
         if servers := [name for name in gone if name.startswith("ps ")]:
-            raise PeerLostError(f"Lost {', '.join(servers)}, with the weights: look at its log for the cause, then start all again, from the newest snapshot.")
+            raise PeerLostError(
+                f"Lost {', '.join(servers)}, with the weights: look at its log for the cause, then start all again,"
+                " from the newest snapshot."
+            )
         missing = set(gone)
         sentences = [f"Lost {name}; its work goes to the others." for name in sorted(missing - self._missing)]
         sentences += [f"{name} is back." for name in sorted(self._missing - missing)]
@@ -88,7 +93,10 @@ class ParameterServer(OneDevice):
             time.sleep(0.05)
         text = str(error.message)
         if "/job:ps" in text or isinstance(error, tf.errors.UnavailableError):
-            return PeerLostError(f"Lost contact with a parameter server: look at their logs for the cause, then start all again. TensorFlow says: {text.strip().splitlines()[0][:300]}")
+            return PeerLostError(
+                "Lost contact with a parameter server: look at their logs for the cause, then start all again."
+                f" TensorFlow says: {text.strip().splitlines()[0][:300]}"
+            )
         return None
 
     def close(self) -> None:
@@ -96,17 +104,24 @@ class ParameterServer(OneDevice):
 
 
 def prepare(config: Config, cluster: Cluster) -> Config:
-    """The configuration with enough threads for all calls; also sets the environment, so call it before TensorFlow starts.
+    """The configuration with enough threads for all calls; also sets the environment, so call it before TensorFlow
+    starts.
 
-    Each call that a TensorFlow server answers blocks a thread until its answer is complete. With one thread, two calls that
-    wait for each other's process hang for ever; these threads wait most of the time.
+    Each call that a TensorFlow server answers blocks a thread until its answer is complete. With one thread, two calls
+    that wait for each other's process hang for ever; these threads wait most of the time.
     Raises ConfigError for a cluster or a configuration that is none of a parameter-server run.
     """
     workers = len(cluster.spec.get("worker", ()))
     if not (cluster.spec.get("chief") and cluster.spec.get("ps") and workers):
-        raise ConfigError("--strategy=parameter_server needs a chief, workers and ps in TF_CONFIG: start it with `python -m tfdist.launch --workers=2 --ps=1 -- FLAGS`.")
+        raise ConfigError(
+            "--strategy=parameter_server needs a chief, workers and ps in TF_CONFIG: start it with `python -m"
+            " tfdist.launch --workers=2 --ps=1 -- FLAGS`."
+        )
     if config.servers.backup_workers >= workers:
-        raise ConfigError(f"--backup_workers={config.servers.backup_workers} leaves none of {workers} workers for the step itself: lower it.")
+        raise ConfigError(
+            f"--backup_workers={config.servers.backup_workers} leaves none of {workers} workers for the step itself:"
+            " lower it."
+        )
     least = 2 * workers + 2
     threads = config.cluster.inter_op_threads or int(os.environ.get("TF_NUM_INTEROP_THREADS") or os.cpu_count() or 1)
     os.environ["TF_NUM_INTEROP_THREADS"] = str(max(least, threads))
@@ -130,14 +145,21 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
         os.write(2, b"tfdist: SIGTERM: ending when the chief has saved and ended.\n")
 
     threads = config.cluster
-    options = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads.intra_op_threads, inter_op_parallelism_threads=threads.inter_op_threads)
+    options = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=threads.intra_op_threads, inter_op_parallelism_threads=threads.inter_op_threads
+    )
     options.gpu_options.allow_growth = True
     if config.run.deterministic:
         tf.config.experimental.enable_op_determinism()
     with own_address_only(*_addresses(cluster)):
-        tf.distribute.Server(_spec(cluster), job_name=cluster.role, task_index=cluster.index, protocol="grpc", config=options)
+        tf.distribute.Server(
+            _spec(cluster), job_name=cluster.role, task_index=cluster.index, protocol="grpc", config=options
+        )
     signal.signal(signal.SIGTERM, on_term)
-    print(f"tfdist: {cluster.describe()}, at {cluster.spec[cluster.role][cluster.index]}; waiting for the chief.", flush=True)
+    print(
+        f"tfdist: {cluster.describe()}, at {cluster.spec[cluster.role][cluster.index]}; waiting for the chief.",
+        flush=True,
+    )
     chief = cluster.others("chief")
     await_all(chief, threads.startup_timeout, lambda: bool(asked))
     watch = Watch(chief)
@@ -153,7 +175,9 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
 
 def _addresses(cluster: Cluster) -> tuple[str, list[str]]:
     """This process's address, and those of all."""
-    return cluster.spec[cluster.role][cluster.index], [address for addresses in cluster.spec.values() for address in addresses]
+    return cluster.spec[cluster.role][cluster.index], [
+        address for addresses in cluster.spec.values() for address in addresses
+    ]
 
 
 def _spec(cluster: Cluster) -> tf.train.ClusterSpec:

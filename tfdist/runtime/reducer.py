@@ -24,7 +24,8 @@ _UNUSED_REFERENCES = 3  # the pool's list, the loop variable, and getrefcount's 
 
 
 class RingReducer:
-    """`Ring.all_reduce`, and for slices `Ring.gather`, for lists of tensors inside a tf.function: in buckets, by a thread of its own.
+    """`Ring.all_reduce`, and for slices `Ring.gather`, for lists of tensors inside a tf.function: in buckets, by a
+    thread of its own.
 
     A start operation per bucket copies its gradients into a buffer and returns at once; one finish operation waits for
     all. The thread takes the buckets in one fixed order, so it does not matter in which order TensorFlow on each
@@ -33,7 +34,10 @@ class RingReducer:
 
     def __init__(self, ring: Ring, bucket_bytes: int):
         self.ring, self.bucket_bytes = ring, max(bucket_bytes, 1)
-        self.travel_s = self.wait_s = 0.0  # in which a bucket was under way; in which all own gradients were handed over and a result was waited for
+        self.travel_s = self.wait_s = (
+            # in which a bucket was under way; in which all own gradients were handed over and a result was waited for
+            0.0
+        )
         self._sites = 0
         self._work: queue.SimpleQueue[_Site] = queue.SimpleQueue()
         self._pool: dict[int, list[np.ndarray]] = {}
@@ -41,19 +45,38 @@ class RingReducer:
         threading.Thread(target=self._serve, name="tfdist-ring", daemon=True).start()
 
     def __call__(self, tensors: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
-        """The sum over all workers of each tensor, if it `suits`. Called while tracing; every worker traces the same."""
+        """The sum over all workers of each tensor, if it `suits`.
+
+        Called while tracing; every worker traces the same.
+        """
         wire = [_on_wire(tensor) for tensor in tensors]
-        kinds = [_ROWS if len(parts) > 1 else _SMALL if parts[0].dtype == tf.bfloat16 else _SUM for parts in wire for _ in parts]
+        kinds = [
+            _ROWS if len(parts) > 1 else _SMALL if parts[0].dtype == tf.bfloat16 else _SUM
+            for parts in wire
+            for _ in parts
+        ]
         sums = iter(self._combine([part for parts in wire for part in parts], kinds))
         return [_off_wire([next(sums) for _ in parts], tensor) for parts, tensor in zip(wire, tensors, strict=True)]
 
     def _combine(self, tensors: list[tf.Tensor], kinds: list[str]) -> list[tf.Tensor]:
-        """Of each tensor, float32: the sum, the sum of what travels as bfloat16, or the rows of all workers, in order of rank."""
-        site = _Site(self._sites, [tuple(tensor.shape) for tensor in tensors], self.bucket_bytes, kinds, self.ring.rank, self.ring.size)
+        """Of each tensor, float32: the sum, the sum of what travels as bfloat16, or the rows of all workers, in order
+        of rank.
+        """
+        site = _Site(
+            self._sites,
+            [tuple(tensor.shape) for tensor in tensors],
+            self.bucket_bytes,
+            kinds,
+            self.ring.rank,
+            self.ring.size,
+        )
         self._sites += 1
         started = [
-            tf.numpy_function(functools.partial(self._start, site, number), [tensors[index] for index in members], tf.int32)
-            for number, members in enumerate(site.buckets)]
+            tf.numpy_function(
+                functools.partial(self._start, site, number), [tensors[index] for index in members], tf.int32
+            )
+            for number, members in enumerate(site.buckets)
+        ]
         with tf.control_dependencies(started):
             reduced = tf.numpy_function(functools.partial(self._finish, site), [], [tf.float32] * len(tensors))
         for index, value in enumerate(reduced):
@@ -102,7 +125,8 @@ class RingReducer:
         """A zeroed or used float32 [length], aligned. TensorFlow takes results without a copy and holds on to them, so
         a buffer is free when nobody but the pool refers to it.
 
-        It must not be a slice of another array: NumPy lets views of a slice refer to the whole, so they would not count.
+        It must not be a slice of another array: NumPy lets views of a slice refer to the whole, so they would not
+        count.
         """
         pool = self._pool.setdefault(length, [])
         for buffer in pool:
@@ -115,10 +139,19 @@ class RingReducer:
 class _Site:
     """One call of the reducer in the program: how its tensors are laid out in buckets, and the queues of a round.
 
-    The tensors of a bucket are of one kind. A bucket whose rows are gathered has a part for each rank, `length / size` long.
+    The tensors of a bucket are of one kind. A bucket whose rows are gathered has a part for each rank, `length / size`
+    long.
     """
 
-    def __init__(self, number: int, shapes: list[tuple], bucket_bytes: int, kinds: Sequence[str] = (), rank: int = 0, size: int = 1):
+    def __init__(
+        self,
+        number: int,
+        shapes: list[tuple],
+        bucket_bytes: int,
+        kinds: Sequence[str] = (),
+        rank: int = 0,
+        size: int = 1,
+    ):
         self.number, self.shapes, self.rank, self.size = number, shapes, rank, size
         kinds = kinds or [_SUM] * len(shapes)
         # The backward pass makes the last variables' gradients first.
@@ -134,22 +167,31 @@ class _Site:
             self._offsets[index] = self.lengths[-1]
             self.lengths[-1] += -(-elements // _ALIGN) * _ALIGN
         self.kinds = [kinds[members[0]] for members in self.buckets]
-        self._parts = {index: length for kind, length, members in zip(self.kinds, self.lengths, self.buckets, strict=True) if kind == _ROWS for index in members}
-        self.lengths = [length * (size if kind == _ROWS else 1) for kind, length in zip(self.kinds, self.lengths, strict=True)]
+        self._parts = {
+            index: length
+            for kind, length, members in zip(self.kinds, self.lengths, self.buckets, strict=True)
+            if kind == _ROWS
+            for index in members
+        }
+        self.lengths = [
+            length * (size if kind == _ROWS else 1) for kind, length in zip(self.kinds, self.lengths, strict=True)
+        ]
         self.started = [queue.SimpleQueue() for _ in self.buckets]
         self.done: queue.SimpleQueue = queue.SimpleQueue()
 
     def own(self, buffer: np.ndarray, index: int) -> np.ndarray:
         """The part of its bucket's buffer into which this worker's tensor `index` goes."""
         start = self._offsets[index] + self.rank * self._parts.get(index, 0)
-        return buffer[start:start + math.prod(self.shapes[index])].reshape(self.shapes[index])
+        return buffer[start : start + math.prod(self.shapes[index])].reshape(self.shapes[index])
 
     def result(self, buffer: np.ndarray, index: int) -> np.ndarray:
         """What has become of tensor `index`: the sum, in place, or a copy of the rows of all workers."""
         if index not in self._parts:
             return self.own(buffer, index)
         start = self._offsets[index]
-        return buffer.reshape(self.size, -1)[:, start:start + math.prod(self.shapes[index])].reshape(self.result_shape(index))
+        return buffer.reshape(self.size, -1)[:, start : start + math.prod(self.shapes[index])].reshape(
+            self.result_shape(index)
+        )
 
     def result_shape(self, index: int) -> tuple:
         """The shape of `result`."""
@@ -158,16 +200,23 @@ class _Site:
 
 
 def suits(tensor: tf.Tensor | tf.IndexedSlices) -> bool:
-    """Whether the reducer takes it: float32 or bfloat16 of a static shape; float32 slices of a table of fewer than 2^31 rows."""
+    """Whether the reducer takes it: float32 or bfloat16 of a static shape; float32 slices of a table of fewer than 2^31
+    rows.
+    """
     sparse = isinstance(tensor, tf.IndexedSlices)
     values = tensor.values if sparse else tensor
     return values.dtype in ((tf.float32,) if sparse else (tf.float32, tf.bfloat16)) and values.shape.is_fully_defined()
 
 
 def _on_wire(tensor: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
-    """A tensor to be summed, or two whose rows are to be gathered: only copied, so that any 32 bits may travel as float32."""
+    """A tensor to be summed, or two whose rows are to be gathered: only copied, so that any 32 bits may travel as
+    float32.
+    """
     if isinstance(tensor, tf.IndexedSlices):
-        return [tensor.values, tf.bitcast(tf.ensure_shape(tf.cast(tensor.indices, tf.int32), tensor.values.shape[:1]), tf.float32)]
+        return [
+            tensor.values,
+            tf.bitcast(tf.ensure_shape(tf.cast(tensor.indices, tf.int32), tensor.values.shape[:1]), tf.float32),
+        ]
     return [tensor]
 
 

@@ -1,7 +1,7 @@
 """How plain processes find each other: at the chief's TF_CONFIG address, over TCP, by control/wire.py.
 
-A worker connects to the chief, says who it is and where its ring listens; when all have, the chief answers each with the
-endpoints of all, as JSON. Connections that say nothing are the knocks of control/preflight.py, and are dropped.
+A worker connects to the chief, says who it is and where its ring listens; when all have, the chief answers each with
+the endpoints of all, as JSON. Connections that say nothing are the probes of control/preflight.py, and are dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def exchange(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
     Raises: StartupError if someone does not appear within `timeout` seconds or this worker's port is taken;
     ClusterError if the workers' TF_CONFIGs list different addresses, or their job tokens differ.
     """
-    # Every worker answers at its own port meanwhile, for peers that still knock there.
+    # Every worker answers at its own port meanwhile, for peers that still probe there.
     with _listen(cluster) as listener:
         if cluster.is_chief:
             return _collect(cluster, listener, endpoint, timeout)
@@ -43,8 +43,13 @@ def _listen(cluster: Cluster) -> socket.socket:
         listener = bind_shared(int(port), bind_address(cluster.address, cluster.peers))
         listener.listen(4096)
     except OSError as error:
-        reason = "is in use on this machine" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
-        raise StartupError(f"Port {port} of {cluster.name(cluster.rank)} {reason}: stop the process that listens there, or change the address in TF_CONFIG.") from None
+        reason = (
+            "is in use on this machine" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
+        )
+        raise StartupError(
+            f"Port {port} of {cluster.name(cluster.rank)} {reason}: stop the process that listens there, or change the"
+            " address in TF_CONFIG."
+        ) from None
     return listener
 
 
@@ -53,12 +58,25 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
     deadline = time.monotonic() + timeout
     endpoints, connections = {0: endpoint}, {}
     with contextlib.ExitStack() as stack:
-        reception = stack.enter_context(wire.Reception(listener, wire.Lock.of(cluster.secret, "rendezvous"), 0, lambda rank: 0 < rank < cluster.size))
+        reception = stack.enter_context(
+            wire.Reception(
+                listener, wire.Lock.of(cluster.secret, "rendezvous"), 0, lambda rank: 0 < rank < cluster.size
+            )
+        )
         while len(endpoints) < cluster.size:
             if time.monotonic() > deadline:
                 names = ", ".join(cluster.name(rank) for rank in range(cluster.size) if rank not in endpoints)
-                raise StartupError(" ".join([f"{names} did not appear within {timeout:g} s: start all workers, check that {cluster.address} can be reached from each, or raise --startup_timeout.",
-                                             *(f"Turned away: {note}" for note in reception.notes)]))
+                raise StartupError(
+                    " ".join(
+                        [
+                            (
+                                f"{names} did not appear within {timeout:g} s: start all workers, check that"
+                                f" {cluster.address} can be reached from each, or raise --startup_timeout."
+                            ),
+                            *(f"Turned away: {note}" for note in reception.notes),
+                        ]
+                    )
+                )
             for arrival in reception.poll(_PAUSE):
                 connection = stack.enter_context(arrival.connection)
                 connection.settimeout(_PATIENCE)
@@ -66,11 +84,22 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
                 if hello is None:
                     continue
                 if arrival.rank in connections:  # if it has only tried again, nobody listens there any more
-                    _answer({arrival.rank: connections[arrival.rank]}, {"error": f"Another process says that it is rank {arrival.rank}, too: give each worker its own task.index in TF_CONFIG."})
+                    _answer(
+                        {arrival.rank: connections[arrival.rank]},
+                        {
+                            "error": (
+                                f"Another process says that it is rank {arrival.rank}, too: give each worker its own"
+                                " task.index in TF_CONFIG."
+                            )
+                        },
+                    )
                 peers, endpoints[arrival.rank] = hello
                 connections[arrival.rank] = connection
                 if peers != list(cluster.peers):
-                    problem = f"TF_CONFIG of rank {arrival.rank} lists {printable(', '.join(peers))}, that of the chief {', '.join(cluster.peers)}: give all workers the same cluster."
+                    problem = (
+                        f"TF_CONFIG of rank {arrival.rank} lists {printable(', '.join(peers))}, that of the chief"
+                        f" {', '.join(cluster.peers)}: give all workers the same cluster."
+                    )
                     _answer(connections, {"error": problem})
                     raise ClusterError(problem)
         table = [endpoints[rank] for rank in range(cluster.size)]
@@ -99,7 +128,9 @@ def _report(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
     hello = json.dumps({"peers": list(cluster.peers), "endpoint": endpoint}).encode()
     while time.monotonic() < deadline:
         try:
-            with wire.connect(cluster.peers[0], lock, cluster.rank, 0, min(time.monotonic() + _PATIENCE, deadline), hello) as connection:
+            with wire.connect(
+                cluster.peers[0], lock, cluster.rank, 0, min(time.monotonic() + _PATIENCE, deadline), hello
+            ) as connection:
                 answer = wire.read_message(connection, deadline)
             if "error" in answer:
                 raise ClusterError(printable(str(answer["error"])))
@@ -112,7 +143,10 @@ def _report(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
         except (OSError, ValueError):  # nobody there yet, or nobody of ours
             pass
         time.sleep(_PAUSE)
-    raise StartupError(f"The chief, {cluster.name(0)}, did not answer within {timeout:g} s: start all workers, check that its address can be reached from here, or raise --startup_timeout.")
+    raise StartupError(
+        f"The chief, {cluster.name(0)}, did not answer within {timeout:g} s: start all workers, check that its address"
+        " can be reached from here, or raise --startup_timeout."
+    )
 
 
 def _answer(connections: dict[int, socket.socket], message: dict) -> None:

@@ -1,4 +1,7 @@
-"""What goes wrong in a ring (ring.py), and what that means to a user. Such an error travels through TensorFlow as text."""
+"""What goes wrong in a ring (ring.py), and what that means to a user.
+
+Such an error travels through TensorFlow as text.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ class RingError(RuntimeError):
 
 
 def user_error(text: str) -> TfdistError:
-    """The error for the user that the text of a RingError, perhaps within another, stands for: of the kind with whose name
-    it begins, or else a lost peer."""
-    sentence = text[text.index(MARK) + len(MARK):].splitlines()[0]
+    """The error for the user that the text of a RingError, perhaps within another, stands for: of the kind with whose
+    name it begins, or else a lost peer."""
+    sentence = text[text.index(MARK) + len(MARK) :].splitlines()[0]
     for kind in (ConfigError, DataError):
         if sentence.startswith(f"{kind.__name__}: "):
             return kind(sentence.removeprefix(f"{kind.__name__}: "))

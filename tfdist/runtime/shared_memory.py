@@ -30,7 +30,10 @@ class SharedArrays:
         self._serials: dict[int, int] = {}  # address -> serial
 
     def offer(self) -> bytes:
-        """What a process needs to find out whether it can read these arrays; OFFER_BYTES long. Call `withdraw` when it has."""
+        """What a process needs to find out whether it can read these arrays; OFFER_BYTES long.
+
+        Call `withdraw` when it has.
+        """
         descriptor = 0
         with contextlib.suppress(AttributeError, OSError):  # not Linux; no memory
             descriptor = os.memfd_create("tfdist-offer")
@@ -43,7 +46,10 @@ class SharedArrays:
         self._close(NOT_SHARED)
 
     def empty(self, length: int) -> np.ndarray:
-        """A zeroed float32 [length], on a page boundary. To be kept as long as this object, which knows it by its address."""
+        """A zeroed float32 [length], on a page boundary.
+
+        To be kept as long as this object, which knows it by its address.
+        """
         descriptor = os.memfd_create("tfdist-array")
         os.ftruncate(descriptor, max(4 * length, 4))
         array = np.frombuffer(mmap.mmap(descriptor, max(4 * length, 4)), np.float32, length)
@@ -89,5 +95,7 @@ class OthersArrays:
             with self._file(descriptor) as file:
                 if os.fstat(file.fileno()).st_size < 4 * length:
                     raise OSError("it is shorter than it should be")
-                self._open[serial] = np.frombuffer(mmap.mmap(file.fileno(), max(4 * length, 4), access=mmap.ACCESS_READ), np.float32, length)
+                self._open[serial] = np.frombuffer(
+                    mmap.mmap(file.fileno(), max(4 * length, 4), access=mmap.ACCESS_READ), np.float32, length
+                )
         return self._open[serial]

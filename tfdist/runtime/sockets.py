@@ -14,21 +14,20 @@ import math
 import sys
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, PeerLostError
+from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm, rendezvous
-from tfdist.runtime.encoding import Malformed, decode, encode
+from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.pulse import Pulse
+from tfdist.runtime.operations import OUR_RING, Collective
 from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_error import RingError, user_error
@@ -37,9 +36,8 @@ from tfdist.runtime.ring_error import RingError, user_error
 class Sockets(OneDevice):
     """See runtime/base.py.
 
-    Beyond the protocol: `gather` for rows inside a tf.function, `broadcast_object` on the host, and `rows_count`, a
-    scalar tensor set while a forward pass is traced: 0.0 where the rows of this worker are only there to have any;
-    and `stamp`, set before a step: gathers inside it are an error if it is not the same on all workers.
+    Beyond the protocol: `gather` for rows inside a tf.function, `agree_on` and `leave` for scripts that call
+    tfdist.fit.
     """
 
     name = "sockets"
@@ -47,36 +45,48 @@ class Sockets(OneDevice):
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> Sockets:
         if not cluster.peers:
-            raise ConfigError("--strategy=sockets is for several workers, but TF_CONFIG lists none: start them with tfdist.launch, or use --strategy=one_device.")
+            raise ConfigError(
+                "--strategy=sockets is for several workers, but TF_CONFIG lists none: start them with tfdist.launch, or"
+                " use --strategy=one_device."
+            )
         if config.strategy.communication in ("ring", "nccl"):
-            raise ConfigError(f"--strategy=sockets has its own communication, not --communication={config.strategy.communication}: use --communication=auto or --strategy=multi_worker.")
+            raise ConfigError(
+                f"--strategy=sockets has its own communication, not --communication={config.strategy.communication}:"
+                " use --communication=auto or --strategy=multi_worker."
+            )
         return cls(config, cluster)
 
     def __init__(self, config: Config, cluster: Cluster):
         self.cluster, self.rank, self.size = cluster, cluster.rank, cluster.size
         self.replicas, self.first_replica = cluster.size, cluster.rank
-        self.rows_count: tf.Tensor | None = None
-        self.stamp = 0
         self._lock = threading.Lock()
         self._last: dict[str, tf.Operation] = {}
         timeout, patience = config.strategy.collective_timeout, config.cluster.heartbeat_timeout
         startup = config.cluster.startup_timeout
-        self._pulse, self._reducer, self._gradients = None, None, None
+        self._heartbeat, self._reducer, self._gradients = None, None, None
         try:
-            self._front = Ring(cluster, lambda endpoint: rendezvous.exchange(cluster, endpoint, startup), timeout, self._is_alive, patience)
+            self._front = Ring(
+                cluster,
+                lambda endpoint: rendezvous.exchange(cluster, endpoint, startup),
+                timeout,
+                self._is_alive,
+                patience,
+            )
 
             def exchange(endpoint: str) -> list[str]:
                 return [bytes(other).decode() for other in self._front.all_gather(endpoint.encode(), "endpoint")]
 
-            self._pulse = Pulse(Ring(cluster, exchange), patience)
-            self._gradients = Ring(cluster, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto")
+            self._heartbeat = Heartbeat(Ring(cluster, exchange), patience)
+            self._gradients = Ring(
+                cluster, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto"
+            )
         except RingError as error:
             raise user_error(str(error)) from error
         self._reducer = RingReducer(self._gradients, int(config.strategy.pack_mb * 2**20))
         batch_norm.synchronize_with(self)
 
     def _is_alive(self, rank: int) -> bool:
-        return self._pulse is None or self._pulse.is_alive(rank)
+        return self._heartbeat is None or self._heartbeat.is_alive(rank)
 
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
@@ -110,21 +120,29 @@ class Sockets(OneDevice):
 
     def _own_row_of_sum(self, rows: tf.Tensor) -> tf.Tensor:
         """The adjoint of gather_row, which is this one's: [workers, k] of each worker -> [k]."""
+
         @tf.custom_gradient
         def own(rows: tf.Tensor):
             return tf.reduce_sum(self.gather([rows[tf.newaxis]])[0], 0)[self.rank], self.gather_row
 
         return own(rows)
 
-    def gather(self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+    def gather(
+        self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = (), stamp: Callable[[], int] = lambda: 0
+    ) -> list[tf.Tensor]:
         """The rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
 
         Without a gradient. All gathers of one graph run in the order in which they were traced, the same everywhere.
         same: tensors that must be equal on all workers; if their checksums are not, that is an error.
+        stamp: gives, each time that the gather runs, a number that must be the same on all workers as well.
         """
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         with tf.control_dependencies(self._previous()):
-            rows = tf.numpy_function(functools.partial(self._exchange_rows, len(tensors)), [*tensors, *same], [tensor.dtype for tensor in tensors])
+            rows = tf.numpy_function(
+                functools.partial(self._exchange_rows, len(tensors), stamp),
+                [*tensors, *same],
+                [tensor.dtype for tensor in tensors],
+            )
         rows = rows if isinstance(rows, (list, tuple)) else [rows]
         if not tf.executing_eagerly():
             self._last = {"op": rows[0].op}
@@ -138,15 +156,17 @@ class Sockets(OneDevice):
             return []
         return [op for op in self._last.values() if op.graph is tf.compat.v1.get_default_graph()]
 
-    def _exchange_rows(self, count: int, *arrays: np.ndarray) -> list[np.ndarray]:
+    def _exchange_rows(self, count: int, stamp_of: Callable[[], int], *arrays: np.ndarray) -> list[np.ndarray]:
         arrays, same = arrays[:count], arrays[count:]
-        stamp = self.stamp
+        stamp = stamp_of()
         for array in same:
             data = repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array)
             stamp = zlib.crc32(data, stamp)
         lengths = np.array([len(array) for array in arrays], np.int64)
         with self._lock:
-            blocks = self._front.all_gather(b"".join([lengths.tobytes(), *(array.tobytes() for array in arrays)]), "batches", stamp)
+            blocks = self._front.all_gather(
+                b"".join([lengths.tobytes(), *(array.tobytes() for array in arrays)]), "batches", stamp
+            )
         parts: list[list[np.ndarray]] = [[] for _ in arrays]
         for block in blocks:
             offset = lengths.nbytes
@@ -165,31 +185,17 @@ class Sockets(OneDevice):
 
     def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         arrays = [np.asarray(array) for array in arrays]
-        block = self._host_gather(b"".join(array.tobytes() for array in arrays) if self.rank == 0 else b"", "broadcast")[0]
+        block = self._host_gather(
+            b"".join(array.tobytes() for array in arrays) if self.rank == 0 else b"", "broadcast"
+        )[0]
         received, offset = [], 0
         for array in arrays:
             received.append(np.frombuffer(block, array.dtype, array.size, offset).reshape(array.shape).copy())
             offset += array.nbytes
         return received
 
-    def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
-        """The chief's value (see encoding.py) on every worker; that of the others does not count.
-
-        Raises ConfigError on all workers if it is of no kind that can be sent.
-        """
-        problem, data = None, b""
-        if self.rank == 0:
-            try:
-                data = encode([value])
-            except ConfigError as error:  # all must hear of it: they would wait
-                problem, data = error, encode(str(error))
-        try:
-            found = decode(self._host_gather(data, name)[0])
-        except Malformed as error:
-            raise PeerLostError(f"What rank 0 has sent as {name} cannot be read ({printable(str(error))}): give all workers the same version of tfdist.") from None
-        if isinstance(found, str):
-            raise problem or ConfigError(printable(found))
-        return found[0]
+    def _broadcast_bytes(self, data: bytes, name: str) -> bytes:
+        return self._host_gather(data, name)[0]
 
     def barrier(self) -> None:
         self._host_gather(b"", "barrier")
@@ -198,21 +204,33 @@ class Sockets(OneDevice):
         """Raises ConfigError if not all workers are about to do the same; otherwise returns when all are."""
         for rank, other in enumerate(self._host_gather(call.encode(), "call")):
             if bytes(other) != call.encode():
-                raise ConfigError(f"Rank {self.rank} is at {call}, rank {rank} at {printable(bytes(other).decode(errors='replace'))}: all workers must make the same calls of tfdist, with the same arguments, in the same order.")
+                raise ConfigError(
+                    f"Rank {self.rank} is at {call}, rank {rank} at {printable(bytes(other).decode(errors='replace'))}:"
+                    " all workers must make the same calls of tfdist, with the same arguments, in the same order."
+                )
+
+    def collectives(self) -> dict[str, Collective]:
+        return {
+            "all_reduce": Collective(OUR_RING, lambda x: self.all_reduce([x])[0]),
+            "all_gather": Collective(OUR_RING, lambda x: self.gather([x])[0]),
+            "broadcast": Collective(OUR_RING, on_host=lambda array: self.broadcast([array])[0]),
+        }
 
     def leave(self) -> None:
         """Tells the neighbour that this script has come to its end, in case it waits for this worker."""
         self._front.say_goodbye()
 
     def waiting_for(self) -> int | None:
-        return next((ring.waiting_for for ring in (self._gradients, self._front) if ring and ring.waiting_for is not None), None)
+        return next(
+            (ring.waiting_for for ring in (self._gradients, self._front) if ring and ring.waiting_for is not None), None
+        )
 
     def reduction_s(self) -> tuple[float, float] | None:
         return self._reducer.travel_s, self._reducer.wait_s
 
     def close(self) -> None:
         self.barrier()  # nobody closes a connection on which another still waits
-        self._pulse.close()
+        self._heartbeat.close()
 
     def _host_gather(self, data: bytes, name: str) -> list[bytes]:
         try:
@@ -226,4 +244,8 @@ def warn_about_gpus(runtime: Sockets) -> None:
     """Says that a worker uses one GPU only."""
     gpus = tf.config.list_physical_devices("GPU")
     if len(gpus) > 1 and runtime.rank == 0:
-        print(f"tfdist: each worker computes on one GPU, but sees {len(gpus)}: start one worker per GPU (tfdist.launch divides them).", file=sys.stderr)
+        print(
+            f"tfdist: each worker computes on one GPU, but sees {len(gpus)}: start one worker per GPU (tfdist.launch"
+            " divides them).",
+            file=sys.stderr,
+        )

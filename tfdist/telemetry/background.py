@@ -13,8 +13,8 @@ _LAST_SECONDS = 30.0  # at the end of the run, for what still waits
 
 
 class Background:
-    """Makes an observer and passes events on to it in order, without holding up who tells them. A failure is raised at the
-    next event, or at the close."""
+    """Makes an observer and passes events on to it in order, without holding up who tells them. A failure is raised at
+    the next event, or at the close."""
 
     def __init__(self, name: str, make: Callable[[], Observer], last_seconds: float = _LAST_SECONDS):
         self._make, self._last_seconds = make, last_seconds
@@ -30,7 +30,10 @@ class Background:
         self._events.put_nowait(event)
 
     def close(self) -> None:
-        """Waits for what was told to be passed on, a limited time. Raises the error of a failed observer, TimeoutError if it is too slow."""
+        """Waits for what was told to be passed on, a limited time.
+
+        Raises the error of a failed observer, TimeoutError if it is too slow.
+        """
         if self._error is None:
             self._events.put(None, timeout=self._last_seconds)
         self._thread.join(self._last_seconds)

@@ -27,7 +27,9 @@ class PlainConsole:
         if event.kind == "train":
             return " | ".join([f"step {event.step}/{self.total_steps}", *self.train_parts(event)])
         if event.kind == "eval":
-            numbers = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items() if name != "eval/samples")
+            numbers = "  ".join(
+                f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items() if name != "eval/samples"
+            )
             return f"evaluation at step {event.step}: {numbers}  ({values.get('eval/samples', 0):,.0f} samples)"
         if event.kind == "warning":
             return f"WARNING at step {event.step}: {values.get('message', '')}"
@@ -38,11 +40,17 @@ class PlainConsole:
         values, parts = event.values, []
         if self.steps_per_epoch:
             parts.append(f"epoch {event.step / self.steps_per_epoch:.2f}")
-        parts += [f"{name.removeprefix('train/')} {_number(value)}" for name, value in values.items() if name.startswith("train/") and name not in _NOT_METRICS]
+        parts += [
+            f"{name.removeprefix('train/')} {_number(value)}"
+            for name, value in values.items()
+            if name.startswith("train/") and name not in _NOT_METRICS
+        ]
         if "train/learning_rate" in values:
             parts.append(f"lr {values['train/learning_rate']:.1e}")
         if values.get("train/skipped_steps"):
-            parts.append(f"skipped {values['train/skipped_steps']} steps, loss scale {values.get('train/loss_scale', 1.0):g}")
+            parts.append(
+                f"skipped {values['train/skipped_steps']} steps, loss scale {values.get('train/loss_scale', 1.0):g}"
+            )
         if "perf/samples_per_s" in values:
             parts.append(f"{values['perf/samples_per_s']:,.0f} samples/s")
         speed = values.get("perf/steps_per_s", 0.0)
@@ -59,8 +67,14 @@ class BarConsole(PlainConsole):
 
         super().__init__(total_steps, steps_per_epoch)
         # Standard error stays what it is where it is a file: errors must not end up on standard output.
-        self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[numbers]}", markup=False),
-                             refresh_per_second=4, redirect_stderr=sys.stderr.isatty())
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            refresh_per_second=4,
+            redirect_stderr=sys.stderr.isatty(),
+        )
         self._task = self._bar.add_task("", total=total_steps, numbers="")
         self._bar.start()
         self._bar.console.show_cursor(True)  # a process that ends abruptly would leave it hidden

@@ -27,7 +27,10 @@ class CsvFiles:
 
     def __init__(self, folder: Path, history: Iterable[Event] = ()):
         events = list(history)
-        self._tables = {kind: _Table(folder / name, [event for event in events if event.kind == kind]) for kind, name in FILES.items()}
+        self._tables = {
+            kind: _Table(folder / name, [event for event in events if event.kind == kind])
+            for kind, name in FILES.items()
+        }
 
     def __call__(self, event: Event) -> None:
         if event.kind in self._tables:
@@ -59,7 +62,11 @@ class _Table:
 
     def _append(self, event: Event) -> bool:
         """Adds the event's row; whether more than that has changed."""
-        kept = [row for row in self._rows if row["step"] < event.step] if self._rows and self._rows[-1]["step"] >= event.step else self._rows
+        kept = (
+            [row for row in self._rows if row["step"] < event.step]
+            if self._rows and self._rows[-1]["step"] >= event.step
+            else self._rows
+        )
         time = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds")
         row = {"step": event.step, "time": time, **numbers(event)}
         new = [name for name in row if name not in self._columns]

@@ -1,24 +1,23 @@
 """Goodput: the share of a run folder's life that went into training steps which were kept.
 
-Everything comes from logs/rank-0.jsonl, over all attempts. The life begins when the first process that told anything was
-started and ends with the last event; `account` cuts it into spans that lie end to end, so the parts always add up to it.
+Everything comes from logs/rank-0.jsonl, over all attempts. The life begins when the first process that told anything
+was started and ends with the last event; `account` cuts it into spans that lie end to end, so the parts always add up
+to it.
 
-| part       | what the time went into                                                                                   |
-|------------|-----------------------------------------------------------------------------------------------------------|
-| train      | steps that were kept                                                                                      |
-| lost       | steps that were done again or never kept, and going back from bad numbers                                 |
-| restart    | from the last event before a death to the first new step: failure, down, start-up and first step together |
-| startup    | starting a process that follows no death: imports, building, restoring, opening the data                  |
-| trace      | tracing and compiling: what the first steps of an attempt took longer than the same number of later ones   |
-| evaluation | training stood still for an evaluation                                                                     |
-| saving     | training stood still for a snapshot or a backup                                                            |
-| results    | after the last snapshot: export, picture, summary                                                          |
-| idle       | after a finished training, until somebody trained on                                                       |
-| other      | what the log does not explain                                                                              |
+train       steps that were kept
+lost        steps that were done again or never kept, and going back from bad numbers
+restart     from the last event before a death to the first new step: failure, down, start-up and first step together
+startup     starting a process that follows no death: imports, building, restoring, opening the data
+trace       tracing and compiling: what the first steps of an attempt took longer than the same number of later ones
+evaluation  training stood still for an evaluation
+saving      training stood still for a snapshot or a backup
+results     after the last snapshot: export, picture, summary
+idle        after a finished training, until somebody trained on
+other       what the log does not explain
 
-Between two train events the log tells the seconds of training (steps / perf/steps_per_s) and of each pause (pause/NAME_s).
-After the last train event of an attempt it tells steps and times only: those steps are taken at the attempt's median pace.
-What a process did after its last event is in no log; it counts as restart.
+Between two train events the log tells the seconds of training (steps / perf/steps_per_s) and of each pause
+(pause/NAME_s). After the last train event of an attempt it tells steps and times only: those steps are taken at the
+attempt's median pace. What a process did after its last event is in no log; it counts as restart.
 """
 
 from __future__ import annotations
@@ -32,12 +31,21 @@ from typing import Any
 
 PARTS = ("train", "lost", "restart", "startup", "trace", "evaluation", "saving", "results", "idle", "other")
 _PAUSES = {"evaluation": "evaluation", "saving": "saving", "rollback": "lost"}  # pause/NAME_s -> part
-_AFTER = {"eval": "evaluation", "save": "saving", "backup": "saving", "error": "failure", "end": "results"}  # kind -> what the time before it was for
+_AFTER = {
+    "eval": "evaluation",
+    "save": "saving",
+    "backup": "saving",
+    "error": "failure",
+    "end": "results",
+}  # kind -> what the time before it was for
 
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of the life. Times in Unix seconds; steps (first_step, last_step] were trained in it, none if they are equal."""
+    """A piece of the life.
+
+    Times in Unix seconds; steps (first_step, last_step] were trained in it, none if they are equal.
+    """
 
     part: str
     begin: float
@@ -70,7 +78,9 @@ class Goodput:
     spans: tuple[Span, ...]
     restarts: tuple[Restart, ...]
     lost_steps: int
-    state: str  # "finished", "stopped" (on request), "failed", or "running or killed": the log cannot tell these two apart
+    state: (
+        str  # "finished", "stopped" (on request), "failed", or "running or killed": the log cannot tell these two apart
+    )
     unsaved_steps: int  # done, and in no snapshot that the log tells of
 
     @property
@@ -85,7 +95,10 @@ class Goodput:
     @property
     def restart_parts(self) -> dict[str, float]:
         """The seconds of "restart", by what they consist of."""
-        return {within: sum(span.seconds for span in self.spans if span.within == within) for within in ("failure", "down", "startup", "trace")}
+        return {
+            within: sum(span.seconds for span in self.spans if span.within == within)
+            for within in ("failure", "down", "startup", "trace")
+        }
 
     @property
     def fraction(self) -> float:
@@ -103,13 +116,17 @@ def account(records: Iterable[Mapping[str, Any]]) -> Goodput:
     attempts = [_Attempt(list(group)) for _, group in groupby(_in_order(records), key=lambda record: record["attempt"])]
     paces = [pace for attempt in attempts for pace in attempt.paces]
     spans: list[Span] = []
-    resets: list[tuple[int, int]] = []  # (number of spans before it, step): what was trained there beyond the step is lost
+    resets: list[
+        tuple[int, int]
+    ] = []  # (number of spans before it, step): what was trained there beyond the step is lost
     restarts: list[Restart] = []
     recovering = False  # since a death no new step has been done
     for before, attempt in zip([None, *attempts], attempts, strict=False):
         if before and not before.finished:
             recovering = True
-            restarts.append(Restart(attempt.number, before.last["at"], before.reason, before.last["step"], attempt.first["step"]))
+            restarts.append(
+                Restart(attempt.number, before.last["at"], before.reason, before.last["step"], attempt.first["step"])
+            )
         if before:
             resets.append((len(spans), attempt.first["step"]))
         walk = _Walk(attempt, attempt.pace or _median(paces))
@@ -124,8 +141,13 @@ def account(records: Iterable[Mapping[str, Any]]) -> Goodput:
     if last and last.state == "failed":
         resets.append((len(spans), last.saved_step))
     spans = _split(spans, resets)
-    return Goodput(tuple(spans), tuple(restarts), sum(span.last_step - span.first_step for span in spans if span.part == "lost"),
-                   last.state if last else "", last.last["step"] - last.saved_step if last and not last.finished else 0)
+    return Goodput(
+        tuple(spans),
+        tuple(restarts),
+        sum(span.last_step - span.first_step for span in spans if span.part == "lost"),
+        last.state if last else "",
+        last.last["step"] - last.saved_step if last and not last.finished else 0,
+    )
 
 
 def _in_order(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -153,14 +175,33 @@ class _Attempt:
     def __init__(self, records: list[dict[str, Any]]):
         self.records, self.first, self.last = records, records[0], records[-1]
         self.number = self.first["attempt"]
-        self.paces = [1 / pace for record in [record for record in records if record["kind"] == "train"][1:] if (pace := _number(record["values"], "perf/steps_per_s"))]
+        self.paces = [
+            1 / pace
+            for record in [record for record in records if record["kind"] == "train"][1:]
+            if (pace := _number(record["values"], "perf/steps_per_s"))
+        ]
         self.pace = _median(self.paces)  # seconds per step; the first interval holds the tracing
         ends = [record for record in records if record["kind"] in ("end", "error")]
         self.finished = bool(ends) and ends[-1]["kind"] == "end" and not ends[-1]["values"].get("stopped")
-        self.state = "finished" if self.finished else "running or killed" if not ends else "stopped" if ends[-1]["kind"] == "end" else "failed"
-        self.reason = {"failed": str(ends[-1]["values"].get("message", "an error")) if ends else "", "stopped": "stopped on request, after saving",
-                       "running or killed": "no last word: it was killed"}.get(self.state, "")
-        saves = [int(record["values"].get("save/step", record["step"])) for record in records if record["kind"] in ("save", "backup")]
+        self.state = (
+            "finished"
+            if self.finished
+            else "running or killed"
+            if not ends
+            else "stopped"
+            if ends[-1]["kind"] == "end"
+            else "failed"
+        )
+        self.reason = {
+            "failed": str(ends[-1]["values"].get("message", "an error")) if ends else "",
+            "stopped": "stopped on request, after saving",
+            "running or killed": "no last word: it was killed",
+        }.get(self.state, "")
+        saves = [
+            int(record["values"].get("save/step", record["step"]))
+            for record in records
+            if record["kind"] in ("save", "backup")
+        ]
         self.saved_step = max([self.first["step"], *saves])
 
 
@@ -179,7 +220,9 @@ class _Walk:
         first = self.attempt.first["at"]
         born = first - _number(self.attempt.first["values"], "startup_s")
         self.at = before.last["at"] if before else born
-        self._lay("idle" if before and before.finished else "down", born - self.at)  # a spare process was born before the other died
+        self._lay(
+            "idle" if before and before.finished else "down", born - self.at
+        )  # a spare process was born before the other died
         self._lay("startup", first - self.at)
 
     def go(self) -> None:

@@ -1,8 +1,8 @@
 """One JSON object per line and rank: RUN_DIR/logs/rank-K.jsonl.
 
 Schema, version 1: {"v": 1, "time": ISO 8601 in UTC, "run_id", "attempt": how often the run was started before,
-"rank", "host", "kind", "step", "values": {name: number, text, true, false or null}}; not-a-number and infinities are the
-texts "nan", "inf", "-inf", since JSON has no numbers for them. Kinds and values: events.py.
+"rank", "host", "kind", "step", "values": {name: number, text, true, false or null}}; not-a-number and infinities are
+the texts "nan", "inf", "-inf", since JSON has no numbers for them. Kinds and values: events.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ class JsonlObserver:
 
     def __init__(self, path: Path, *, run_id: str, attempt: int, rank: int):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._constant = {"v": VERSION, "run_id": run_id, "attempt": attempt, "rank": rank, "host": socket.gethostname()}
+        self._constant = {
+            "v": VERSION,
+            "run_id": run_id,
+            "attempt": attempt,
+            "rank": rank,
+            "host": socket.gethostname(),
+        }
         torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         if torn:  # a killed process left half a line: do not append to it
@@ -38,7 +44,10 @@ class JsonlObserver:
     def __call__(self, event: Event) -> None:
         time = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds")
         values = {name: plain(value) for name, value in event.values.items() if name != "flags"}
-        self._file.write(json.dumps({**self._constant, "time": time, "kind": event.kind, "step": event.step, "values": values}) + "\n")
+        self._file.write(
+            json.dumps({**self._constant, "time": time, "kind": event.kind, "step": event.step, "values": values})
+            + "\n"
+        )
         self._file.flush()
 
     def close(self) -> None:
@@ -55,7 +64,12 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and record.get("v") == VERSION and all(type(record.get(name)) is kind for name, kind in _TYPES.items()) and _is_time(record.get("time", _NEW_YEAR)):
+            if (
+                isinstance(record, dict)
+                and record.get("v") == VERSION
+                and all(type(record.get(name)) is kind for name, kind in _TYPES.items())
+                and _is_time(record.get("time", _NEW_YEAR))
+            ):
                 yield record
 
 
@@ -68,8 +82,8 @@ def _is_time(text: Any) -> bool:
 
 
 def replay(path: Path, last_step: int) -> list[Event]:
-    """The train and eval events of a log up to `last_step`, each step of a kind once, as the run's one history has them:
-    an attempt, or a rollback, replaces all that was told before about later steps."""
+    """The train and eval events of a log up to `last_step`, each step of a kind once, as the run's one history has
+    them: an attempt, or a rollback, replaces all that was told before about later steps."""
     kept: dict[str, list[Event]] = {"train": [], "eval": []}
     for record in read_jsonl(path):
         kind, step = record["kind"], record["step"]
@@ -79,8 +93,12 @@ def replay(path: Path, last_step: int) -> list[Event]:
                 kept[other].pop()
         if kind in kept:
             values = {name: float(value) if value in _NOT_JSON else value for name, value in record["values"].items()}
-            kept[kind].append(Event(kind, step, values, datetime.fromisoformat(record.get("time", _NEW_YEAR)).timestamp()))
-    return sorted((event for events in kept.values() for event in events if event.step <= last_step), key=lambda event: event.time)
+            kept[kind].append(
+                Event(kind, step, values, datetime.fromisoformat(record.get("time", _NEW_YEAR)).timestamp())
+            )
+    return sorted(
+        (event for events in kept.values() for event in events if event.step <= last_step), key=lambda event: event.time
+    )
 
 
 def next_attempt(path: Path) -> int:

@@ -32,7 +32,10 @@ def _uri(run: Run) -> str:
 
 
 class MlflowTracker:
-    """Metrics as they are, flags as parameters. What MLflow has of a step stays as it was told first: it cannot forget."""
+    """Metrics as they are, flags as parameters.
+
+    What MLflow has of a step stays as it was told first: it cannot forget.
+    """
 
     def __init__(self, run: Run):
         from mlflow import MlflowClient
@@ -40,7 +43,9 @@ class MlflowTracker:
         for name in ("mlflow", "alembic"):  # which tell how they make their tables
             logging.getLogger(name).setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=_uri(run))
-        self._artifacts = None if "MLFLOW_TRACKING_URI" in os.environ else (run.folder.resolve() / "mlflow_artifacts").as_uri()
+        self._artifacts = (
+            None if "MLFLOW_TRACKING_URI" in os.environ else (run.folder.resolve() / "mlflow_artifacts").as_uri()
+        )
         self._id = self._find(run) or self._create(run)
         self._client.update_run(self._id, status="RUNNING")
         self._told = {kind: self._last_step(kind) for kind in ("train", "eval")}
@@ -62,7 +67,7 @@ class MlflowTracker:
         made = self._client.create_run(self._experiment(), run_name=run.folder.resolve().name, tags={_TAG: run.run_id})
         parameters = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in run.flags.items()]
         for start in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(made.info.run_id, params=parameters[start:start + _MOST_PARAMETERS])
+            self._client.log_batch(made.info.run_id, params=parameters[start : start + _MOST_PARAMETERS])
         return made.info.run_id
 
     def _last_step(self, kind: str) -> int:
@@ -73,7 +78,9 @@ class MlflowTracker:
 
         if event.step > self._told.get(event.kind, event.step):
             time = int(event.time * 1000)  # milliseconds
-            self._client.log_batch(self._id, metrics=[Metric(name, value, time, event.step) for name, value in numbers(event).items()])
+            self._client.log_batch(
+                self._id, metrics=[Metric(name, value, time, event.step) for name, value in numbers(event).items()]
+            )
             self._told[event.kind] = event.step
         if event.kind == "end":
             self._client.set_terminated(self._id, "KILLED" if event.values.get("stopped") else "FINISHED")

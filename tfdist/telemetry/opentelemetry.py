@@ -2,8 +2,8 @@
 
 The usual variables rule: OTEL_TRACES_EXPORTER (otlp, console, or any installed one), OTEL_EXPORTER_OTLP_ENDPOINT,
 OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_SDK_DISABLED. A tracer provider that
-the program has set already is used as it is. Otherwise all workers of one attempt share one trace id, computed from run id
-and attempt. No span covers the whole run: it would be sent at the end only, and never by a process that is killed.
+the program has set already is used as it is. Otherwise all workers of one attempt share one trace id, computed from run
+id and attempt. No span covers the whole run: it would be sent at the end only, and never by a process that is killed.
 """
 
 from __future__ import annotations
@@ -46,27 +46,47 @@ class Spans:
             self._span("train", self._interval_began or end, end, {"tfdist.step": event.step, **numbers(event)})
             self._interval_began = None
         elif event.kind in ("save", "backup"):
-            self._span(f"write {event.kind}", end - _nanoseconds(event.values.get("save/write_s", 0.0)), end, {"tfdist.step": event.step, **numbers(event)})
+            self._span(
+                f"write {event.kind}",
+                end - _nanoseconds(event.values.get("save/write_s", 0.0)),
+                end,
+                {"tfdist.step": event.step, **numbers(event)},
+            )
         elif event.kind in ("warning", "error", "end"):
-            self._span(event.kind, end, end, {"tfdist.step": event.step, "message": str(event.values.get("message", ""))}, failed=event.kind == "error")
+            self._span(
+                event.kind,
+                end,
+                end,
+                {"tfdist.step": event.step, "message": str(event.values.get("message", ""))},
+                failed=event.kind == "error",
+            )
 
     def _start_up(self, event: Event) -> None:
         from opentelemetry import context, trace
 
         end = _nanoseconds(event.time)
         begin = end - _nanoseconds(event.values.get("startup_s", 0.0))
-        whole = self._tracer.start_span("start-up", context=context.Context(), start_time=begin, attributes={**self._constant, "tfdist.step": event.step, **numbers(event)})
+        whole = self._tracer.start_span(
+            "start-up",
+            context=context.Context(),
+            start_time=begin,
+            attributes={**self._constant, "tfdist.step": event.step, **numbers(event)},
+        )
         at = begin
         for name, seconds in _STARTUP_PARTS:
             after = at + _nanoseconds(event.values.get(seconds, 0.0))
-            self._tracer.start_span(name, context=trace.set_span_in_context(whole, context.Context()), start_time=at).end(after)
+            self._tracer.start_span(
+                name, context=trace.set_span_in_context(whole, context.Context()), start_time=at
+            ).end(after)
             at = after
         whole.end(end)
 
     def _span(self, name: str, begin: int, end: int, attributes: dict, *, failed: bool = False) -> None:
         from opentelemetry import context, trace
 
-        span = self._tracer.start_span(name, context=context.Context(), start_time=begin, attributes={**self._constant, **attributes})
+        span = self._tracer.start_span(
+            name, context=context.Context(), start_time=begin, attributes={**self._constant, **attributes}
+        )
         if failed:
             span.set_status(trace.StatusCode.ERROR, attributes["message"])
         span.end(end)
@@ -76,7 +96,11 @@ class Spans:
 
         if self._interval_began is None and name in ("step", "first step"):
             self._interval_began = time.time_ns()
-        self._open.append(self._tracer.start_span(name, context=context.Context(), attributes=self._constant) if name in _SECTIONS else None)
+        self._open.append(
+            self._tracer.start_span(name, context=context.Context(), attributes=self._constant)
+            if name in _SECTIONS
+            else None
+        )
 
     def leave(self, name: str, failed: bool) -> None:
         from opentelemetry import trace
@@ -103,7 +127,9 @@ def _make_provider(sdk, run: Run):
     resource = Resource.create()
     if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": "tfdist"}))
-    provider = sdk.TracerProvider(resource=resource.merge(Resource({"service.instance.id": f"{run.run_id}-{run.rank}"})), id_generator=OneTrace())
+    provider = sdk.TracerProvider(
+        resource=resource.merge(Resource({"service.instance.id": f"{run.run_id}-{run.rank}"})), id_generator=OneTrace()
+    )
     for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","):
         if name != "none":
             provider.add_span_processor(BatchSpanProcessor(_exporter(name)))
@@ -112,9 +138,18 @@ def _make_provider(sdk, run: Run):
 
 def _exporter(name: str):
     """The exporter that is installed under `name`, as OpenTelemetry's own configuration finds it."""
-    found = next((entry for candidate in ({"otlp": "otlp_proto_http"}.get(name, name), name) for entry in entry_points(group="opentelemetry_traces_exporter", name=candidate)), None)
+    found = next(
+        (
+            entry
+            for candidate in ({"otlp": "otlp_proto_http"}.get(name, name), name)
+            for entry in entry_points(group="opentelemetry_traces_exporter", name=candidate)
+        ),
+        None,
+    )
     if found is None:
-        raise UnsupportedError(f"OTEL_TRACES_EXPORTER={name} is not installed: pip install {_PACKAGES}, or set it to console or none.")
+        raise UnsupportedError(
+            f"OTEL_TRACES_EXPORTER={name} is not installed: pip install {_PACKAGES}, or set it to console or none."
+        )
     return found.load()()
 
 

@@ -27,12 +27,25 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None 
     if not any(series.values()):
         return "no picture: the log has no steps yet"
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), dpi=100, sharex=True)
-    second = next((name for name in ("accuracy", "perplexity") if f"train/{name}" in series or f"eval/{name}" in series), "gradient_norm")
+    second = next(
+        (name for name in ("accuracy", "perplexity") if f"train/{name}" in series or f"eval/{name}" in series),
+        "gradient_norm",
+    )
     _panel(axes[0, 0], series, {"train/loss": "training", "eval/loss": "evaluation"}, "loss (nats)")
     for label, value in (reference or {}).items():
         axes[0, 0].axhline(value, color=_GRAY, linestyle="--", linewidth=1)
-        axes[0, 0].annotate(f"{label} {value:.2f}", (0.99, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=_GRAY, fontsize=9)
-    _panel(axes[0, 1], series, {f"train/{second}": "training", f"eval/{second}": "evaluation"}, second.replace("_", " "))
+        axes[0, 0].annotate(
+            f"{label} {value:.2f}",
+            (0.99, value),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            color=_GRAY,
+            fontsize=9,
+        )
+    _panel(
+        axes[0, 1], series, {f"train/{second}": "training", f"eval/{second}": "evaluation"}, second.replace("_", " ")
+    )
     _panel(axes[1, 0], series, {"perf/samples_per_s": ""}, "throughput (samples/s)")
     _panel(axes[1, 1], series, {"train/learning_rate": ""}, "learning rate")
     axes[1, 0].set_ylim(bottom=0)
@@ -61,7 +74,10 @@ def series_of(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float
     series: dict[str, dict[int, float]] = {}
     for record in records:
         if record["kind"] == "start":
-            series = {name: {step: value for step, value in points.items() if step <= record["step"]} for name, points in series.items()}
+            series = {
+                name: {step: value for step, value in points.items() if step <= record["step"]}
+                for name, points in series.items()
+            }
         if record["kind"] in ("train", "eval"):
             for name, value in record["values"].items():
                 if isinstance(value, (int, float)):
@@ -73,7 +89,14 @@ def _panel(axis, series: dict, names: Mapping[str, str], label: str) -> None:
     for (name, legend), color in zip(names.items(), (_BLUE, _ORANGE), strict=False):
         points = sorted(series.get(name, {}).items())
         if points:
-            axis.plot(*zip(*points, strict=True), color=color, label=legend, linewidth=1.8, marker="o" if len(points) < 15 else None, markersize=4)
+            axis.plot(
+                *zip(*points, strict=True),
+                color=color,
+                label=legend,
+                linewidth=1.8,
+                marker="o" if len(points) < 15 else None,
+                markersize=4,
+            )
     axis.set_ylabel(label)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,9 +1,10 @@
-"""Traces with tf.profiler, for TensorBoard's profile plugin: the steps of --profile_steps, and the next call of the training
-function after SIGUSR2. On the ranks of --profile_ranks.
+"""Traces with tf.profiler, for TensorBoard's profile plugin: the steps of --profile_steps, and the next call of the
+training function after SIGUSR2. On the ranks of --profile_ranks.
 
-A trace is written under RUN_DIR/tensorboard (rank 0) or RUN_DIR/tensorboard/rank-K. One call of the training function is one
-step of the plugin, named "train" with the number of its first optimizer step: with --profile_steps one optimizer step (see
-training/traced.py), on demand as many as the loop makes in a call. Evaluations and saves show under their names.
+A trace is written under RUN_DIR/tensorboard (rank 0) or RUN_DIR/tensorboard/rank-K. One call of the training function
+is one step of the plugin, named "train" with the number of its first optimizer step: with --profile_steps one optimizer
+step (see training/traced_schedule.py), on demand as many as the loop makes in a call. Evaluations and saves show under
+their names.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Profiler:
 
     def _on_signal(self, *_) -> None:
         self._asked = True
-        os.write(2, b"tfdist: SIGUSR2: the next call of the training function is traced.\n")  # print() may deadlock in a handler
+        os.write(
+            2, b"tfdist: SIGUSR2: the next call of the training function is traced.\n"
+        )  # print() may deadlock in a handler
 
     def __call__(self, event: Event) -> None:
         """Sections tell all."""
@@ -50,9 +53,10 @@ class Profiler:
         if self._since is None:
             self._open.append(None)
             return
-        from tensorflow.profiler.experimental import Trace
+        import tensorflow as tf
 
-        scope = Trace("train", step_num=self._run.step(), _r=1) if name in _STEPS else Trace(name)
+        trace = tf.profiler.experimental.Trace
+        scope = trace("train", step_num=self._run.step(), _r=1) if name in _STEPS else trace(name)
         self._open.append(scope)
         scope.__enter__()
 
@@ -63,24 +67,39 @@ class Profiler:
             self._stop()
 
     def _maybe_start(self, step: int) -> None:
-        planned = self._steps is not None and self._steps[0] <= step < self._steps[1]
+        planned = self._steps if self._steps and self._steps[0] <= step < self._steps[1] else None
         if not planned and not self._asked:
             return
-        from tensorflow.profiler.experimental import ProfilerOptions, start
+        import tensorflow as tf
 
         # Python's own calls would hide the rest.
-        start(str(self.folder), ProfilerOptions(host_tracer_level=2, python_tracer_level=0, device_tracer_level=1))
+        options = tf.profiler.experimental.ProfilerOptions(
+            host_tracer_level=2, python_tracer_level=0, device_tracer_level=1
+        )
+        tf.profiler.experimental.start(str(self.folder), options)
         self._asked, self._since = False, step
-        self._until = self._steps[1] if planned else step + 1
+        self._until = planned[1] if planned else step + 1
 
     def _stop(self) -> None:
-        from tensorflow.profiler.experimental import stop
+        import tensorflow as tf
 
         since, self._since = self._since, None
-        stop()
+        tf.profiler.experimental.stop()
         step = self._run.step()
-        self._tell(Event("trace", step, {"message": f"steps {since} to {step} traced; to see it: pip install tensorboard-plugin-profile; tensorboard --logdir={self.folder}",
-                                         "trace/first_step": since, "trace/folder": str(self.folder)}))
+        self._tell(
+            Event(
+                "trace",
+                step,
+                {
+                    "message": (
+                        f"steps {since} to {step} traced; to see it: pip install tensorboard-plugin-profile;"
+                        f" tensorboard --logdir={self.folder}"
+                    ),
+                    "trace/first_step": since,
+                    "trace/folder": str(self.folder),
+                },
+            )
+        )
 
     def close(self) -> None:
         if threading.current_thread() is threading.main_thread():

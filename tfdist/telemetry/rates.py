@@ -1,4 +1,5 @@
-"""What a speed in samples per second comes to: tokens and model FLOPs per second, MFU, scaling efficiency; and memory in use.
+"""What a speed in samples per second comes to: tokens and model FLOPs per second, MFU, scaling efficiency; and memory
+in use.
 
 Model FLOPs are what the model's mathematics needs, whatever the program does (Chowdhery et al. 2022, arXiv:2204.02311,
 appendix B): three times the products and convolutions of the forward pass, recomputed activations not counted. MFU is
@@ -11,7 +12,7 @@ import resource
 import sys
 from dataclasses import dataclass
 
-from tfdist.control.proc import PROCESS, amounts
+from tfdist.control.memory_amounts import PROCESS, amounts
 
 
 @dataclass(frozen=True)
@@ -42,5 +43,9 @@ def host_memory() -> dict[str, float]:
     """Bytes of this process in the host's memory, now and at most so far; what the system does not tell is left out."""
     found = amounts(PROCESS)
     if "VmHWM" not in found:  # not Linux, where ru_maxrss would include what the parent process needed
-        return {"memory/host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))}
+        return {
+            "memory/host_peak_bytes": float(
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            )
+        }
     return {"memory/host_bytes": found["VmRSS"], "memory/host_peak_bytes": max(found["VmRSS"], found["VmHWM"])}

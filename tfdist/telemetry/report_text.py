@@ -17,26 +17,40 @@ WORDS = {
     "idle": ("idle", "after a finished training, until somebody trained on"),
     "other": ("other", "not explained by the log"),
 }
-_RESTART_WORDS = {"failure": "waiting for what had failed", "down": "down", "startup": "start-up", "trace": "first steps"}
+_RESTART_WORDS = {
+    "failure": "waiting for what had failed",
+    "down": "down",
+    "startup": "start-up",
+    "trace": "first steps",
+}
 
 
 def restart_detail(goodput: Goodput) -> str:
     """What the restarts consist of, as a phrase; "" without any."""
-    return ", ".join(f"{seconds:.1f} s {_RESTART_WORDS[within]}" for within, seconds in goodput.restart_parts.items() if seconds)
+    return ", ".join(
+        f"{seconds:.1f} s {_RESTART_WORDS[within]}" for within, seconds in goodput.restart_parts.items() if seconds
+    )
 
 
 def as_text(run: RunLog) -> str:
     """The run's facts and goodput, in lines."""
     goodput = run.goodput
     lines = [f"{run.name} ({run.folder})"]
-    lines += [f"  {name:<22}{text}" for name, text in run.facts().items() if text and name not in ("wall time", "goodput")]
+    lines += [
+        f"  {name:<22}{text}" for name, text in run.facts().items() if text and name not in ("wall time", "goodput")
+    ]
     lines += ["", f"  {'goodput':<22}{100 * goodput.fraction:.1f} % of {goodput.wall_s:.1f} s"]
     for part, seconds in goodput.parts.items():
         if seconds or part in PARTS[:3]:
             word, meaning = WORDS[part]
             detail = restart_detail(goodput) if part == "restart" and seconds else meaning
-            lines.append(f"    {word:<14}{seconds:>10.1f} s {100 * seconds / max(goodput.wall_s, 1e-9):>6.1f} %   {detail}")
+            lines.append(
+                f"    {word:<14}{seconds:>10.1f} s {100 * seconds / max(goodput.wall_s, 1e-9):>6.1f} %   {detail}"
+            )
     begin = goodput.spans[0].begin if goodput.spans else 0.0
     for restart in goodput.restarts:
-        lines.append(f"  restart of attempt {restart.attempt} after {duration(restart.died - begin)}, from step {restart.from_step:,} to {restart.to_step:,}: {restart.reason}")
+        lines.append(
+            f"  restart of attempt {restart.attempt} after {duration(restart.died - begin)}, from step"
+            f" {restart.from_step:,} to {restart.to_step:,}: {restart.reason}"
+        )
     return "\n".join(lines)

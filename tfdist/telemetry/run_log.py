@@ -40,12 +40,16 @@ class RunLog:
         for line in lines:
             if line.startswith("--"):
                 name, equals, value = line[2:].partition("=")
-                found[name if equals or not name.startswith("no") else name[2:]] = value if equals else str(not name.startswith("no")).lower()
+                found[name if equals or not name.startswith("no") else name[2:]] = (
+                    value if equals else str(not name.startswith("no")).lower()
+                )
         return found
 
     @cached_property
     def phases(self) -> dict[int, dict[str, float]]:
-        """rank -> phase -> mean seconds per step, from the events of kind "phases" of all ranks; ranks without any are left out."""
+        """rank -> phase -> mean seconds per step, from the events of kind "phases" of all ranks; ranks without any are
+        left out.
+        """
         return self._phase_means("phase/")
 
     @cached_property
@@ -58,9 +62,16 @@ class RunLog:
         for rank, records in self._ranks():
             told = [record["values"] for record in records if record["kind"] == "phases"]
             steps = sum(values.get("phase_steps", 1) for values in told)
-            names = dict.fromkeys(name for values in told for name in values if name.startswith(prefix) and name.endswith("_s"))
+            names = dict.fromkeys(
+                name for values in told for name in values if name.startswith(prefix) and name.endswith("_s")
+            )
             if names:
-                found[rank] = {name.removeprefix(prefix).removesuffix("_s"): sum(float(values.get(name, 0.0)) * values.get("phase_steps", 1) for values in told) / steps for name in names}
+                found[rank] = {
+                    name.removeprefix(prefix).removesuffix("_s"): (
+                        sum(float(values.get(name, 0.0)) * values.get("phase_steps", 1) for values in told) / steps
+                    )
+                    for name in names
+                }
         return found
 
     @property
@@ -71,17 +82,23 @@ class RunLog:
 
     @cached_property
     def memory(self) -> dict[str, dict[int, float]]:
-        """"rank K: NAME" -> {step: value} of the values memory/NAME of any event."""
+        """ "rank K: NAME" -> {step: value} of the values memory/NAME of any event."""
         found: dict[str, dict[int, float]] = {}
         for rank, records in self._ranks():
             for record in records:
                 for name, value in record["values"].items():
                     if name.startswith("memory/") and isinstance(value, (int, float)):
-                        found.setdefault(f"rank {rank}: {name.removeprefix('memory/')}", {})[record["step"]] = float(value)
+                        found.setdefault(f"rank {rank}: {name.removeprefix('memory/')}", {})[record["step"]] = float(
+                            value
+                        )
         return found
 
     def _ranks(self) -> Iterator[tuple[int, Sequence[Mapping[str, Any]]]]:
-        files = {int(match.group(1)): path for path in (self.folder / "logs").iterdir() if (match := _RANK_FILE.match(path.name))}
+        files = {
+            int(match.group(1)): path
+            for path in (self.folder / "logs").iterdir()
+            if (match := _RANK_FILE.match(path.name))
+        }
         for rank, path in sorted(files.items()):
             yield rank, self.records if rank == 0 else list(read_jsonl(path))
 
@@ -94,7 +111,9 @@ class RunLog:
         return [(seconds_of(record) - begin, record) for record in self.of_kind(*kinds)]
 
     def step_seconds(self) -> list[tuple[float, int]]:
-        """(seconds per step, steps) of every interval between two train events, but for each attempt's first, which holds the tracing."""
+        """(seconds per step, steps) of every interval between two train events, but for each attempt's first, which
+        holds the tracing.
+        """
         found, attempt, step = [], None, 0
         for record in self.of_kind("train"):
             speed = record["values"].get("perf/steps_per_s")
@@ -110,22 +129,46 @@ class RunLog:
         workers = list(dict.fromkeys(str(record["values"].get("workers", "")) for record in starts))
         times = self.step_seconds()
         samples = self._typical("perf/samples_per_s")
-        tokens = self._typical("perf/tokens_per_s") or (samples * int(self.flags["sequence_length"]) if self.flags.get("source") == "text" and "sequence_length" in self.flags else 0.0)
+        tokens = self._typical("perf/tokens_per_s") or (
+            samples * int(self.flags["sequence_length"])
+            if self.flags.get("source") == "text" and "sequence_length" in self.flags
+            else 0.0
+        )
         flops, mfu = self._typical("perf/model_flops_per_s"), self._typical("perf/mfu")
         last = self.records[-1]["step"] if self.records else 0
         efficiency = self._typical("perf/scaling_efficiency")
         return {
             "verdict": self.verdict,
-            "state": f"{goodput.state} at step {last:,}" + (f", {goodput.unsaved_steps:,} steps in no snapshot" if goodput.unsaved_steps and goodput.state != "finished" else ""),
-            "wall time": duration(goodput.wall_s), "goodput": f"{100 * goodput.fraction:.1f} %",
-            "attempts": f"{len({record['attempt'] for record in self.records})}, {counted(len(goodput.restarts), 'restart')}", "lost steps": f"{goodput.lost_steps:,}",
-            "workers": " → ".join(workers), "parameters": f"{values['parameters']:,}" if "parameters" in values else "",
-            "training loss": self._last("train/loss"), "evaluation": ", ".join(f"{name.removeprefix('eval/')} {self._last(name)}" for name in self.series if name.startswith("eval/") and name != "eval/samples"),
-            "samples/s": f"{samples:,.0f}" if samples else "", "tokens/s": f"{tokens:,.0f}" if tokens else "",
+            "state": (
+                f"{goodput.state} at step {last:,}"
+                + (
+                    f", {goodput.unsaved_steps:,} steps in no snapshot"
+                    if goodput.unsaved_steps and goodput.state != "finished"
+                    else ""
+                )
+            ),
+            "wall time": duration(goodput.wall_s),
+            "goodput": f"{100 * goodput.fraction:.1f} %",
+            "attempts": (
+                f"{len({record['attempt'] for record in self.records})}, {counted(len(goodput.restarts), 'restart')}"
+            ),
+            "lost steps": f"{goodput.lost_steps:,}",
+            "workers": " → ".join(workers),
+            "parameters": f"{values['parameters']:,}" if "parameters" in values else "",
+            "training loss": self._last("train/loss"),
+            "evaluation": ", ".join(
+                f"{name.removeprefix('eval/')} {self._last(name)}"
+                for name in self.series
+                if name.startswith("eval/") and name != "eval/samples"
+            ),
+            "samples/s": f"{samples:,.0f}" if samples else "",
+            "tokens/s": f"{tokens:,.0f}" if tokens else "",
             "step time": f"{span(quantile(times, 0.5))} median, {span(quantile(times, 0.95))} at 95 %" if times else "",
-            "model FLOP/s": with_unit(flops), "MFU": f"{100 * mfu:.1f} %" if mfu else "",
+            "model FLOP/s": with_unit(flops),
+            "MFU": f"{100 * mfu:.1f} %" if mfu else "",
             "scaling efficiency": f"{100 * efficiency:.0f} % against one worker" if efficiency else "",
-            "configuration": str(values.get("config_digest", "")), "run id": str(self.records[-1].get("run_id", "")) if self.records else "",
+            "configuration": str(values.get("config_digest", "")),
+            "run id": str(self.records[-1].get("run_id", "")) if self.records else "",
         }
 
     def _typical(self, name: str) -> float:
@@ -138,7 +181,7 @@ class RunLog:
 
 
 def with_unit(value: float) -> str:
-    """"208 M", "1.25 T": three digits and the prefix that leaves the fewest of them before the point; "" for 0."""
+    """ "208 M", "1.25 T": three digits and the prefix that leaves the fewest of them before the point; "" for 0."""
     if not value:
         return ""
     exponent = min(5, max(0, int(math.floor(math.log10(abs(float(f"{value:.3g}"))) / 3))))
@@ -156,11 +199,15 @@ def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """"37.2 s", "5:07 min", "3:05:07 h"."""
+    """ "37.2 s", "5:07 min", "3:05:07 h"."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     whole = round(seconds)
-    return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} h"
+    return (
+        f"{whole // 60}:{whole % 60:02d} min"
+        if whole < 3600
+        else f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} h"
+    )
 
 
 def span(seconds: float) -> str:
@@ -169,5 +216,5 @@ def span(seconds: float) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """"1 restart", "2 restarts"."""
+    """ "1 restart", "2 restarts"."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"

@@ -28,7 +28,9 @@ class Staleness:
         self.dropped += other.dropped
 
     def values(self) -> dict[str, float]:
-        """staleness/mean, staleness/max, staleness/dropped, and the updates per bucket: staleness/0, staleness/1, ..., staleness/8-15."""
+        """staleness/mean, staleness/max, staleness/dropped, and the updates per bucket: staleness/0, staleness/1, ...,
+        staleness/8-15.
+        """
         updates = self.counts.total()
         result: dict[str, float] = {"staleness/dropped": self.dropped}
         if updates:

@@ -17,7 +17,10 @@ class Stragglers:
         self.named: set[int] = set()
 
     def add(self, seconds: Sequence[float]) -> list[str]:
-        """One interval: compute seconds by rank. Returns sentences about ranks that became, or ceased to be, stragglers."""
+        """One interval: compute seconds by rank.
+
+        Returns sentences about ranks that became, or ceased to be, stragglers.
+        """
         if self.factor <= 0 or len(seconds) < 2 or min(seconds) <= 0:
             return []
         sentences = []
@@ -27,7 +30,10 @@ class Stragglers:
             self._slow_for[rank] = self._slow_for.get(rank, 0) + 1 if slow else 0
             if self._slow_for[rank] >= self.patience and rank not in self.named:
                 self.named.add(rank)
-                sentences.append(f"rank {rank} is a straggler: it computes {own / others:.1f} times as long as the others, and all wait for it. Look at its machine: clock, other processes, data source.")
+                sentences.append(
+                    f"rank {rank} is a straggler: it computes {own / others:.1f} times as long as the others, and all"
+                    " wait for it. Look at its machine: clock, other processes, data source."
+                )
             elif not slow and rank in self.named:
                 self.named.remove(rank)
                 sentences.append(f"rank {rank} is no longer a straggler.")

@@ -55,7 +55,9 @@ class Run:
 
         after: kind -> step; events of that kind up to this step are left out.
         """
-        return (event for event in replay(self.log, self.resumed_step) if event.step > (after or {}).get(event.kind, -1))
+        return (
+            event for event in replay(self.log, self.resumed_step) if event.step > (after or {}).get(event.kind, -1)
+        )
 
 
 def make_trackers(names: str, run: Run) -> list[Observer]:
@@ -65,7 +67,11 @@ def make_trackers(names: str, run: Run) -> list[Observer]:
 
 def numbers(event: Event) -> dict[str, float]:
     """The values of an event that are numbers."""
-    return {name: float(value) for name, value in event.values.items() if isinstance(value, Real) and not isinstance(value, bool)}
+    return {
+        name: float(value)
+        for name, value in event.values.items()
+        if isinstance(value, Real) and not isinstance(value, bool)
+    }
 
 
 def optional_module(module: str, flag: str, packages: str) -> ModuleType:
@@ -73,4 +79,6 @@ def optional_module(module: str, flag: str, packages: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UnsupportedError(f"{flag} needs the Python package {error.name}, which is not installed: pip install {packages}") from error
+        raise UnsupportedError(
+            f"{flag} needs the Python package {error.name}, which is not installed: pip install {packages}"
+        ) from error

@@ -3,17 +3,17 @@
 Judged from the phases of all workers (phases.py), as shares of the time without evaluations. All workers take part in
 each step, so the time is the same for all, and what one does longer the others spend waiting in gradient_sync:
 
-| verdict     | its share of the time                                                                              |
-|-------------|----------------------------------------------------------------------------------------------------|
-| storage     | the longest checkpoint of any worker                                                               |
-| slow rank   | what the slowest worker takes for forward, backward, optimizer and other beyond the median of the others |
-| input       | the longest data wait and host to device of any worker: with readers that are equally slow, the others read ahead while they wait for the last one |
-| communication | the shortest gradient_sync of any worker: there nobody is waited for any more                    |
-| compute     | forward, backward pass and optimizer, median of the workers                                        |
-| host        | other, median of the workers                                                                       |
-| nothing     | none of these has MOST of it                                                                       |
+storage        the longest checkpoint of any worker
+slow rank      what the slowest worker takes for forward, backward, optimizer and other beyond the median of the others
+input          the longest data wait and host to device of any worker: with readers that are equally slow, the others
+               read ahead while they wait for the last one
+communication  the shortest gradient_sync of any worker: there nobody is waited for any more
+compute        forward, backward pass and optimizer, median of the workers
+host           other, median of the workers
+nothing        none of these has MOST of it
 
-The largest of the first four is the verdict if it is LEAST or more, else the larger of the next two if that is MOST or more.
+The largest of the first four is the verdict if it is LEAST or more, else the larger of the next two if that is MOST or
+more.
 """
 
 from __future__ import annotations
@@ -53,19 +53,58 @@ class Finding:
         when = f", since step {since}" if since is not None else ""
         about, advice = _ADVICE[self.kind]
         if self.rank >= 0:
-            when += f"; rank {self.rank} takes {_span(self.phase_s)} a step for {_WORDS[self.phase]}, the others {_span(self.others_s)}"
+            when += (
+                f"; rank {self.rank} takes {_span(self.phase_s)} a step for {_WORDS[self.phase]}, the others"
+                f" {_span(self.others_s)}"
+            )
         return about.format(percent=percent, rank=self.rank, beside=self.beside) + when + ". " + advice
 
 
-_WORDS = {name: name.replace("_", " ") for name in PHASES} | {"data_wait": "waiting for data", "forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer", "other": "what is between the steps"}
+_WORDS = {name: name.replace("_", " ") for name in PHASES} | {
+    "data_wait": "waiting for data",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer",
+    "other": "what is between the steps",
+}
 _ADVICE = {
-    "slow rank": ("a slow rank: all wait {percent} for rank {rank}", "Look at its machine: clock, temperature, other processes."),
-    "storage": ("stalled on storage: {percent} waiting for snapshots", "Save less often (--save_every, --save_minutes), write to faster storage, keep --async_save; --backup_dir on a local disk saves the work in between."),
-    "input": ("input-bound: {percent} waiting for data", "Raise --reader_threads, give the workers more processor cores, bring the data nearer (--data_dir on a local disk), or make reading and --augment cheaper."),
-    "communication": ("communication-bound: {percent} in gradient synchronisation that nothing hides", "Raise --accumulation or --micro_batch, try --pack_mb, use a faster network or fewer, larger workers."),
-    "compute": ("compute-bound: {percent} is computing (forward pass, backward pass and optimizer)", "So the devices are the limit; --precision=bfloat16, --jit_compile or more workers make it faster."),
-    "nothing": ("nothing in particular holds the run up: {percent} is computing (forward pass, backward pass and optimizer), {beside}", "No single one of these is worth much; a larger batch makes all but the computing smaller."),
-    "host": ("held up between the steps: {percent} outside of the training function", "Raise --log_every and --steps_per_loop, or the batch: the steps are too short for what is done between them."),
+    "slow rank": (
+        "a slow rank: all wait {percent} for rank {rank}",
+        "Look at its machine: clock, temperature, other processes.",
+    ),
+    "storage": (
+        "stalled on storage: {percent} waiting for snapshots",
+        (
+            "Save less often (--save_every, --save_minutes), write to faster storage, keep --async_save; --backup_dir"
+            " on a local disk saves the work in between."
+        ),
+    ),
+    "input": (
+        "input-bound: {percent} waiting for data",
+        (
+            "Raise --reader_threads, give the workers more processor cores, bring the data nearer (--data_dir on a"
+            " local disk), or make reading and --augment cheaper."
+        ),
+    ),
+    "communication": (
+        "communication-bound: {percent} in gradient synchronisation that nothing hides",
+        "Raise --accumulation or --micro_batch, try --pack_mb, use a faster network or fewer, larger workers.",
+    ),
+    "compute": (
+        "compute-bound: {percent} is computing (forward pass, backward pass and optimizer)",
+        "So the devices are the limit; --precision=bfloat16, --jit_compile or more workers make it faster.",
+    ),
+    "nothing": (
+        (
+            "nothing in particular holds the run up: {percent} is computing (forward pass, backward pass and"
+            " optimizer), {beside}"
+        ),
+        "No single one of these is worth much; a larger batch makes all but the computing smaller.",
+    ),
+    "host": (
+        "held up between the steps: {percent} outside of the training function",
+        "Raise --log_every and --steps_per_loop, or the batch: the steps are too short for what is done between them.",
+    ),
 }
 
 
@@ -82,11 +121,23 @@ def judge(by_rank: np.ndarray) -> Finding:
     }
     kind = max(losses, key=losses.__getitem__)
     if losses[kind] < LEAST * time:
-        rest = {"compute": float(np.median(by_rank[:, _COMPUTE].sum(axis=1))), "host": float(np.median(by_rank[:, OTHER]))}
+        rest = {
+            "compute": float(np.median(by_rank[:, _COMPUTE].sum(axis=1))),
+            "host": float(np.median(by_rank[:, OTHER])),
+        }
         kind = max(rest, key=rest.__getitem__)
         if rest[kind] < MOST * time:
-            told = {"between the steps": rest["host"], "waiting for data": losses["input"], "gradient synchronisation": losses["communication"], "waiting for snapshots": losses["storage"]}
-            beside = ", ".join(f"{100 * seconds / time:.0f} % {what}" for what, seconds in sorted(told.items(), key=lambda each: -each[1]) if seconds >= 0.005 * time)
+            told = {
+                "between the steps": rest["host"],
+                "waiting for data": losses["input"],
+                "gradient synchronisation": losses["communication"],
+                "waiting for snapshots": losses["storage"],
+            }
+            beside = ", ".join(
+                f"{100 * seconds / time:.0f} % {what}"
+                for what, seconds in sorted(told.items(), key=lambda each: -each[1])
+                if seconds >= 0.005 * time
+            )
             return Finding("nothing", min(1.0, rest["compute"] / time), beside=beside)
         return Finding(kind, min(1.0, rest[kind] / time))
     share = min(1.0, losses[kind] / time)
@@ -132,7 +183,9 @@ class Verdicts:
         return finding.sentence(since)
 
     def _since(self, subject: tuple[str, int]) -> int | None:
-        """The step since which this has been the verdict without a break; None: it is not the last one, or it has always been and is about no rank."""
+        """The step since which this has been the verdict without a break; None: it is not the last one, or it has
+        always been and is about no rank.
+        """
         since = None
         for first_step, _, by_rank in reversed(self._accounts):
             if judge(by_rank).subject != subject:

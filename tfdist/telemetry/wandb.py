@@ -26,14 +26,30 @@ class WandbTracker:
     def __init__(self, run: Run, wandb: ModuleType):
         known = any((run.folder / "wandb").glob(f"*-{run.run_id}"))
         try:
-            self._run = wandb.init(project=os.environ.get("WANDB_PROJECT", "tfdist"), id=run.run_id, name=run.folder.resolve().name, resume="allow",
-                                   dir=str(run.folder), config=dict(run.flags), settings=wandb.Settings(console="off"))
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "tfdist"),
+                id=run.run_id,
+                name=run.folder.resolve().name,
+                resume="allow",
+                dir=str(run.folder),
+                config=dict(run.flags),
+                settings=wandb.Settings(console="off"),
+            )
         except wandb.errors.UsageError as error:
-            raise ConfigError(f"--trackers=wandb: {str(error).splitlines()[0]} Set WANDB_API_KEY, or WANDB_MODE=offline.") from error
+            raise ConfigError(
+                f"--trackers=wandb: {str(error).splitlines()[0]} Set WANDB_API_KEY, or WANDB_MODE=offline."
+            ) from error
         if self._run.resumed:
             told = self._run.step - 1
         else:  # offline, nobody knows what an earlier attempt told, but the log what it had to tell
-            told = max((record["step"] for record in read_jsonl(run.log) if record["kind"] in ("train", "eval")), default=-1) if known else -1
+            told = (
+                max(
+                    (record["step"] for record in read_jsonl(run.log) if record["kind"] in ("train", "eval")),
+                    default=-1,
+                )
+                if known
+                else -1
+            )
         self._told = {"train": told, "eval": told}
         for event in run.replay(after=self._told):
             self(event)

@@ -1,12 +1,15 @@
-"""How the losses that layers add (`add_loss`, activity regularizers) depend on the rows of a batch, found out by trying.
+"""How the losses that layers add (`add_loss`, activity regularizers) depend on the rows of a batch, found out by
+trying.
 
-What a model adds for the rows of one worker has to become what one process adds for all rows. No formula can tell how from
-the loss alone: `mean` over rows, and what does not depend on them, are to be averaged by rows, `sum` is to be added up, and of
-anything else (a maximum, a mean over what a mask leaves, the square of a mean) the parts say nothing about the whole. So each
-is computed for single rows and for the same rows together, at values of the weights that the model does not keep.
+What a model adds for the rows of one worker has to become what one process adds for all rows. No formula can tell how
+from
+the loss alone: `mean` over rows, and what does not depend on them, are to be averaged by rows, `sum` is to be added up,
+and of anything else (a maximum, a mean over what a mask leaves, the square of a mean) the parts say nothing about the
+whole. So each is computed for single rows and for the same rows together, at values of the weights that the model does
+not keep.
 
-Then `SumsAsMeans` makes a mean over rows of each sum, where it is added: a sum over n of N rows times N / n. So all that comes
-after, recomputation and pipelines for example, has means to deal with and nothing else.
+Then `SumsAsMeans` makes a mean over rows of each sum, where it is added: a sum over n of N rows times N / n. So all
+that comes after, recomputation and pipelines for example, has means to deal with and nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
@@ -41,7 +45,9 @@ class AddedLoss:
 
 def may_add(model: keras.Model) -> bool:
     """Whether some layer could add a loss. False is certain; layers of the user's own could."""
-    return any(layer.activity_regularizer is not None or not is_of_keras(layer) for layer in model._flatten_layers())
+    return any(
+        layer.activity_regularizer is not None or not is_of_keras(layer) for layer in keras_layers.all_layers(model)
+    )
 
 
 def take_rows(x: Any, rows: Sequence[int]) -> Any:
@@ -82,23 +88,36 @@ def added_losses(model: keras.Model, x: Any, take: Take = take_rows, count: int 
 def _refusal(layer: keras.Layer, place: int, scales: str) -> str:
     what = f"The loss number {place + 1} that layer {layer.name} adds"
     if scales == UNKNOWN:
-        return f"{what} is 0 whatever was tried, so that nothing tells whether it is a mean or a sum over rows: {_FIX}, that is not 0 at the start."
-    return (f"{what} is neither a mean nor a sum over the rows of a batch (such as a maximum, or a mean over what a mask leaves), so that workers "
-            f"and micro-batches, which have some of the rows each, cannot add what one would: {_FIX}, or train with one replica and --accumulation=1.")
+        return (
+            f"{what} is 0 whatever was tried, so that nothing tells whether it is a mean or a sum over rows: {_FIX},"
+            " that is not 0 at the start."
+        )
+    return (
+        f"{what} is neither a mean nor a sum over the rows of a batch (such as a maximum, or a mean over what a mask"
+        " leaves), so that workers and micro-batches, which have some of the rows each, cannot add what one would:"
+        f" {_FIX}, or train with one replica and --accumulation=1."
+    )
 
 
 def found_by_the_chief(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> SumsAsMeans:
-    """What the chief's `added_losses` of x = `rows()` say, on every worker. A collective, if the model may add losses. Raises ConfigError."""
+    """What the chief's `added_losses` of x = `rows()` say, on every worker.
+
+    A collective, if the model may add losses. Raises ConfigError.
+    """
     if not may_add(model):
         return SumsAsMeans(())
-    told, layers = b"", list(model._flatten_layers())
+    told, layers = b"", list(keras_layers.all_layers(model))
     if runtime.rank == 0:
         told = json.dumps(_told(model, layers, rows())).encode()
     length = int(runtime.broadcast([np.array(len(told), np.int64)])[0])
     told = json.loads(runtime.broadcast([np.frombuffer(told.ljust(length), np.uint8)])[0].tobytes())
     if "refused" in told:
         raise ConfigError(told["refused"])
-    return SumsAsMeans([AddedLoss(layers[number], place, scales) for number, place, scales in told["found"]], layers if told["failed"] else (), told["failed"])
+    return SumsAsMeans(
+        [AddedLoss(layers[number], place, scales) for number, place, scales in told["found"]],
+        layers if told["failed"] else (),
+        told["failed"],
+    )
 
 
 def _told(model: keras.Model, layers: Sequence[keras.Layer], x: Any) -> dict[str, Any]:
@@ -108,18 +127,33 @@ def _told(model: keras.Model, layers: Sequence[keras.Layer], x: Any) -> dict[str
     except ConfigError as error:
         return {"refused": str(error)}
     except Exception as error:  # noqa: BLE001 - a model that takes batches of one size only, for example; it may add nothing at all
-        return {"found": [], "failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"}
-    return {"found": [[next(number for number, layer in enumerate(layers) if layer is one.layer), one.place, one.scales] for one in found], "failed": ""}
+        return {
+            "found": [],
+            "failed": (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
+            ),
+        }
+    return {
+        "found": [
+            [next(number for number, layer in enumerate(layers) if layer is one.layer), one.place, one.scales]
+            for one in found
+        ],
+        "failed": "",
+    }
 
 
 # -- sums as means -----------------------------------------------------------------------------------------------------
 
 
 class SumsAsMeans:
-    """Layers that, within `counting`, multiply each SUM by rows of the whole batch / rows of the part that the model is called with."""
+    """Layers that, within `counting`, multiply each SUM by rows of the whole batch / rows of the part that the model is
+    called with.
+    """
 
     def __init__(self, added: Sequence[AddedLoss], unknown: Sequence[keras.Layer] = (), reason: str = ""):
-        """unknown: layers of which nothing is known, for a `reason`; if one of these adds a loss, that is a ConfigError."""
+        """unknown: layers of which nothing is known, for a `reason`; if one of these adds a loss, that is a
+        ConfigError.
+        """
         self._now = threading.local()  # replicas of one process are threads
         of_layer: dict[int, tuple[keras.Layer, list[str]]] = {}
         for one in added:
@@ -132,7 +166,9 @@ class SumsAsMeans:
 
     @contextlib.contextmanager
     def counting(self, factor: tf.Tensor | float) -> Iterator[None]:
-        """Within it are one forward pass of the model, or several, and their backward passes, which may make them again."""
+        """Within it are one forward pass of the model, or several, and their backward passes, which may make them
+        again.
+        """
         self._now.factor, self._now.places = factor, {}
         try:
             yield
@@ -156,8 +192,11 @@ class SumsAsMeans:
     def _refusing(self, plain: Callable, name: str, reason: str) -> Callable:
         def add_loss(loss: Any) -> None:
             if getattr(self._now, "factor", None) is not None:
-                raise ConfigError(f"Layer {name} adds a loss, but whether that is a mean or a sum over rows could not be found out with batches of 1 and 4 rows ({reason}): "
-                                  "let the model take batches of any size, or train with one replica and --accumulation=1.")
+                raise ConfigError(
+                    f"Layer {name} adds a loss, but whether that is a mean or a sum over rows could not be found out"
+                    f" with batches of 1 and 4 rows ({reason}): let the model take batches of any size, or train with"
+                    " one replica and --accumulation=1."
+                )
             plain(loss)
 
         return add_loss

@@ -20,8 +20,8 @@ def at_least_float32(gradient: Gradient) -> Gradient:
 
 
 def as_summands(gradients: Sequence[Gradient], variables: Sequence[tf.Tensor | tf.Variable]) -> list[Gradient]:
-    """What a tape gives for `variables`, ready to be added up. Where only a run would tell the shape (a kernel's gradient if
-    the number of rows is not known) it gets the variable's: packs and shards are cut while tracing."""
+    """What a tape gives for `variables`, ready to be added up. Where only a run would tell the shape (a kernel's
+    gradient if the number of rows is not known) it gets the variable's: packs and shards are cut while tracing."""
     for gradient, variable in zip(gradients, variables, strict=True):
         if not isinstance(gradient, tf.IndexedSlices):
             gradient.set_shape(variable.shape)
@@ -53,7 +53,9 @@ OfOneDtype = Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]]
 
 
 def of_each_dtype(function: OfOneDtype, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """`function` of the tensors of one dtype, and of their places, for each dtype; results in the order of `tensors`."""
+    """`function` of the tensors of one dtype, and of their places, for each dtype; results in the order of
+    `tensors`.
+    """
     results: list = [None] * len(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]

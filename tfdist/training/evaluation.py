@@ -26,8 +26,14 @@ class Evaluator:
       averaged: makes a context in which the model computes with what is to be evaluated, for example moving averages.
     """
 
-    def __init__(self, runtime: Runtime, model: keras.Model, objective: Objective,
-                 datasets: Callable[[], tuple[Sequence[tf.data.Dataset], int]], averaged: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext):
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: keras.Model,
+        objective: Objective,
+        datasets: Callable[[], tuple[Sequence[tf.data.Dataset], int]],
+        averaged: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):
         self.averaged = averaged
         self.runtime, self.model, self.objective, self.datasets = runtime, model, objective, datasets
         self._names: tuple[str, ...] = ()
@@ -39,18 +45,26 @@ class Evaluator:
         if not self._names:
             self._names = tuple(sorted(scores_spec(self.model, self.objective, datasets[0].element_spec).metrics))
         with self.averaged():
-            local = self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy() * self.runtime.leads
+            local = (
+                self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy() * self.runtime.leads
+            )
         loss, weight, *metrics = np.sum(self.runtime.all_gather(local), axis=0)
-        means = {name: float(value / weight) if weight else float("nan") for name, value in zip(("loss", *self._names), (loss, *metrics), strict=True)}
+        means = {
+            name: float(value / weight) if weight else float("nan")
+            for name, value in zip(("loss", *self._names), (loss, *metrics), strict=True)
+        }
         return {**means, "samples": float(weight)}
 
     def _steps(self, iterators: list, steps: tf.Tensor) -> tf.Tensor:
         """float64 [loss, weight, *metrics]: weighted sums over this worker's replicas."""
+
         def one(step, totals):
             batch = self.runtime.per_replica([iterator.get_next() for iterator in iterators])
             return step + 1, totals + tf.add_n(self.runtime.local(self.runtime.run(self._sums, batch)))
 
-        return tf.while_loop(lambda step, _: step < steps, one, (tf.constant(0), tf.zeros([2 + len(self._names)], tf.float64)))[1]
+        return tf.while_loop(
+            lambda step, _: step < steps, one, (tf.constant(0), tf.zeros([2 + len(self._names)], tf.float64))
+        )[1]
 
     def _sums(self, x, y, w: tf.Tensor) -> tf.Tensor:
         scores = self.objective(self.model(x, training=False), y, w)

@@ -1,5 +1,5 @@
-"""What a forward pass leaves in a model (moving statistics of BatchNormalization, counters of a user's layers), so that a step
-that is skipped can leave nothing: one NaN sample would make a moving average NaN for good."""
+"""What a forward pass leaves in a model (moving statistics of BatchNormalization, counters of a user's layers), so that
+a step that is skipped can leave nothing: one NaN sample would make a moving average NaN for good."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_variables
 from tfdist.runtime.base import Runtime
 
 
 class ForwardState:
-    """All variables of a model that are not trained, but for those of seed generators, which the step sets by itself."""
+    """All variables of a model that are not trained, but for those of seed generators, which the step sets by
+    itself.
+    """
 
     def __init__(self, runtime: Runtime, model: keras.Model):
         self.runtime = runtime
-        known = {id(variable._value) for variable in model.variables}  # those of --zero=3 have none
-        others = [variable for variable in tf.train.TrackableView(model).descendants() if isinstance(variable, tf.Variable) and id(variable) not in known]
-        self._variables = [variable.value for variable in model.non_trainable_variables if not variable.path.endswith("seed_generator_state")] + others
+        known = {id(keras_variables.stored_value(one)) for one in model.variables}  # those of --zero=3 have none
+        others = [
+            variable
+            for variable in tf.train.TrackableView(model).descendants()
+            if isinstance(variable, tf.Variable) and id(variable) not in known
+        ]
+        self._variables = [
+            variable.value
+            for variable in model.non_trainable_variables
+            if not variable.path.endswith("seed_generator_state")
+        ] + others
 
     def read(self) -> Any:
         """Inside a tf.function: the values, of every local replica. TensorFlow copies none that is not written to."""
@@ -27,4 +38,6 @@ class ForwardState:
     def put_back(self, values: Any) -> None:
         """Makes what `read` gave the values again."""
         for place, variable in enumerate(self._variables):
-            self.runtime.assign(variable, self.runtime.per_replica([replica[place] for replica in self.runtime.local(values)]))
+            self.runtime.assign(
+                variable, self.runtime.per_replica([replica[place] for replica in self.runtime.local(values)])
+            )

@@ -1,5 +1,5 @@
-"""A model that is run on single rows and on the same rows together, to see what the losses that its layers add have to do with
-rows; see added_losses.py."""
+"""A model that is run on single rows and on the same rows together, to see what the losses that its layers add have to
+do with rows; see added_losses.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
+
 MEAN, SUM = "mean", "sum"
 UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"
 ROWS = 4  # that are tried, each alone and all together
@@ -18,7 +20,9 @@ _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
 _CLEAR = 0.15  # a random mean must be known as well as that
 
-Key = tuple[int, int]  # (place of a layer among all of the model, which of the losses that it adds in a call of the model)
+Key = tuple[
+    int, int
+]  # (place of a layer among all of the model, which of the losses that it adds in a call of the model)
 Take = Callable[[Any, Sequence[int]], Any]
 
 
@@ -26,13 +30,22 @@ class Probe:
     """A model that is run on a few rows without leaving a trace in it."""
 
     def __init__(self, model: keras.Model, x: Any, take: Take, count: int):
-        self.model, self.layers = model, list(model._flatten_layers())
+        self.model, self.layers = model, list(keras_layers.all_layers(model))
         self.rows = [number % count for number in range(ROWS)]
         self.x, self._take = x, take
         self.weights = [variable.numpy() for variable in model.trainable_variables]
         self.states = [variable.numpy() for variable in model.non_trainable_variables]
         types = {tf.as_dtype(layer.compute_dtype) for layer in self.layers if layer.compute_dtype}
-        self.tolerance = max([_LEAST_TOLERANCE, *(8 * float(np.finfo(each.as_numpy_dtype).eps) if each != tf.bfloat16 else 2**-4 for each in types if each.is_floating)])
+        self.tolerance = max(
+            [
+                _LEAST_TOLERANCE,
+                *(
+                    8 * float(np.finfo(each.as_numpy_dtype).eps) if each != tf.bfloat16 else 2**-4
+                    for each in types
+                    if each.is_floating
+                ),
+            ]
+        )
         self._added: list[tuple[Key, tf.Tensor]] = []
         self._calm = False
 
@@ -40,14 +53,24 @@ class Probe:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, what layers add comes here, and Keras' own layers do not draw random numbers nor look at other rows."""
-        kept = [(variable, variable.numpy()) for variable in tf.train.TrackableView(self.model).descendants() if isinstance(variable, tf.Variable)]
+        """Within it, what layers add comes here, and Keras' own layers do not draw random numbers nor look at other
+        rows.
+        """
+        kept = [
+            (variable, variable.numpy())
+            for variable in tf.train.TrackableView(self.model).descendants()
+            if isinstance(variable, tf.Variable)
+        ]
         changed: list[tuple[keras.Layer, str]] = []
         try:
             for number, layer in enumerate(self.layers):
                 layer.add_loss = self._recorder(number)
                 changed.append((layer, "add_loss"))
-                if getattr(layer, "_call_has_training_arg", False) and "call" not in vars(layer) and all(map(is_of_keras, layer._flatten_layers())):
+                if (
+                    keras_layers.takes_training(layer)
+                    and "call" not in vars(layer)
+                    and all(map(is_of_keras, keras_layers.all_layers(layer)))
+                ):
                     layer.call = _not_training(layer.call)
                     changed.append((layer, "call"))
             yield
@@ -66,10 +89,12 @@ class Probe:
         return add_loss
 
     def _run(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> list[tuple[Key, tf.Tensor]]:
-        states = [value + draw if variable.path.endswith("seed_generator_state") else value
-                  for variable, value in zip(self.model.non_trainable_variables, self.states, strict=True)]
+        states = [
+            value + draw if variable.path.endswith("seed_generator_state") else value
+            for variable, value in zip(self.model.non_trainable_variables, self.states, strict=True)
+        ]
         self._added = []
-        options = {"training": training} if self.model._call_has_training_arg else {}
+        options = {"training": training} if keras_layers.takes_training(self.model) else {}
         self.model.stateless_call([*map(tf.constant, weights)], [*map(tf.constant, states)], x, **options)
         return self._added
 
@@ -79,9 +104,15 @@ class Probe:
     def depends_on_rows(self, key: Key) -> bool:
         """Whether it is made of the rows at all; if not it is what weights, or nothing, give."""
         with tf.Graph().as_default() as graph:
-            x = keras.tree.map_structure(lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), self._take(self.x, self.rows))
+            x = keras.tree.map_structure(
+                lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), self._take(self.x, self.rows)
+            )
             inputs = {leaf.op for leaf in keras.tree.flatten(x)}
-            waiting = [loss.op for at, loss in self._run(x, self.weights, 0, True) if at == key and getattr(loss, "graph", None) is graph]
+            waiting = [
+                loss.op
+                for at, loss in self._run(x, self.weights, 0, True)
+                if at == key and getattr(loss, "graph", None) is graph
+            ]
             seen = set(waiting)
             while waiting:
                 operation = waiting.pop()
@@ -97,7 +128,11 @@ class Probe:
     def judged(self, training: bool) -> dict[Key, str]:
         """Of each added loss MEAN, SUM, or why it is neither."""
         found: dict[Key, str] = {}
-        for weights, disturb in ((self.weights, 0.0), (_disturbed(self.weights, 0.3), 0.0), (_disturbed(self.weights, 1.0), 1.0)):
+        for weights, disturb in (
+            (self.weights, 0.0),
+            (_disturbed(self.weights, 0.3), 0.0),
+            (_disturbed(self.weights, 1.0), 1.0),
+        ):
             judged = self._judged(weights, disturb, training)
             for key, scales in judged.items():
                 before = found.get(key, UNKNOWN)
@@ -123,7 +158,9 @@ class Probe:
         random = [key for key in keys if again.get(key) != first[ROWS][key] and result[key] == OTHER]
         if random:
             draws = [first, *(look(draw) for draw in range(1, _DRAWS))]
-            result |= {key: _verdict_of_draws(np.array([[one[key] for one in draw] for draw in draws])) for key in random}
+            result |= {
+                key: _verdict_of_draws(np.array([[one[key] for one in draw] for draw in draws])) for key in random
+            }
         return result
 
 
@@ -154,7 +191,12 @@ def _verdict_of_draws(draws: np.ndarray) -> str:
 def _disturbed(weights: Sequence[np.ndarray], by: float) -> list[np.ndarray]:
     """Other weights: an initial 0 can hide what a loss depends on."""
     random = np.random.default_rng(0)
-    return [(weight + by * random.normal(size=weight.shape) * (np.std(weight.astype(np.float64)) or 0.1)).astype(weight.dtype) for weight in weights]
+    return [
+        (weight + by * random.normal(size=weight.shape) * (np.std(weight.astype(np.float64)) or 0.1)).astype(
+            weight.dtype
+        )
+        for weight in weights
+    ]
 
 
 def _sound(leaf: Any, disturb: float) -> tf.Tensor:

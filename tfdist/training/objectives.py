@@ -38,19 +38,29 @@ def classification(label_smoothing: float = 0.0) -> Objective:
 
 
 def regression() -> Objective:
-    """Squared error and absolute error; outputs and y: [n, ...], but for dims of 1. Of each sample, the mean over the other
-    dims, where w is [n]; of each token where w is [n, T], as the outputs begin."""
+    """Squared error and absolute error; outputs and y: [n, ...], but for dims of 1. Of each sample, the mean over the
+    other dims, where w is [n]; of each token where w is [n, T], as the outputs begin."""
 
     def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
         outputs = tf.cast(outputs, tf.float32)
-        of_y, of_outputs = ([shape[0], *(size for size in shape[1:] if size != 1)] for shape in (y.shape, outputs.shape))
+        of_y, of_outputs = (
+            [shape[0], *(size for size in shape[1:] if size != 1)] for shape in (y.shape, outputs.shape)
+        )
         if not _fit(of_y, of_outputs):
-            raise ConfigError(f"--objective=regression got outputs of shape {outputs.shape} and targets of shape {y.shape}: they must be the same, but for dims of 1.")
-        if not _fit(w.shape, outputs.shape[:w.shape.rank]):
-            raise ConfigError(f"--objective=regression got outputs of shape {outputs.shape} and weights of shape {w.shape}: give one weight a sample, "
-                              "or weights with the dims with which the outputs begin.")
-        errors = tf.reshape(outputs - tf.reshape(tf.cast(y, tf.float32), tf.shape(outputs)), tf.concat([tf.shape(outputs)[:w.shape.rank], [-1]], 0))
-        errors.set_shape([*outputs.shape[:w.shape.rank], None])
+            raise ConfigError(
+                f"--objective=regression got outputs of shape {outputs.shape} and targets of shape {y.shape}: they must"
+                " be the same, but for dims of 1."
+            )
+        if not _fit(w.shape, outputs.shape[: w.shape.rank]):
+            raise ConfigError(
+                f"--objective=regression got outputs of shape {outputs.shape} and weights of shape {w.shape}: give one"
+                " weight a sample, or weights with the dims with which the outputs begin."
+            )
+        errors = tf.reshape(
+            outputs - tf.reshape(tf.cast(y, tf.float32), tf.shape(outputs)),
+            tf.concat([tf.shape(outputs)[: w.shape.rank], [-1]], 0),
+        )
+        errors.set_shape([*outputs.shape[: w.shape.rank], None])
         return Scores(tf.reduce_mean(errors**2, -1), w, {"absolute_error": tf.reduce_mean(tf.abs(errors), -1)})
 
     return objective
@@ -64,14 +74,18 @@ OBJECTIVES: dict[str, Callable[[ModelConfig], Objective]] = {
 
 
 def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
-    """The objective named by --objective; `auto`: by the target's spec for one sample (int: classification, float: regression).
+    """The objective named by --objective; `auto`: by the target's spec for one sample (int: classification, float:
+    regression).
 
     Raises: ConfigError if the name is unknown or `auto` cannot tell.
     """
     name = config.objective
     if name == "auto":
         if not isinstance(y_spec, tf.TensorSpec):
-            raise ConfigError("--objective=auto cannot choose for a target with several parts: give --objective=package.module:function.")
+            raise ConfigError(
+                "--objective=auto cannot choose for a target with several parts: give"
+                " --objective=package.module:function."
+            )
         name = "classification" if y_spec.dtype.is_integer else "regression"
     if name in OBJECTIVES:
         return OBJECTIVES[name](config)
@@ -80,11 +94,16 @@ def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
 
 def weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
     """Weights of samples [n] as weights of what the losses count: unchanged, or repeated over tokens [n, T]."""
-    if not _fit(w.shape, losses.shape[:w.shape.rank]):
-        raise ConfigError(f"The losses have shape {losses.shape}, but the weights {w.shape}: give one weight a sample, or weights with the dims with which the losses begin.")
+    if not _fit(w.shape, losses.shape[: w.shape.rank]):
+        raise ConfigError(
+            f"The losses have shape {losses.shape}, but the weights {w.shape}: give one weight a sample, or weights"
+            " with the dims with which the losses begin."
+        )
     if w.shape.rank == losses.shape.rank:
         return w
-    return tf.broadcast_to(tf.reshape(w, tf.concat([tf.shape(w), [1] * (losses.shape.rank - w.shape.rank)], 0)), tf.shape(losses))
+    return tf.broadcast_to(
+        tf.reshape(w, tf.concat([tf.shape(w), [1] * (losses.shape.rank - w.shape.rank)], 0)), tf.shape(losses)
+    )
 
 
 def _fit(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
@@ -98,9 +117,14 @@ def scores_spec(model: keras.Model, objective: Objective, batch_spec: tuple) -> 
     try:
         output = model.output  # functional and Sequential models know it
     except (AttributeError, ValueError):
-        output = model.compute_output_spec(tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x))
+        output = model.compute_output_spec(
+            tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x)
+        )
     output = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), output)
     scores = tf.function(objective, autograph=False).get_concrete_function(output, y, w).structured_outputs
     if not _fit(scores.weights.shape, scores.losses.shape):
-        raise ConfigError(f"The objective gave losses of shape {scores.losses.shape} and weights of shape {scores.weights.shape}: they must be the same.")
+        raise ConfigError(
+            f"The objective gave losses of shape {scores.losses.shape} and weights of shape {scores.weights.shape}:"
+            " they must be the same."
+        )
     return scores

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_optimizers
 from tfdist.config import OptimizerConfig, parse_args
-from tfdist.control.exit_codes import ConfigError, UnsupportedError
+from tfdist.control.exit_codes import ConfigError
 
 
 class FusedAdam(keras.optimizers.Adam):
@@ -25,15 +26,31 @@ class FusedAdam(keras.optimizers.Adam):
     m += (g - m)(1 - b1), v += (g^2 - v)(1 - b2), w -= lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + epsilon).
     """
 
-    def update_step(self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable, learning_rate: tf.Tensor) -> None:
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable, learning_rate: tf.Tensor
+    ) -> None:
         """For float32; what is of another type, in slices or with amsgrad, is left to Keras."""
         if self.amsgrad or isinstance(gradient, tf.IndexedSlices) or tf.as_dtype(variable.dtype) != tf.float32:
             super().update_step(gradient, variable, learning_rate)
             return
         index, step = self._get_variable_index(variable), tf.cast(self.iterations + 1, tf.float32)
-        var, m, v = ((each.value if isinstance(each, keras.Variable) else each).handle for each in (variable, self._momentums[index], self._velocities[index]))
-        tf.raw_ops.ResourceApplyAdam(var=var, m=m, v=v, grad=tf.cast(gradient, tf.float32), lr=tf.cast(learning_rate, tf.float32), beta1=self.beta_1, beta2=self.beta_2,
-                                     epsilon=self.epsilon, beta1_power=tf.pow(self.beta_1, step), beta2_power=tf.pow(self.beta_2, step), use_locking=True)
+        var, m, v = (
+            (each.value if isinstance(each, keras.Variable) else each).handle
+            for each in (variable, self._momentums[index], self._velocities[index])
+        )
+        tf.raw_ops.ResourceApplyAdam(
+            var=var,
+            m=m,
+            v=v,
+            grad=tf.cast(gradient, tf.float32),
+            lr=tf.cast(learning_rate, tf.float32),
+            beta1=self.beta_1,
+            beta2=self.beta_2,
+            epsilon=self.epsilon,
+            beta1_power=tf.pow(self.beta_1, step),
+            beta2_power=tf.pow(self.beta_2, step),
+            use_locking=True,
+        )
 
 
 OPTIMIZERS = {
@@ -49,24 +66,39 @@ OPTIMIZERS = {
 
 # Keras arguments that would act on local gradients or deadlock, and the flag that does the same right.
 OWN_FLAGS = {
-    "learning_rate": "--learning_rate", "weight_decay": "--weight_decay", "clipnorm": "--clip_norm", "clipvalue": "--clip_norm",
-    "global_clipnorm": "--clip_norm", "use_ema": "--ema", "ema_momentum": "--ema", "ema_overwrite_frequency": "--ema",
-    "gradient_accumulation_steps": "--accumulation", "loss_scale_factor": "--precision=float16",
+    "learning_rate": "--learning_rate",
+    "weight_decay": "--weight_decay",
+    "clipnorm": "--clip_norm",
+    "clipvalue": "--clip_norm",
+    "global_clipnorm": "--clip_norm",
+    "use_ema": "--ema",
+    "ema_momentum": "--ema",
+    "ema_overwrite_frequency": "--ema",
+    "gradient_accumulation_steps": "--accumulation",
+    "loss_scale_factor": "--precision=float16",
 }
 
 
-def make_optimizer(config: OptimizerConfig, learning_rate: keras.optimizers.schedules.LearningRateSchedule) -> keras.Optimizer:
+def make_optimizer(
+    config: OptimizerConfig, learning_rate: keras.optimizers.schedules.LearningRateSchedule
+) -> keras.Optimizer:
     """Builds the optimizer; call inside the runtime's scope. Raises ConfigError on options it does not take."""
     options = parse_args("optimizer_args", config.optimizer_args)
     for name in options:
         if name in OWN_FLAGS:
-            raise ConfigError(f"--optimizer_args={config.optimizer_args}: {name} is set with {OWN_FLAGS[name]}, not here.")
+            raise ConfigError(
+                f"--optimizer_args={config.optimizer_args}: {name} is set with {OWN_FLAGS[name]}, not here."
+            )
     if config.ema:
         options |= {"use_ema": True, "ema_momentum": config.ema, "ema_overwrite_frequency": None}
     try:
-        optimizer = OPTIMIZERS[config.optimizer](learning_rate=learning_rate, weight_decay=config.weight_decay or None, **options)
+        optimizer = OPTIMIZERS[config.optimizer](
+            learning_rate=learning_rate, weight_decay=config.weight_decay or None, **options
+        )
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"--optimizer_args={config.optimizer_args} does not fit --optimizer={config.optimizer}: {error}") from None
+        raise ConfigError(
+            f"--optimizer_args={config.optimizer_args} does not fit --optimizer={config.optimizer}: {error}"
+        ) from None
     excluded = [name for name in config.weight_decay_exclude.split(",") if name]
     if config.weight_decay and excluded:
         optimizer.exclude_from_weight_decay(var_names=excluded)
@@ -75,21 +107,19 @@ def make_optimizer(config: OptimizerConfig, learning_rate: keras.optimizers.sche
 
 def switch_off_reduction(optimizer: keras.Optimizer) -> keras.Optimizer:
     """Makes `optimizer.apply` take gradients that are already summed over all replicas."""
-    if not callable(getattr(optimizer, "_all_reduce_sum_gradients", None)):
-        raise UnsupportedError(f"Keras {keras.__version__} reduces gradients in an unknown way: install keras~=3.15.")
-    optimizer._all_reduce_sum_gradients = list
+    keras_optimizers.switch_off_reduction(optimizer)
     return optimizer
 
 
 def updates_rows(optimizer: keras.Optimizer) -> bool:
-    """Whether it leaves the rows of a table alone whose gradient is 0, and takes gradients as slices. All others of Keras
-    that are in OPTIMIZERS change every row."""
+    """Whether it leaves the rows of a table alone whose gradient is 0, and takes gradients as slices. All others of
+    Keras that are in OPTIMIZERS change every row."""
     return type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
 
 
 def subtract_by_assignment(optimizer: keras.Optimizer) -> None:
-    """Makes an optimizer that updates rows read those of a table, subtract, and write them: the same bits as TensorFlow's
-    scatter_sub in half its time. For gradients with no row twice, and once per optimizer."""
+    """Makes an optimizer that updates rows read those of a table, subtract, and write them: the same bits as
+    TensorFlow's scatter_sub in half its time. For gradients with no row twice, and once per optimizer."""
     whole = optimizer.assign_sub
 
     def assign_sub(variable: keras.Variable | tf.Variable, value: tf.Tensor | tf.IndexedSlices) -> None:
@@ -97,14 +127,16 @@ def subtract_by_assignment(optimizer: keras.Optimizer) -> None:
             whole(variable, value)
             return
         table = variable.value if isinstance(variable, keras.Variable) else variable
-        table.scatter_update(tf.IndexedSlices(tf.gather(table, value.indices) - tf.cast(value.values, table.dtype), value.indices))
+        table.scatter_update(
+            tf.IndexedSlices(tf.gather(table, value.indices) - tf.cast(value.values, table.dtype), value.indices)
+        )
 
     optimizer.assign_sub = assign_sub
 
 
 def ema_variables(optimizer: keras.Optimizer) -> list:
     """The moving averages of the trainable variables, in their order; empty without --ema."""
-    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+    return keras_optimizers.moving_averages(optimizer)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""An objective of the user's own, --objective=package.module:function: called, and checked, while the step is traced."""
+"""An objective of the user's own, --objective=package.module:function: called, and checked, while the step is
+traced.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,22 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import check_takes, own_code
 from tfdist.training.scores import Scores
 
-_WANTED = "a function (outputs, y, w) that returns Scores(losses, weights, metrics): losses of single samples [n] or tokens [n, T], not reduced (tfdist/training/scores.py)"
+_WANTED = (
+    "a function (outputs, y, w) that returns Scores(losses, weights, metrics): losses of single samples [n] or tokens"
+    " [n, T], not reduced (tfdist/training/scores.py)"
+)
 
 
 def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tensor], Scores]:
-    """Raises ConfigError for a function that takes something else, now, and when it is traced for one that fails or returns
-    something else."""
-    check_takes("objective", name, function, ("outputs", "y", "w"), f"an objective is {_WANTED}; a Keras loss becomes one by calling it with reduction=None")
+    """Raises ConfigError for a function that takes something else, now, and when it is traced for one that fails or
+    returns something else."""
+    check_takes(
+        "objective",
+        name,
+        function,
+        ("outputs", "y", "w"),
+        f"an objective is {_WANTED}; a Keras loss becomes one by calling it with reduction=None",
+    )
     # The step is traced without AutoGraph; a user's function may have an `if` on a tensor.
     converted = tf.__internal__.autograph.tf_convert(function, tf.__internal__.autograph.control_status_ctx())
 
@@ -31,7 +42,10 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
             raise ConfigError(f"--objective={name} returned one loss for the whole batch: an objective is {_WANTED}.")
         for what, values in {"weights": scores.weights, **scores.metrics}.items():
             if not tf.convert_to_tensor(values).shape.is_compatible_with(scores.losses.shape):
-                raise ConfigError(f"--objective={name} returned losses of shape {scores.losses.shape}, but {what} of shape {values.shape}: they must be of one shape.")
+                raise ConfigError(
+                    f"--objective={name} returned losses of shape {scores.losses.shape}, but {what} of shape"
+                    f" {values.shape}: they must be of one shape."
+                )
         return scores
 
     return objective

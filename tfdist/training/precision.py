@@ -36,8 +36,16 @@ class LossScale:
         self.variables: dict[str, tf.Variable] = {}
         if self.dynamic:
             same_everywhere = tf.VariableAggregation.ONLY_FIRST_REPLICA
-            self._scale = tf.Variable(precision.loss_scale_initial, trainable=False, dtype=tf.float32, name="loss_scale", aggregation=same_everywhere)
-            self._good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="loss_scale_good_steps", aggregation=same_everywhere)
+            self._scale = tf.Variable(
+                precision.loss_scale_initial,
+                trainable=False,
+                dtype=tf.float32,
+                name="loss_scale",
+                aggregation=same_everywhere,
+            )
+            self._good_steps = tf.Variable(
+                0, trainable=False, dtype=tf.int64, name="loss_scale_good_steps", aggregation=same_everywhere
+            )
             self.variables = {"loss_scale": self._scale, "loss_scale_good_steps": self._good_steps}
 
     def value(self) -> tf.Tensor:
@@ -52,4 +60,6 @@ class LossScale:
         grow = tf.equal(good_steps, self.growth_steps - 1)
         factor = tf.where(finite, tf.where(grow, 2.0, 1.0), 0.5)
         self._scale.assign(self.value() * factor)
-        self._good_steps.assign(tf.where(tf.logical_and(finite, tf.logical_not(grow)), good_steps + 1, tf.zeros_like(good_steps)))
+        self._good_steps.assign(
+            tf.where(tf.logical_and(finite, tf.logical_not(grow)), good_steps + 1, tf.zeros_like(good_steps))
+        )

@@ -20,7 +20,9 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     Cosine: Loshchilov & Hutter 2017, arXiv:1608.03983. Warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395.
     """
 
-    def __init__(self, shape: str, peak: float, warmup_steps: int, decay_steps: int, decay_fraction: float, floor: float):
+    def __init__(
+        self, shape: str, peak: float, warmup_steps: int, decay_steps: int, decay_fraction: float, floor: float
+    ):
         super().__init__()
         self.shape, self.peak, self.floor = shape, peak, floor
         self.warmup_steps, self.decay_steps, self.decay_fraction = warmup_steps, decay_steps, decay_fraction
@@ -28,8 +30,14 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     @classmethod
     def create(cls, config: ScheduleConfig, total_steps: int) -> Schedule:
         """From the flags; `total_steps`: the run's length, where the decay ends unless --decay_steps says otherwise."""
-        return cls(config.schedule, config.learning_rate, config.warmup_steps, config.decay_steps or total_steps,
-                   config.decay_fraction, config.min_learning_rate_ratio)
+        return cls(
+            config.schedule,
+            config.learning_rate,
+            config.warmup_steps,
+            config.decay_steps or total_steps,
+            config.decay_fraction,
+            config.min_learning_rate_ratio,
+        )
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
         step = tf.cast(step, tf.float32)
@@ -47,5 +55,11 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         return self.peak * tf.where(step < self.warmup_steps, warmup, after)
 
     def get_config(self) -> dict:
-        return {"shape": self.shape, "peak": self.peak, "warmup_steps": self.warmup_steps, "decay_steps": self.decay_steps,
-                "decay_fraction": self.decay_fraction, "floor": self.floor}
+        return {
+            "shape": self.shape,
+            "peak": self.peak,
+            "warmup_steps": self.warmup_steps,
+            "decay_steps": self.decay_steps,
+            "decay_fraction": self.decay_fraction,
+            "floor": self.floor,
+        }

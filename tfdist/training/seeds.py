@@ -12,7 +12,9 @@ def seed_states(model: keras.Model) -> list[tf.Variable]:
 
 
 def seed_values(count: int, seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> list[tf.Tensor]:
-    """The states of `count` seed generators, int64 [2] each, as a pure function of (seed, index, step, micro-batch, replica)."""
+    """The states of `count` seed generators, int64 [2] each, as a pure function of (seed, index, step, micro-batch,
+    replica).
+    """
     base = tf.constant([seed, 0x7F4A7C15], tf.int64)
     for number in (step, micro, replica) if count else ():
         base = tf.random.experimental.stateless_fold_in(base, tf.cast(number, tf.int64))

@@ -1,5 +1,5 @@
-"""TensorFlow's tutorial "Custom training loop with Keras and MultiWorkerMirroredStrategy", for Keras 3 and scikit-learn's
-digits; written for one process."""
+"""TensorFlow's tutorial "Custom training loop with Keras and MultiWorkerMirroredStrategy", for Keras 3 and
+scikit-learn's digits; written for one process."""
 
 import json
 
@@ -14,19 +14,26 @@ num_epochs, num_steps_per_epoch, global_batch_size = 3, 20, 64
 def dataset_fn():
     x_train, y_train = load_digits(return_X_y=True)
     x_train = x_train.reshape(-1, 8, 8).astype(np.float32) / np.float32(16)
-    return tf.data.Dataset.from_tensor_slices((x_train, y_train.astype(np.int64))).shuffle(1797).repeat().batch(global_batch_size)
+    return (
+        tf.data.Dataset.from_tensor_slices((x_train, y_train.astype(np.int64)))
+        .shuffle(1797)
+        .repeat()
+        .batch(global_batch_size)
+    )
 
 
 def build_cnn_model():
     regularizer = keras.regularizers.L2(1e-5)
-    return keras.Sequential([
-        keras.Input(shape=(8, 8)),
-        keras.layers.Reshape(target_shape=(8, 8, 1)),
-        keras.layers.Conv2D(32, 3, activation="relu", kernel_regularizer=regularizer),
-        keras.layers.Flatten(),
-        keras.layers.Dense(128, activation="relu", kernel_regularizer=regularizer),
-        keras.layers.Dense(10, kernel_regularizer=regularizer),
-    ])
+    return keras.Sequential(
+        [
+            keras.Input(shape=(8, 8)),
+            keras.layers.Reshape(target_shape=(8, 8, 1)),
+            keras.layers.Conv2D(32, 3, activation="relu", kernel_regularizer=regularizer),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128, activation="relu", kernel_regularizer=regularizer),
+            keras.layers.Dense(10, kernel_regularizer=regularizer),
+        ]
+    )
 
 
 keras.utils.set_random_seed(7)

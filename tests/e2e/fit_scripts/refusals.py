@@ -57,9 +57,18 @@ class Ignores(keras.Sequential):
 model = dense()
 model.compile("sgd", "mse", metrics=[Seen()])
 after = []  # each batch: of its samples and those before in the epoch
-history = tfdist.fit(model, x / 40, x, batch_size=7, epochs=3, verbose=0, callbacks=[keras.callbacks.LambdaCallback(
-    on_train_batch_end=lambda batch, logs: after.append(float(logs["squares"])))])
-orders = {tuple(after[start:start + 6]) for start in range(0, len(after), 6)}  # 40 samples in batches of 7
+history = tfdist.fit(
+    model,
+    x / 40,
+    x,
+    batch_size=7,
+    epochs=3,
+    verbose=0,
+    callbacks=[
+        keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: after.append(float(logs["squares"])))
+    ],
+)
+orders = {tuple(after[start : start + 6]) for start in range(0, len(after), 6)}  # 40 samples in batches of 7
 print("once:", json.dumps([history.history["sum"], history.history["squares"], len(orders)]), flush=True)
 
 # A dataset in another order on each worker: the chief's is taken.
@@ -75,9 +84,18 @@ def other(where):
 
 
 # Only the targets differ, or one row in the middle, or arrays that are handed over: the chief's are taken.
-for name, dataset in (("targets", tf.data.Dataset.from_tensor_slices((x, other(20))).batch(40)), ("middle", tf.data.Dataset.from_tensor_slices((other(20), x)).batch(40)),
-                      ("weights", tf.data.Dataset.from_tensor_slices((x, x, other(30))).batch(40)), ("names", tf.data.Dataset.from_tensor_slices((x, x)).batch(40).map(
-                          lambda a, b: (a, {"target": b + rank})).map(lambda a, b: (a, b["target"])))):
+for name, dataset in (
+    ("targets", tf.data.Dataset.from_tensor_slices((x, other(20))).batch(40)),
+    ("middle", tf.data.Dataset.from_tensor_slices((other(20), x)).batch(40)),
+    ("weights", tf.data.Dataset.from_tensor_slices((x, x, other(30))).batch(40)),
+    (
+        "names",
+        tf.data.Dataset.from_tensor_slices((x, x))
+        .batch(40)
+        .map(lambda a, b: (a, {"target": b + rank}))
+        .map(lambda a, b: (a, b["target"])),
+    ),
+):
     print(f"taken {name}:", tfdist.fit(model, dataset, verbose=0).history["squares"], flush=True)
 print("taken arrays:", tfdist.fit(model, other(3), other(39), batch_size=40, verbose=0).history["squares"], flush=True)
 
@@ -90,7 +108,9 @@ print("barrier:", path.read_text(), flush=True)
 
 refused("other call", lambda: (tfdist.predict if rank else tfdist.evaluate)(dense(), x, batch_size=5))
 refused("other epochs", lambda: tfdist.fit(dense(), x, x, epochs=1 + rank))
-refused("train_step", lambda: tfdist.fit(compiled(Ignores([keras.Input((1,)), keras.layers.Dense(1)])), x, x, verbose=0))
+refused(
+    "train_step", lambda: tfdist.fit(compiled(Ignores([keras.Input((1,)), keras.layers.Dense(1)])), x, x, verbose=0)
+)
 deeper = compiled(keras.Sequential([keras.Input((1,)), *(keras.layers.Dense(1) for _ in range(1 + rank))]))
 refused("variables", lambda: tfdist.fit(deeper, x, x, verbose=0))
 refused("not a model", lambda: tfdist.fit(x, x))
@@ -98,11 +118,16 @@ if sys.argv[1] == "length":
     shorter = tf.data.Dataset.from_tensor_slices((x, x)).batch(4).take(5 - rank)
     refused("length", lambda: tfdist.fit(dense(), shorter.filter(lambda *_: True), verbose=0))
 else:
+
     def later(index, row):
         return row + tf.cast(index == 26, tf.float32) * rank  # in the middle of the fifth batch
 
     rows = tf.data.Dataset.from_tensor_slices((x, x))
-    for name, dataset in (("order", rows.map(lambda a, b: (later(a, a), b))), ("targets", rows.map(lambda a, b: (a, later(a, b)))), ("weights", rows.map(lambda a, b: (a, b, later(a, b))))):
+    for name, dataset in (
+        ("order", rows.map(lambda a, b: (later(a, a), b))),
+        ("targets", rows.map(lambda a, b: (a, later(a, b)))),
+        ("weights", rows.map(lambda a, b: (a, b, later(a, b)))),
+    ):
         refused(name, lambda dataset=dataset: tfdist.fit(dense(), dataset.batch(5), verbose=0))
     own_rows.LARGEST = -1
     refused("own rows", lambda: tfdist.fit(dense(), rows.map(lambda a, b: (a, later(a, b))).batch(5), verbose=0))

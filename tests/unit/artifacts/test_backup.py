@@ -1,5 +1,5 @@
-"""Keras' own test ideas for BackupAndRestore, written for ours, with plain `model.fit`: after every kind of interruption
-the run ends where an undisturbed one does, bit for bit, and no step is done twice or left out."""
+"""Keras' own test ideas for BackupAndRestore, written for ours, with plain `model.fit`: after every kind of
+interruption the run ends where an undisturbed one does, bit for bit, and no step is done twice or left out."""
 
 import keras
 import numpy as np
@@ -36,8 +36,20 @@ class Counter(keras.callbacks.Callback):
 def fit(callbacks, steps_per_execution=1, units=8):
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units, activation="relu"), keras.layers.Dropout(0.3), keras.layers.Dense(3)])
-    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"], steps_per_execution=steps_per_execution)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(units, activation="relu"),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(3),
+        ]
+    )
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        steps_per_execution=steps_per_execution,
+    )
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(BATCHES * 8, 4)).astype("float32"), rng.integers(0, 3, BATCHES * 8)
     history = model.fit(x, y, batch_size=8, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
@@ -58,13 +70,16 @@ def same(model, expected):
     return all(a.tobytes() == b.tobytes() for a, b in zip(state_of(model), expected, strict=True))
 
 
-@pytest.mark.parametrize("save_freq, deaths", [
-    ("epoch", [{"at_epoch_end": 0}]),
-    (1, [{"die_after": 7}]),
-    (1, [{"at_epoch_end": 1}]),
-    (1, [{"die_after": 2}, {"die_after": 9}]),
-    (2, [{"die_after": 4}, {"die_after": 12}]),
-])
+@pytest.mark.parametrize(
+    "save_freq, deaths",
+    [
+        ("epoch", [{"at_epoch_end": 0}]),
+        (1, [{"die_after": 7}]),
+        (1, [{"at_epoch_end": 1}]),
+        (1, [{"die_after": 2}, {"die_after": 9}]),
+        (2, [{"die_after": 4}, {"die_after": 12}]),
+    ],
+)
 @pytest.mark.slow
 def test_interrupted_and_resumed(save_freq, deaths, undisturbed, tmp_path):
     done = []
@@ -76,7 +91,9 @@ def test_interrupted_and_resumed(save_freq, deaths, undisturbed, tmp_path):
     assert same(model, undisturbed[0])
     updates = sorted(set(done))
     assert updates == list(range(1, EPOCHS * BATCHES + 1))  # none left out
-    assert history["loss"][-1] == undisturbed[1]["loss"][-1] and history["accuracy"][-1] == undisturbed[1]["accuracy"][-1]
+    assert (
+        history["loss"][-1] == undisturbed[1]["loss"][-1] and history["accuracy"][-1] == undisturbed[1]["accuracy"][-1]
+    )
     assert BackupAndRestore(tmp_path).store.steps() == []  # deleted at the end
 
 
@@ -88,7 +105,10 @@ def test_no_step_is_done_twice(tmp_path):
     done.clear()
     fit([BackupAndRestore(tmp_path, save_freq=1), Counter(done)])
     assert first == list(range(1, 8))
-    assert [step for step in done if step > 7] == list(range(8, 16)) and done[:2] == [7, 7]  # two batches are passed over, without an update
+    assert [step for step in done if step > 7] == list(range(8, 16)) and done[:2] == [
+        7,
+        7,
+    ]  # two batches are passed over, without an update
 
 
 def test_several_steps_per_execution(tmp_path):
@@ -111,7 +131,12 @@ def test_a_damaged_backup_gives_way_to_the_one_before(undisturbed, tmp_path):
 
 
 def test_kept_when_asked_and_written_by_the_chief_alone(tmp_path):
-    fit([BackupAndRestore(tmp_path / "kept", delete_checkpoint=False), BackupAndRestore(tmp_path / "other", writes=False)])
+    fit(
+        [
+            BackupAndRestore(tmp_path / "kept", delete_checkpoint=False),
+            BackupAndRestore(tmp_path / "other", writes=False),
+        ]
+    )
     assert BackupAndRestore(tmp_path / "kept").store.steps() == [15]
     assert not (tmp_path / "other").exists()
 
@@ -122,7 +147,15 @@ def test_another_model_is_refused(tmp_path):
         fit([BackupAndRestore(tmp_path)], units=9)
 
 
-@pytest.mark.parametrize("arguments", [{"backup_dir": ""}, {"backup_dir": "x", "save_freq": 0}, {"backup_dir": "x", "save_freq": True}, {"backup_dir": "x", "save_freq": "batch"}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"backup_dir": ""},
+        {"backup_dir": "x", "save_freq": 0},
+        {"backup_dir": "x", "save_freq": True},
+        {"backup_dir": "x", "save_freq": "batch"},
+    ],
+)
 def test_wrong_arguments(arguments):
     with pytest.raises(ConfigError, match="BackupAndRestore"):
         BackupAndRestore(**arguments)

@@ -1,4 +1,6 @@
-"""Every parser of files, fed with what nobody wrote: the entries with their types, or the one error that it is to raise."""
+"""Every parser of files, fed with what nobody wrote: the entries with their types, or the one error that it is to
+raise.
+"""
 
 import json
 import os
@@ -16,15 +18,38 @@ from tfdist.control.cluster import parse_tf_config
 from tfdist.control.exit_codes import CheckpointError, ClusterError
 from tfdist.telemetry.jsonl import next_attempt, read_jsonl, replay
 
-VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just("nan") | st.integers(2**62, 2**200),
-                      lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.just("nan")
+    | st.integers(2**62, 2**200),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 GOOD = {
-    "format": 1, "step": 7, "consumed": 56, "config_digest": "d", "identity": {"global_batch": 8}, "workers": 2, "generators": {"python": [3, [1, 2], None], "numpy": ["MT19937", [1], 1, 0, 0.0]},
-    "clock": {"seconds": 1.5, "pauses": {"evaluation": 0.5}}, "metrics": {}, "losses": [1.0], "learning_rate": 0.1,
+    "format": 1,
+    "step": 7,
+    "consumed": 56,
+    "config_digest": "d",
+    "identity": {"global_batch": 8},
+    "workers": 2,
+    "generators": {"python": [3, [1, 2], None], "numpy": ["MT19937", [1], 1, 0, 0.0]},
+    "clock": {"seconds": 1.5, "pauses": {"evaluation": 0.5}},
+    "metrics": {},
+    "losses": [1.0],
+    "learning_rate": 0.1,
     "files": {"state-7.index": {"bytes": 1, "sha256": "x"}, "state-7.data-00000-of-00001": {"bytes": 1, "sha256": "x"}},
 }
-NESTED = ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "\ud800".encode("utf-8", "surrogatepass").decode("utf-8", "replace")]
+NESTED = [
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    "9" * 5000,
+    "\ud800".encode("utf-8", "surrogatepass").decode("utf-8", "replace"),
+]
 
 
 def sealed_with(**changes) -> str:
@@ -67,7 +92,16 @@ def test_any_json_as_a_file(tmp_path, value):
 @QUICK
 @given(st.sampled_from(["v", "time", "attempt", "kind", "step", "values", "run_id"]), VALUES)
 def test_any_value_at_any_place_of_a_log(tmp_path, name, value):
-    record = {"v": 1, "time": "2026-01-01T00:00:00.000+00:00", "run_id": "r", "attempt": 0, "rank": 0, "kind": "train", "step": 2, "values": {"train/loss": 1.0}}
+    record = {
+        "v": 1,
+        "time": "2026-01-01T00:00:00.000+00:00",
+        "run_id": "r",
+        "attempt": 0,
+        "rank": 0,
+        "kind": "train",
+        "step": 2,
+        "values": {"train/loss": 1.0},
+    }
     log = tmp_path / "rank-0.jsonl"
     log.write_text(json.dumps({**record, name: value}) + "\n" + json.dumps(record) + "\n")
     assert next_attempt(log) >= 1 and replay(log, 10)
@@ -77,7 +111,12 @@ def test_any_value_at_any_place_of_a_log(tmp_path, name, value):
 @given(st.sampled_from(["cluster", "task"]) | st.just(""), VALUES)
 def test_any_value_in_tf_config(name, value):
     good = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
-    for config in ({**good, name: value}, {**good, "cluster": {"worker": value}}, {**good, "task": {"type": value, "index": value}}, {**good, "cluster": {"worker": [value]}}):
+    for config in (
+        {**good, name: value},
+        {**good, "cluster": {"worker": value}},
+        {**good, "task": {"type": value, "index": value}},
+        {**good, "cluster": {"worker": [value]}},
+    ):
         try:
             parse_tf_config(json.dumps(config))
         except ClusterError as error:
@@ -95,7 +134,8 @@ def test_names_stay_in_the_folder(name):
         parse(sealed_with(files={**GOOD["files"], name: {"bytes": 1, "sha256": "x"}}), MANIFEST, 7)
 
 
-# -- in a folder of snapshots -------------------------------------------------------------------------------------------
+# -- in a folder of snapshots
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -116,7 +156,21 @@ def forge(store, **changes):
         file.write(sealed({**content, **changes}))
 
 
-@pytest.mark.parametrize("changes", [{"files": {}}, {"files": []}, {"files": None}, {"files": {"state-2.index": 7}}, {"step": "2"}, {"step": 2.5}, {"format": True}, {"clock": 3}, {"losses": {}}, {"metrics": []}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {}},
+        {"files": []},
+        {"files": None},
+        {"files": {"state-2.index": 7}},
+        {"step": "2"},
+        {"step": 2.5},
+        {"format": True},
+        {"clock": 3},
+        {"losses": {}},
+        {"metrics": []},
+    ],
+)
 def test_a_manifest_of_wrong_types_is_passed_over(store, changes):
     forge(store, **changes)
     snapshot, passed_over = store.newest_valid()
@@ -154,7 +208,10 @@ def test_a_link_out_of_the_folder(store, tmp_path):
     assert snapshot.step == 1 and "link to another place" in passed_over[0]
 
 
-@pytest.mark.parametrize("name", ["step-99999999", "step-999999999999", "step-" + "9" * 100, "step-0000000000000009", "step-９９９９９９９９"])
+@pytest.mark.parametrize(
+    "name",
+    ["step-99999999", "step-999999999999", "step-" + "9" * 100, "step-0000000000000009", "step-９９９９９９９９"],
+)
 def test_a_huge_step_does_not_win_by_its_name(store, name):
     os.rename(store.path(2), f"{store.directory}/{name}")
     snapshot, passed_over = store.newest_valid()
@@ -166,4 +223,4 @@ def test_a_huge_step_does_not_win_by_its_name(store, name):
 def test_what_a_run_needs_is_asked_for(store):
     store.required = restore.REQUIRED
     snapshot, passed_over = store.newest_valid()
-    assert snapshot is None and "lacks \"consumed\"" in passed_over[0]
+    assert snapshot is None and 'lacks "consumed"' in passed_over[0]

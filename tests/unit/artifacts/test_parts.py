@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.artifacts.parts import PartedStore, Slab, boxes_of_range, read_slabs, runs
+from tfdist.artifacts.parts import PartedStore, Shard, boxes_of_range, read_shards, runs
 from tfdist.artifacts.store import SnapshotStore
 
-ARRAYS = {"model/0000": np.arange(60, dtype=np.float32).reshape(3, 4, 5), "model/0001": np.arange(7, dtype=np.float32), "train/step": np.array(12, np.int64)}
-FIELDS = {"variables": {key: (key, list(array.shape), array.dtype.name) for key, array in ARRAYS.items()}, "metrics": {}}
+ARRAYS = {
+    "model/0000": np.arange(60, dtype=np.float32).reshape(3, 4, 5),
+    "model/0001": np.arange(7, dtype=np.float32),
+    "train/step": np.array(12, np.int64),
+}
+FIELDS = {
+    "variables": {key: (key, list(array.shape), array.dtype.name) for key, array in ARRAYS.items()},
+    "metrics": {},
+}
 
 
 def box(array, where):
@@ -25,7 +32,9 @@ def test_a_range_of_a_flat_array_is_boxes_in_order(shape):
     array = np.arange(math.prod(shape)).reshape(shape)
     for start, stop in itertools.combinations(range(array.size + 1), 2):
         boxes = boxes_of_range(shape, start, stop)
-        np.testing.assert_array_equal(np.concatenate([box(array, where).reshape(-1) for where in boxes]), np.arange(start, stop))
+        np.testing.assert_array_equal(
+            np.concatenate([box(array, where).reshape(-1) for where in boxes]), np.arange(start, stop)
+        )
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
@@ -33,24 +42,34 @@ def test_runs():
     assert runs(np.array([3, 4, 5, 9, 10, 12])) == [(3, 3), (9, 2), (12, 1)] and runs(np.array([], int)) == []
 
 
-def slabs(rank, size):
+def shards(rank, size):
     """A rank's equal share of every flattened array; the last ranks may have none."""
     found = []
     for key, array in ARRAYS.items():
         length = -(-array.size // size)
         for where in boxes_of_range(array.shape, rank * length, min((rank + 1) * length, array.size)):
-            found.append(Slab(key, array.shape, where, np.ascontiguousarray(box(array, where)).reshape([length for _, length in where])))
+            found.append(
+                Shard(
+                    key,
+                    array.shape,
+                    where,
+                    np.ascontiguousarray(box(array, where)).reshape([length for _, length in where]),
+                )
+            )
     return found
 
 
 def write(folder, size, hooks=None, patience=30.0):
     """(stores, what each one's `write` returned or raised)."""
-    stores = [PartedStore(str(folder), (hooks or {}).get(rank, lambda step: None), rank, size, "token", patience) for rank in range(size)]
+    stores = [
+        PartedStore(str(folder), (hooks or {}).get(rank, lambda step: None), rank, size, "token", patience)
+        for rank in range(size)
+    ]
     results = [None] * size
 
     def one(rank):
         try:
-            results[rank] = stores[rank].write(12, slabs(rank, size), FIELDS)
+            results[rank] = stores[rank].write(12, shards(rank, size), FIELDS)
         except (OSError, tf.errors.OpError) as error:
             results[rank] = error
 
@@ -68,12 +87,14 @@ def test_written_in_parts_read_as_any(tmp_path, size):
     store = SnapshotStore(str(tmp_path))
     snapshot = store.verify(12)  # with all checksums
     whole = store.read(snapshot)
-    assert whole.keys() == ARRAYS.keys() and all(whole[key].tobytes() == array.tobytes() and whole[key].shape == array.shape for key, array in ARRAYS.items())
+    assert whole.keys() == ARRAYS.keys() and all(
+        whole[key].tobytes() == array.tobytes() and whole[key].shape == array.shape for key, array in ARRAYS.items()
+    )
     assert store.table(snapshot)["model/0000"] == ((3, 4, 5), "float32")
     for rank, key in itertools.product(range(2), ARRAYS):  # two read what `size` wrote
-        wanted = [slab for slab in slabs(rank, 2) if slab.key == key]
-        for slab, found in zip(wanted, read_slabs(snapshot.prefix, wanted, ARRAYS[key].dtype), strict=True):
-            np.testing.assert_array_equal(found, slab.array)
+        wanted = [shard for shard in shards(rank, 2) if shard.key == key]
+        for shard, found in zip(wanted, read_shards(snapshot.prefix, wanted, ARRAYS[key].dtype), strict=True):
+            np.testing.assert_array_equal(found, shard.array)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".writing")]
 
 
@@ -93,7 +114,7 @@ def test_a_part_that_fails_or_does_not_come_leaves_no_snapshot(tmp_path):
         if name == "late":
             late = PartedStore(str(tmp_path / name), lambda step: None, 0, 2, "token", patience)
             with pytest.raises(OSError, match="the parts of ranks 1 did not come"):
-                late.write(12, slabs(0, 2), FIELDS)
+                late.write(12, shards(0, 2), FIELDS)
         else:
             _, results = write(tmp_path / name, 3, hooks, patience)
             assert "rank 2: No space left" in str(results[0])
@@ -103,7 +124,11 @@ def test_a_part_that_fails_or_does_not_come_leaves_no_snapshot(tmp_path):
 def test_a_part_that_was_changed_is_noticed(tmp_path):
     write(tmp_path, 3)
     path = tmp_path / "step-00000012"
-    victim = next(name for name, entry in json.loads((path / "manifest.json").read_text())["files"].items() if "data" in name and entry["bytes"])
+    victim = next(
+        name
+        for name, entry in json.loads((path / "manifest.json").read_text())["files"].items()
+        if "data" in name and entry["bytes"]
+    )
     content = bytearray((path / victim).read_bytes())
     content[0] ^= 1
     (path / victim).write_bytes(content)

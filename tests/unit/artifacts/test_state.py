@@ -18,7 +18,9 @@ CONFIG = Config().replace(steps=10, global_batch=4)
 def make(width=3, seed=0):
     keras.utils.set_random_seed(seed)
     inner = keras.Sequential([keras.layers.Dense(width), keras.layers.Dropout(0.5)])
-    model = keras.Sequential([keras.layers.Input((4,)), inner, keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    model = keras.Sequential(
+        [keras.layers.Input((4,)), inner, keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    )
     optimizer = keras.optimizers.Adam(0.1, use_ema=True)
     optimizer.build(model.trainable_variables)
     return model, optimizer, {"step": tf.Variable(7, dtype=tf.int64, name="step")}
@@ -50,7 +52,9 @@ def test_copies_do_not_change_with_the_variables():
     arrays = state.to_host(variables)
     before = {key: array.copy() for key, array in arrays.items()}
     for _ in range(2):
-        optimizer.apply([tf.ones_like(variable.value) for variable in model.trainable_variables], model.trainable_variables)
+        optimizer.apply(
+            [tf.ones_like(variable.value) for variable in model.trainable_variables], model.trainable_variables
+        )
     for key in arrays:
         np.testing.assert_array_equal(arrays[key], before[key])
 
@@ -66,7 +70,9 @@ def test_copies_into_the_memory_of_earlier_ones():
     for key, array in state.to_host(variables).items():
         assert later[key] is earlier[key]
         np.testing.assert_array_equal(later[key], array)
-    assert state.to_host(variables, into={"train/truth": np.zeros(3, bool)})["train/truth"].shape == ()  # of another run: not used
+    assert (
+        state.to_host(variables, into={"train/truth": np.zeros(3, bool)})["train/truth"].shape == ()
+    )  # of another run: not used
 
 
 def test_misfits_are_named_before_anything_changes():
@@ -95,7 +101,11 @@ def test_host_generators():
 
 def stored(tmp_path, config=CONFIG, **fields):
     store = SnapshotStore(tmp_path / "checkpoints")
-    store.write(5, {"train/step": np.array(5)}, {"config_digest": config.digest(), "identity": config.identity(), "consumed": 20, **fields})
+    store.write(
+        5,
+        {"train/step": np.array(5)},
+        {"config_digest": config.digest(), "identity": config.identity(), "consumed": 20, **fields},
+    )
     return store
 
 
@@ -114,7 +124,11 @@ def test_another_configuration_is_refused_with_the_fields_that_differ(tmp_path):
     other = CONFIG.replace(seed=3, learning_rate=0.5, run_dir="elsewhere")
     with pytest.raises(CheckpointError) as error:
         restore.choose(store, other)
-    assert "--seed: 0 there, 3 now" in str(error.value) and "--learning_rate" in str(error.value) and "run_dir:" not in str(error.value)
+    assert (
+        "--seed: 0 there, 3 now" in str(error.value)
+        and "--learning_rate" in str(error.value)
+        and "run_dir:" not in str(error.value)
+    )
     assert restore.choose(store, other.replace(allow_config_change=True))[0].step == 5
 
 

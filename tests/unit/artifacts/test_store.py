@@ -36,7 +36,9 @@ def damage(path: Path, how: str) -> None:
     elif how == "truncated":
         path.write_bytes(content[:-1])
     else:
-        path.write_bytes(content[:len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1:])
+        path.write_bytes(
+            content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
+        )
 
 
 def test_round_trip_is_bitwise(store):
@@ -54,7 +56,9 @@ def test_tensorflow_reads_it_with_its_own_tools(store):
     store.write(20, ARRAYS, {})
     latest = tf.train.latest_checkpoint(store.directory)
     assert latest == f"{store.directory}/step-00000020/state-20"
-    np.testing.assert_array_equal(tf.train.load_checkpoint(latest).get_tensor("model/0000/.ATTRIBUTES/VARIABLE_VALUE"), ARRAYS["model/0000"])
+    np.testing.assert_array_equal(
+        tf.train.load_checkpoint(latest).get_tensor("model/0000/.ATTRIBUTES/VARIABLE_VALUE"), ARRAYS["model/0000"]
+    )
 
 
 @pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
@@ -111,7 +115,9 @@ def test_leftovers_of_killed_writers_are_removed(store):
 
 
 def test_marker_last_where_rename_is_not_atomic(tmp_path, monkeypatch):
-    """The road of object stores, on a local folder: without the manifest it does not count, and a second write replaces."""
+    """The road of object stores, on a local folder: without the manifest it does not count, and a second write
+    replaces.
+    """
     store = SnapshotStore(tmp_path / "checkpoints")
     store.local = False
     store.write(10, ARRAYS, {"metrics": {}})
@@ -139,7 +145,13 @@ def test_a_writer_killed_at_any_moment_leaves_a_valid_snapshot(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     for round_, delay in enumerate((0.02, 0.035, 0.05)):
         store = SnapshotStore(tmp_path / str(round_))
-        writer = subprocess.Popen([sys.executable, "-c", KILLED, store.directory], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", KILLED, store.directory],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+        )
         for _ in range(3):
             done = int(writer.stdout.readline())
         time.sleep(delay)

@@ -60,7 +60,12 @@ def test_failures_are_counted_told_and_survived(tmp_path):
         made.save(step, ARRAYS, {})
         made.wait()
     warnings = [values["message"] for kind, values in made.messages() if kind == "warning"]
-    assert len(warnings) == 2 and "failure number 2" in warnings[1] and made.stats.failures == 2 and "step 3" in made.last_failure
+    assert (
+        len(warnings) == 2
+        and "failure number 2" in warnings[1]
+        and made.stats.failures == 2
+        and "step 3" in made.last_failure
+    )
     (tmp_path / "checkpoints").unlink()
     made.save(4, ARRAYS, {})
     made.wait()
@@ -79,7 +84,11 @@ def test_a_full_disk_harms_nothing(tmp_path):
         made.wait()
         made.save(2, big, {})
         made.wait()
-        assert made.stats.failures == 1 and "SNAPSHOT NOT WRITTEN" in [values for kind, values in made.messages() if kind == "warning"][0]["message"]
+        assert (
+            made.stats.failures == 1
+            and "SNAPSHOT NOT WRITTEN"
+            in [values for kind, values in made.messages() if kind == "warning"][0]["message"]
+        )
         assert made.store.newest_valid()[0].step == 1  # never deleted to make room
     finally:
         os.system(f"umount {disk}")
@@ -93,16 +102,24 @@ def test_retention_deletes_only_after_the_new_one_is_there(tmp_path):
     assert made.store.steps() == [10, 12, 13]
 
 
-@pytest.mark.parametrize("options, steps, metrics, kept", [
-    ({"keep": 1}, [1, 2, 3], {}, [3]),
-    ({"keep": 2}, [3, 1, 2], {}, [2, 3]),
-    ({"keep": 5}, [1, 2], {}, [1, 2]),
-    ({"keep": 1, "every": 2}, [1, 2, 3, 4, 5], {}, [2, 4, 5]),
-    ({"keep": 1, "best": "min:loss"}, [1, 2, 3], {1: {"loss": 0.5}, 2: {"loss": 0.1}}, [2, 3]),
-    ({"keep": 1, "best": "max:accuracy"}, [1, 2, 3], {1: {"accuracy": 0.9}, 2: {"accuracy": 0.1}, 3: {"accuracy": 0.3}}, [1, 3]),
-    ({"keep": 1, "best": "max:accuracy"}, [1, 2, 3], {1: {"loss": 0.9}}, [3]),
-    ({"keep": 1, "best": "min:loss"}, [1, 2, 3], {1: {"loss": 0.5}, 2: {"loss": 0.5}}, [1, 3]),
-])
+@pytest.mark.parametrize(
+    "options, steps, metrics, kept",
+    [
+        ({"keep": 1}, [1, 2, 3], {}, [3]),
+        ({"keep": 2}, [3, 1, 2], {}, [2, 3]),
+        ({"keep": 5}, [1, 2], {}, [1, 2]),
+        ({"keep": 1, "every": 2}, [1, 2, 3, 4, 5], {}, [2, 4, 5]),
+        ({"keep": 1, "best": "min:loss"}, [1, 2, 3], {1: {"loss": 0.5}, 2: {"loss": 0.1}}, [2, 3]),
+        (
+            {"keep": 1, "best": "max:accuracy"},
+            [1, 2, 3],
+            {1: {"accuracy": 0.9}, 2: {"accuracy": 0.1}, 3: {"accuracy": 0.3}},
+            [1, 3],
+        ),
+        ({"keep": 1, "best": "max:accuracy"}, [1, 2, 3], {1: {"loss": 0.9}}, [3]),
+        ({"keep": 1, "best": "min:loss"}, [1, 2, 3], {1: {"loss": 0.5}, 2: {"loss": 0.5}}, [1, 3]),
+    ],
+)
 def test_retention(options, steps, metrics, kept):
     doomed = Retention(**options).doomed(steps, metrics)
     assert sorted(set(steps) - set(doomed)) == kept

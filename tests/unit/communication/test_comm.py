@@ -19,10 +19,22 @@ def made(collective, members, seconds):
     return [Measurement(collective, members, size, seconds(size)) for size in SIZES]
 
 
-@pytest.mark.parametrize("collective, n, factor", [
-    ("all_reduce", 2, 1.0), ("all_reduce", 4, 1.5), ("all_reduce", 8, 1.75), ("all_gather", 4, 0.75), ("reduce_scatter", 4, 0.75), ("all_to_all", 8, 0.875), ("broadcast", 8, 1.0)])
+@pytest.mark.parametrize(
+    "collective, n, factor",
+    [
+        ("all_reduce", 2, 1.0),
+        ("all_reduce", 4, 1.5),
+        ("all_reduce", 8, 1.75),
+        ("all_gather", 4, 0.75),
+        ("reduce_scatter", 4, 0.75),
+        ("all_to_all", 8, 0.875),
+        ("broadcast", 8, 1.0),
+    ],
+)
 def test_bus_bandwidth_is_what_the_slowest_link_carries(collective, n, factor):
-    """The figures of nccl-tests' PERFORMANCE.md; with a bandwidth-optimal algorithm and no latency it is the link's own."""
+    """The figures of nccl-tests' PERFORMANCE.md; with a bandwidth-optimal algorithm and no latency it is the link's
+    own.
+    """
     assert BUS_FACTOR[collective](n) == pytest.approx(factor)
     optimal = ALGORITHMS[collective]["pairwise" if collective == "all_to_all" else "ring"]
     assert Measurement(collective, n, 1 << 24, optimal(n, 1 << 24, Link(0.0, 3e9))).bus_bandwidth == pytest.approx(3e9)
@@ -53,20 +65,35 @@ def test_a_knee_is_found_where_there_is_one():
 
 @pytest.mark.parametrize("at_work", ["ring", "tree", "halving_doubling"])
 def test_the_algorithm_at_work_is_found_over_several_numbers_of_members(at_work):
-    found = [one for n in (2, 4, 8) for one in made("all_reduce", n, lambda size, n=n: ALGORITHMS["all_reduce"][at_work](n, size, LINK))]
+    found = [
+        one
+        for n in (2, 4, 8)
+        for one in made("all_reduce", n, lambda size, n=n: ALGORITHMS["all_reduce"][at_work](n, size, LINK))
+    ]
     best, *others = explain("all_reduce", found)
-    assert best.algorithm == at_work and best.error < 1e-6 and (best.link.alpha, best.link.beta) == pytest.approx((LINK.alpha, LINK.beta))
+    assert (
+        best.algorithm == at_work
+        and best.error < 1e-6
+        and (best.link.alpha, best.link.beta) == pytest.approx((LINK.alpha, LINK.beta))
+    )
     assert all(other.error > 0.01 for other in others)
 
 
 def test_files_and_table(tmp_path):
-    results = [present.Series("mesh", "TensorFlow, gRPC", made(name, 4, lambda size: 1e-4 + size / 2e9)) for name in ("all_reduce", "broadcast")]
-    results.append(present.Series("mesh", "TensorFlow, gRPC", made("all_to_all", 4, lambda size: 1e-4)[:2]))  # too few for a fit
+    results = [
+        present.Series("mesh", "TensorFlow, gRPC", made(name, 4, lambda size: 1e-4 + size / 2e9))
+        for name in ("all_reduce", "broadcast")
+    ]
+    results.append(
+        present.Series("mesh", "TensorFlow, gRPC", made("all_to_all", 4, lambda size: 1e-4)[:2])
+    )  # too few for a fit
     present.write_csv(tmp_path / "a.csv", results)
     assert present.read_csv(tmp_path / "a.csv") == results
     with open(tmp_path / "a.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * len(SIZES) + 2 and float(rows[0]["bus_gbs"]) == pytest.approx(1.5 * float(rows[0]["algorithm_gbs"]), abs=1e-6)
+    assert len(rows) == 2 * len(SIZES) + 2 and float(rows[0]["bus_gbs"]) == pytest.approx(
+        1.5 * float(rows[0]["algorithm_gbs"]), abs=1e-6
+    )
     assert [row["in_fit"] for row in rows[:4]] == ["1", "0", "1", "0"] and rows[-1]["predicted_seconds"] == ""
     assert "7 of 7 sizes held out within 25 %" in present.table(results[0]) and "fit" not in present.table(results[2])
     present.draw(tmp_path / "a.png", results)
@@ -74,20 +101,23 @@ def test_files_and_table(tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "models.png"))
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--workers=1"], ["--workers=1", "from 2"]),
-    (["--workers=two"], ["--workers=two", "2,4"]),
-    (["--workers=2", "--runtimes=mpi"], ["--runtimes=mpi", "horovod"]),
-    (["--workers=2", "--runtimes=multi_worker:fast"], ["--communication=fast", "ring"]),
-    (["--workers=2", "--strategy=one_device"], ["--strategy=one_device", "mesh"]),
-    (["--runtimes=mesh"], ["--runtimes=mesh", "--workers=2"]),
-    (["--collectives=gather"], ["--collectives=gather", "all_gather"]),
-    (["--smallest=4096", "--largest=1024"], ["--smallest=4096", "--largest=1024"]),
-    (["--factor=1"], ["--factor=1", "1.1"]),
-    (["--repeats=0"], ["--repeats=0", "at least 1"]),
-    (["--workers=2", "--out=/dev/null/x"], ["--out=/dev/null/x", "choose a folder"]),
-    ([], ["TF_CONFIG", "--workers=2"]),
-])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--workers=1"], ["--workers=1", "from 2"]),
+        (["--workers=two"], ["--workers=two", "2,4"]),
+        (["--workers=2", "--runtimes=mpi"], ["--runtimes=mpi", "horovod"]),
+        (["--workers=2", "--runtimes=multi_worker:fast"], ["--communication=fast", "ring"]),
+        (["--workers=2", "--strategy=one_device"], ["--strategy=one_device", "mesh"]),
+        (["--runtimes=mesh"], ["--runtimes=mesh", "--workers=2"]),
+        (["--collectives=gather"], ["--collectives=gather", "all_gather"]),
+        (["--smallest=4096", "--largest=1024"], ["--smallest=4096", "--largest=1024"]),
+        (["--factor=1"], ["--factor=1", "1.1"]),
+        (["--repeats=0"], ["--repeats=0", "at least 1"]),
+        (["--workers=2", "--out=/dev/null/x"], ["--out=/dev/null/x", "choose a folder"]),
+        ([], ["TF_CONFIG", "--workers=2"]),
+    ],
+)
 def test_bad_flags_get_one_sentence(argv, words, tmp_path, monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     with pytest.raises(TfdistError) as error:

@@ -17,12 +17,16 @@ def test_every_round_is_made_and_sizes_that_round_to_the_same_are_one():
         return tf.identity(x)
 
     lines = []
-    ((small, large),) = measure(OneDevice(), {"all_reduce": Collective("nothing", counted)}, [4, 5, 1024], 2, lines.append)
+    ((small, large),) = measure(
+        OneDevice(), {"all_reduce": Collective("nothing", counted)}, [4, 5, 1024], 2, lines.append
+    )
     assert (small.size, large.size, small.members) == (4, 1024, 1) and small.seconds > 0
     assert len(calls) >= 2 * (2 + 3 + 2 * 1) and lines[0].startswith("all_reduce (1 of 1): 2 sizes")
 
 
-@pytest.mark.parametrize("collective", [Collective("x", in_graph=lambda x: 2 * x), Collective("x", on_host=lambda x: np.zeros_like(x))])
+@pytest.mark.parametrize(
+    "collective", [Collective("x", in_graph=lambda x: 2 * x), Collective("x", on_host=lambda x: np.zeros_like(x))]
+)
 def test_a_wrong_result_is_an_error(collective):
     with pytest.raises(RuntimeError, match="all_reduce of 4 elements over 1 members gave"):
         list(measure(OneDevice(), {"all_reduce": collective}, [16], 1, print))

@@ -23,7 +23,10 @@ def test_ranks_without_a_chief():
     cluster = parse_tf_config(config({"worker": ["a:1", "b:2"]}, index=1))
     assert (cluster.rank, cluster.size, cluster.peers, cluster.address) == (1, 2, ("a:1", "b:2"), "b:2")
     assert not cluster.is_chief and parse_tf_config(config({"worker": ["a:1", "b:2"]})).is_chief
-    assert json.loads(cluster.tf_config()) == {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+    assert json.loads(cluster.tf_config()) == {
+        "cluster": {"worker": ["a:1", "b:2"]},
+        "task": {"type": "worker", "index": 1},
+    }
     assert "worker 1" in cluster.describe() and "rank 1 of 2" in cluster.describe()
 
 
@@ -50,18 +53,30 @@ def test_parameter_servers_take_no_rank():
     cluster = parse_tf_config(config(spec))
     assert cluster.peers == ("c:1", "a:1") and "ps" not in json.loads(cluster.tf_config())["cluster"]
     server = parse_tf_config(config(spec, "ps", 1))
-    assert (server.rank, server.is_chief, server.address) == (-1, False, "") and "2 parameter servers" in server.describe()
+    assert (server.rank, server.is_chief, server.address) == (
+        -1,
+        False,
+        "",
+    ) and "2 parameter servers" in server.describe()
     assert server.others("ps", "chief") == {"ps 0 (p:1)": "p:1", "ps 1 (p:2)": "p:2", "chief 0 (c:1)": "c:1"}
 
 
 def test_a_local_job_with_parameter_servers():
-    found = [json.loads(worker_environment(["h:1", "h:2", "h:3", "h:4"], rank, 0, {}, servers=1)["TF_CONFIG"]) for rank in (0, 2, 3, None)]
-    assert [entry["task"] for entry in found] == [{"type": role, "index": index} for role, index in (("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0))]
+    found = [
+        json.loads(worker_environment(["h:1", "h:2", "h:3", "h:4"], rank, 0, {}, servers=1)["TF_CONFIG"])
+        for rank in (0, 2, 3, None)
+    ]
+    assert [entry["task"] for entry in found] == [
+        {"type": role, "index": index} for role, index in (("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0))
+    ]
     assert all(entry["cluster"] == {"chief": ["h:1"], "worker": ["h:2", "h:3"], "ps": ["h:4"]} for entry in found)
 
 
 def test_other_environments_can_be_added(monkeypatch):
-    monkeypatch.setattr("tfdist.control.cluster.RESOLVERS", [from_tf_config, lambda environ: Cluster(index=7) if "OTHER" in environ else None])
+    monkeypatch.setattr(
+        "tfdist.control.cluster.RESOLVERS",
+        [from_tf_config, lambda environ: Cluster(index=7) if "OTHER" in environ else None],
+    )
     assert resolve_cluster({"OTHER": ""}).index == 7
     assert resolve_cluster({"OTHER": "", "TF_CONFIG": config({"worker": ["a:1"]})}).index == 0
     assert resolve_cluster({}) == Cluster()
@@ -80,7 +95,10 @@ BAD = {
     "no cluster": ('{"task": {"type": "worker", "index": 0}}', ['no "cluster"']),
     "no task": ('{"cluster": {"worker": ["a:1"]}}', ['no "task"']),
     "no type": ('{"cluster": {"worker": ["a:1"]}, "task": {"index": 0}}', ["task.type", "missing"]),
-    "no index": ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}', ["task.index is missing", "0 to 1"]),
+    "no index": (
+        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker"}}',
+        ["task.index is missing", "0 to 1"],
+    ),
     "parameter server": (config({"ps": ["p:1"], "worker": ["a:1"]}, "ps"), ["task.type", "no chief"]),
     "unknown type": (config({"worker": ["a:1"]}, "master"), ["task.type", "master"]),
     "unknown role": (config({"worker": ["a:1"], "boss": ["b:1"]}), ["cluster.boss", "chief"]),
@@ -90,7 +108,10 @@ BAD = {
     "index a boolean": (config({"worker": ["a:1", "b:1"]}, index=True), ["task.index", "true"]),
     "index an odd digit": (config({"worker": ["a:1", "b:1"]}, index="\u00b2"), ["task.index"]),
     "index a fraction": (config({"worker": ["a:1"]}, index=0.5), ["task.index", "0.5"]),
-    "duplicate": (config({"chief": ["a:1"], "worker": ["b:1", "a:1"]}), ["a:1", "cluster.chief[0]", "cluster.worker[1]"]),
+    "duplicate": (
+        config({"chief": ["a:1"], "worker": ["b:1", "a:1"]}),
+        ["a:1", "cluster.chief[0]", "cluster.worker[1]"],
+    ),
     "no port": (config({"worker": ["a"]}), ["cluster.worker[0]", "host:port"]),
     "bad port": (config({"worker": ["a:http"]}), ["a:http", "65535"]),
     "port zero": (config({"worker": ["a:0"]}), ["a:0", "1 to 65535"]),

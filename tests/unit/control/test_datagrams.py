@@ -34,13 +34,18 @@ def test_what_one_seals_the_others_open_once():
 
 def test_nothing_else_opens():
     sealed = seals(1).seal(b"words")
-    others = [seals(1, Secret(b"another")), seals(1, Secret()), seals(1, table=TABLE[::-1]), seals(1, table=("127.0.0.1:1/ab", TABLE[1]))]
+    others = [
+        seals(1, Secret(b"another")),
+        seals(1, Secret()),
+        seals(1, table=TABLE[::-1]),
+        seals(1, table=("127.0.0.1:1/ab", TABLE[1])),
+    ]
     for other in others:  # of another job, without a token, of another meeting
         assert seals(0).open(other.seal(b"words")) is None
     for length in range(len(sealed)):
         assert seals(0).open(sealed[:length]) is None
     for at in range(8, len(sealed)):
-        assert seals(0).open(sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1:]) is None
+        assert seals(0).open(sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :]) is None
     assert seals(0).open(seals(1).seal(b"x" * datagrams.MOST_BYTES)) is None and seals(0).open(sealed) == (1, b"words")
 
 
@@ -66,14 +71,50 @@ def test_a_report_is_read_as_it_was_sent():
     assert (report.rank, report.waiting_for, report.error, report.seconds) == (1, 2, "why", 1.5)
 
 
-@pytest.mark.parametrize("change", [
-    {"rank": []}, {"rank": {}}, {"rank": 0}, {"rank": 1.0}, {"rank": True}, {"calls": "many"}, {"calls": None}, {"seconds": 1}, {"seconds": float("nan")}, {"seconds": float("inf")}, {"error": 5},
-    {"error": ["x"]}, {"error_time": "now"}, {"error_time": float("-inf")}, {"secondary": 0}, {"section": None}, {"at": {}}, {"waiting_for": 3}, {"waiting_for": -1}, {"waiting_for": True}, {"waiting_for": []}, {"more": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": []},
+        {"rank": {}},
+        {"rank": 0},
+        {"rank": 1.0},
+        {"rank": True},
+        {"calls": "many"},
+        {"calls": None},
+        {"seconds": 1},
+        {"seconds": float("nan")},
+        {"seconds": float("inf")},
+        {"error": 5},
+        {"error": ["x"]},
+        {"error_time": "now"},
+        {"error_time": float("-inf")},
+        {"secondary": 0},
+        {"section": None},
+        {"at": {}},
+        {"waiting_for": 3},
+        {"waiting_for": -1},
+        {"waiting_for": True},
+        {"waiting_for": []},
+        {"more": 1},
+    ],
+)
 def test_reports_of_wrong_types_are_none(change):
     assert parse_report(1, json.dumps({**GOOD, **change}).encode(), 3) is None
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"[" * 100_000, b"\xff", b"{}", b'{"rank": 1}', json.dumps({name: value for name, value in GOOD.items() if name != "calls"}).encode()])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        b"\xff",
+        b"{}",
+        b'{"rank": 1}',
+        json.dumps({name: value for name, value in GOOD.items() if name != "calls"}).encode(),
+    ],
+)
 def test_what_is_no_report_is_none(data):
     assert parse_report(1, data, 3) is None
 
@@ -108,7 +149,16 @@ def test_strangers_neither_forge_a_failure_nor_stop_detection():
     forged = json.dumps({**GOOD, "rank": 2, "error": "forged", "error_time": 1.0}).encode()
     stranger_seals = Seals(Secret(), 2, "beacons", *TABLE)
     stranger_seals.mark = beacons[0]._seals.mark
-    garbage = [b"", b"x", b"\xff" * 2000, json.dumps({**GOOD, "rank": []}).encode(), forged, stranger_seals.seal(forged), stranger_seals.seal(b'{"rank": []}'), beacons[0]._seals.mark + bytes(60)]
+    garbage = [
+        b"",
+        b"x",
+        b"\xff" * 2000,
+        json.dumps({**GOOD, "rank": []}).encode(),
+        forged,
+        stranger_seals.seal(forged),
+        stranger_seals.seal(b'{"rank": []}'),
+        beacons[0]._seals.mark + bytes(60),
+    ]
 
     def attack():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
@@ -133,7 +183,10 @@ def test_strangers_neither_forge_a_failure_nor_stop_detection():
 
 
 def test_a_flood_without_the_mark_does_not_reach_the_buffer():
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+    ):
         receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         receiver.bind(("127.0.0.1", 0))
         receiver.settimeout(5)

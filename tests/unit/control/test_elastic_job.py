@@ -53,8 +53,18 @@ class Run:
         (folder / "worker.py").write_text(WORKER)
         self.output, self.result = io.StringIO(), None
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-        self.job = ElasticJob([sys.executable, str(folder / "worker.py"), str(folder)], 3, folder / "logs", wanted=3, least=least, losses=3,
-                              pin=False, grace=5.0, environment=environment, output=self.output)
+        self.job = ElasticJob(
+            [sys.executable, str(folder / "worker.py"), str(folder)],
+            3,
+            folder / "logs",
+            wanted=3,
+            least=least,
+            losses=3,
+            pin=False,
+            grace=5.0,
+            environment=environment,
+            output=self.output,
+        )
         self.job.start()
 
     def until(self, condition):
@@ -66,11 +76,20 @@ class Run:
 
     def until_groups_are(self, *sizes: int):
         """Every member of the last one has begun to count."""
+
         def sizes_so_far():
             lines = [line for line in self.output.getvalue().splitlines() if line.startswith("tfdist: group")]
             return tuple(len(re.findall("is rank", line)) for line in lines)
 
-        self.until(lambda: sizes_so_far() == sizes and all(self.output.getvalue().count(f"in a group of {size} as") >= size * sizes.count(size) for size in sizes))
+        self.until(
+            lambda: (
+                sizes_so_far() == sizes
+                and all(
+                    self.output.getvalue().count(f"in a group of {size} as") >= size * sizes.count(size)
+                    for size in sizes
+                )
+            )
+        )
 
     def until_it_ends(self):
         self.until(lambda: self.result)
@@ -120,7 +139,9 @@ def test_too_few_save_and_end(made):
     made.until_groups_are(3)
     made.kill(1, 2)
     result = made.until_it_ends()
-    assert result.code == ExitCode.PEER_LOST and "1 of 3 workers is left, fewer than --min_workers=2" in result.cause, result
+    assert result.code == ExitCode.PEER_LOST and "1 of 3 workers is left, fewer than --min_workers=2" in result.cause, (
+        result
+    )
     assert re.search(r"\[worker 0\] saved step \d+", made.output.getvalue())
 
 
@@ -149,7 +170,10 @@ def test_a_stop_while_a_group_changes(made, tmp_path):
     made.until(lambda: made.job.groups.number == 2)
     made.job.request_stop()
     result = made.until_it_ends()
-    assert result.code == ExitCode.PREEMPTED and made.output.getvalue().count("saved step") == 2, (result, made.output.getvalue())
+    assert result.code == ExitCode.PREEMPTED and made.output.getvalue().count("saved step") == 2, (
+        result,
+        made.output.getvalue(),
+    )
 
 
 def test_a_stop_before_all_have_met(tmp_path):
@@ -175,7 +199,16 @@ def test_what_a_worker_says_in_no_known_way_changes_nothing():
 
     look_until(lambda: made)
     thread.join()
-    for line in (b"\xff\n", b"[]\n", b"{}\n", b'{"ready": [], "lost": true}\n', b'{"ready": 1.5, "lost": false}\n', b'{"ready": true, "lost": false}\n', b'{"ready": 3, "lost": 1}\n', b"[" * 100_000 + b"\n"):
+    for line in (
+        b"\xff\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"ready": [], "lost": true}\n',
+        b'{"ready": 1.5, "lost": false}\n',
+        b'{"ready": true, "lost": false}\n',
+        b'{"ready": 3, "lost": 1}\n',
+        b"[" * 100_000 + b"\n",
+    ):
         made[0]._connection.sendall(line)
     made[0]._connection.sendall(b'{"ready": 7, "lost": false}\n')
     look_until(lambda: groups.seats[1].copy == 7)
@@ -194,7 +227,13 @@ def test_strangers_are_not_taken_for_workers(tmp_path):
     made = Run(tmp_path)
     host, port = made.job.groups.invitation(0)[VARIABLE].split("/")[0].split(":")
     guessed = wire.Lock.of(Secret(b"guessed"), "membership")
-    said = [b'GET / HTTP/1.1\n{"slot": 2, "token": "guessed"}\n{"slot": 2}\n[]\n', b"", b"\xff" * 5000, guessed.hello(2), guessed.hello(2) + bytes(36)]
+    said = [
+        b'GET / HTTP/1.1\n{"slot": 2, "token": "guessed"}\n{"slot": 2}\n[]\n',
+        b"",
+        b"\xff" * 5000,
+        guessed.hello(2),
+        guessed.hello(2) + bytes(36),
+    ]
     strangers = []
     for number in range(100):
         strangers.append(socket.create_connection((host, int(port)), timeout=10))

@@ -16,14 +16,21 @@ def test_every_code_has_a_meaning_and_every_error_a_code():
     assert len(errors) > 8 and all(isinstance(kind.exit_code, ExitCode) for kind in errors)
 
 
-@pytest.mark.parametrize("body, code, words", [
-    ("return 0", 0, []),
-    ("return 42", 42, []),
-    ("raise exit_codes.DataError('no files in x: check --data_dir.')", 4, ["tfdist: error: no files in x: check --data_dir. (exit code 4, DATA)"]),
-    ("raise KeyError('surprise')", 1, ["Traceback", "unexpected KeyError: 'surprise' (exit code 1, INTERNAL)"]),
-    ("raise KeyboardInterrupt", 130, ["interrupted"]),
-    ("raise SystemExit(0)", 0, []),
-])
+@pytest.mark.parametrize(
+    "body, code, words",
+    [
+        ("return 0", 0, []),
+        ("return 42", 42, []),
+        (
+            "raise exit_codes.DataError('no files in x: check --data_dir.')",
+            4,
+            ["tfdist: error: no files in x: check --data_dir. (exit code 4, DATA)"],
+        ),
+        ("raise KeyError('surprise')", 1, ["Traceback", "unexpected KeyError: 'surprise' (exit code 1, INTERNAL)"]),
+        ("raise KeyboardInterrupt", 130, ["interrupted"]),
+        ("raise SystemExit(0)", 0, []),
+    ],
+)
 def test_endings(body, code, words):
     script = f"from tfdist.control import exit_codes\ndef main(argv):\n    {body}\nexit_codes.run_command(main, [])"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -48,7 +55,13 @@ def check(python=(3, 11), **changes):
 def test_versions():
     check()
     check((3, 13), tensorflow=None, **{"tensorflow-cpu": "2.21.3"})
-    for python, changes, word in [((3, 10), {}, "Python 3.10"), ((3, 14), {}, "Python 3.14"), ((3, 11), {"tensorflow": "2.20.0"}, "tensorflow 2.20.0"),
-                                  ((3, 11), {"tensorflow": "2.210.0"}, "2.210.0"), ((3, 11), {"keras": "3.14.2"}, "keras 3.14.2"), ((3, 11), {"keras": None}, "keras is not installed")]:
+    for python, changes, word in [
+        ((3, 10), {}, "Python 3.10"),
+        ((3, 14), {}, "Python 3.14"),
+        ((3, 11), {"tensorflow": "2.20.0"}, "tensorflow 2.20.0"),
+        ((3, 11), {"tensorflow": "2.210.0"}, "2.210.0"),
+        ((3, 11), {"keras": "3.14.2"}, "keras 3.14.2"),
+        ((3, 11), {"keras": None}, "keras is not installed"),
+    ]:
         with pytest.raises(UnsupportedError, match=word):
             check(python, **changes)

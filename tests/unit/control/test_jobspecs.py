@@ -18,7 +18,11 @@ from tfdist.jobs import main
 yaml = pytest.importorskip("yaml")
 TRAIN = ["--model=mlp", "--model_args=widths=(16,)", "--global_batch=8", "--steps=10", "--run_dir=/runs/first run"]
 POD = ["--image=registry.example/tfdist:1", "--claim=runs", "--workers=4"]
-VARIANTS = {"plain": [], "gpus": ["--gpus=8", "--rdma=rdma/hca=1", "--namespace=ml", "--memory=64Gi"], "one worker, no volume": ["--workers=1", "--claim="]}
+VARIANTS = {
+    "plain": [],
+    "gpus": ["--gpus=8", "--rdma=rdma/hca=1", "--namespace=ml", "--memory=64Gi"],
+    "one worker, no volume": ["--workers=1", "--claim="],
+}
 
 
 def written(capsys, *arguments, train=TRAIN):
@@ -42,7 +46,11 @@ def test_an_indexed_job_fits_the_schemas(variant, capsys):
     for document in (service, job, policy):
         for version in ("1.29", "1.32", "1.36"):
             validate(document, version, strict=True)
-    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] and service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert (
+        service["spec"]["clusterIP"] == "None"
+        and service["spec"]["publishNotReadyAddresses"]
+        and service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    )
     spec = job["spec"]
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
     assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"] == "first-run"
@@ -59,7 +67,11 @@ def test_the_schemas_would_notice(capsys):
 
 def test_exit_codes_decide_whether_a_job_starts_again(capsys):
     _, job, _ = documents(capsys, "kubernetes", *POD)
-    rules = {tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
+    rules = {
+        tuple(rule["onExitCodes"]["values"]): rule["action"]
+        for rule in job["spec"]["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
+    }
     assert rules[(42,)] == "Ignore"
     (fatal,) = (set(codes) for codes, action in rules.items() if action == "FailJob")
     assert fatal == {code.value for code in ExitCode} - {0} - {code.value for code in RESTARTABLE}
@@ -96,12 +108,18 @@ def test_a_tfjob_fits_its_schema(variant, capsys):
 
 def test_a_tfjob_tells_its_operator_in_the_operators_codes(capsys):
     """128 and more are "start again" there. The real shell command around processes that end with each code."""
-    command = worker_of(documents(capsys, "tfjob", *POD)[0]["spec"]["tfReplicaSpecs"]["Worker"]["template"]["spec"])["command"]
+    command = worker_of(documents(capsys, "tfjob", *POD)[0]["spec"]["tfReplicaSpecs"]["Worker"]["template"]["spec"])[
+        "command"
+    ]
     assert command[:2] == ["sh", "-c"] and command[4:] == ["python", "-m", "tfdist.train", *TRAIN]
     for code in ExitCode:
         result = subprocess.run([*command[:4], "sh", "-c", f"exit {code.value}"])
         assert result.returncode == (138 if code in RESTARTABLE else code.value), code
-    process = subprocess.Popen([*command[:4], "sh", "-c", "trap 'exit 42' TERM; echo ready; while :; do sleep 0.1; done"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command[:4], "sh", "-c", "trap 'exit 42' TERM; echo ready; while :; do sleep 0.1; done"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "ready\n"
     process.terminate()
     assert process.wait(timeout=20) == 138
@@ -116,7 +134,9 @@ def test_pods_are_given_their_cluster_and_their_time(kind, capsys):
     assert pod["terminationGracePeriodSeconds"] == 77 and pod["restartPolicy"] == "Never"
     assert worker["command"] == ["python", "-m", "tfdist.train", *TRAIN]
     assert worker["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": "2", "rdma/hca": "1"}
-    addresses, rank = kubernetes_addresses({**{item["name"]: item["value"] for item in worker["env"] if "value" in item}, "JOB_COMPLETION_INDEX": "3"})
+    addresses, rank = kubernetes_addresses(
+        {**{item["name"]: item["value"] for item in worker["env"] if "value" in item}, "JOB_COMPLETION_INDEX": "3"}
+    )
     prefix = "first-run-workers-0-" if kind else "first-run-"
     assert rank == 3 and addresses == [f"{prefix}{index}.first-run:2222" for index in range(4)]
     assert {mount["mountPath"] for mount in worker["volumeMounts"]} == {"/dev/shm", "/runs"}
@@ -129,9 +149,23 @@ def test_only_the_pods_of_the_job_are_let_in_and_share_its_secret(kind, capsys):
     labels = {"tfdist-job": "digits"}
     assert json.dumps({"metadata": {"labels": labels}})[1:-1] in text
     assert policy["kind"] == "NetworkPolicy" and policy["metadata"] == {"name": "digits", "namespace": "ml"}
-    assert policy["spec"] == {"podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}]}
-    assert json.dumps({"name": "TFDIST_JOB_TOKEN", "valueFrom": {"secretKeyRef": {"name": "digits-token", "key": "token", "optional": True}}}) in text
-    assert "kubectl create secret generic digits-token --namespace=ml" in written(capsys, *kind, *POD, "--namespace=ml", "--name=digits")
+    assert policy["spec"] == {
+        "podSelector": {"matchLabels": labels},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}],
+    }
+    assert (
+        json.dumps(
+            {
+                "name": "TFDIST_JOB_TOKEN",
+                "valueFrom": {"secretKeyRef": {"name": "digits-token", "key": "token", "optional": True}},
+            }
+        )
+        in text
+    )
+    assert "kubectl create secret generic digits-token --namespace=ml" in written(
+        capsys, *kind, *POD, "--namespace=ml", "--name=digits"
+    )
     policy = list(yaml.safe_load_all(written(capsys, *kind, *POD, train=[*TRAIN, "--prometheus_port=9400"])))[-1]
     assert policy["spec"]["ingress"][1:] == [{"ports": [{"port": 9400, "protocol": "TCP"}]}]
 
@@ -142,19 +176,45 @@ def test_a_batch_script_makes_a_secret_for_each_start(capsys, tmp_path):
     (tmp_path / "srun").chmod(0o755)
 
     def token(**environment):
-        return subprocess.run(["bash", tmp_path / "job.sh"], env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment}, capture_output=True, text=True).stdout.split()[1]
+        return subprocess.run(
+            ["bash", tmp_path / "job.sh"],
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment},
+            capture_output=True,
+            text=True,
+        ).stdout.split()[1]
 
     assert len(token()) == 64 and int(token(), 16) and token() != token()
     assert token(TFDIST_JOB_TOKEN="your own") == "your"
 
 
 def test_a_batch_script_is_a_shell_script(capsys, tmp_path):
-    text = written(capsys, "slurm", "--nodes=2", "--per_node=4", "--gpus=1", "--grace=90", "--partition=gpu", "--setup=source venv/bin/activate")
+    text = written(
+        capsys,
+        "slurm",
+        "--nodes=2",
+        "--per_node=4",
+        "--gpus=1",
+        "--grace=90",
+        "--partition=gpu",
+        "--setup=source venv/bin/activate",
+    )
     (tmp_path / "job.sh").write_text(text)
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
-    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH"))
-    assert options["nodes"] == "2" and options["ntasks"] == "8" and options["ntasks-per-node"] == "4" and options["gres"] == "gpu:4"
-    assert options["signal"] == "TERM@90" and "requeue" in options and options["partition"] == "gpu" and "account" not in options
+    options = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH")
+    )
+    assert (
+        options["nodes"] == "2"
+        and options["ntasks"] == "8"
+        and options["ntasks-per-node"] == "4"
+        and options["gres"] == "gpu:4"
+    )
+    assert (
+        options["signal"] == "TERM@90"
+        and "requeue" in options
+        and options["partition"] == "gpu"
+        and "account" not in options
+    )
     line = next(line for line in text.splitlines() if "tfdist.train" in line).removesuffix(" &")
     assert shlex.split(line) == ["python", "-m", "tfdist.train", *TRAIN]
 
@@ -167,7 +227,11 @@ def test_a_batch_script_goes_back_to_the_queue_by_the_exit_code(code, restarts, 
     for name, body in (("srun", f"exit {code}"), ("scontrol", 'echo "$@"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "5", **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})}
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "5",
+        **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
+    }
     result = subprocess.run(["bash", tmp_path / "job.sh"], env=environment, capture_output=True, text=True)
     again = code == 42 or (restarts is None and (code > 130 or code in {code.value for code in RESTARTABLE}))
     assert ("requeue 5" in result.stdout) == again and result.returncode == (0 if again else code), result
@@ -185,11 +249,23 @@ def test_flag_files_are_read_where_the_job_is_written(capsys):
     assert "flagfile" not in text and '"--source=digits"' in text
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["slurm", "--nodes=0", "--", *TRAIN], ["--nodes=0"]), (["slurm", "--", "--steps=0"], ["--steps"]), (["kubernetes", "--", *TRAIN], ["--image"]), (["cloud", "--", *TRAIN], ["cloud"]),
-    (["kubernetes", *POD, "--", *TRAIN, "--run_dir=runs/x"], ["--run_dir=runs/x", "/runs/x"]), (["kubernetes", *POD, "--claim=", "--", *TRAIN], ["--claim"]), ([], ["slurm|kubernetes"]),
-    (["kubernetes", *POD, "--rdma=fast", "--", *TRAIN], ["--rdma=fast"]), (["slurm", "--name=My Job", "--", *TRAIN], ["My Job"]), (["slurm", "--write=no/file", "--", *TRAIN], ["--write=no/file"]),
-    (["slurm", "--time=1\n2", "--", *TRAIN], ["--time", "line break"]), (["slurm", "--steps=3"], ["--steps=3"])])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["slurm", "--nodes=0", "--", *TRAIN], ["--nodes=0"]),
+        (["slurm", "--", "--steps=0"], ["--steps"]),
+        (["kubernetes", "--", *TRAIN], ["--image"]),
+        (["cloud", "--", *TRAIN], ["cloud"]),
+        (["kubernetes", *POD, "--", *TRAIN, "--run_dir=runs/x"], ["--run_dir=runs/x", "/runs/x"]),
+        (["kubernetes", *POD, "--claim=", "--", *TRAIN], ["--claim"]),
+        ([], ["slurm|kubernetes"]),
+        (["kubernetes", *POD, "--rdma=fast", "--", *TRAIN], ["--rdma=fast"]),
+        (["slurm", "--name=My Job", "--", *TRAIN], ["My Job"]),
+        (["slurm", "--write=no/file", "--", *TRAIN], ["--write=no/file"]),
+        (["slurm", "--time=1\n2", "--", *TRAIN], ["--time", "line break"]),
+        (["slurm", "--steps=3"], ["--steps=3"]),
+    ],
+)
 def test_mistakes_are_named(arguments, words):
     with pytest.raises(ConfigError) as error:
         main(arguments)
@@ -197,12 +273,26 @@ def test_mistakes_are_named(arguments, words):
 
 
 def test_templates_leave_out_lines_and_keep_indents():
-    assert jobspecs.fill("a\n{{?no}}b {{no}}\n  {{many}}\n{{?yes}}c {{yes}}", {"no": "", "many": "x\ny", "yes": 1}) == "a\n  x\n  y\nc 1\n"
+    assert (
+        jobspecs.fill("a\n{{?no}}b {{no}}\n  {{many}}\n{{?yes}}c {{yes}}", {"no": "", "many": "x\ny", "yes": 1})
+        == "a\n  x\n  y\nc 1\n"
+    )
     with pytest.raises(KeyError):
         jobspecs.fill("{{missing}}", {})
 
 
-NASTY = ["--model_args=a b", "--x='; touch pwned; '", '--x="$(touch pwned)"', "--x=`touch pwned`", "--x=$(HOME) $HOME $$", "--x=line\n  break\ttab", "--x=restartPolicy: name: worker", "--x={{name}} {{?gpus}}", "--x=\\ \\n ü ✓", "--x=- [a, b]: {c} # d"]
+NASTY = [
+    "--model_args=a b",
+    "--x='; touch pwned; '",
+    '--x="$(touch pwned)"',
+    "--x=`touch pwned`",
+    "--x=$(HOME) $HOME $$",
+    "--x=line\n  break\ttab",
+    "--x=restartPolicy: name: worker",
+    "--x={{name}} {{?gpus}}",
+    "--x=\\ \\n ü ✓",
+    "--x=- [a, b]: {c} # d",
+]
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "jobset", "tfjob"])
@@ -211,15 +301,33 @@ def test_whatever_a_flag_holds_reaches_the_worker_as_it_was(kind, tmp_path, monk
     if kind == "slurm":
         words = " ".join(jobspecs.bash_word(word) for word in [*command, *NASTY])
         script = jobspecs.fill("  {{command}} &\nwait\n", {"command": words})
-        found = json.loads(subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True).stdout)[1:]
+        found = json.loads(
+            subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        )[1:]
         assert found == NASTY and not list(tmp_path.iterdir())
         return
-    options = jobs._parse(["kubernetes" if kind == "jobset" else kind, "--image=1.5", "--namespace=123", "--claim=yes", "--memory=16Gi", "--name=run", *(["--jobset"] if kind == "jobset" else [])])
+    options = jobs._parse(
+        [
+            "kubernetes" if kind == "jobset" else kind,
+            "--image=1.5",
+            "--namespace=123",
+            "--claim=yes",
+            "--memory=16Gi",
+            "--name=run",
+            *(["--jobset"] if kind == "jobset" else []),
+        ]
+    )
     make = jobs.tfjob if kind == "tfjob" else jobs.kubernetes
     config = Config().replace(run_dir="/runs/run")
     monkeypatch.setattr(jobs.flags, "expand_flagfiles", list)
-    containers = [container for document in yaml.safe_load_all(make(options, config, NASTY)) for container in _containers(document)]
-    assert containers and all([flag.replace("$$", "$") for flag in container["command"][-len(NASTY):]] == NASTY for container in containers)
+    containers = [
+        container
+        for document in yaml.safe_load_all(make(options, config, NASTY))
+        for container in _containers(document)
+    ]
+    assert containers and all(
+        [flag.replace("$$", "$") for flag in container["command"][-len(NASTY) :]] == NASTY for container in containers
+    )
     assert all(container["image"] == "1.5" for container in containers)
 
 
@@ -233,8 +341,16 @@ def _containers(node):
             yield from _containers(value)
 
 
-@pytest.mark.parametrize("argv, word", [(["slurm", "--partition=a b"], "--partition"), (["slurm", "--log=x\"y"], "--log"), (["slurm", "--python='python"], "--python"), (["slurm", "--name=true"], "--name"),
-                                        (["kubernetes", "--image=i", "--namespace=a;b"], "--namespace")])
+@pytest.mark.parametrize(
+    "argv, word",
+    [
+        (["slurm", "--partition=a b"], "--partition"),
+        (["slurm", '--log=x"y'], "--log"),
+        (["slurm", "--python='python"], "--python"),
+        (["slurm", "--name=true"], "--name"),
+        (["kubernetes", "--image=i", "--namespace=a;b"], "--namespace"),
+    ],
+)
 def test_what_cannot_be_quoted_is_refused(argv, word):
     with pytest.raises(ConfigError, match=word):
         jobs.main([*argv, "--", "--source=digits", "--model=mlp", "--global_batch=8", "--steps=1", "--run_dir=/runs/x"])

@@ -17,13 +17,16 @@ from tfdist import launch
 from tfdist.control import cluster, terminal
 from tfdist.control import job as job_module
 from tfdist.control.cluster import divide_cores, divide_gpus, visible_gpus
-from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
 from tfdist.control.launcher import LocalJob, PortReservation
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 from tfdist.control.terminal import LineReader
+from tfdist.control.worker_count import WorkerCount
 
-PREAMBLE = "import json, os, signal, subprocess, sys, time\nrank = json.loads(os.environ['TF_CONFIG'])['task']['index'] if 'TF_CONFIG' in os.environ else 0\n"
+PREAMBLE = (
+    "import json, os, signal, subprocess, sys, time\nrank = json.loads(os.environ['TF_CONFIG'])['task']['index'] if"
+    " 'TF_CONFIG' in os.environ else 0\n"
+)
 SLEEP = "print('ready', flush=True)\ntime.sleep(60)\n"
 
 
@@ -31,8 +34,19 @@ def job(tmp_path, code, workers=2, **options):
     script = tmp_path / "worker.py"
     script.write_text(PREAMBLE + code)
     output = options.pop("output", None) or io.StringIO()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "TF_NUM_", "CUDA_"))}
-    return LocalJob([sys.executable, str(script)], workers, tmp_path / "logs", output=output, **{"grace": 2.0, "environment": environment, **options}), output
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "TF_NUM_", "CUDA_"))
+    }
+    return (
+        LocalJob(
+            [sys.executable, str(script)],
+            workers,
+            tmp_path / "logs",
+            output=output,
+            **{"grace": 2.0, "environment": environment, **options},
+        ),
+        output,
+    )
 
 
 def run(made):
@@ -58,22 +72,36 @@ def alive(pid):
 
 
 def test_what_tensorflow_says_at_every_start_is_in_the_log_alone(tmp_path):
-    noise = ["WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
-             "I0000 00:00:1795359106.545568    9321 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be used.",
-             "E0000 00:00:1795359108.157280    9321 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: UNKNOWN ERROR (303)"]
+    noise = [
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+        (
+            "I0000 00:00:1795359106.545568    9321 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU"
+            " will not be used."
+        ),
+        (
+            "E0000 00:00:1795359108.157280    9321 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error:"
+            " Failed call to cuInit: UNKNOWN ERROR (303)"
+        ),
+    ]
     made, output = job(tmp_path, f"print(*{noise}, 'step 1', sep='\\n')\n", workers=1)
     assert run(made).code == 0 and output.getvalue() == "[worker 0] step 1\n"
     assert all(line in (tmp_path / "logs" / "worker-0.log").read_text() for line in noise)
 
 
 def test_output_is_prefixed_and_logged(tmp_path):
-    made, output = job(tmp_path, "print('hello from', rank); print('x' * 100_000, flush=True); sys.stdout.buffer.write(b'\\xff bytes \\x1b[2J'); sys.stdout.flush()")
+    made, output = job(
+        tmp_path,
+        "print('hello from', rank); print('x' * 100_000, flush=True); sys.stdout.buffer.write(b'\\xff bytes \\x1b[2J');"
+        " sys.stdout.flush()",
+    )
     result = run(made)
     assert (result.code, result.cause, result.exit_codes) == (0, "", {"worker 0": 0, "worker 1": 0})
     lines = output.getvalue().splitlines()
     for rank in (0, 1):
         assert f"[worker {rank}] hello from {rank}" in lines
-        assert f"[worker {rank}] \N{REPLACEMENT CHARACTER} bytes \N{REPLACEMENT CHARACTER}[2J" in lines  # without a line end, not valid UTF-8, a control sequence
+        assert (
+            f"[worker {rank}] \N{REPLACEMENT CHARACTER} bytes \N{REPLACEMENT CHARACTER}[2J" in lines
+        )  # without a line end, not valid UTF-8, a control sequence
         assert sum(len(line) - len("[worker 0] ") for line in lines if line.startswith(f"[worker {rank}] x")) == 100_000
         log = (tmp_path / "logs" / f"worker-{rank}.log").read_bytes()
         assert b"hello from" in log and b"\xff bytes \x1b[2J" in log and b"x" * 100_000 in log
@@ -83,7 +111,9 @@ def test_each_start_appends_a_header_to_the_logs(tmp_path):
     for _ in range(2):
         made, _ = job(tmp_path, "print('hello')", workers=1)
         run(made)
-    headers = [line for line in (tmp_path / "logs" / "worker-0.log").read_text().splitlines() if line.startswith("=====")]
+    headers = [
+        line for line in (tmp_path / "logs" / "worker-0.log").read_text().splitlines() if line.startswith("=====")
+    ]
     assert len(headers) == 2 and time.strftime("%Y-") in headers[0] and "worker.py" in headers[0]
 
 
@@ -121,7 +151,9 @@ def test_lines():
     assert reader.feed("one\ntwo \N{EURO SIGN}".encode()[:-1]) == ["one"]
     assert reader.feed("\N{EURO SIGN}".encode()[-1:] + b"\r") == []
     assert reader.feed(b"\nthree\r\n\n") == ["two \N{EURO SIGN}", "three", ""]
-    assert reader.feed(b"a\x00b\x1b[31mred\x1b[0m\x1b[1A\ttab\nend") == ["a\N{REPLACEMENT CHARACTER}b\x1b[31mred\x1b[0m\N{REPLACEMENT CHARACTER}[1A\ttab"]
+    assert reader.feed(b"a\x00b\x1b[31mred\x1b[0m\x1b[1A\ttab\nend") == [
+        "a\N{REPLACEMENT CHARACTER}b\x1b[31mred\x1b[0m\N{REPLACEMENT CHARACTER}[1A\ttab"
+    ]
     assert reader.feed(b"", final=True) == ["end"]
     assert reader.feed(b"", final=True) == []
 
@@ -149,17 +181,36 @@ def test_an_endless_line_is_shown_in_pieces():
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code, exit_code, words", [
-    ("print('tfdist: error: no such data. (exit code 4, DATA)') if rank else time.sleep(60)\nsys.exit(4)", 4, ["worker 1 ended with exit code 4", "DATA", ": no such data."]),
-    ("if rank: raise KeyError('lost')\ntime.sleep(60)", 1, ["worker 1", "INTERNAL", "KeyError: 'lost'"]),
-    ("sys.exit(77) if rank else time.sleep(60)", 77, ["worker 1 ended with exit code 77"]),
-    ("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)", ExitCode.PEER_LOST, ["worker 1 was killed by signal 9 (SIGKILL)"]),
-    ("os.kill(os.getpid(), 40) if rank else time.sleep(60)", ExitCode.PEER_LOST, ["worker 1 was killed by signal 40"]),
-    # Worker 0 notices the death of worker 1 first: it is not the cause.
-    ("time.sleep(0.5 * rank)\nsys.exit(3 if rank else 6)", 3, ["worker 1", "CLUSTER"]),
-    ("time.sleep(0.5 * rank)\nos.kill(os.getpid(), signal.SIGSEGV if rank else signal.SIGABRT)", 6, ["worker 1", "SIGSEGV"]),
-    ("time.sleep(0.5 * rank)\nsys.exit(6)", 6, ["worker 0"]),
-])
+@pytest.mark.parametrize(
+    "code, exit_code, words",
+    [
+        (
+            "print('tfdist: error: no such data. (exit code 4, DATA)') if rank else time.sleep(60)\nsys.exit(4)",
+            4,
+            ["worker 1 ended with exit code 4", "DATA", ": no such data."],
+        ),
+        ("if rank: raise KeyError('lost')\ntime.sleep(60)", 1, ["worker 1", "INTERNAL", "KeyError: 'lost'"]),
+        ("sys.exit(77) if rank else time.sleep(60)", 77, ["worker 1 ended with exit code 77"]),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)",
+            ExitCode.PEER_LOST,
+            ["worker 1 was killed by signal 9 (SIGKILL)"],
+        ),
+        (
+            "os.kill(os.getpid(), 40) if rank else time.sleep(60)",
+            ExitCode.PEER_LOST,
+            ["worker 1 was killed by signal 40"],
+        ),
+        # Worker 0 notices the death of worker 1 first: it is not the cause.
+        ("time.sleep(0.5 * rank)\nsys.exit(3 if rank else 6)", 3, ["worker 1", "CLUSTER"]),
+        (
+            "time.sleep(0.5 * rank)\nos.kill(os.getpid(), signal.SIGSEGV if rank else signal.SIGABRT)",
+            6,
+            ["worker 1", "SIGSEGV"],
+        ),
+        ("time.sleep(0.5 * rank)\nsys.exit(6)", 6, ["worker 0"]),
+    ],
+)
 def test_the_first_failure_stops_all_and_is_named(tmp_path, code, exit_code, words):
     made, _ = job(tmp_path, code)
     result = run(made)
@@ -169,8 +220,13 @@ def test_the_first_failure_stops_all_and_is_named(tmp_path, code, exit_code, wor
 
 
 def test_a_worker_that_ignores_sigterm_is_killed(tmp_path):
-    made, _ = job(tmp_path, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(os.path.join({str(tmp_path)!r}, f'ready-{{rank}}'), 'w')\n"
-                  f"while rank and not os.path.exists({str(tmp_path / 'ready-0')!r}): time.sleep(0.02)\nif rank: sys.exit(4)\ntime.sleep(60)", grace=0.3)
+    made, _ = job(
+        tmp_path,
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(os.path.join({str(tmp_path)!r}, f'ready-{{rank}}'),"
+        f" 'w')\nwhile rank and not os.path.exists({str(tmp_path / 'ready-0')!r}): time.sleep(0.02)\nif rank:"
+        " sys.exit(4)\ntime.sleep(60)",
+        grace=0.3,
+    )
     result = run(made)
     assert result.code == 4 and result.exit_codes["worker 0"] == -signal.SIGKILL
 
@@ -178,7 +234,12 @@ def test_a_worker_that_ignores_sigterm_is_killed(tmp_path):
 def test_workers_that_saved_on_request_are_not_disturbed(tmp_path, monkeypatch):
     """One preempted worker: all save and end with 42, some later than others. A second SIGTERM would cut them short."""
     monkeypatch.setattr(job_module, "_CAUSE_UNKNOWN_SECONDS", 0.2)
-    made, _ = job(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: os._exit(9))\nprint('ready', flush=True)\nif not rank: time.sleep(1.5)\nsys.exit(42)", grace=20.0)
+    made, _ = job(
+        tmp_path,
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(9))\nprint('ready', flush=True)\nif not rank:"
+        " time.sleep(1.5)\nsys.exit(42)",
+        grace=20.0,
+    )
     result = run(made)
     assert result.code == ExitCode.PREEMPTED and result.exit_codes == {"worker 0": 42, "worker 1": 42}
 
@@ -189,7 +250,10 @@ def test_poll_does_not_wait_and_stop_ends_all(tmp_path):
     assert made.poll() is None
     until(lambda: output.getvalue().count("ready") == 2)
     result = made.stop()
-    assert result.exit_codes == {"worker 0": -signal.SIGTERM, "worker 1": -signal.SIGTERM} and result.code == ExitCode.PEER_LOST
+    assert (
+        result.exit_codes == {"worker 0": -signal.SIGTERM, "worker 1": -signal.SIGTERM}
+        and result.code == ExitCode.PEER_LOST
+    )
     assert made.poll() == result
 
 
@@ -235,10 +299,12 @@ def test_twenty_workers(tmp_path):
     assert run(made).code == 0
     lines = output.getvalue().splitlines()
     for rank in range(20):
-        assert [line for line in lines if line.startswith(f"[worker {rank}] ")] == [f"[worker {rank}] {rank} {line}" for line in range(50)]
+        assert [line for line in lines if line.startswith(f"[worker {rank}] ")] == [
+            f"[worker {rank}] {rank} {line}" for line in range(50)
+        ]
 
 
-# -- the evaluator -------------------------------------------------------------------------------------------------------
+# -- the evaluator -----------------------------------------------------------------------------------------------------
 
 
 def evaluator(tmp_path, code):
@@ -248,15 +314,25 @@ def evaluator(tmp_path, code):
 
 
 def test_the_evaluator_runs_beside_the_workers(tmp_path):
-    made, output = job(tmp_path, "print('hello')", workers=1, show=set(), evaluator=evaluator(tmp_path, "print(os.environ['TF_CONFIG'])"))
+    made, output = job(
+        tmp_path,
+        "print('hello')",
+        workers=1,
+        show=set(),
+        evaluator=evaluator(tmp_path, "print(os.environ['TF_CONFIG'])"),
+    )
     assert run(made).exit_codes == {"worker 0": 0, "evaluator": 0}
     assert json.loads(output.getvalue().removeprefix("[evaluator] "))["task"] == {"type": "evaluator", "index": 0}
     assert '"evaluator"' in (tmp_path / "logs" / "evaluator.log").read_text()
 
 
 def test_the_workers_share_a_token_of_which_the_evaluator_and_no_command_line_knows(tmp_path):
-    made, output = job(tmp_path, "print(os.environ['TFDIST_JOB_TOKEN'], repr(open('/proc/self/cmdline').read()))", workers=2,
-                       evaluator=evaluator(tmp_path, "print(os.environ.get('TFDIST_JOB_TOKEN', 'none'))"))
+    made, output = job(
+        tmp_path,
+        "print(os.environ['TFDIST_JOB_TOKEN'], repr(open('/proc/self/cmdline').read()))",
+        workers=2,
+        evaluator=evaluator(tmp_path, "print(os.environ.get('TFDIST_JOB_TOKEN', 'none'))"),
+    )
     assert set(run(made).exit_codes.values()) == {0}
     lines = dict(line[1:].split("] ") for line in output.getvalue().splitlines())
     first, second = (lines[f"worker {rank}"].split()[0] for rank in range(2))
@@ -265,14 +341,23 @@ def test_the_workers_share_a_token_of_which_the_evaluator_and_no_command_line_kn
 
 def test_an_evaluator_that_fails_is_told_and_stops_nobody(tmp_path):
     done = tmp_path / "logs" / "evaluator.log"
-    made, output = job(tmp_path, f"import os\nwhile not os.path.exists({str(done)!r}) or 'boom' not in open({str(done)!r}).read(): time.sleep(0.05)\nprint('trained')", evaluator=evaluator(tmp_path, "print('boom')\nsys.exit(8)"))
+    made, output = job(
+        tmp_path,
+        f"import os\nwhile not os.path.exists({str(done)!r}) or 'boom' not in open({str(done)!r}).read():"
+        " time.sleep(0.05)\nprint('trained')",
+        evaluator=evaluator(tmp_path, "print('boom')\nsys.exit(8)"),
+    )
     result = run(made)
     assert result.exit_codes == {"worker 0": 0, "worker 1": 0, "evaluator": 8} and result.code == 8
     assert "evaluator ended with exit code 8" in result.cause and "training goes on" in output.getvalue()
 
 
 def test_an_evaluator_that_is_stopped_with_the_job_is_no_failure(tmp_path):
-    made, output = job(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" + SLEEP, evaluator=evaluator(tmp_path, SLEEP))
+    made, output = job(
+        tmp_path,
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" + SLEEP,
+        evaluator=evaluator(tmp_path, SLEEP),
+    )
     made.start()
     until(lambda: output.getvalue().count("ready") == 3)
     result = made.stop()
@@ -285,12 +370,16 @@ def test_the_evaluator_ends_with_workers_that_fail(tmp_path):
     assert result.code == 42 and result.exit_codes["evaluator"] == -signal.SIGTERM
 
 
-# -- who gets what -------------------------------------------------------------------------------------------------------
+# -- who gets what -----------------------------------------------------------------------------------------------------
 
 
 def test_environment_of_the_workers(tmp_path):
-    made, output = job(tmp_path, "print(json.dumps([os.environ['TF_CONFIG'], os.environ['OMP_NUM_THREADS'], os.environ['TF_NUM_INTRAOP_THREADS'],"
-                       "os.environ['TF_NUM_INTEROP_THREADS'], sorted(os.sched_getaffinity(0)), os.environ['TF_GRPC_REUSE_PORT']]))")
+    made, output = job(
+        tmp_path,
+        "print(json.dumps([os.environ['TF_CONFIG'], os.environ['OMP_NUM_THREADS'],"
+        " os.environ['TF_NUM_INTRAOP_THREADS'],os.environ['TF_NUM_INTEROP_THREADS'], sorted(os.sched_getaffinity(0)),"
+        " os.environ['TF_GRPC_REUSE_PORT']]))",
+    )
     run(made)
     found = sorted(json.loads(line.partition("] ")[2]) for line in output.getvalue().splitlines())
     specs = [json.loads(text)["cluster"]["worker"] for text, *_ in found]
@@ -304,15 +393,22 @@ def test_environment_of_the_workers(tmp_path):
 
 def test_threads_that_the_user_set_stay_and_pinning_can_be_off(tmp_path):
     code = "print(os.environ.get('OMP_NUM_THREADS'), len(os.sched_getaffinity(0)))"
-    for options, expected in [({"environment": {**os.environ, "OMP_NUM_THREADS": "7"}}, f"7 {max(1, len(os.sched_getaffinity(0)) // 2)}"),
-                              ({"pin": False}, f"None {len(os.sched_getaffinity(0))}")]:
+    for options, expected in [
+        ({"environment": {**os.environ, "OMP_NUM_THREADS": "7"}}, f"7 {max(1, len(os.sched_getaffinity(0)) // 2)}"),
+        ({"pin": False}, f"None {len(os.sched_getaffinity(0))}"),
+    ]:
         made, output = job(tmp_path, code, **options)
         run(made)
         assert output.getvalue().splitlines()[0].endswith(expected)
 
 
 def test_one_worker_has_no_cluster(tmp_path):
-    made, output = job(tmp_path, "print('TF_CONFIG' in os.environ)", workers=1, environment={**os.environ, "TF_CONFIG": "of somebody else"})
+    made, output = job(
+        tmp_path,
+        "print('TF_CONFIG' in os.environ)",
+        workers=1,
+        environment={**os.environ, "TF_CONFIG": "of somebody else"},
+    )
     run(made)
     assert output.getvalue() == "[worker 0] False\n"
 
@@ -358,7 +454,10 @@ def test_visible_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert visible_gpus({}) == []
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA A100 (UUID: GPU-11-aa)'\necho '  MIG 1g.5gb Device 0: (UUID: MIG-77)'\necho 'GPU 1: NVIDIA A100 (UUID: GPU-22-bb)'\n")
+    program.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA A100 (UUID: GPU-11-aa)'\necho '  MIG 1g.5gb Device 0: (UUID: MIG-77)'\necho"
+        " 'GPU 1: NVIDIA A100 (UUID: GPU-22-bb)'\n"
+    )
     program.chmod(0o755)
     assert visible_gpus({}) == ["GPU-11-aa", "GPU-22-bb"]
 
@@ -369,15 +468,21 @@ def test_too_few_gpus_are_told(tmp_path):
     assert "2 workers share 1 GPU" in output.getvalue()
 
 
-# -- ports ---------------------------------------------------------------------------------------------------------------
+# -- ports -------------------------------------------------------------------------------------------------------------
 
 
-RESERVE = "import sys\nfrom tfdist.control.preflight import PortReservation\nkept = PortReservation(25)\nprint(*kept.addresses, flush=True)\nsys.stdin.read()"
+RESERVE = (
+    "import sys\nfrom tfdist.control.preflight import PortReservation\nkept ="
+    " PortReservation(25)\nprint(*kept.addresses, flush=True)\nsys.stdin.read()"
+)
 
 
 def test_ports_are_unique_over_concurrent_reservations():
     """In threads and in other processes, all held until they have been compared."""
-    others = [subprocess.Popen([sys.executable, "-c", RESERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    others = [
+        subprocess.Popen([sys.executable, "-c", RESERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     with ThreadPoolExecutor(50) as threads:
         reservations = list(threads.map(lambda _: PortReservation(4), range(50)))
     addresses = [address for reservation in reservations for address in reservation.addresses]
@@ -402,19 +507,21 @@ def test_reserved_ports_stay_ours():
     reservation.close()
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
 import signal
 import sys
 from pathlib import Path
 from tfdist import launch
-from tfdist.control.elastic import WorkerCount
+from tfdist.control.worker_count import WorkerCount
 from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 logs = Path(sys.argv[2])
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored if the tests themselves run under nohup
-sys.exit(launch.run(Supervisor(lambda workers: LocalJob([sys.executable, sys.argv[1]], workers, logs, grace=float(sys.argv[3])), RestartPolicy(3), lambda: -1, WorkerCount(2, 2)), logs))
+def job(workers):
+    return LocalJob([sys.executable, sys.argv[1]], workers, logs, grace=float(sys.argv[3]))
+sys.exit(launch.run(Supervisor(job, RestartPolicy(3), lambda: -1, WorkerCount(2, 2)), logs))
 """
 
 
@@ -423,9 +530,17 @@ class Launched:
 
     def __init__(self, tmp_path, code, grace=20.0):
         script = tmp_path / "worker.py"
-        script.write_text(PREAMBLE + code + f"\nopen(os.path.join({str(tmp_path)!r}, f'pid-{{os.getpid()}}'), 'w')\ntime.sleep(60)")
-        self.process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(script), str(tmp_path / "logs"), str(grace)],
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        script.write_text(
+            PREAMBLE + code + f"\nopen(os.path.join({str(tmp_path)!r}, f'pid-{{os.getpid()}}'), 'w')\ntime.sleep(60)"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(script), str(tmp_path / "logs"), str(grace)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
         self.pids = [int(path.name[4:]) for path in tmp_path.glob("pid-*")]
 
@@ -473,16 +588,26 @@ def test_sigusr1_is_passed_on(tmp_path):
 
 
 def test_workers_cannot_wait_for_the_terminals_input(tmp_path):
-    launched = Launched(tmp_path, "assert sys.stdin.read() == ''")  # would not get further if the launcher's input were its own
+    launched = Launched(
+        tmp_path, "assert sys.stdin.read() == ''"
+    )  # would not get further if the launcher's input were its own
     launched.process.kill()
     launched.ends()
 
 
 def test_the_last_lines_of_a_hidden_worker_are_shown(tmp_path, capsys):
     made, _ = job(tmp_path, "print('why')\nsys.exit(4 if rank else 0)", show={0})
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)}
+    kept = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+    }
     try:
-        assert launch.run(Supervisor(lambda workers: made, RestartPolicy(0), lambda: -1, WorkerCount(2, 2)), tmp_path / "logs") == 4
+        assert (
+            launch.run(
+                Supervisor(lambda workers: made, RestartPolicy(0), lambda: -1, WorkerCount(2, 2)), tmp_path / "logs"
+            )
+            == 4
+        )
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
@@ -490,18 +615,21 @@ def test_the_last_lines_of_a_hidden_worker_are_shown(tmp_path, capsys):
     assert "  why\n" in error and "worker 1 ended with exit code 4" in error and str(tmp_path / "logs") in error
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--worker=2", "--", "--steps=1"], ["--worker"]),
-    (["--workers=2", "--steps=1"], ["--steps", "before `--`"]),
-    (["--workers=0", "--"], ["--workers=0", "at least 1"]),
-    (["--workers=x", "--"], ["--workers"]),
-    (["--workers=2", "--gpus_per_worker=-1", "--"], ["--gpus_per_worker=-1"]),
-    (["--workers=2", "--grace=nan", "--"], ["--grace=nan"]),
-    (["--workers=2", "--max_restarts=-1", "--"], ["--max_restarts=-1", "at least 0"]),
-    (["--workers=2", "--", "--stesp=1"], ["--stesp"]),
-    (["--workers=2", "--show_ranks=a", "--"], ["--show_ranks=a", "0 to 1"]),
-    (["--workers=2", "--show_ranks=2", "--"], ["--show_ranks=2", "0 to 1"]),
-])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--worker=2", "--", "--steps=1"], ["--worker"]),
+        (["--workers=2", "--steps=1"], ["--steps", "before `--`"]),
+        (["--workers=0", "--"], ["--workers=0", "at least 1"]),
+        (["--workers=x", "--"], ["--workers"]),
+        (["--workers=2", "--gpus_per_worker=-1", "--"], ["--gpus_per_worker=-1"]),
+        (["--workers=2", "--grace=nan", "--"], ["--grace=nan"]),
+        (["--workers=2", "--max_restarts=-1", "--"], ["--max_restarts=-1", "at least 0"]),
+        (["--workers=2", "--", "--stesp=1"], ["--stesp"]),
+        (["--workers=2", "--show_ranks=a", "--"], ["--show_ranks=a", "0 to 1"]),
+        (["--workers=2", "--show_ranks=2", "--"], ["--show_ranks=2", "0 to 1"]),
+    ],
+)
 def test_usage(argv, words):
     with pytest.raises(ConfigError) as error:
         launch.main(argv)
@@ -514,19 +642,30 @@ def test_wrong_usage_ends_with_2_and_one_sentence():
 
 
 def test_help_imports_no_tensorflow():
-    ended = subprocess.run([sys.executable, "-X", "importtime", "-m", "tfdist.launch", "--help"], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "tfdist.launch", "--help"], capture_output=True, text=True
+    )
     assert ended.returncode == 0 and "--gpus_per_worker" in ended.stdout
-    assert "tfdist.control.launcher" in ended.stderr and "tensorflow" not in ended.stderr and "numpy" not in ended.stderr
+    assert (
+        "tfdist.control.launcher" in ended.stderr and "tensorflow" not in ended.stderr and "numpy" not in ended.stderr
+    )
 
 
-# -- parameter servers ---------------------------------------------------------------------------------------------------
+# -- parameter servers
+# ---------------------------------------------------------------------------------------------------
 
 ROLES = "role = json.loads(os.environ['TF_CONFIG'])['task']['type']\n"
-CHIEF_WAITS = ROLES + "mark = sys.argv[0] + '.again'\nif role == 'chief':\n    while not os.path.exists(mark): time.sleep(0.02)\n    print('done', flush=True); sys.exit(0)\n"
+CHIEF_WAITS = (
+    ROLES
+    + "mark = sys.argv[0] + '.again'\nif role == 'chief':\n    while not os.path.exists(mark): time.sleep(0.02)\n   "
+    " print('done', flush=True); sys.exit(0)\n"
+)
 
 
 def test_a_worker_of_parameter_servers_comes_back_alone(tmp_path):
-    code = CHIEF_WAITS + """
+    code = (
+        CHIEF_WAITS
+        + """
 if role == 'worker' and rank == 1:
     if os.path.exists(sys.argv[0] + '.died'):
         open(mark, 'w').close()
@@ -536,26 +675,43 @@ if role == 'worker' and rank == 1:
 while not os.path.exists(mark): time.sleep(0.02)
 sys.exit(6 if role == 'ps' else 0)
 """
+    )
     made, output = job(tmp_path, code, servers=2)
     result = run(made)
     assert result.code == 0, output.getvalue()  # the chief ended well; what became of the others does not matter
     assert "worker 1 was killed by signal 9 (SIGKILL); it is started again" in output.getvalue()
     assert list(result.exit_codes) == ["chief", "worker 0", "worker 1", "ps 0", "ps 1"]
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["chief.log", "ps-0.log", "ps-1.log", "worker-0.log", "worker-1.log"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        "chief.log",
+        "ps-0.log",
+        "ps-1.log",
+        "worker-0.log",
+        "worker-1.log",
+    ]
 
 
 def test_a_dead_parameter_server_stops_the_job(tmp_path):
-    made, _ = job(tmp_path, CHIEF_WAITS + "if role == 'ps': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n", servers=1)
+    made, _ = job(
+        tmp_path, CHIEF_WAITS + "if role == 'ps': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n", servers=1
+    )
     result = run(made)
     assert result.code == ExitCode.PEER_LOST and result.cause == "ps 0 was killed by signal 9 (SIGKILL)"
 
 
 def test_a_worker_that_breaks_again_and_again_stops_the_job(tmp_path):
-    made, output = job(tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(1)\ntime.sleep(60)\n", workers=1, servers=1)
+    made, output = job(
+        tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(1)\ntime.sleep(60)\n", workers=1, servers=1
+    )
     made._comebacks.wait, made._comebacks.most = 0.0, 2
     result = run(made)
-    assert result.code == 1 and result.cause.startswith("worker 0 ended with exit code 1") and output.getvalue().count("it is started again") == 2
-    made, output = job(tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(2)\ntime.sleep(60)\n", workers=1, servers=1)
+    assert (
+        result.code == 1
+        and result.cause.startswith("worker 0 ended with exit code 1")
+        and output.getvalue().count("it is started again") == 2
+    )
+    made, output = job(
+        tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(2)\ntime.sleep(60)\n", workers=1, servers=1
+    )
     assert run(made).code == ExitCode.CONFIG and "started again" not in output.getvalue()
 
 
@@ -571,12 +727,21 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
             launch.main(["--workers=2", "--ps=1", flag, "--", "--steps=1", "--global_batch=8", f"--run_dir={tmp_path}"])
 
 
-@pytest.mark.parametrize("command, words", [
-    (["--elastic", "--", "--strategy=multi_worker", "--steps=1", "--global_batch=8"], "--strategy=multi_worker cannot: use --strategy=horovod"),
-    (["--elastic", "--", "--strategy=horovod", "--deterministic", "--steps=1", "--global_batch=8"], "--elastic with --deterministic"),
-    (["--elastic", "--ps=1", "--", "--steps=1"], "--elastic is not available with --ps=1"),
-    (["--elastic", "--", "script.py"], "--elastic are for flags of tfdist.train"),
-])
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        (
+            ["--elastic", "--", "--strategy=multi_worker", "--steps=1", "--global_batch=8"],
+            "--strategy=multi_worker cannot: use --strategy=horovod",
+        ),
+        (
+            ["--elastic", "--", "--strategy=horovod", "--deterministic", "--steps=1", "--global_batch=8"],
+            "--elastic with --deterministic",
+        ),
+        (["--elastic", "--ps=1", "--", "--steps=1"], "--elastic is not available with --ps=1"),
+        (["--elastic", "--", "script.py"], "--elastic are for flags of tfdist.train"),
+    ],
+)
 def test_elastic_where_it_cannot_be(command, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         launch.main(["--workers=2", *command, *([] if "script.py" in command else [f"--run_dir={tmp_path}"])])

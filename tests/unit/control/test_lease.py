@@ -29,7 +29,12 @@ with lease.held(Path(sys.argv[1]), ""):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name, seconds in (("_RENEW_SECONDS", 0.1), ("_DEAD_SECONDS", 1.0), ("_TO_END_SECONDS", 0.3), ("_LOOK_SECONDS", 0.02)):
+    for name, seconds in (
+        ("_RENEW_SECONDS", 0.1),
+        ("_DEAD_SECONDS", 1.0),
+        ("_TO_END_SECONDS", 0.3),
+        ("_LOOK_SECONDS", 0.02),
+    ):
         monkeypatch.setattr(lease, name, seconds)
 
 
@@ -51,7 +56,10 @@ def test_a_second_job_is_refused_with_a_sentence_that_names_the_first(tmp_path, 
     for attempt in (lambda: Lease(tmp_path, "").take(), lambda: refuse_if_held(tmp_path)):
         with pytest.raises(ConfigError) as refused:
             attempt()
-        assert all(word in str(refused.value) for word in (str(tmp_path), f"process {holder.pid} on ", "since 20", "choose another folder"))
+        assert all(
+            word in str(refused.value)
+            for word in (str(tmp_path), f"process {holder.pid} on ", "since 20", "choose another folder")
+        )
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -83,7 +91,9 @@ def test_an_owner_on_another_machine_is_dead_when_it_does_not_renew(tmp_path, ca
     assert "process 31 on node7" in capfd.readouterr().err
 
 
-def test_an_owner_on_another_machine_that_renews_lives(tmp_path):
+def test_an_owner_on_another_machine_that_renews_lives(tmp_path, monkeypatch):
+    # A busy machine may keep the thread that renews from its work for longer than the second of the other tests.
+    monkeypatch.setattr(lease, "_DEAD_SECONDS", 20.0)
     first = Lease(tmp_path, "other")
     first.owner = stranger(job="other")
     first.take()
@@ -91,7 +101,7 @@ def test_an_owner_on_another_machine_that_renews_lives(tmp_path):
         begun = time.monotonic()
         with pytest.raises(ConfigError, match="process 31 on node7"):
             Lease(tmp_path, "").take()
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 15  # by the first renewal
     finally:
         first.give_back()
     assert not list(tmp_path.iterdir())
@@ -141,7 +151,9 @@ def test_without_links(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "null", "\x00" * 100, '{"host": {}}', "9" * 10_000, json.dumps({"pid": 7})])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "null", "\x00" * 100, '{"host": {}}', "9" * 10_000, json.dumps({"pid": 7})]
+)
 def test_a_damaged_lease_is_no_lease(tmp_path, text):
     (tmp_path / FILE).write_text(text)
     with held(tmp_path, ""):
@@ -169,5 +181,10 @@ def test_what_tells_a_job_from_others():
     local = Cluster("worker", 0, 0, 2, ("127.0.0.1:1", "127.0.0.1:2"), {"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
     assert job_identity({lease.JOB_VARIABLE: "x", "SLURM_JOB_ID": "1"}, local) == "launcher x"
     assert job_identity({"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}, local) == "slurm 17.0"
-    assert job_identity({}, addresses) == job_identity({}, addresses) != job_identity({}, replace(addresses, peers=("a:1", "c:1"))) != ""
+    assert (
+        job_identity({}, addresses)
+        == job_identity({}, addresses)
+        != job_identity({}, replace(addresses, peers=("a:1", "c:1")))
+        != ""
+    )
     assert job_identity({}, local) == job_identity({}, Cluster()) == ""

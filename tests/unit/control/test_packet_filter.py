@@ -85,6 +85,17 @@ def test_a_connection_through_it_carries_data():
 
 def test_only_where_all_are_addresses_of_one_kind():
     own = machines_address()
-    assert bind_address("127.0.0.1:1", ["127.0.0.1:1", "localhost:2", "127.0.0.2:3"]) == "127.0.0.1" and bind_address(f"{own}:1", ["198.51.100.1:1"]) == own
-    for address, peers in [("worker-0:1", []), ("127.0.0.1:1", [f"{own}:1"]), (f"{own}:1", ["127.0.0.1:1"]), ("127.0.0.1:1", ["[::1]:1"]), ("198.51.100.1:1", []), (f"{own}:1", ["worker-1:1"]), ("", [])]:
+    assert (
+        bind_address("127.0.0.1:1", ["127.0.0.1:1", "localhost:2", "127.0.0.2:3"]) == "127.0.0.1"
+        and bind_address(f"{own}:1", ["198.51.100.1:1"]) == own
+    )
+    for address, peers in [
+        ("worker-0:1", []),
+        ("127.0.0.1:1", [f"{own}:1"]),
+        (f"{own}:1", ["127.0.0.1:1"]),
+        ("127.0.0.1:1", ["[::1]:1"]),
+        ("198.51.100.1:1", []),
+        (f"{own}:1", ["worker-1:1"]),
+        ("", []),
+    ]:
         assert bind_address(address, peers) == "", (address, peers)

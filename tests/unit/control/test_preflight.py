@@ -15,7 +15,10 @@ from tfdist.control.preflight import Preflight, bind_everywhere, wait_for_peers
 
 
 def clusters(addresses):
-    return [Cluster("worker", rank, rank, len(addresses), tuple(addresses), {"worker": list(addresses)}) for rank in range(len(addresses))]
+    return [
+        Cluster("worker", rank, rank, len(addresses), tuple(addresses), {"worker": list(addresses)})
+        for rank in range(len(addresses))
+    ]
 
 
 def port_of(address):
@@ -114,7 +117,10 @@ def test_a_server_at_an_own_address_that_is_not_the_first_is_found():
 
 def test_a_server_behind_a_name_that_is_not_ours_is_found():
     """The name in TF_CONFIG may be that of a service; the port is this machine's all the same."""
-    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other, pytest.raises(StartupError, match="is in use"):
+    with (
+        socket.create_server(("127.0.0.1", 0), reuse_port=True) as other,
+        pytest.raises(StartupError, match="is in use"),
+    ):
         wait_for_peers(clusters([f"no-such-host.invalid:{other.getsockname()[1]}", "127.0.0.1:1"])[0], timeout=5)
 
 
@@ -129,7 +135,7 @@ def test_connections_of_an_earlier_run_do_not_keep_the_port():
 
 
 def test_a_knock_does_not_answer_itself():
-    """Linux takes even local ports for outgoing connections; sooner or later the very one that is knocked at."""
+    """Linux takes even local ports for outgoing connections; sooner or later the very one that is probed at."""
     with bind_everywhere(0) as bound:
         port = bound.getsockname()[1] // 2 * 2
     assert not any(preflight.answers(f"127.0.0.1:{port}") for _ in range(20_000))
@@ -156,10 +162,12 @@ def test_more_knocks_than_the_queue_holds(addresses, monkeypatch):
     while not preflight.answers(addresses[0]) and time.monotonic() < deadline:
         time.sleep(0.02)
     answered = 0
-    with contextlib.ExitStack() as knocks:
+    with contextlib.ExitStack() as probes:
         for _ in range(7):
             with contextlib.suppress(OSError):
-                knocks.enter_context(socket.create_connection(("127.0.0.1", port_of(addresses[0])), timeout=10))  # a knock that was dropped comes again after 1, 3 and 7 s
+                probes.enter_context(
+                    socket.create_connection(("127.0.0.1", port_of(addresses[0])), timeout=10)
+                )  # a probe that was dropped comes again after 1, 3 and 7 s
                 answered += 1
     stop.set()
     thread.join()

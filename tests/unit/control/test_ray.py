@@ -42,7 +42,10 @@ def test_an_answer_that_was_lost_is_given_again():
 
 
 def test_signals_are_passed_on_and_descendants_do_not_survive():
-    worker = started("signal.signal(signal.SIGTERM, lambda *_: os._exit(42))\nif not os.fork(): time.sleep(60)\nprint('ready', os.getpid(), flush=True); time.sleep(60)")
+    worker = started(
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(42))\nif not os.fork(): time.sleep(60)\nprint('ready',"
+        " os.getpid(), flush=True); time.sleep(60)"
+    )
     output, _ = collect(worker, until=lambda output: output.count(b"ready") == 1)
     assert collect(worker, [signal.SIGTERM])[1] == 42
     group = worker._process.pid
@@ -70,7 +73,17 @@ def test_without_ray_the_command_to_install_it_is_named(monkeypatch):
         ray_cluster.connect()
 
 
-@pytest.mark.parametrize("flags", [["--on=ray", "--ps=1"], ["--on=ray", "--evaluator"], ["--on=ray", "--standby"], ["--on=ray", "--elastic"], ["--on=ray", "--min_workers=1", "--discover=x"], ["--cpus_per_worker=2"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--on=ray", "--ps=1"],
+        ["--on=ray", "--evaluator"],
+        ["--on=ray", "--standby"],
+        ["--on=ray", "--elastic"],
+        ["--on=ray", "--min_workers=1", "--discover=x"],
+        ["--cpus_per_worker=2"],
+    ],
+)
 def test_flags_that_do_not_go_together(flags):
     with pytest.raises(ConfigError, match=flags[-1].partition("=")[0]):
         launch._parse(flags)

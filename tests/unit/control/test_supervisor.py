@@ -5,17 +5,28 @@ import sys
 
 import pytest
 
-from tfdist.control.elastic import WorkerCount
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
+from tfdist.control.worker_count import WorkerCount
 
 
 def policy(**options):
     return RestartPolicy(**{"max_restarts": 2, "random": lambda: 1.0, **options})
 
 
-@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.CLUSTER, ExitCode.DATA, ExitCode.DIVERGED, ExitCode.CHECKPOINT, ExitCode.UNSUPPORTED, ExitCode.INTERRUPTED])
+@pytest.mark.parametrize(
+    "code",
+    [
+        ExitCode.CONFIG,
+        ExitCode.CLUSTER,
+        ExitCode.DATA,
+        ExitCode.DIVERGED,
+        ExitCode.CHECKPOINT,
+        ExitCode.UNSUPPORTED,
+        ExitCode.INTERRUPTED,
+    ],
+)
 def test_what_would_fail_again_is_not_retried(code):
     assert policy().after(code, 10) is None
 
@@ -53,8 +64,12 @@ starts = len(list(folder.glob("start-*")))
 def supervise(tmp_path, code, **options):
     script = tmp_path / "worker.py"
     script.write_text(WORKER + code)
-    made = Supervisor(lambda workers: LocalJob([sys.executable, str(script)], workers, tmp_path / "logs", output=io.StringIO()),
-                      policy(first_wait=0.01, **options), lambda: newest_snapshot_step(tmp_path), WorkerCount(1, 1))
+    made = Supervisor(
+        lambda workers: LocalJob([sys.executable, str(script)], workers, tmp_path / "logs", output=io.StringIO()),
+        policy(first_wait=0.01, **options),
+        lambda: newest_snapshot_step(tmp_path),
+        WorkerCount(1, 1),
+    )
     return made, made.run(), len(list(tmp_path.glob("start-*")))
 
 
@@ -64,7 +79,10 @@ def test_a_job_that_recovers(tmp_path):
 
 
 def test_a_crash_loop_ends_with_its_cause_and_step(tmp_path):
-    code = "(folder / 'checkpoints' / 'step-00000040').mkdir(parents=True, exist_ok=True)\nprint('tfdist: error: the disk is on fire')\nsys.exit(1)"
+    code = (
+        "(folder / 'checkpoints' / 'step-00000040').mkdir(parents=True, exist_ok=True)\nprint('tfdist: error: the disk"
+        " is on fire')\nsys.exit(1)"
+    )
     _, result, starts = supervise(tmp_path, code)
     assert result.code == ExitCode.CRASH_LOOP and starts == 3
     assert "3 times after step 40" in result.cause and "the disk is on fire" in result.cause

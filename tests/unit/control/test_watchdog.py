@@ -15,7 +15,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.control.token import Secret
 from tfdist.control.watchdog import Watchdog, all_stacks, main_thread_at
-from tfdist.guard import Guard
+from tfdist.run.health import HealthMonitor
 
 
 def until(condition, seconds=20):
@@ -27,7 +27,9 @@ def until(condition, seconds=20):
 
 def test_a_section_that_takes_too_long_is_told_once():
     clock, told = [0.0], []
-    dog = Watchdog({"step": 5.0, "save": 0.0}, lambda *found: told.append(found), interval=0.01, now=lambda: clock[0]).start()
+    dog = Watchdog(
+        {"step": 5.0, "save": 0.0}, lambda *found: told.append(found), interval=0.01, now=lambda: clock[0]
+    ).start()
     with dog.section("save"):
         clock[0] = 100.0
         assert dog.expired() is None  # no limit
@@ -140,7 +142,13 @@ def work():
 @pytest.mark.slow
 def test_threads_that_are_looked_at_run_on_unharmed(work):
     environment = {**os.environ, "TF_NUM_INTEROP_THREADS": "4"}
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", LOOKED_AT.format(work=work)], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", LOOKED_AT.format(work=work)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout == "unharmed\n", done.stderr
 
 
@@ -173,7 +181,9 @@ def test_a_worker_that_is_behind_is_named():
     for rank in (0, 2):
         dogs[rank].enter("evaluation")
     until(lambda: all(each.culprits() == [1] for each in beacons))
-    assert "worker 1 (rank 1, 127.0.0.1:2001)" in beacons[0].describe(1) and 'in section "step"' in beacons[0].describe(1)
+    assert "worker 1 (rank 1, 127.0.0.1:2001)" in beacons[0].describe(1) and 'in section "step"' in beacons[0].describe(
+        1
+    )
 
 
 def test_a_worker_that_waits_for_nobody_is_named():
@@ -209,7 +219,7 @@ def test_the_words_of_the_first_failure_reach_all():
 
 
 def guarded(beacons):
-    guard = Guard(Config(), beacons.cluster)
+    guard = HealthMonitor(Config(), beacons.cluster)
     guard.watchdog.close()  # or it would end this process, whose start-up never ends, after 20 minutes
     guard.beacons = beacons
     return guard
@@ -235,7 +245,7 @@ def test_who_sees_a_shared_error_first_stays_until_the_others_have_seen_it():
 
 
 def test_who_alone_has_an_error_does_not_stay_for_ever(monkeypatch):
-    monkeypatch.setattr("tfdist.guard._VERDICT_SECONDS", 0.2)
+    monkeypatch.setattr("tfdist.run.health._VERDICT_SECONDS", 0.2)
     beacons, _ = crowd(2)
     error = DataError("a file is missing")
     assert guarded(beacons[1]).failed(error) is error

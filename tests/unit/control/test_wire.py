@@ -1,4 +1,7 @@
-"""Connections between processes of a job, and what strangers try at the socket that takes them. All on loopback, in threads."""
+"""Connections between processes of a job, and what strangers try at the socket that takes them.
+
+All on loopback, in threads.
+"""
 
 import contextlib
 import random
@@ -82,14 +85,23 @@ def test_both_sides_prove_themselves_and_a_message_comes_with_it():
         until(lambda: host.arrived == [(3, b"x" * 100_000)])
 
 
-@pytest.mark.parametrize(("theirs", "ours", "said", "noted"), [
-    (OTHER, SECRET, "has another job token", "has another job token"), (Secret(), SECRET, "has a job token, but this worker has none", "has none, but this worker has a job token"),
-    (SECRET, Secret(), "has none, but this worker has a job token", "has a job token, but this worker has none")])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said", "noted"),
+    [
+        (OTHER, SECRET, "has another job token", "has another job token"),
+        (Secret(), SECRET, "has a job token, but this worker has none", "has none, but this worker has a job token"),
+        (SECRET, Secret(), "has none, but this worker has a job token", "has a job token, but this worker has none"),
+    ],
+)
 def test_who_has_not_the_token_is_told_and_noted(theirs, ours, said, noted, capsys):
     with Host(ours) as host:
         with pytest.raises(Mismatch, match=said):
             host.honest(secret=theirs)
-        until(lambda: any(noted in note and "rank 1" in note and "TFDIST_JOB_TOKEN" in note for note in host.reception.notes))
+        until(
+            lambda: any(
+                noted in note and "rank 1" in note and "TFDIST_JOB_TOKEN" in note for note in host.reception.notes
+            )
+        )
         assert not host.arrived and (not ours or host.honest(secret=ours))
     assert capsys.readouterr().err.count(noted) == 1
 
@@ -126,7 +138,9 @@ def test_a_recorded_conversation_opens_nothing():
 
         thread = threading.Thread(target=pass_on)
         thread.start()
-        with wire.connect(f"127.0.0.1:{relay.getsockname()[1]}", Lock.of(SECRET, "test"), 1, 0, time.monotonic() + 10, b"hello"):
+        with wire.connect(
+            f"127.0.0.1:{relay.getsockname()[1]}", Lock.of(SECRET, "test"), 1, 0, time.monotonic() + 10, b"hello"
+        ):
             pass
         thread.join()
         relay.close()
@@ -160,9 +174,24 @@ def test_an_echo_of_ones_own_words_proves_nothing():
 def test_garbage_of_all_kinds_harms_nobody():
     rng = random.Random(7)
     hello = Lock.of(SECRET, "test").hello(1)
-    pieces = [b"", b"\n", b'{"rank": [], "peers": 1}\n' * 3, b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, hello[:20], hello + b"\xff" * 36, hello * 2, hello + bytes(32) + struct.pack("!I", 2**32 - 1),
-              b"\x80\x04\x95" + bytes(50), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", *(rng.randbytes(rng.randrange(200)) for _ in range(300)),
-              *(bytes(byte ^ (rng.random() < 0.02) * rng.randrange(256) for byte in hello + rng.randbytes(40)) for _ in range(300))]
+    pieces = [
+        b"",
+        b"\n",
+        b'{"rank": [], "peers": 1}\n' * 3,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 100_000,
+        hello[:20],
+        hello + b"\xff" * 36,
+        hello * 2,
+        hello + bytes(32) + struct.pack("!I", 2**32 - 1),
+        b"\x80\x04\x95" + bytes(50),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        *(rng.randbytes(rng.randrange(200)) for _ in range(300)),
+        *(
+            bytes(byte ^ (rng.random() < 0.02) * rng.randrange(256) for byte in hello + rng.randbytes(40))
+            for _ in range(300)
+        ),
+    ]
     with Host() as host:
         for piece in pieces:
             with contextlib.suppress(OSError):  # it has hung up before all was said
@@ -208,6 +237,7 @@ def test_a_flood_meets_a_bound_and_lets_the_job_through():
     stop = threading.Event()
     try:
         with Host() as host, ThreadPoolExecutor(4) as pool:
+
             def flood():
                 held = []
                 while not stop.is_set():
@@ -237,7 +267,17 @@ def test_a_flood_meets_a_bound_and_lets_the_job_through():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff\xff\xff\xff", struct.pack("!I", 5) + b"[[[[[", struct.pack("!I", 4) + b"null", struct.pack("!I", 200_000) + b"[" * 200_000, struct.pack("!I", 9) + b"{"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xff\xff\xff",
+        struct.pack("!I", 5) + b"[[[[[",
+        struct.pack("!I", 4) + b"null",
+        struct.pack("!I", 200_000) + b"[" * 200_000,
+        struct.pack("!I", 9) + b"{",
+    ],
+)
 def test_messages_that_are_none_are_refused(data):
     near, far = socket.socketpair()
     with near, far:

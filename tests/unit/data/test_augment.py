@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data import augment, order, pipeline
-from tfdist.data.sources.base import array_split
+from tfdist.data import augment, input_pipeline, order
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.split import array_split
 
 IMAGES = np.random.default_rng(0).random([400, 8, 8, 3], np.float32)
 LABELS = np.arange(400, dtype=np.int32)
@@ -51,9 +51,12 @@ def test_pad_and_crop_reaches_every_offset(name, pad, mirrors):
     seen = set()
     for image, whole in zip(run(name), padded, strict=True):
         matches = {
-            (top, left, flipped) for flipped in ((False, True) if mirrors else (False,))
-            for top in range(2 * pad + 1) for left in range(2 * pad + 1)
-            if ((whole[:, ::-1] if flipped else whole)[top:top + 8, left:left + 8] == image).all()}
+            (top, left, flipped)
+            for flipped in ((False, True) if mirrors else (False,))
+            for top in range(2 * pad + 1)
+            for left in range(2 * pad + 1)
+            if ((whole[:, ::-1] if flipped else whole)[top : top + 8, left : left + 8] == image).all()
+        }
         assert matches
         seen |= matches
     rows, columns, flips = (set(values) for values in zip(*seen, strict=True))
@@ -73,9 +76,20 @@ def test_a_sample_changes_from_epoch_to_epoch_but_not_with_the_number_of_replica
     split = array_split("images", (IMAGES[:6], LABELS[:6]))
 
     def batches(replicas: int, augmentation: str) -> np.ndarray:
-        parts = [list(pipeline.train_dataset(
-            split, plan=BatchPlan(6, 1, replicas), replica=r, seed=0, shuffle=False, consumed=0,
-            augment=augment.load_augmentation(augmentation)).take(5).as_numpy_iterator()) for r in range(replicas)]
+        parts = [
+            list(
+                input_pipeline.train_dataset(
+                    split,
+                    input_pipeline.Reading(seed=0, shuffle=False, augment=augment.load_augmentation(augmentation)),
+                    plan=BatchPlan(6, 1, replicas),
+                    replica=r,
+                    consumed=0,
+                )
+                .take(5)
+                .as_numpy_iterator()
+            )
+            for r in range(replicas)
+        ]
         return np.stack([np.concatenate([parts[r][s][0] for r in range(replicas)]) for s in range(5)])
 
     alone = batches(1, "flip_crop")
@@ -86,17 +100,30 @@ def test_a_sample_changes_from_epoch_to_epoch_but_not_with_the_number_of_replica
 
 
 def test_user_function(tmp_path, monkeypatch):
-    (tmp_path / "my_augment.py").write_text("def double(x, y, seeds):\n    return x * 2, y\ndef wrong(x, y, seeds):\n    return x\n")
+    (tmp_path / "my_augment.py").write_text(
+        "def double(x, y, seeds):\n    return x * 2, y\ndef wrong(x, y, seeds):\n    return x\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     np.testing.assert_array_equal(run("my_augment:double"), IMAGES * 2)
     split = array_split("images", (IMAGES, LABELS))
     with pytest.raises(DataError, match="must return"):
-        pipeline.train_dataset(split, plan=BatchPlan(6, 1, 1), replica=0, seed=0, shuffle=True, consumed=0,
-                               augment=augment.load_augmentation("my_augment:wrong"))
+        input_pipeline.train_dataset(
+            split,
+            input_pipeline.Reading(seed=0, shuffle=True, augment=augment.load_augmentation("my_augment:wrong")),
+            plan=BatchPlan(6, 1, 1),
+            replica=0,
+            consumed=0,
+        )
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("flop", "--augment=flop is unknown: use none, flip"), ("no_such_module:f", "no module 'no_such_module'"), ("math:cosinus", "no function 'cosinus'")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("flop", "--augment=flop is unknown: use none, flip"),
+        ("no_such_module:f", "no module 'no_such_module'"),
+        ("math:cosinus", "no function 'cosinus'"),
+    ],
+)
 def test_bad_names(name, message):
     with pytest.raises(ConfigError, match=message):
         augment.load_augmentation(name)
@@ -108,10 +135,26 @@ def test_images_are_required():
 
 
 def test_an_augmentation_that_is_none(tmp_path, monkeypatch):
-    (tmp_path / "wrong_augmentations.py").write_text("def two(x, y): return x, y\ndef fails(x, y, seeds): return x['image'], y\n")
+    (tmp_path / "wrong_augmentations.py").write_text(
+        "def two(x, y): return x, y\ndef fails(x, y, seeds): return x['image'], y\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"--augment=wrong_augmentations:two takes \(x, y\): an augmentation is a function \(x, y, seeds\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--augment=wrong_augmentations:two takes \(x, y\): an augmentation is a function \(x, y, seeds\)",
+    ):
         augment.load_augmentation("wrong_augmentations:two")
     split = array_split("mine", (np.zeros([9, 4]), np.zeros(9)))
-    with pytest.raises(ConfigError, match=r"--augment=wrong_augmentations:fails failed at .*wrong_augmentations\.py:2, in fails: TypeError"):
-        pipeline.train_dataset(split, plan=BatchPlan(3, 1, 1), replica=0, seed=0, shuffle=True, consumed=0, augment=augment.load_augmentation("wrong_augmentations:fails"))
+    with pytest.raises(
+        ConfigError,
+        match=r"--augment=wrong_augmentations:fails failed at .*wrong_augmentations\.py:2, in fails: TypeError",
+    ):
+        input_pipeline.train_dataset(
+            split,
+            input_pipeline.Reading(
+                seed=0, shuffle=True, augment=augment.load_augmentation("wrong_augmentations:fails")
+            ),
+            plan=BatchPlan(3, 1, 1),
+            replica=0,
+            consumed=0,
+        )

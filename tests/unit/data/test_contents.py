@@ -1,4 +1,6 @@
-"""Workers that hold different data are told so before they train; those that hold the same pass, whatever kind of data it is."""
+"""Workers that hold different data are told so before they train; those that hold the same pass, whatever kind of data
+it is.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from tfdist.config import Config
 from tfdist.control.exit_codes import DataError
 from tfdist.data import checksums
 from tfdist.data.contents import must_be_the_same
-from tfdist.data.sources.base import Split, array_split
 from tfdist.data.sources.objects import object_split
+from tfdist.data.sources.split import Split, array_split
 
 
 class Workers:
@@ -84,7 +86,12 @@ KINDS = {
     "arrays": lambda x, y: array_split("mine:data/train", (x, y)),
     "object": lambda x, y: object_split("mine:data/train", Items(x, y)),
     "stream": stream,
-    "split of the user's": lambda x, y: Split("mine:data/train", len(x), (tf.TensorSpec([8]), tf.TensorSpec([], tf.int64)), lambda at: (tf.gather(x, at), tf.gather(y, at))),
+    "split of the user's": lambda x, y: Split(
+        "mine:data/train",
+        len(x),
+        (tf.TensorSpec([8]), tf.TensorSpec([], tf.int64)),
+        lambda at: (tf.gather(x, at), tf.gather(y, at)),
+    ),
 }
 
 
@@ -93,7 +100,11 @@ def test_a_split_that_is_drawn_without_a_seed(kind):
     make = KINDS[kind]
     assert compared(make(*shuffled(1)), make(*shuffled(1)), make(*shuffled(1))) == ""
     sentence = compared(make(*shuffled(1)), make(*shuffled(1)), make(*shuffled(2)))
-    assert sentence.startswith("Rank 2 and rank 0 hold different samples") and "in mine:data/train" in sentence and "np.random.default_rng(0)" in sentence
+    assert (
+        sentence.startswith("Rank 2 and rank 0 hold different samples")
+        and "in mine:data/train" in sentence
+        and "np.random.default_rng(0)" in sentence
+    )
     assert compared(*[make(*shuffled(seed)) for seed in (1, 2, 3)]).startswith("Rank 1, 2 and rank 0")
     labels = compared(make(X, Y), make(X, Y[::-1].copy()))  # the same x
     assert labels.startswith("Rank 1 and rank 0 hold different samples")
@@ -101,7 +112,9 @@ def test_a_split_that_is_drawn_without_a_seed(kind):
 
 def test_sizes_and_types():
     make = KINDS["arrays"]
-    assert compared(make(X, Y), make(X[:299], Y[:299])).startswith("Rank 1 has 299 samples in mine:data/train, rank 0 has 300")
+    assert compared(make(X, Y), make(X[:299], Y[:299])).startswith(
+        "Rank 1 has 299 samples in mine:data/train, rank 0 has 300"
+    )
     assert "hold different samples" in compared(make(X, Y), make(X, Y.astype(np.float32)))
     assert "hold different samples" in compared(make(X, Y), array_split("mine:data/train", (X, Y, np.ones(300))))
 
@@ -113,8 +126,12 @@ def test_one_element_of_an_array_is_enough():
     other[137, 14, 14] = 1
     assert compared(array_split("a", (x, Y)), array_split("a", (other, Y))).startswith("Rank 1")
     weights = np.ones(300, np.float32)
-    assert compared(array_split("a", (X, Y, weights)), array_split("a", (X, Y, np.where(np.arange(300) == 5, 2, weights)))).startswith("Rank 1")
-    assert compared(array_split("a", (X.astype(str), Y)), array_split("a", ((X + 1).astype(str), Y))).startswith("Rank 1")
+    assert compared(
+        array_split("a", (X, Y, weights)), array_split("a", (X, Y, np.where(np.arange(300) == 5, 2, weights)))
+    ).startswith("Rank 1")
+    assert compared(array_split("a", (X.astype(str), Y)), array_split("a", ((X + 1).astype(str), Y))).startswith(
+        "Rank 1"
+    )
 
 
 def test_large_arrays_are_sampled(monkeypatch):
@@ -131,7 +148,9 @@ def test_large_arrays_are_sampled(monkeypatch):
 def test_noise_that_is_drawn_at_each_reading_is_no_difference():
     noisy = [object_split("a", Items(X, Y, np.random.default_rng())) for _ in range(2)]
     assert compared(*noisy) == ""
-    assert compared(noisy[0], object_split("a", Items(*shuffled(2), np.random.default_rng()))).startswith("Rank 1")  # its labels
+    assert compared(noisy[0], object_split("a", Items(*shuffled(2), np.random.default_rng()))).startswith(
+        "Rank 1"
+    )  # its labels
 
 
 def test_a_stream_that_is_shuffled_at_each_pass():
@@ -144,16 +163,19 @@ def test_a_stream_that_is_shuffled_at_each_pass():
 
 def test_the_users_function_finds_the_same_seeds_whatever_ran_before(tmp_path, monkeypatch):
     (tmp_path / "unseeded_split.py").write_text(
-        "import random, numpy as np, tensorflow as tf\n"
-        "def data(split):\n"
-        "    order = np.random.permutation(40)[:30] if split == 'train' else np.random.permutation(40)[30:]\n"
-        "    return np.stack([order, [random.random()] * len(order), tf.random.uniform([len(order)]).numpy()], 1), order % 4\n")
+        "import random, numpy as np, tensorflow as tf\ndef data(split):\n    order = np.random.permutation(40)[:30] if"
+        " split == 'train' else np.random.permutation(40)[30:]\n    return np.stack([order, [random.random()] *"
+        " len(order), tf.random.uniform([len(order)]).numpy()], 1), order % 4\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     from tfdist.build import _load_splits
     from tfdist.runtime.one_device import OneDevice
 
     def loaded():
-        return [split.fetch(tf.range(split.size, dtype=tf.int64))[0].numpy() for split in _load_splits(Config().replace(source="unseeded_split:data", seed=3), OneDevice)]
+        return [
+            split.fetch(tf.range(split.size, dtype=tf.int64))[0].numpy()
+            for split in _load_splits(Config().replace(source="unseeded_split:data", seed=3), OneDevice)
+        ]
 
     first = loaded()
     np.random.normal(size=7), tf.random.uniform([3])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.data import flaws, order
-from tfdist.data.sources.base import array_split
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.split import array_split
 
 X = np.zeros([50, 2, 3], np.float32)
 
@@ -29,11 +29,22 @@ def trained(found, first=0, count=50, **more):
     return flaws.find_trained(found, BatchPlan(10, 1, 1), seed=0, shuffle=True, cut=1, first=first, count=count, **more)
 
 
-@pytest.mark.parametrize(("value", "words"), [(np.nan, "NaN"), (np.inf, "an infinite value"), (-np.inf, "an infinite value")])
+@pytest.mark.parametrize(
+    ("value", "words"), [(np.nan, "NaN"), (np.inf, "an infinite value"), (-np.inf, "an infinite value")]
+)
 def test_a_value_is_named_with_its_place(value, words):
     sentence = f"Sample 37 of mine:data/train has {words} in x at [1, 2]."
-    assert trained(split(with_value((37, 1, 2), value))) == flaws.find_evaluated(split(with_value((37, 1, 2), value))) == sentence
-    assert trained(split()) == flaws.find_evaluated(split()) == flaws.find_evaluated(split(with_value((37, 1, 2), value)), limit=37) == ""
+    assert (
+        trained(split(with_value((37, 1, 2), value)))
+        == flaws.find_evaluated(split(with_value((37, 1, 2), value)))
+        == sentence
+    )
+    assert (
+        trained(split())
+        == flaws.find_evaluated(split())
+        == flaws.find_evaluated(split(with_value((37, 1, 2), value)), limit=37)
+        == ""
+    )
 
 
 def test_only_what_was_trained_on():
@@ -45,10 +56,19 @@ def test_only_what_was_trained_on():
 def test_labels_and_parts():
     labels = with_value([3, 4, 8, 9], [-1, 4, 5, -7], np.arange(50) % 4)
     assert flaws.find_evaluated(split(y=labels), classes=4) == " ".join(
-        f"Sample {number} of mine:data/train has {label} in y, which is no class of 0 to 3." for number, label in ((3, -1), (4, 4), (8, 5)))
+        f"Sample {number} of mine:data/train has {label} in y, which is no class of 0 to 3."
+        for number, label in ((3, -1), (4, 4), (8, 5))
+    )
     assert flaws.find_evaluated(split(y=labels)) == ""
-    nested = array_split("mine:data/train", ({"a": X, "b": with_value((5, 0, 1), np.nan)}, np.zeros(50), with_value(6, np.inf, np.ones(50))))
-    assert flaws.find_evaluated(nested) == "Sample 5 of mine:data/train has NaN in x['b'] at [0, 1]. Sample 6 of mine:data/train has an infinite value in w."
+    nested = array_split(
+        "mine:data/train",
+        ({"a": X, "b": with_value((5, 0, 1), np.nan)}, np.zeros(50), with_value(6, np.inf, np.ones(50))),
+    )
+    assert (
+        flaws.find_evaluated(nested)
+        == "Sample 5 of mine:data/train has NaN in x['b'] at [0, 1]. Sample 6 of mine:data/train has an infinite value"
+        " in w."
+    )
 
 
 def test_streams_tell_the_position():
@@ -56,5 +76,8 @@ def test_streams_tell_the_position():
     stream = split(size=None, fetch=None, stream=lambda shard, shards: data.shard(shards, shard))
     assert flaws.find_evaluated(stream) == "The sample at position 37 of mine:data/train has NaN in x at [0, 0]."
     plan = BatchPlan(10, 1, 1)
-    assert flaws.find_trained(stream, plan, seed=0, shuffle=False, cut=1, first=30, count=20) == "The sample at position 37 of mine:data/train has NaN in x at [0, 0]."
+    assert (
+        flaws.find_trained(stream, plan, seed=0, shuffle=False, cut=1, first=30, count=20)
+        == "The sample at position 37 of mine:data/train has NaN in x at [0, 0]."
+    )
     assert flaws.find_trained(stream, plan, seed=0, shuffle=False, cut=1, first=0, count=30) == ""

@@ -8,9 +8,9 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.control.exit_codes import DataError
 from tfdist.data import order
+from tfdist.data.batch_plan import BatchPlan
 
 GOLDEN_10 = [3, 6, 0, 8, 5, 2, 7, 1, 4, 9]
 GOLDEN_IMAGENET = [305638, 269312, 97548, 219426]
@@ -52,7 +52,9 @@ def test_far_positions():
 
 def test_seed_and_epoch_are_mixed_well():
     size, epochs = 97, 40
-    orders = [tuple(row) for seed in range(10) for row in samples(np.arange(epochs * size), size, seed).reshape(epochs, size)]
+    orders = [
+        tuple(row) for seed in range(10) for row in samples(np.arange(epochs * size), size, seed).reshape(epochs, size)
+    ]
     assert len(set(orders)) == 400  # in particular (seed 1, epoch 0) is not (seed 0, epoch 1)
     # Two orders agree in as many places as two random ones do: 1 of 97 on average.
     rows = np.array(orders)
@@ -115,8 +117,11 @@ def test_positions_of_all_replicas_make_up_the_global_batches(data):
     plan = BatchPlan(data.draw(st.integers(accumulation * replicas, 80)), accumulation, replicas)
     consumed, step = data.draw(st.integers(0, 2**50)), data.draw(st.integers(0, 2**20))
     per_replica = [order.micro_positions(plan, replica, consumed) for replica in range(replicas)]
-    found = [positions(tf.constant([step * accumulation + micro], tf.int64)).numpy()
-             for micro in range(accumulation) for positions in per_replica]
+    found = [
+        positions(tf.constant([step * accumulation + micro], tf.int64)).numpy()
+        for micro in range(accumulation)
+        for positions in per_replica
+    ]
     first = consumed + step * plan.global_batch
     np.testing.assert_array_equal(np.concatenate(found), np.arange(first, first + plan.global_batch))
     lengths = {len(part) for part in found}

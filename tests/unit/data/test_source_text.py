@@ -12,11 +12,13 @@ import tensorflow as tf
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.sources import text
-from tfdist.data.sources.registry import load_split
+from tfdist.data.sources.load_split import load_split
 
 
 def load(folder, split="train", length=8, options=""):
-    return load_split(DataConfig(source="text", data_dir=str(folder), sequence_length=length, source_args=options), split)
+    return load_split(
+        DataConfig(source="text", data_dir=str(folder), sequence_length=length, source_args=options), split
+    )
 
 
 def windows(split) -> tuple[np.ndarray, np.ndarray]:
@@ -52,8 +54,8 @@ def test_windows_tile_the_corpus(folder, split, length):
     x, y = windows(found)
     assert x.shape == y.shape == (found.size, length) and x.dtype == np.int32
     assert len(corpus) - 1 - length < found.size * length <= len(corpus) - 1  # not one window more would fit
-    np.testing.assert_array_equal(x.ravel(), corpus[:x.size])
-    np.testing.assert_array_equal(y.ravel(), corpus[1:x.size + 1])
+    np.testing.assert_array_equal(x.ravel(), corpus[: x.size])
+    np.testing.assert_array_equal(y.ravel(), corpus[1 : x.size + 1])
     assert found.info["bytes"] == len(corpus) and found.info["skipped_files"] == 1
 
 
@@ -68,7 +70,9 @@ def test_held_out_files_stay_where_they_are(folder):
 
 def test_entropy(folder):
     for split in ("train", "eval"):
-        p = np.bincount(np.frombuffer(expected_corpus(folder, split == "eval"), np.uint8)) / len(expected_corpus(folder, split == "eval"))
+        p = np.bincount(np.frombuffer(expected_corpus(folder, split == "eval"), np.uint8)) / len(
+            expected_corpus(folder, split == "eval")
+        )
         expected = -sum(q * np.log(q) for q in p if q)
         for asked in ("train", "eval"):  # either split tells both
             assert load(folder, asked).info[f"{split}_unigram_entropy_nats"] == pytest.approx(expected)
@@ -88,7 +92,7 @@ def test_eval_pattern_and_max_bytes(folder):
     assert held_out.info["files"] == 1 and set(windows(held_out)[0].ravel()) == {ord("v")}
     cut = load(folder, "train", options="max_bytes=1000")
     assert cut.info["bytes"] == 1000 and load(folder, "eval", options="max_bytes=1000").info["bytes"] == 50
-    np.testing.assert_array_equal(windows(cut)[0], windows(load(folder))[0][:cut.size])
+    np.testing.assert_array_equal(windows(cut)[0], windows(load(folder))[0][: cut.size])
 
 
 def test_default_corpus_is_the_standard_library():
@@ -102,14 +106,17 @@ def test_default_corpus_is_the_standard_library():
     assert (Path(sysconfig.get_path("stdlib")) / names[0]).exists()
 
 
-@pytest.mark.parametrize(("make", "options", "error", "message"), [
-    (lambda p: p / "nowhere", "", DataError, "nowhere does not exist"),
-    (lambda p: p, "", DataError, "holds no readable text"),
-    (lambda p: (p / "a.txt").write_text("short"), "", DataError, "too few for --sequence_length=8"),
-    (lambda p: (p / "a.txt").write_text("x" * 99), "eval_pattern=b*", DataError, "0 bytes of text for eval"),
-    (lambda p: p, "pattern=3", ConfigError, "must be a file name pattern"),
-    (lambda p: p, "patern=*", ConfigError, "has no option 'patern'; it has pattern, eval_pattern, max_bytes"),
-])
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (lambda p: p / "nowhere", "", DataError, "nowhere does not exist"),
+        (lambda p: p, "", DataError, "holds no readable text"),
+        (lambda p: (p / "a.txt").write_text("short"), "", DataError, "too few for --sequence_length=8"),
+        (lambda p: (p / "a.txt").write_text("x" * 99), "eval_pattern=b*", DataError, "0 bytes of text for eval"),
+        (lambda p: p, "pattern=3", ConfigError, "must be a file name pattern"),
+        (lambda p: p, "patern=*", ConfigError, "has no option 'patern'; it has pattern, eval_pattern, max_bytes"),
+    ],
+)
 def test_bad_folders_and_options(tmp_path, make, options, error, message):
     made = make(tmp_path)
     with pytest.raises(error) as raised:

@@ -1,4 +1,6 @@
-"""The tfds source, on data sets prepared here, in every format: the same samples by every road, and what can be wrong."""
+"""The tfds source, on data sets prepared here, in every format: the same samples by every road, and what can be
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError, UnsupportedError
-from tfdist.data import augment, pipeline
-from tfdist.data.sources.registry import load_split
+from tfdist.data import augment, input_pipeline
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.load_split import load_split
 
 tfds = pytest.importorskip("tensorflow_datasets")
 
@@ -26,11 +28,18 @@ class TinyImages(tfds.core.GeneratorBasedBuilder):
 
     def _info(self):
         return self.dataset_info_from_configs(
-            features=tfds.features.FeaturesDict({
-                "image": tfds.features.Image(shape=(6, 6, 3), encoding_format="png"),
-                "label": tfds.features.ClassLabel(num_classes=4), "id": np.int64, "point": tfds.features.Tensor(shape=(2,), dtype=np.float32),
-                "name": tfds.features.Text()}),
-            supervised_keys=("image", "label"), disable_shuffling=True)
+            features=tfds.features.FeaturesDict(
+                {
+                    "image": tfds.features.Image(shape=(6, 6, 3), encoding_format="png"),
+                    "label": tfds.features.ClassLabel(num_classes=4),
+                    "id": np.int64,
+                    "point": tfds.features.Tensor(shape=(2,), dtype=np.float32),
+                    "name": tfds.features.Text(),
+                }
+            ),
+            supervised_keys=("image", "label"),
+            disable_shuffling=True,
+        )
 
     def _split_generators(self, dl_manager):
         return {"train": self._generate_examples(0, 30), "test": self._generate_examples(30, 40)}
@@ -47,8 +56,11 @@ class TinyPhotos(tfds.core.GeneratorBasedBuilder):
 
     def _info(self):
         return self.dataset_info_from_configs(
-            features=tfds.features.FeaturesDict({"image": tfds.features.Image(), "label": tfds.features.ClassLabel(num_classes=8)}),
-            supervised_keys=("image", "label"))
+            features=tfds.features.FeaturesDict(
+                {"image": tfds.features.Image(), "label": tfds.features.ClassLabel(num_classes=8)}
+            ),
+            supervised_keys=("image", "label"),
+        )
 
     def _split_generators(self, dl_manager):
         return {"train": self._generate_examples()}
@@ -84,7 +96,7 @@ def load(data_dir, split="train", source_args="name=tiny_images"):
 
 def rows(split) -> tuple[np.ndarray, np.ndarray]:
     """All samples, in order."""
-    dataset = pipeline.eval_dataset(split, batch=7, replica=0, replicas=1)[0]
+    dataset = input_pipeline.eval_dataset(split, batch=7, replica=0, replicas=1)[0]
     x, y, w = (np.concatenate(parts) for parts in zip(*dataset.as_numpy_iterator(), strict=True))
     return x[w == 1], y[w == 1]
 
@@ -95,7 +107,10 @@ def test_samples_are_the_same_by_every_road(prepared, memory):
     for split, start, stop in [("train", 0, 30), ("eval", 30, 40)]:
         found = load(data_dir, split, "name=tiny_images" + memory)
         assert found.size == (None if kind == "parquet" and memory else stop - start)
-        assert found.num_classes == 4 and [(s.shape.as_list(), s.dtype) for s in found.element_spec] == [([6, 6, 3], tf.float32), ([], tf.int32)]
+        assert found.num_classes == 4 and [(s.shape.as_list(), s.dtype) for s in found.element_spec] == [
+            ([6, 6, 3], tf.float32),
+            ([], tf.int32),
+        ]
         x, y = rows(found)
         np.testing.assert_array_equal(x, IMAGES[start:stop] / np.float32(255))
         np.testing.assert_array_equal(y, np.arange(start, stop) % 4)
@@ -104,8 +119,16 @@ def test_samples_are_the_same_by_every_road(prepared, memory):
 def test_random_order_through_the_pipeline(prepared):
     kind, data_dir = prepared
     split = load(data_dir, source_args="name=tiny_images,memory_mb=0,x=id")
-    batches = [list(pipeline.train_dataset(split, plan=BatchPlan(10, 1, 3), replica=r, seed=0, shuffle=True, consumed=0)
-                    .take(3).as_numpy_iterator()) for r in range(3)]
+    batches = [
+        list(
+            input_pipeline.train_dataset(
+                split, input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(10, 1, 3), replica=r, consumed=0
+            )
+            .take(3)
+            .as_numpy_iterator()
+        )
+        for r in range(3)
+    ]
     ids = [x for parts in batches for x, y, _ in parts]
     assert sorted(np.concatenate(ids).tolist()) == list(range(30))
     assert all((x % 4 == y).all() for parts in batches for x, y, _ in parts)
@@ -130,8 +153,13 @@ def test_images_of_varying_size(prepared):
     if kind == "parquet":
         assert split.size is None
         return
-    dataset = pipeline.train_dataset(split, plan=BatchPlan(6, 1, 1), replica=0, seed=0, shuffle=True, consumed=0,
-                                     augment=augment.load_augmentation("random_resized_crop"))
+    dataset = input_pipeline.train_dataset(
+        split,
+        input_pipeline.Reading(seed=0, shuffle=True, augment=augment.load_augmentation("random_resized_crop")),
+        plan=BatchPlan(6, 1, 1),
+        replica=0,
+        consumed=0,
+    )
     for x, y, _ in dataset.take(2).as_numpy_iterator():
         assert x.shape == (6, 16, 16, 3)
         np.testing.assert_allclose(x.mean((1, 2, 3)), y * 20 / 255, atol=0.01)
@@ -142,19 +170,22 @@ def test_a_prepared_folder_without_its_builder(folder):
     np.testing.assert_array_equal(x, IMAGES[:30] / np.float32(255))
 
 
-@pytest.mark.parametrize(("source_args", "error", "message"), [
-    ("", DataError, "has no dataset_info.json"),
-    ("name=no_such_thing", DataError, "found no data set 'no_such_thing'"),
-    ("name=mnist", DataError, "run `tfds build mnist --data_dir="),
-    ("name=tiny_images,eval=train[20:]", DataError, "share samples"),
-    ("name=tiny_images,train=validation", DataError, "has no split 'validation' for train; it has test, train"),
-    ("name=tiny_photos,image_size=8", DataError, "has no split 'validation or test' for eval"),
-    ("name=tiny_images,x=picture", DataError, "has no feature 'picture' for x"),
-    ("name=tiny_images,x=id,image_size=8", DataError, "image_size=8 is for images"),
-    ("name=tiny_photos,eval=train[:1],train=train[1:]", DataError, "set image_size=N"),
-    ("name=tiny_images,x=name", DataError, "has no numbers of one shape in 'name'"),
-    ("nam=mnist", ConfigError, "has no option 'nam'"),
-])
+@pytest.mark.parametrize(
+    ("source_args", "error", "message"),
+    [
+        ("", DataError, "has no dataset_info.json"),
+        ("name=no_such_thing", DataError, "found no data set 'no_such_thing'"),
+        ("name=mnist", DataError, "run `tfds build mnist --data_dir="),
+        ("name=tiny_images,eval=train[20:]", DataError, "share samples"),
+        ("name=tiny_images,train=validation", DataError, "has no split 'validation' for train; it has test, train"),
+        ("name=tiny_photos,image_size=8", DataError, "has no split 'validation or test' for eval"),
+        ("name=tiny_images,x=picture", DataError, "has no feature 'picture' for x"),
+        ("name=tiny_images,x=id,image_size=8", DataError, "image_size=8 is for images"),
+        ("name=tiny_photos,eval=train[:1],train=train[1:]", DataError, "set image_size=N"),
+        ("name=tiny_images,x=name", DataError, "has no numbers of one shape in 'name'"),
+        ("nam=mnist", ConfigError, "has no option 'nam'"),
+    ],
+)
 def test_bad_options(folder, source_args, error, message):
     with pytest.raises(error) as raised:
         load(folder, source_args=source_args)

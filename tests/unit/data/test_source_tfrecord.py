@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data import augment, pipeline
+from tfdist.data import augment, input_pipeline
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources import records
-from tfdist.data.sources.registry import load_split
+from tfdist.data.sources.load_split import load_split
 
 IMAGES = np.random.default_rng(0).integers(0, 256, [30, 4, 3, 1], np.uint8)
 IMAGES[0, -1, -1] = 0  # a record that ends in zero bytes
@@ -64,18 +64,46 @@ def test_records_are_read_at_random(folder):
 
 def test_through_the_pipeline_every_record_comes_once(folder):
     split = load(folder)
-    batches = [list(pipeline.train_dataset(split, plan=BatchPlan(10, 1, 3), replica=r, seed=0, shuffle=True, consumed=10**6 * 30)
-                    .take(3).as_numpy_iterator()) for r in range(3)]
+    batches = [
+        list(
+            input_pipeline.train_dataset(
+                split,
+                input_pipeline.Reading(seed=0, shuffle=True),
+                plan=BatchPlan(10, 1, 3),
+                replica=r,
+                consumed=10**6 * 30,
+            )
+            .take(3)
+            .as_numpy_iterator()
+        )
+        for r in range(3)
+    ]
     images = np.concatenate([batches[r][s][0] for s in range(3) for r in range(3)])
     assert {i.tobytes() for i in images} == {i.tobytes() for i in IMAGES.astype(np.float32) / np.float32(255)}
 
 
 def test_kinds_of_features(tmp_path):
-    ids, tokens, values = np.arange(6).reshape(2, 3), np.arange(8, dtype=np.int64).reshape(2, 4), np.float16([[1.5, -2], [0, 9]])
-    rows = [{"ids": ids[i], "raw": values[i].tobytes(), "tokens": tokens[i], "f": np.float32(i + 0.5), "raw64": tokens[i].tobytes()} for i in range(2)]
+    ids, tokens, values = (
+        np.arange(6).reshape(2, 3),
+        np.arange(8, dtype=np.int64).reshape(2, 4),
+        np.float16([[1.5, -2], [0, 9]]),
+    )
+    rows = [
+        {
+            "ids": ids[i],
+            "raw": values[i].tobytes(),
+            "tokens": tokens[i],
+            "f": np.float32(i + 0.5),
+            "raw64": tokens[i].tobytes(),
+        }
+        for i in range(2)
+    ]
     write(tmp_path / "train", rows)
-    for x, y, expected in [("ids:int64[3]", "f:float32", (ids, [0.5, 1.5])), ("raw:float16[2]", "tokens:int32[2,2]", (values, tokens.reshape(2, 2, 2))),
-                           ("raw64:raw_int64[4]", "f:float32", (tokens, [0.5, 1.5]))]:
+    for x, y, expected in [
+        ("ids:int64[3]", "f:float32", (ids, [0.5, 1.5])),
+        ("raw:float16[2]", "tokens:int32[2,2]", (values, tokens.reshape(2, 2, 2))),
+        ("raw64:raw_int64[4]", "f:float32", (tokens, [0.5, 1.5])),
+    ]:
         split = load(tmp_path, source_args=f"x={x},y={y},classes=10")
         found = split.fetch(tf.constant([0, 1], tf.int64))
         for value, target, spec in zip(found, expected, split.element_spec, strict=True):
@@ -85,7 +113,10 @@ def test_kinds_of_features(tmp_path):
 
 def test_encoded_images(tmp_path):
     ramp = np.broadcast_to(np.linspace(0, 255, 40).astype(np.uint8)[None, :, None], [20, 40, 3])
-    rows = [{"image": tf.io.encode_jpeg(ramp).numpy(), "label": 0}, {"image": tf.io.encode_png(ramp[:, ::-1]).numpy(), "label": 1}]
+    rows = [
+        {"image": tf.io.encode_jpeg(ramp).numpy(), "label": 0},
+        {"image": tf.io.encode_png(ramp[:, ::-1]).numpy(), "label": 1},
+    ]
     write(tmp_path / "train", rows)
     split = load(tmp_path, source_args="x=image:image[16,16,3],y=label:int32,classes=2")
     x, _ = split.fetch(tf.constant([0, 1], tf.int64))
@@ -93,8 +124,13 @@ def test_encoded_images(tmp_path):
     # The central 18 of 40 columns: about 0.29 to 0.71, and the other way round in the PNG.
     np.testing.assert_allclose(x.numpy()[0, 8, [0, -1], 0], [0.29, 0.71], atol=0.03)
     np.testing.assert_allclose(x.numpy()[1, 8, [0, -1], 0], [0.71, 0.29], atol=0.03)
-    cropped = pipeline.train_dataset(split, plan=BatchPlan(2, 1, 1), replica=0, seed=0, shuffle=False, consumed=0,
-                                     augment=augment.load_augmentation("random_resized_crop"))
+    cropped = input_pipeline.train_dataset(
+        split,
+        input_pipeline.Reading(seed=0, shuffle=False, augment=augment.load_augmentation("random_resized_crop")),
+        plan=BatchPlan(2, 1, 1),
+        replica=0,
+        consumed=0,
+    )
     seen = np.concatenate([x for x, _, _ in cropped.take(30).as_numpy_iterator()])
     assert seen.shape == (60, 16, 16, 3) and len({i.tobytes() for i in seen}) > 50
     direction = np.sign(seen[:, 8, -1, 0] - seen[:, 8, 0, 0])
@@ -129,14 +165,17 @@ def damaged(path, change) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda d: d[:-1], "cut short"),
-    (lambda d: d[:5], "cut short"),
-    (lambda d: d + b"\0" * 8, "cut short"),
-    (lambda d: b"x" + d, "is no TFRecord file"),
-    (lambda d: bytes([d[0] ^ 1]) + d[1:], "damaged at byte 0"),
-    (lambda d: b"just some text, more than 16 bytes of it", "is no TFRecord file"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d[:-1], "cut short"),
+        (lambda d: d[:5], "cut short"),
+        (lambda d: d + b"\0" * 8, "cut short"),
+        (lambda d: b"x" + d, "is no TFRecord file"),
+        (lambda d: bytes([d[0] ^ 1]) + d[1:], "damaged at byte 0"),
+        (lambda d: b"just some text, more than 16 bytes of it", "is no TFRecord file"),
+    ],
+)
 def test_damaged_framing(folder, change, message):
     damaged(folder / "train-0.tfrecord", change)
     with pytest.raises(DataError) as error:
@@ -152,7 +191,7 @@ def test_damaged_data_is_found_when_read(folder):
     with pytest.raises(DataError, match="byte 0 has a wrong checksum"):
         split.fetch(tf.constant([0], tf.int64))
     with pytest.raises(tf.errors.InvalidArgumentError, match="DataError: .*byte 0 has a wrong checksum"):
-        list(pipeline.eval_dataset(split, batch=5, replica=0, replicas=1)[0])
+        list(input_pipeline.eval_dataset(split, batch=5, replica=0, replicas=1)[0])
 
 
 def test_slow_index_is_kept_beside_the_files_until_they_change(folder, monkeypatch):
@@ -176,10 +215,23 @@ def test_stream_takes_every_record_once(folder, replicas):
     assert split.size is None and split.stream_shards == 2  # the empty file does not count
     plan = BatchPlan(6, 1, replicas)
     steps = 12 if replicas == 2 else 5  # two files of 12 and 18: two replicas read one each, others read all
-    parts = [[x for x, _, _ in pipeline.train_dataset(split, plan=plan, replica=r, seed=0, shuffle=False, consumed=0)
-              .take(steps).as_numpy_iterator()] for r in range(replicas)]
+    parts = [
+        [
+            x
+            for x, _, _ in (
+                input_pipeline.train_dataset(
+                    split, input_pipeline.Reading(seed=0, shuffle=False), plan=plan, replica=r, consumed=0
+                )
+                .take(steps)
+                .as_numpy_iterator()
+            )
+        ]
+        for r in range(replicas)
+    ]
     if replicas == 2:
-        assert unique(parts[0]) == unique([IMAGES[:12] / np.float32(255)]) and unique(parts[1]) == unique([IMAGES[12:] / np.float32(255)])
+        assert unique(parts[0]) == unique([IMAGES[:12] / np.float32(255)]) and unique(parts[1]) == unique(
+            [IMAGES[12:] / np.float32(255)]
+        )
     else:
         assert sum(len(x) for part in parts for x in part) == 30
         assert unique([x for part in parts for x in part]) == unique([IMAGES / np.float32(255)])
@@ -199,20 +251,27 @@ def test_compressed_stream(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize(("source_args", "error", "message"), [
-    ("y=label:int32", ConfigError, "x='' must be FEATURE:KIND"),
-    ("x=image:unit8,y=label:int32", ConfigError, "with KIND one of"),
-    ("x=image:image,y=label:int32,classes=2", ConfigError, "an image needs its size"),
-    ("x=image:uint8[4,3,1],y=label:int32", ConfigError, "add classes=N"),
-    (SPEC + ",compression=GZIP", ConfigError, "together with stream=True"),
-    (SPEC + ",files=x", ConfigError, "has no option 'files'"),
-    (SPEC + ",train=nothing*", DataError, "has no file nothing*"),
-    (SPEC + ",train=t*", DataError, "belongs to both splits"),
-    (SPEC + ",train=train-1*", DataError, "hold no record"),
-    ("x=image:uint8[5,5,1],y=label:int32,classes=10", DataError, "(id:int64_list, image:bytes_list, label:int64_list) does not fit"),
-    ("x=picture:uint8[4,3,1],y=label:int32,classes=10", DataError, "does not fit"),
-    ("x=image:float32[12],y=label:int32,classes=10", DataError, "does not fit"),
-])
+@pytest.mark.parametrize(
+    ("source_args", "error", "message"),
+    [
+        ("y=label:int32", ConfigError, "x='' must be FEATURE:KIND"),
+        ("x=image:unit8,y=label:int32", ConfigError, "with KIND one of"),
+        ("x=image:image,y=label:int32,classes=2", ConfigError, "an image needs its size"),
+        ("x=image:uint8[4,3,1],y=label:int32", ConfigError, "add classes=N"),
+        (SPEC + ",compression=GZIP", ConfigError, "together with stream=True"),
+        (SPEC + ",files=x", ConfigError, "has no option 'files'"),
+        (SPEC + ",train=nothing*", DataError, "has no file nothing*"),
+        (SPEC + ",train=t*", DataError, "belongs to both splits"),
+        (SPEC + ",train=train-1*", DataError, "hold no record"),
+        (
+            "x=image:uint8[5,5,1],y=label:int32,classes=10",
+            DataError,
+            "(id:int64_list, image:bytes_list, label:int64_list) does not fit",
+        ),
+        ("x=picture:uint8[4,3,1],y=label:int32,classes=10", DataError, "does not fit"),
+        ("x=image:float32[12],y=label:int32,classes=10", DataError, "does not fit"),
+    ],
+)
 def test_bad_options(folder, source_args, error, message):
     with pytest.raises(error) as raised:
         load(folder, source_args=source_args)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data import pipeline
-from tfdist.data.sources.registry import load_split
+from tfdist.data import input_pipeline
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.load_split import load_split
 
-MODULE = '''
+MODULE = """
 import keras, numpy as np, tensorflow as tf
-from tfdist.data.sources.base import Split, array_split
+from tfdist.data.sources.split import Split, array_split
 
 x, y = np.arange(40, dtype=np.float32).reshape(20, 2), np.arange(20) % 4
 x_eval, y_eval = -x[:6], np.array([0, 1, 2, 6, 0, 1])
@@ -91,7 +91,7 @@ def strings_in_objects(split): return np.array([object()] * 3), y[:3]
 def no_rows(split): return Rows(0)
 def not_pairs(split): return [1, 2, 3]
 def needs(split, folder): return x, y
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,9 @@ def test_random_access_object():
     split = load("rows")
     assert (split.size, split.num_classes) == (20, 4)
     assert values(split, 19, 0, 0) == ({"v": [[38, 39], [0, 1], [0, 1]], "i": [19, 0, 0]}, [3, 0, 0])
-    dataset = pipeline.train_dataset(split, plan=BatchPlan(10, 1, 2), replica=1, seed=0, shuffle=True, consumed=0)
+    dataset = input_pipeline.train_dataset(
+        split, input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(10, 1, 2), replica=1, consumed=0
+    )
     assert dataset.element_spec[0]["v"].shape == (5, 2) and dataset.element_spec[2].shape == (5,)
     assert len(next(iter(dataset))[0]["i"]) == 5
     weighted = load("weighted_rows")
@@ -146,7 +148,11 @@ def test_random_access_object():
 def test_dataset_is_a_stream():
     split = load("dataset")
     assert split.size is None and len(list(split.stream(0, 1))) == 20 and len(list(split.stream(1, 3))) == 7
-    batches = list(pipeline.train_dataset(split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0).take(2))
+    batches = list(
+        input_pipeline.train_dataset(
+            split, input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(10, 1, 1), replica=0, consumed=0
+        ).take(2)
+    )
     assert sorted(np.concatenate([x[:, 0] for x, _, _ in batches]).tolist()) == list(range(0, 40, 2))
 
 
@@ -154,37 +160,43 @@ def test_split():
     assert load("split_itself").num_classes == 9
 
 
-@pytest.mark.parametrize(("function", "message"), [
-    ("only_one", "does not declare `split` and returned one set of data"),
-    ("batches", "is a Keras PyDataset, which yields batches"),
-    ("batched", "not batches"),
-    ("triple_dataset", "must be (x, y) or (x, y, w)"),
-    ("shuffled_dataset", "first samples are others at a second look"),
-    ("nothing_at_0", "item 0 of user_data_module:nothing_at_0/train has y = None"),
-    ("mixed_text", "have text for y, others numbers"),
-    ("empty_dataset", "is an empty tf.data.Dataset"),
-    ("none", "is a NoneType: return"),
-    ("one_array", "is a ndarray: return"),
-    ("unequal", "different lengths [(20,), (3,)]"),
-    ("strings_in_objects", "cannot be a tensor"),
-    ("no_rows", "is an empty Rows"),
-    ("not_pairs", "item 0 of user_data_module:not_pairs/train is a int"),
-])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("only_one", "does not declare `split` and returned one set of data"),
+        ("batches", "is a Keras PyDataset, which yields batches"),
+        ("batched", "not batches"),
+        ("triple_dataset", "must be (x, y) or (x, y, w)"),
+        ("shuffled_dataset", "first samples are others at a second look"),
+        ("nothing_at_0", "item 0 of user_data_module:nothing_at_0/train has y = None"),
+        ("mixed_text", "have text for y, others numbers"),
+        ("empty_dataset", "is an empty tf.data.Dataset"),
+        ("none", "is a NoneType: return"),
+        ("one_array", "is a ndarray: return"),
+        ("unequal", "different lengths [(20,), (3,)]"),
+        ("strings_in_objects", "cannot be a tensor"),
+        ("no_rows", "is an empty Rows"),
+        ("not_pairs", "item 0 of user_data_module:not_pairs/train is a int"),
+    ],
+)
 def test_bad_data(function, message):
     with pytest.raises(DataError) as error:
         load(function)
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("source", "source_args", "message"), [
-    ("user_data_module:nothing", "", "has no function 'nothing'"),
-    ("user_data_module:x", "", "has no function 'x'"),
-    ("user_data_modul:load_data", "", "no module 'user_data_modul' on the Python path"),
-    ("user_data_module.sub:f", "", "no module 'user_data_module.sub'"),
-    ("user_data_module:by_split", "scale=2", "does not take 'scale'; it takes none"),
-    ("user_data_module:as_dict", "scal=2", "does not take 'scal'; it takes scale"),
-    ("user_data_module:needs", "", "needs a value for 'folder'"),
-])
+@pytest.mark.parametrize(
+    ("source", "source_args", "message"),
+    [
+        ("user_data_module:nothing", "", "has no function 'nothing'"),
+        ("user_data_module:x", "", "has no function 'x'"),
+        ("user_data_modul:load_data", "", "no module 'user_data_modul' on the Python path"),
+        ("user_data_module.sub:f", "", "no module 'user_data_module.sub'"),
+        ("user_data_module:by_split", "scale=2", "does not take 'scale'; it takes none"),
+        ("user_data_module:as_dict", "scal=2", "does not take 'scal'; it takes scale"),
+        ("user_data_module:needs", "", "needs a value for 'folder'"),
+    ],
+)
 def test_bad_functions(source, source_args, message):
     with pytest.raises(ConfigError) as error:
         load_split(DataConfig(source=source, source_args=source_args), "train")
@@ -198,26 +210,32 @@ def test_a_missing_import_inside_the_users_module_is_not_hidden():
 
 def test_the_type_holds_all_of_the_items():
     split = load("fractions")
-    assert split.element_spec[1].dtype == tf.float64 and values(split, 0, 1, 2, 301) == ([0, 1, 2, 301], [0, 0.5, 1.7, 0.5])
+    assert split.element_spec[1].dtype == tf.float64 and values(split, 0, 1, 2, 301) == (
+        [0, 1, 2, 301],
+        [0, 0.5, 1.7, 0.5],
+    )
     split = load("mixed")
     assert values(split, 0, 1) == ({"a": [b"word", b"word"], "b": [True, False]}, [3, 1])
     assert values(load("fewer_digits"), 301) == ([1], [np.float32(0.1)])
 
 
-@pytest.mark.parametrize(("function", "words"), [
-    ("float_late", "has y = 1.5 (float64), which int64, the type of the first items, cannot hold"),
-    ("float_whole", "has y = 2. (float64), which int64"),
-    ("too_large", "has y = 1099511627776 (int64), which int32"),
-    ("negative", "has x = -1 (int64), which uint8"),
-    ("infinite", "has y = 1.e+300 (float64), which float32"),
-    ("nothing_there", "has y = None, which is neither numbers nor text"),
-    ("text_late", "has y = 'a' (<U1), which int64"),
-    ("weight_missing", "is (int, int), item 0 is (int, int, float): give all items the same parts, weights too"),
-    ("other_keys", "is ({'a': int}, int), item 0 is ({'a': int, 'b': int}, int)"),
-    ("wrong_shape", "has x of shape (1,), item 0 has (3,)"),
-    ("no_sample", "is a int: __getitem__ must return (x, y) or (x, y, w)"),
-    ("failing", "in fails: KeyError: 'label'"),
-])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("float_late", "has y = 1.5 (float64), which int64, the type of the first items, cannot hold"),
+        ("float_whole", "has y = 2. (float64), which int64"),
+        ("too_large", "has y = 1099511627776 (int64), which int32"),
+        ("negative", "has x = -1 (int64), which uint8"),
+        ("infinite", "has y = 1.e+300 (float64), which float32"),
+        ("nothing_there", "has y = None, which is neither numbers nor text"),
+        ("text_late", "has y = 'a' (<U1), which int64"),
+        ("weight_missing", "is (int, int), item 0 is (int, int, float): give all items the same parts, weights too"),
+        ("other_keys", "is ({'a': int}, int), item 0 is ({'a': int, 'b': int}, int)"),
+        ("wrong_shape", "has x of shape (1,), item 0 has (3,)"),
+        ("no_sample", "is a int: __getitem__ must return (x, y) or (x, y, w)"),
+        ("failing", "in fails: KeyError: 'label'"),
+    ],
+)
 def test_an_item_that_does_not_fit_is_named_and_never_truncated(function, words):
     with pytest.raises(DataError) as error:
         load(function).fetch(tf.constant([5, 301], tf.int64))
@@ -228,7 +246,9 @@ def test_an_item_that_does_not_fit_is_named_and_never_truncated(function, words)
 
 
 def test_a_function_that_returns_both_splits_is_called_once():
-    train, held_out = (values(load("unseeded", split), *range(size))[0] for split, size in (("train", 30), ("eval", 10)))
+    train, held_out = (
+        values(load("unseeded", split), *range(size))[0] for split, size in (("train", 30), ("eval", 10))
+    )
     assert sorted(train + held_out) == list(range(40)) and sys.modules["user_data_module"].Shuffled.calls == 1
 
 
@@ -237,8 +257,10 @@ def test_a_stream_may_draw_noise():
 
 
 def test_an_item_of_another_shape_is_not_broadcast():
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"DataError: .*item 3 .* has x of shape \(1,\), item 0 has \(5,\)"):
-        list(pipeline.eval_dataset(load("ragged"), batch=5, replica=0, replicas=1)[0])
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"DataError: .*item 3 .* has x of shape \(1,\), item 0 has \(5,\)"
+    ):
+        list(input_pipeline.eval_dataset(load("ragged"), batch=5, replica=0, replicas=1)[0])
 
 
 @pytest.mark.slow
@@ -247,12 +269,13 @@ def test_python_readers_work_under_op_determinism(tmp_path):
     program = """
 import tensorflow as tf
 tf.config.experimental.enable_op_determinism()
-from tfdist.batch_plan import BatchPlan
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.config import DataConfig
-from tfdist.data import pipeline
-from tfdist.data.sources.registry import load_split
+from tfdist.data.input_pipeline import Reading, train_dataset
+from tfdist.data.sources.load_split import load_split
 split = load_split(DataConfig(source="user_data_module:rows"), "train")
-dataset = pipeline.train_dataset(split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0, threads=3)
+reading = Reading(seed=0, shuffle=True, threads=3)
+dataset = train_dataset(split, reading, plan=BatchPlan(10, 1, 1), replica=0, consumed=0)
 print(sum(int(tf.reduce_sum(x["i"])) for x, _, _ in dataset.take(2)))
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data import pipeline
-from tfdist.data.sources.base import Split, array_split
-from tfdist.data.sources.registry import SOURCES, load_split
+from tfdist.data import input_pipeline
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.sources.load_split import SOURCES, load_split
+from tfdist.data.sources.split import Split, array_split
 
 
 def fetch(split: Split, *indices: int) -> list[np.ndarray]:
@@ -52,22 +52,27 @@ def test_synthetic_tokens():
 
 def test_fixed_synthetic_repeats_one_batch():
     split = load_split(DataConfig(source="synthetic", source_args="shape=(3,),classes=2,fixed=True"), "train")
-    dataset = pipeline.train_dataset(split, plan=BatchPlan(4, 1, 1), replica=0, seed=0, shuffle=True, consumed=0)
+    dataset = input_pipeline.train_dataset(
+        split, input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(4, 1, 1), replica=0, consumed=0
+    )
     a, b = (x for x, _, _ in dataset.take(2).as_numpy_iterator())
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("source", "source_args", "message"), [
-    ("digit", "", "--source=digit is unknown: use digits, synthetic"),
-    ("digits", "size=3", "has no option 'size'; it has none"),
-    ("synthetic", "shapes=(3,)", "has no option 'shapes'; it has task, shape"),
-    ("synthetic", "shape=3", "shape=3 must be a tuple"),
-    ("synthetic", "shape=(0,)", "must be a tuple of positive integers"),
-    ("synthetic", "task=audio", "must be image or text"),
-    ("synthetic", "classes=many", "classes='many' must be of type int"),
-    ("synthetic", "samples=-1", "samples=-1 must not be negative"),
-    ("synthetic", "classes=0", "classes=0 must be from 1"),
-])
+@pytest.mark.parametrize(
+    ("source", "source_args", "message"),
+    [
+        ("digit", "", "--source=digit is unknown: use digits, synthetic"),
+        ("digits", "size=3", "has no option 'size'; it has none"),
+        ("synthetic", "shapes=(3,)", "has no option 'shapes'; it has task, shape"),
+        ("synthetic", "shape=3", "shape=3 must be a tuple"),
+        ("synthetic", "shape=(0,)", "must be a tuple of positive integers"),
+        ("synthetic", "task=audio", "must be image or text"),
+        ("synthetic", "classes=many", "classes='many' must be of type int"),
+        ("synthetic", "samples=-1", "samples=-1 must not be negative"),
+        ("synthetic", "classes=0", "classes=0 must be from 1"),
+    ],
+)
 def test_bad_options(source, source_args, message):
     with pytest.raises(ConfigError) as error:
         load_split(DataConfig(source=source, source_args=source_args), "train")

@@ -9,7 +9,7 @@ import pytest
 
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.keras_fit import backup_file
-from tfdist.keras_fit.backup import FILE, EpochBackup, _plain_state
+from tfdist.keras_fit.epoch_backup import FILE, EpochBackup, _plain_state
 from tfdist.runtime.one_device import OneDevice
 
 
@@ -31,8 +31,16 @@ def stored(value):
     return content
 
 
-@pytest.mark.parametrize("content", [lambda folder: pickle.dumps(Evil(str(folder / "executed"))), lambda folder: b"", stored({"epoch": 1}),
-                                     stored([1]), lambda folder: b"tfdist backup 1\n" + b"\xff" * 40])
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda folder: pickle.dumps(Evil(str(folder / "executed"))),
+        lambda folder: b"",
+        stored({"epoch": 1}),
+        stored([1]),
+        lambda folder: b"tfdist backup 1\n" + b"\xff" * 40,
+    ],
+)
 def test_a_file_of_a_stranger_is_refused_and_executes_nothing(content, tmp_path):
     (tmp_path / FILE).write_bytes(content(tmp_path))
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.control.exit_codes import CheckpointError, ConfigError
-from tfdist.keras_fit import api, backup, backup_file, own_rows
+from tfdist.keras_fit import api, backup_file, epoch_backup, own_rows
 from tfdist.keras_fit.batches import digest
 from tfdist.keras_fit.refusals import refuse_what_cannot_be_spread
 from tfdist.keras_fit.rows import Part
@@ -31,7 +31,9 @@ def test_parts_are_contiguous_and_complete(n, size, dynamic):
     def rows(x):
         parts = [Part(Rank(rank, size), {"a": x, "scalar": tf.constant(3.0)}) for rank in range(size)]
         taken = [part.take({"a": x, "scalar": tf.constant(3.0), "none": None})["a"] for part in parts]
-        return [tf.shape(own)[0] for own in taken], tf.concat([part.trim(own) for part, own in zip(parts, taken, strict=True)], 0)
+        return [tf.shape(own)[0] for own in taken], tf.concat(
+            [part.trim(own) for part, own in zip(parts, taken, strict=True)], 0
+        )
 
     x = tf.range(n)
     if dynamic:
@@ -48,10 +50,23 @@ def test_digests_tell_batches_apart():
     black = np.zeros([5, 40, 40])
     black[2, 20, 20] = 1
     assert digest((black,)) != digest((np.zeros([5, 40, 40]),)) and digest((x, tf.constant([0, 1, 7, 3]))) != base
-    for odd in (np.array([np.nan]), np.zeros([0, 3]), np.array([True, False]), np.float32(3), tf.constant([1.5], tf.bfloat16), np.array([b"a"], object)):
+    for odd in (
+        np.array([np.nan]),
+        np.zeros([0, 3]),
+        np.array([True, False]),
+        np.float32(3),
+        tf.constant([1.5], tf.bfloat16),
+        np.array([b"a"], object),
+    ):
         assert digest((odd,)) == digest((tf.constant(odd),)) != digest((np.ones(9),))
     assert digest({"a": x, "b": x + 1}) == digest({"b": x + 1, "a": x}) != digest({"a": x + 1, "b": x})
-    for other in ((x, tf.range(4)[::-1]), (x[::-1], tf.range(4)), (tf.cast(x, tf.float64), tf.range(4)), (x[:3], tf.range(3)), (tf.reshape(x, [4, 3, 1]), tf.range(4))):
+    for other in (
+        (x, tf.range(4)[::-1]),
+        (x[::-1], tf.range(4)),
+        (tf.cast(x, tf.float64), tf.range(4)),
+        (x[:3], tf.range(3)),
+        (tf.reshape(x, [4, 3, 1]), tf.range(4)),
+    ):
         assert digest(other) != base
     assert digest((tf.constant(["a", "b"]),)) != digest((tf.constant(["a", "c"]),))
     with pytest.raises(ConfigError, match="RaggedTensor"):
@@ -63,16 +78,22 @@ def test_backup_of_another_model_is_refused(tmp_path):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units)])
         model.compile("sgd", "mse")
         given = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
-        return model.fit(np.zeros([4, 2]), np.zeros([4, units]), epochs=epochs, verbose=0, callbacks=backup.replace([given], OneDevice())).history
+        return model.fit(
+            np.zeros([4, 2]),
+            np.zeros([4, units]),
+            epochs=epochs,
+            verbose=0,
+            callbacks=epoch_backup.replace([given], OneDevice()),
+        ).history
 
     assert len(fit(2, 2)["loss"]) == 2
     assert len(fit(2, 3)["loss"]) == 3  # two of them from the file
     with pytest.raises(CheckpointError, match="another model"):
         fit(3, 4)
-    whole = (tmp_path / backup.FILE).read_bytes()
-    assert (tmp_path / backup.FILE).stat().st_mode & 0o777 == 0o600
+    whole = (tmp_path / epoch_backup.FILE).read_bytes()
+    assert (tmp_path / epoch_backup.FILE).stat().st_mode & 0o777 == 0o600
     for damaged in (b"damaged", whole[:-1], whole[:200] + b"?" + whole[201:], whole + b"?", b""):
-        (tmp_path / backup.FILE).write_bytes(damaged)
+        (tmp_path / epoch_backup.FILE).write_bytes(damaged)
         if damaged:
             with pytest.raises(CheckpointError, match="cannot be read"):
                 fit(2, 4)
@@ -85,14 +106,24 @@ def test_a_backup_file_gives_back_what_was_written_and_executes_nothing(tmp_path
         def __reduce__(self):
             return executed.append, (1,)
 
-    value = {"list": [1, 2.5, None, True, float("inf")], "tuple": (np.float32(0.1), "text"), 3: np.arange(6).reshape(2, 3), "comparison": keras.ops.less,
-             "small": np.zeros([2, 0], "float16"), "bfloat16": tf.constant([1.5, 2.5], tf.bfloat16).numpy(), "scalar": np.array(7)}
+    value = {
+        "list": [1, 2.5, None, True, float("inf")],
+        "tuple": (np.float32(0.1), "text"),
+        3: np.arange(6).reshape(2, 3),
+        "comparison": keras.ops.less,
+        "small": np.zeros([2, 0], "float16"),
+        "bfloat16": tf.constant([1.5, 2.5], tf.bfloat16).numpy(),
+        "scalar": np.array(7),
+    }
     assert backup_file.is_storable(value)
     backup_file.write(tmp_path / "file", value)
     data = (tmp_path / "file").read_bytes()
     found = backup_file.parse(data)
     assert list(map(str, found.values())) == list(map(str, value.values())) and list(found) == list(value)
-    assert all(found[key].dtype == value[key].dtype and found[key].shape == value[key].shape for key in (3, "small", "bfloat16", "scalar"))
+    assert all(
+        found[key].dtype == value[key].dtype and found[key].shape == value[key].shape
+        for key in (3, "small", "bfloat16", "scalar")
+    )
     for other in (Bomb(), len, np.array(["a"]), {"a": [Bomb()]}):
         assert not backup_file.is_storable(other)
     for foreign in (pickle.dumps(Bomb()), b"", data[:40], data.replace(b"less", b"exec")):
@@ -124,7 +155,11 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
         model = model or keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
         model.compile("sgd", loss, metrics=list(metrics))
         if y is None:
-            y = tf.zeros([4, *model.output_shape[1:]]) if model.outputs is None or len(model.outputs) == 1 else [tf.zeros([4, 2])] * 2
+            y = (
+                tf.zeros([4, *model.output_shape[1:]])
+                if model.outputs is None or len(model.outputs) == 1
+                else [tf.zeros([4, 2])] * 2
+            )
         batch = (tf.zeros([4, *model.input_shape[1:]]), y)
         model._symbolic_build(data_batch=batch)
         return own_rows.suits(model, batch)
@@ -136,14 +171,33 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
     two = keras.Input((2,))
     losses, metrics = keras.losses, keras.metrics
     assert suits() and suits(metrics=["mae", "accuracy", metrics.AUC(), metrics.R2Score(), metrics.OneHotMeanIoU(2)])
-    for loss in ("binary_crossentropy", losses.CosineSimilarity(), losses.huber, losses.CategoricalFocalCrossentropy(), losses.MeanSquaredError(reduction="mean")):
+    for loss in (
+        "binary_crossentropy",
+        losses.CosineSimilarity(),
+        losses.huber,
+        losses.CategoricalFocalCrossentropy(),
+        losses.MeanSquaredError(reduction="mean"),
+    ):
         assert suits(loss=loss), loss
-    for loss in (losses.MeanSquaredError(reduction="sum"), losses.MeanSquaredError(reduction="mean_with_sample_weight"),
-                 losses.Dice(), "tversky", "hinge", losses.CosineSimilarity(axis=0), lambda y_true, y_pred: keras.ops.mean(y_true - y_pred, -1)):
+    for loss in (
+        losses.MeanSquaredError(reduction="sum"),
+        losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+        losses.Dice(),
+        "tversky",
+        "hinge",
+        losses.CosineSimilarity(axis=0),
+        lambda y_true, y_pred: keras.ops.mean(y_true - y_pred, -1),
+    ):
         assert not suits(loss=loss), loss
     assert not suits(loss=losses.Circle(), y=tf.zeros([4]))
-    for metric in (lambda y_true, y_pred: keras.ops.mean(y_pred), metrics.MeanMetricWrapper(losses.dice), metrics.CosineSimilarity(axis=0), losses.dice,
-                   metrics.OneHotMeanIoU(2, axis=0), metrics.PearsonCorrelation()):
+    for metric in (
+        lambda y_true, y_pred: keras.ops.mean(y_pred),
+        metrics.MeanMetricWrapper(losses.dice),
+        metrics.CosineSimilarity(axis=0),
+        losses.dice,
+        metrics.OneHotMeanIoU(2, axis=0),
+        metrics.PearsonCorrelation(),
+    ):
         assert not suits(metrics=[metric]), metric
     assert not suits(Own([keras.Input((2,)), keras.layers.Dense(2)]))
     assert not suits(metrics=[Largest()])
@@ -165,7 +219,9 @@ def test_models_that_cannot_be_spread():
     with pytest.raises(ConfigError, match=r"Trainer has no call\(\).*tfdist.spread\(inner_model"):
         refuse_what_cannot_be_spread(Trainer())
     with pytest.raises(ConfigError, match="is stateful"):
-        refuse_what_cannot_be_spread(keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True)]))
+        refuse_what_cannot_be_spread(
+            keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True)])
+        )
     refuse_what_cannot_be_spread(keras.Sequential([keras.Input((3, 2)), keras.layers.LSTM(2)]))
 
 

@@ -11,7 +11,7 @@ from tensorflow.python.eager import context
 
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.data_position import _are_independent
-from tfdist.keras_fit import backup
+from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.runtime.one_device import OneDevice
 
@@ -33,7 +33,9 @@ class KilledAfter(keras.callbacks.Callback):
 
 
 class Pages(keras.utils.PyDataset):
-    """With state of its own; where nothing reads ahead over the end of an epoch, state of the process and of the epoch, too."""
+    """With state of its own; where nothing reads ahead over the end of an epoch, state of the process and of the epoch,
+    too.
+    """
 
     def __init__(self, length=4, ahead=False):
         super().__init__()
@@ -94,11 +96,24 @@ CASES = {
     "cached": (lambda: {"x": source().cache()}, True),
     "noise": (lambda: {"x": noisy(source()), "steps_per_epoch": 2}, False),
     "a variable": (lambda: {"x": with_a_variable(source())}, True),
-    "class weights": (lambda: {"x": source(), "steps_per_epoch": 2, "class_weight": {number: 1 + number % 2 for number in range(ROWS)}}, False),
+    "class weights": (
+        lambda: {
+            "x": source(),
+            "steps_per_epoch": 2,
+            "class_weight": {number: 1 + number % 2 for number in range(ROWS)},
+        },
+        False,
+    ),
     "arrays": (lambda: {"x": rows(), "y": rows(), "batch_size": 4}, False),
     "arrays, steps": (lambda: {"x": rows(), "y": rows(), "batch_size": 4, "steps_per_epoch": 2}, False),
-    "arrays, steps alone, split": (lambda: {"x": rows(), "y": rows(), "steps_per_epoch": 2, "validation_split": 0.3}, False),
-    "arrays in batches": (lambda: {"x": rows(), "y": rows(), "batch_size": 4, "steps_per_epoch": 2, "shuffle": "batch"}, False),
+    "arrays, steps alone, split": (
+        lambda: {"x": rows(), "y": rows(), "steps_per_epoch": 2, "validation_split": 0.3},
+        False,
+    ),
+    "arrays in batches": (
+        lambda: {"x": rows(), "y": rows(), "batch_size": 4, "steps_per_epoch": 2, "shuffle": "batch"},
+        False,
+    ),
     "pages": (lambda: {"x": Pages()}, True),
     "pages, steps": (lambda: {"x": Pages(ahead=True), "steps_per_epoch": 3, "shuffle": False}, True),
     "endless pages": (lambda: {"x": Pages(None, ahead=True), "steps_per_epoch": 3}, True),
@@ -106,12 +121,26 @@ CASES = {
     "generator for validation": (lambda: {"x": source(), "validation_data": generator(), "validation_steps": 2}, True),
     "shared shuffle": (lambda: shared(validation_freq=2), False),
     "shared shuffle, steps": (lambda: shared(steps_per_epoch=2), False),
-    "validated in steps": (lambda: {"x": source().repeat(), "steps_per_epoch": 2, "validation_data": source(shuffled=False).repeat(), "validation_steps": 2}, True),
+    "validated in steps": (
+        lambda: {
+            "x": source().repeat(),
+            "steps_per_epoch": 2,
+            "validation_data": source(shuffled=False).repeat(),
+            "validation_steps": 2,
+        },
+        True,
+    ),
     "unknown validation": (lambda: shared(validation_data=source().filter(lambda *_: True)), False),
 }
 QUICK = ("dataset, steps", "unknown length, steps", "repeated", "arrays, steps", "pages", "shared shuffle")
-RUNS = [pytest.param(name, {}, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES] + [pytest.param(*run, marks=[pytest.mark.slow]) for run in [(name, {"steps_per_execution": 2}) for name in ("dataset", "dataset, steps", "unknown length", "arrays, steps", "repeated")] + [
-    (name, {"initial_epoch": 1}) for name in ("dataset, steps", "pages", "arrays, steps")]]
+RUNS = [pytest.param(name, {}, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES] + [
+    pytest.param(*run, marks=[pytest.mark.slow])
+    for run in [
+        (name, {"steps_per_execution": 2})
+        for name in ("dataset", "dataset, steps", "unknown length", "arrays, steps", "repeated")
+    ]
+    + [(name, {"initial_epoch": 1}) for name in ("dataset, steps", "pages", "arrays, steps")]
+]
 
 
 def run(arguments, callbacks, seed=7, steps_per_execution=1, initial_epoch=0):
@@ -119,10 +148,19 @@ def run(arguments, callbacks, seed=7, steps_per_execution=1, initial_epoch=0):
     if seed is not None:
         keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
-    model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"], steps_per_execution=steps_per_execution, jit_compile=False, run_eagerly=steps_per_execution == 1)  # quick
+    model.compile(
+        keras.optimizers.Adam(0.1),
+        "mse",
+        metrics=["mae"],
+        steps_per_execution=steps_per_execution,
+        jit_compile=False,
+        run_eagerly=steps_per_execution == 1,
+    )  # quick
     seen = []
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["mae"]))
-    history = model.fit(epochs=EPOCHS, initial_epoch=initial_epoch, verbose=0, callbacks=[watch, *callbacks], **arguments())
+    history = model.fit(
+        epochs=EPOCHS, initial_epoch=initial_epoch, verbose=0, callbacks=[watch, *callbacks], **arguments()
+    )
     return {"history": history.history, "weights": [weight.tolist() for weight in model.get_weights()], "seen": seen}
 
 
@@ -133,7 +171,7 @@ def test_killed_between_epochs(name, options, tmp_path, capsys):
     undisturbed = run(arguments, [], **options)
 
     def backup_here():
-        return backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())
+        return epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())
 
     for epoch in (1, 3) if name.endswith("steps") else (3,):
         with pytest.raises(Killed):
@@ -141,7 +179,7 @@ def test_killed_between_epochs(name, options, tmp_path, capsys):
     capsys.readouterr()
     resumed = run(arguments, backup_here(), **options)
     seen = resumed.pop("seen")
-    assert seen and seen == undisturbed["seen"][-len(seen):]
+    assert seen and seen == undisturbed["seen"][-len(seen) :]
     assert resumed == {key: undisturbed[key] for key in resumed}
     assert ("read again" in capsys.readouterr().err) == reads
 
@@ -162,14 +200,25 @@ def test_the_callback_for_plain_keras(name, save_freq, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_without_a_seed(tmp_path, capsys, monkeypatch):
-    """Arrays come in the order of the run before, whose seed is kept; for a dataset it cannot be had, and that is said."""
+    """Arrays come in the order of the run before, whose seed is kept; for a dataset it cannot be had, and that is
+    said.
+    """
+
     def order(kept):
-        arguments = {"shuffle": True, "sample_weight": None, "validation_split": 0.0, "validation_data": None, "batch_size": None, "validation_batch_size": None, "steps_per_epoch": 3}
+        arguments = {
+            "shuffle": True,
+            "sample_weight": None,
+            "validation_split": 0.0,
+            "validation_data": None,
+            "batch_size": None,
+            "validation_batch_size": None,
+            "steps_per_epoch": 3,
+        }
         x, _ = shuffle_alike(OneDevice(), rows(), rows(), arguments, kept)
         return [batch[0].numpy().ravel().tolist() for batch in x]
 
     monkeypatch.setattr(context.context(), "_seed", None)
-    first, second = (backup.EpochBackup(tmp_path, OneDevice(), []) for _ in range(2))
+    first, second = (epoch_backup.EpochBackup(tmp_path, OneDevice(), []) for _ in range(2))
     expected = order(first)
     second.order = first.order
     assert order(second) == expected and list(map(len, expected)) == [4, 4, 3]  # as Keras takes steps_per_epoch alone
@@ -178,17 +227,36 @@ def test_without_a_seed(tmp_path, capsys, monkeypatch):
         return {"x": tf.data.Dataset.from_tensor_slices((rows(), rows())).shuffle(ROWS).batch(4), "steps_per_epoch": 2}
 
     with pytest.raises(Killed):
-        run(dataset, [KilledAfter(2), *backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())], seed=None)
-    run(dataset, backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice()), seed=None)
+        run(
+            dataset,
+            [KilledAfter(2), *epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())],
+            seed=None,
+        )
+    run(dataset, epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice()), seed=None)
     assert "shuffled without a seed" in capsys.readouterr().err
 
 
 def test_what_is_known_of_datasets():
     files = tf.data.Dataset.from_tensor_slices(["a", "b"])
-    for dataset, known in ((source().prefetch(2), True), (noisy(source()), True), (source().repeat(), False), (with_a_variable(source()), False), (source().cache(), False),
-                           (tf.data.TFRecordDataset(["a"]).map(lambda record: tf.io.parse_single_example(record, {"x": tf.io.FixedLenFeature([], tf.float32)})).batch(2), True),
-                           (files.interleave(tf.data.TFRecordDataset, num_parallel_calls=2).shuffle(9, seed=1).batch(3), True),
-                           (files.flat_map(lambda name: tf.data.Dataset.range(5).shuffle(5)), False), (tf.data.Dataset.zip((source(), source())), True),
-                           (tf.data.Dataset.from_generator(generator, output_signature=(tf.TensorSpec([3, 1]), tf.TensorSpec([3, 1]))), False),
-                           (source().map(lambda x, y: (tf.numpy_function(lambda value: value, [x], tf.float32), y)), False)):
+    for dataset, known in (
+        (source().prefetch(2), True),
+        (noisy(source()), True),
+        (source().repeat(), False),
+        (with_a_variable(source()), False),
+        (source().cache(), False),
+        (
+            tf.data.TFRecordDataset(["a"])
+            .map(lambda record: tf.io.parse_single_example(record, {"x": tf.io.FixedLenFeature([], tf.float32)}))
+            .batch(2),
+            True,
+        ),
+        (files.interleave(tf.data.TFRecordDataset, num_parallel_calls=2).shuffle(9, seed=1).batch(3), True),
+        (files.flat_map(lambda name: tf.data.Dataset.range(5).shuffle(5)), False),
+        (tf.data.Dataset.zip((source(), source())), True),
+        (
+            tf.data.Dataset.from_generator(generator, output_signature=(tf.TensorSpec([3, 1]), tf.TensorSpec([3, 1]))),
+            False,
+        ),
+        (source().map(lambda x, y: (tf.numpy_function(lambda value: value, [x], tf.float32), y)), False),
+    ):
         assert _are_independent(TFDatasetAdapter(dataset)) == known, dataset

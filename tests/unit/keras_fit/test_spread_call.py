@@ -7,11 +7,11 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import lookups
+from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.forward import SpreadCall
 from tfdist.keras_fit.gradients import Gradients
-from tfdist.keras_fit.inputs import of_the_batch
 from tfdist.keras_fit.random_numbers import RandomNumbers
-from tfdist.keras_fit.replaced import replaced
+from tfdist.keras_fit.temporary_attributes import replaced
 
 
 class Mirror:
@@ -20,9 +20,9 @@ class Mirror:
     rank, size = 0, 2
 
     def __init__(self):
-        self.rows_count, self.gathers, self.sums = None, 0, 0
+        self.gathers, self.sums = 0, 0
 
-    def gather(self, tensors, same=()):
+    def gather(self, tensors, same=(), stamp=None):
         self.gathers += 1
         return [tf.concat([tensor, tensor], 0) for tensor in tensors]
 
@@ -111,6 +111,7 @@ def test_outputs_that_are_no_rows_are_refused(spread):
 def test_which_inputs_hold_the_batch():
     def fitting(*batch):
         """A model of which these inputs are added up, and the others are tables."""
+
         def returned(dims):
             own = {dims[place] for place in batch}
             return own.pop() if len(own) == 1 else -1
@@ -133,9 +134,17 @@ def test_which_lookups_depend_on_the_rows():
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int64)])
     def trace(ids):
         own = lookups.mark(ids[:2])
-        kinds = {"own": own, "length of a row": tf.range(tf.shape(own)[1]), "last": tf.range(tf.shape(own)[-1]), "rows": tf.range(tf.shape(own)[0]),
-                 "zeros": tf.zeros_like(own), "whole": ids[0], "constant": tf.constant([1, 1, 2]), "random": tf.random.uniform([3], maxval=9, dtype=tf.int32),
-                 "read": tf.cast(table[0], tf.int32)}
+        kinds = {
+            "own": own,
+            "length of a row": tf.range(tf.shape(own)[1]),
+            "last": tf.range(tf.shape(own)[-1]),
+            "rows": tf.range(tf.shape(own)[0]),
+            "zeros": tf.zeros_like(own),
+            "whole": ids[0],
+            "constant": tf.constant([1, 1, 2]),
+            "random": tf.random.uniform([3], maxval=9, dtype=tf.int32),
+            "read": tf.cast(table[0], tf.int32),
+        }
         for name, numbers in kinds.items():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.gather(table, numbers))
@@ -146,5 +155,15 @@ def test_which_lookups_depend_on_the_rows():
         return loss
 
     trace.get_concrete_function()
-    assert found == {"own": [True], "length of a row": [False], "last": [False], "rows": [True], "zeros": [True], "whole": [False], "constant": [False],
-                     "random": [True], "read": [False], "together": [False, True, True]}
+    assert found == {
+        "own": [True],
+        "length of a row": [False],
+        "last": [False],
+        "rows": [True],
+        "zeros": [True],
+        "whole": [False],
+        "constant": [False],
+        "random": [True],
+        "read": [False],
+        "together": [False, True, True],
+    }

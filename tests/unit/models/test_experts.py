@@ -1,4 +1,6 @@
-"""The mixture of experts: the same numbers as token by token in NumPy, what is dropped, the balance loss, what a position sees."""
+"""The mixture of experts: the same numbers as token by token in NumPy, what is dropped, the balance loss, what a
+position sees.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.models.blocks import normal
 from tfdist.models.experts import Experts, mixture
 from tfdist.models.transformer import transformer
-from tfdist.training.dropped import with_dropped
+from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.objectives import Scores, classification
 
 T, D = 6, 8
@@ -40,7 +42,7 @@ def by_hand(model: keras.Model, experts: Experts, x: np.ndarray) -> tuple[np.nda
         for t in range(T):
             scores = np.exp(x[b, t].astype("float64") @ weights["block_00_router/kernel"])
             scores /= scores.sum()
-            best = np.argsort(-scores)[:experts.per_token]
+            best = np.argsort(-scores)[: experts.per_token]
             likes += scores / T
             total = scores[best].sum() if experts.per_token > 1 else 1.0
             for e in best:
@@ -51,12 +53,18 @@ def by_hand(model: keras.Model, experts: Experts, x: np.ndarray) -> tuple[np.nda
                 used[e] += 1
                 up = x[b, t] @ weights["block_00_experts_up/kernel"][e] + weights["block_00_experts_up/bias"][e, 0]
                 up = 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
-                y[b, t] += scores[e] / total * (up @ weights["block_00_experts_down/kernel"][e] + weights["block_00_experts_down/bias"][e, 0])
+                y[b, t] += (
+                    scores[e]
+                    / total
+                    * (up @ weights["block_00_experts_down/kernel"][e] + weights["block_00_experts_down/bias"][e, 0])
+                )
         losses.append(experts.count * chosen @ likes)
     return y, experts.balance * np.mean(losses), dropped
 
 
-@pytest.mark.parametrize("experts", [Experts(4, 2, 1.0, 0.1), Experts(4, 1, 1.0, 0.1), Experts(5, 3, 0.7, 1.0), Experts(2, 2, 9.0, 0.0)])
+@pytest.mark.parametrize(
+    "experts", [Experts(4, 2, 1.0, 0.1), Experts(4, 1, 1.0, 0.1), Experts(5, 3, 0.7, 1.0), Experts(2, 2, 9.0, 0.0)]
+)
 def test_same_numbers_as_token_by_token(experts):
     model, x = alone(experts), np.random.default_rng(0).normal(size=(3, T, D)).astype("float32")
     expected, loss, dropped = by_hand(model, experts, x)
@@ -68,7 +76,9 @@ def test_same_numbers_as_token_by_token(experts):
 
 
 def test_dropped_tokens_are_a_metric_of_the_model_that_was_called_last():
-    model = transformer(x_spec=tf.TensorSpec((8,), tf.int32), num_outputs=11, layers=2, width=8, heads=2, experts=4, capacity=0.5)
+    model = transformer(
+        x_spec=tf.TensorSpec((8,), tf.int32), num_outputs=11, layers=2, width=8, heads=2, experts=4, capacity=0.5
+    )
     objective = with_dropped(classification(), model)
     tokens = np.random.default_rng(0).integers(0, 11, (3, 8)).astype("int32")
 
@@ -76,10 +86,14 @@ def test_dropped_tokens_are_a_metric_of_the_model_that_was_called_last():
     def score(x):
         return objective(model(x), x, tf.ones([3])).metrics["dropped_fraction"]
 
-    told = keras.Model(model.input, [model.get_layer(f"block_0{index}_router_dropped").output for index in range(2)])(tokens)
+    told = keras.Model(model.input, [model.get_layer(f"block_0{index}_router_dropped").output for index in range(2)])(
+        tokens
+    )
     np.testing.assert_allclose(score(tokens), (told[0] + told[1])[..., 0] / 2, atol=1e-6)
     assert 0.4 < np.mean(told) < 0.8  # half of the places are missing
-    specs = tf.function(objective).get_concrete_function(tf.TensorSpec((3, 8, 11)), tf.TensorSpec((3, 8), tf.int32), tf.TensorSpec((3,)))
+    specs = tf.function(objective).get_concrete_function(
+        tf.TensorSpec((3, 8, 11)), tf.TensorSpec((3, 8), tf.int32), tf.TensorSpec((3,))
+    )
     assert specs.structured_outputs.metrics["dropped_fraction"].shape == (3, 8)
     plain = classification()
     assert with_dropped(plain, keras.Sequential([layers.Input((2,)), layers.Dense(2)])) is plain
@@ -87,7 +101,9 @@ def test_dropped_tokens_are_a_metric_of_the_model_that_was_called_last():
 
 def test_a_position_sees_no_later_one_although_places_are_few():
     keras.utils.set_random_seed(0)
-    model = transformer(x_spec=tf.TensorSpec((16,), tf.int32), num_outputs=11, width=32, heads=4, experts=4, capacity=0.5)
+    model = transformer(
+        x_spec=tf.TensorSpec((16,), tf.int32), num_outputs=11, width=32, heads=4, experts=4, capacity=0.5
+    )
     tokens = np.random.default_rng(0).integers(0, 11, (4, 16)).astype("int32")
     changed = tokens.copy()
     changed[:, 7] = (changed[:, 7] + 1) % 11
@@ -104,10 +120,26 @@ def padded(outputs, y, w):
 @pytest.mark.slow
 def test_token_weights_leave_the_balance_loss_a_mean_over_sequences():
     """Against a plain Keras gradient of the whole batch, at three ways to cut it."""
-    config = Config().replace(strategy="one_device", steps=1, source="synthetic", source_args="task=text,vocab=61,samples=64,eval_samples=16", sequence_length=8, model="transformer", optimizer="sgd",
-                              model_args="layers=1,width=32,heads=4,experts=4,balance=1.0", objective=f"{__name__}:padded", global_batch=16, accumulation=1)
+    config = Config().replace(
+        strategy="one_device",
+        steps=1,
+        source="synthetic",
+        source_args="task=text,vocab=61,samples=64,eval_samples=16",
+        sequence_length=8,
+        model="transformer",
+        optimizer="sgd",
+        model_args="layers=1,width=32,heads=4,experts=4,balance=1.0",
+        objective=f"{__name__}:padded",
+        global_batch=16,
+        accumulation=1,
+    )
     found = []
-    for changes in ({}, {"accumulation": 4}, {"accumulation": 2, "recompute": "block"}, {"strategy": "mesh", "zero": 3, "accumulation": 4}):
+    for changes in (
+        {},
+        {"accumulation": 4},
+        {"accumulation": 2, "recompute": "block"},
+        {"strategy": "mesh", "zero": 3, "accumulation": 4},
+    ):
         keras.backend.clear_session()
         job = build.compose(config.replace(**changes), build.start_runtime(config.replace(**changes), Cluster()))
         if not changes:
@@ -117,7 +149,13 @@ def test_token_weights_leave_the_balance_loss_a_mean_over_sequences():
                 loss = tf.reduce_sum(scores.losses * scores.weights) / tf.reduce_sum(scores.weights)
                 balance = tf.add_n(job.model.losses)
                 total = loss + balance
-            expected = [float(loss), float(balance), float(tf.linalg.global_norm(tape.gradient(total, [each.value for each in job.model.trainable_variables])))]
+            expected = [
+                float(loss),
+                float(balance),
+                float(
+                    tf.linalg.global_norm(tape.gradient(total, [each.value for each in job.model.trainable_variables]))
+                ),
+            ]
         output = job.step(job.iterators(0), 1)
         found.append([output.means["loss"], output.means["regularization"], output.gradient_norm])
     np.testing.assert_allclose(found, [expected] * len(found), rtol=1e-5)
@@ -131,17 +169,23 @@ def test_half_precision_routes_in_float32():
         keras.mixed_precision.set_dtype_policy("float32")
     tokens = np.zeros((2, 8), "int32")
     assert model(tokens).dtype == tf.float32 and all(loss.dtype == tf.float32 for loss in model.losses)
-    assert model.get_layer("block_00_router").output.dtype == "float32" and model.get_layer("block_00_experts_up").output.dtype == "bfloat16"
+    assert (
+        model.get_layer("block_00_router").output.dtype == "float32"
+        and model.get_layer("block_00_experts_up").output.dtype == "bfloat16"
+    )
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"experts": 1}, ["experts=1", "at least 2"]),
-    ({"experts": 4, "experts_per_token": 5}, ["experts_per_token=5", "experts=4"]),
-    ({"experts": 4, "capacity": 0}, ["capacity=0"]),
-    ({"experts": 4, "balance": -1.0}, ["balance=-1"]),
-    ({"capacity": 2.0}, ["capacity", "without experts"]),
-    ({"experts_per_token": 2}, ["experts_per_token", "without experts"]),
-])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"experts": 1}, ["experts=1", "at least 2"]),
+        ({"experts": 4, "experts_per_token": 5}, ["experts_per_token=5", "experts=4"]),
+        ({"experts": 4, "capacity": 0}, ["capacity=0"]),
+        ({"experts": 4, "balance": -1.0}, ["balance=-1"]),
+        ({"capacity": 2.0}, ["capacity", "without experts"]),
+        ({"experts_per_token": 2}, ["experts_per_token", "without experts"]),
+    ],
+)
 def test_refused(options, words):
     with pytest.raises(ConfigError) as error:
         transformer(x_spec=tf.TensorSpec((8,), tf.int32), num_outputs=11, **options)
@@ -150,7 +194,9 @@ def test_refused(options, words):
 
 def test_parameters_follow_the_closed_form():
     def count(**options):
-        model = transformer(x_spec=tf.TensorSpec((8,), tf.int32), num_outputs=11, layers=1, width=16, heads=2, **options)
+        model = transformer(
+            x_spec=tf.TensorSpec((8,), tf.int32), num_outputs=11, layers=1, width=16, heads=2, **options
+        )
         return sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
 
     assert count(experts=4) - count() == 4 * (8 * 16**2 + 6 * 16) - (8 * 16**2 + 5 * 16)

@@ -36,7 +36,10 @@ def test_cnn_count_and_bias():
     assert [group.get_layer(name).groups for name in ("norm_00", "norm_01")] == [4, 8]
 
 
-@pytest.mark.parametrize(("spec", "last"), [(image(1, 1), 64), (image(8, 1), 4 * 64), (image(28, 1), 9 * 64), (image(32), 16 * 64), (image(96), 64)])
+@pytest.mark.parametrize(
+    ("spec", "last"),
+    [(image(1, 1), 64), (image(8, 1), 4 * 64), (image(28, 1), 9 * 64), (image(32), 16 * 64), (image(96), 64)],
+)
 def test_cnn_adapts_to_the_image(spec, last):
     model = cnn(x_spec=spec, num_outputs=10)
     assert model.get_layer("logits").kernel.shape == (last, 10)
@@ -50,7 +53,9 @@ def test_cnn_learns_the_digits():
     images = images.reshape(-1, 8, 8, 1).astype(np.float32) / 16
     held_out = np.arange(len(labels)) % 5 == 4
     model = cnn(x_spec=image(8, 1), num_outputs=10)
-    model.compile(keras.optimizers.Adam(2e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.Adam(2e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+    )
     model.fit(images[~held_out], labels[~held_out], batch_size=64, epochs=6, verbose=0)
     assert model.evaluate(images[held_out], labels[held_out], verbose=0)[1] > 0.95
 
@@ -58,7 +63,9 @@ def test_cnn_learns_the_digits():
 def test_resnet50_and_vit_have_the_published_number_of_parameters():
     with keras.StatelessScope(initialize_variables=False):  # counts shapes; allocates nothing
         base = vit(x_spec=image(224), num_outputs=1000, size="base")
-        with_class = {size: vit(x_spec=image(224), num_outputs=1000, size=size, pool="class") for size in ("small", "base")}
+        with_class = {
+            size: vit(x_spec=image(224), num_outputs=1000, size=size, pool="class") for size in ("small", "base")
+        }
         resnet = resnet50(x_spec=image(224), num_outputs=1000)
     # 86,567,656 of Dosovitskiy et al., less the class token and its position
     assert trainable(base) == 86_567_656 - 2 * 768
@@ -89,7 +96,9 @@ def test_vit_default_patch():
         assert model.get_layer("embed_positions").embeddings.shape[0] == patches
 
 
-@pytest.mark.parametrize(("name", "low", "high"), [("MobileNetV2", -1, 1), ("EfficientNetV2B0", 0, 255), ("MobileNetV3Small", 0, 255)])
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("MobileNetV2", -1, 1), ("EfficientNetV2B0", 0, 255), ("MobileNetV3Small", 0, 255)]
+)
 def test_applications_scale_0_to_1_to_what_the_network_takes(name, low, high):
     with keras.StatelessScope(initialize_variables=False):
         model = applications(x_spec=image(32), num_outputs=10, name=name)

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.config import ModelConfig
-from tfdist.models.registry import build_model
+from tfdist.models.build_model import build_model
 
 IMAGE = tf.TensorSpec((16, 16, 3), tf.float32)
 TOKENS = tf.TensorSpec((12,), tf.int32)
@@ -52,7 +52,11 @@ def build(case, seed=0):
 def sample(case, batch=4):
     x_spec, rng = CASES[case][2], np.random.default_rng(0)
     shape = (batch, *x_spec.shape)
-    return rng.integers(0, OUTPUTS, shape, dtype=np.int32) if x_spec.dtype.is_integer else rng.random(shape, dtype=np.float32)
+    return (
+        rng.integers(0, OUTPUTS, shape, dtype=np.int32)
+        if x_spec.dtype.is_integer
+        else rng.random(shape, dtype=np.float32)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,9 @@ def reloaded(tmp_path_factory):
         model.save(folder / f"{case}.keras")
         model.export(str(folder / f"{case}_saved"), verbose=False)
         np.save(folder / f"{case}_x.npy", sample(case))
-    done = subprocess.run([sys.executable, "-c", LOAD, str(folder), *CASES], capture_output=True, text=True, cwd=folder, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(folder), *CASES], capture_output=True, text=True, cwd=folder, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return {case: (here[case], np.load(folder / f"{case}_y.npz")) for case in CASES}
 

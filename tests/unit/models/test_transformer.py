@@ -47,9 +47,20 @@ def test_an_untied_head_is_a_matrix_of_its_own():
 
 def test_names_are_stable():
     names = [layer.name for layer in build(layers=1).layers if layer.weights]
-    assert names == ["embed_tokens", "embed_positions", "block_00_norm_1", "block_00_attention_qkv", "block_00_attention_out",
-                     "block_00_norm_2", "block_00_mlp_up", "block_00_mlp_down", "final_norm"]
-    assert [v.path for v in build(layers=1).trainable_variables] == [v.path for v in build(layers=1).trainable_variables]
+    assert names == [
+        "embed_tokens",
+        "embed_positions",
+        "block_00_norm_1",
+        "block_00_attention_qkv",
+        "block_00_attention_out",
+        "block_00_norm_2",
+        "block_00_mlp_up",
+        "block_00_mlp_down",
+        "final_norm",
+    ]
+    assert [v.path for v in build(layers=1).trainable_variables] == [
+        v.path for v in build(layers=1).trainable_variables
+    ]
 
 
 def test_a_position_sees_itself_and_the_past_only():
@@ -130,29 +141,38 @@ def test_same_logits_as_gpt2_in_numpy():
     for variable in model.trainable_variables:  # also biases and norms, which start at 0 and 1
         variable.assign(variable.numpy() + random.normal(0, 0.1, variable.shape))
     tokens = random.integers(0, 11, (3, 8)).astype(np.int32)
-    expected = np.stack([gpt2_in_numpy({v.path: v.numpy().astype(np.float64) for v in model.trainable_variables}, row, heads=4) for row in tokens])
+    expected = np.stack(
+        [
+            gpt2_in_numpy({v.path: v.numpy().astype(np.float64) for v in model.trainable_variables}, row, heads=4)
+            for row in tokens
+        ]
+    )
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(model(tokens), expected, atol=1e-4)
 
 
 def gpt2_in_numpy(weights: dict[str, np.ndarray], tokens: np.ndarray, heads: int) -> np.ndarray:
     """One block, one sequence, float64, head by head and position by position, from the GPT-2 paper's description."""
+
     def norm(x, name):
         centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weights[f"{name}/gamma"] + weights[f"{name}/beta"]
+        return (
+            centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weights[f"{name}/gamma"]
+            + weights[f"{name}/beta"]
+        )
 
     def dense(x, name):
         return x @ weights[f"{name}/kernel"] + weights[f"{name}/bias"]
 
-    x = weights["embed_tokens/embeddings"][tokens] + weights["embed_positions/embeddings"][:len(tokens)]
+    x = weights["embed_tokens/embeddings"][tokens] + weights["embed_positions/embeddings"][: len(tokens)]
     d = x.shape[1]
     qkv, k = dense(norm(x, "block_00_norm_1"), "block_00_attention_qkv"), d // heads
     mixed = np.zeros_like(x)
     for head in range(heads):
-        q, key, value = (qkv[:, part * d + head * k: part * d + (head + 1) * k] for part in range(3))
+        q, key, value = (qkv[:, part * d + head * k : part * d + (head + 1) * k] for part in range(3))
         for t in range(len(tokens)):
-            scores = np.exp(key[:t + 1] @ q[t] / np.sqrt(k))
-            mixed[t, head * k:(head + 1) * k] = (scores / scores.sum()) @ value[:t + 1]
+            scores = np.exp(key[: t + 1] @ q[t] / np.sqrt(k))
+            mixed[t, head * k : (head + 1) * k] = (scores / scores.sum()) @ value[: t + 1]
     x = x + dense(mixed, "block_00_attention_out")
     up = dense(norm(x, "block_00_norm_2"), "block_00_mlp_up")
     up = 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))

@@ -13,7 +13,11 @@ from tfdist.planner.hardware import load_hardware
 from tfdist.planner.layout import Layout
 
 TRAIN = ["--source=text", "--sequence_length=128", "--model=transformer", "--model_args=size=small"]
-FIXED, RATE, BETA = 0.004, 40e9, 300e6  # seconds, operations and bytes a second: a slow machine that follows the model exactly
+FIXED, RATE, BETA = (
+    0.004,
+    40e9,
+    300e6,
+)  # seconds, operations and bytes a second: a slow machine that follows the model exactly
 
 
 def shape(config):
@@ -28,14 +32,21 @@ def make_run(folder, workers, batch, hardware, noise=1.0):
     (folder / "logs").mkdir(parents=True)
     flags.write_flagfile(config, folder / "flags.txt")
     records = [{"v": 1, "attempt": 0, "kind": "start", "step": 0, "values": {"workers": workers, "replicas": workers}}]
-    records += [{"v": 1, "attempt": 0, "kind": "train", "step": step, "values": {"perf/steps_per_s": rate}} for step, rate in ((20, 0.001), (40, 1 / seconds), (60, 1 / seconds), (80, 9.0), (100, 1 / seconds))]
-    (folder / "logs" / "rank-0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"v": 1, "kin')
+    records += [
+        {"v": 1, "attempt": 0, "kind": "train", "step": step, "values": {"perf/steps_per_s": rate}}
+        for step, rate in ((20, 0.001), (40, 1 / seconds), (60, 1 / seconds), (80, 9.0), (100, 1 / seconds))
+    ]
+    (folder / "logs" / "rank-0.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records) + '{"v": 1, "kin'
+    )
     return seconds
 
 
 def predicted(hardware, workers, batch):
     config = flags.parse([*TRAIN, f"--global_batch={batch}", "--steps=100"]).config
-    return estimate(Plan(config, shape(config), hardware, workers), Layout(data=workers, micro_batch=batch // workers)).step.total
+    return estimate(
+        Plan(config, shape(config), hardware, workers), Layout(data=workers, micro_batch=batch // workers)
+    ).step.total
 
 
 @pytest.mark.parametrize("shared", [0, 2])
@@ -45,7 +56,11 @@ def test_three_runs_tell_everything(shared, tmp_path):
     for name, workers, batch in (("a", 1, 8), ("b", 1, 32), ("c", 2, 32)):
         make_run(tmp_path / name, workers, batch, hardware)
     found = calibrate(hardware, [read_run(str(tmp_path / name)) for name in "abc"], shape)
-    assert found.step_ms == pytest.approx(FIXED * 1e3) and found.efficiency * found.float32_tflops * 1e12 == pytest.approx(RATE) and found.node_gbs * 1e9 == pytest.approx(BETA)
+    assert (
+        found.step_ms == pytest.approx(FIXED * 1e3)
+        and found.efficiency * found.float32_tflops * 1e12 == pytest.approx(RATE)
+        and found.node_gbs * 1e9 == pytest.approx(BETA)
+    )
     measured = make_run(tmp_path / "d", 4, 32, hardware)
     assert predicted(found, 4, 32) == pytest.approx(measured, rel=0.02)  # the planner adds the update
 
@@ -54,14 +69,19 @@ def test_the_fullest_processor_sets_the_pace():
     """Three workers on two processors: the two that share one are what the third waits for."""
     crowded, own = load_hardware("cpu,shared=2"), load_hardware("cpu")
     assert [crowded.crowding(workers) for workers in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3] and own.crowding(64) == 1
-    assert predicted(crowded, 3, 24) == pytest.approx(2 * predicted(own, 3, 24)) and predicted(crowded, 2, 24) == predicted(own, 2, 24)
+    assert predicted(crowded, 3, 24) == pytest.approx(2 * predicted(own, 3, 24)) and predicted(
+        crowded, 2, 24
+    ) == predicted(own, 2, 24)
 
 
 def test_one_run_tells_the_rate(tmp_path):
     hardware = load_hardware("cpu,step_ms=4")
     measured = make_run(tmp_path / "a", 1, 16, hardware)
     found = calibrate(hardware, [read_run(str(tmp_path / "a"))], shape)
-    assert found.efficiency * found.float32_tflops * 1e12 == pytest.approx(RATE) and (found.step_ms, found.network_gbs) == (4, hardware.network_gbs)
+    assert found.efficiency * found.float32_tflops * 1e12 == pytest.approx(RATE) and (
+        found.step_ms,
+        found.network_gbs,
+    ) == (4, hardware.network_gbs)
     assert predicted(found, 1, 16) == pytest.approx(measured, rel=0.05)
 
 

@@ -68,7 +68,12 @@ def test_groups_on_nodes():
     outside = Group.of(64, 1, hardware)
     assert (outside.local, outside.nodes, outside.rivals, outside.flat(hardware).beta) == (8, 8, 1, 400 * GB)
     beside_tensor = Group.of(8, 8, hardware)  # one device of each node: eight such groups share the network
-    assert (beside_tensor.local, beside_tensor.nodes, beside_tensor.rivals, beside_tensor.flat(hardware).beta) == (1, 8, 8, 50 * GB)
+    assert (beside_tensor.local, beside_tensor.nodes, beside_tensor.rivals, beside_tensor.flat(hardware).beta) == (
+        1,
+        8,
+        8,
+        50 * GB,
+    )
     times = all_reduce_seconds(outside, 4 * GB, hardware)
     assert times["ring"] == 2 * 63 / 64 * 4 / 400
     assert times["hierarchical"] == pytest.approx(2 * 7 / 8 * 4 / 450 + 2 * 7 / 8 * 0.5 / 50)
@@ -80,14 +85,18 @@ def test_days_to_train():
     assert days(1e12, 3000, 64, 0.85) == pytest.approx(70.92, abs=0.01)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "part"), [(1, 8, 0), (4, 1, 3 / 4), (4, 4, 3 / 7), (4, 12, 3 / 15), (8, 64, 7 / 71)])
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "part"), [(1, 8, 0), (4, 1, 3 / 4), (4, 4, 3 / 7), (4, 12, 3 / 15), (8, 64, 7 / 71)]
+)
 def test_the_bubble(stages, micro_batches, part):
     assert bubble_fraction(stages, micro_batches) == part
 
 
 def test_when_to_save():
     assert young_interval(20, 4 * 3600) == math.sqrt(2 * 20 * 14_400)
-    assert daly_interval(20, 14_400) == pytest.approx(758.95 * (1 + math.sqrt(20 / 28_800) / 3 + 20 / 28_800 / 9) - 20, abs=0.05)
+    assert daly_interval(20, 14_400) == pytest.approx(
+        758.95 * (1 + math.sqrt(20 / 28_800) / 3 + 20 / 28_800 / 9) - 20, abs=0.05
+    )
     assert daly_interval(50, 20) == 20
     # 1,000 devices of 50,000 hours each: 50 hours between failures of the job.
     found = reliability(100 * GB, 1000, 50_000, 2.0, asynchronous=False, restart=60)

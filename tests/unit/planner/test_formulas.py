@@ -23,7 +23,11 @@ MODELS = {
     "transformer": [*TEXT, "--model_args=layers=3,width=96,heads=3"],
     "transformer, dropout": [*TEXT, "--model_args=layers=3,width=96,heads=3,dropout=0.1,tied=False"],
     "transformer, bfloat16": [*TEXT, "--model_args=layers=3,width=96,heads=3", "--precision=bfloat16"],
-    "transformer, bfloat16, dropout": [*TEXT, "--model_args=layers=3,width=96,heads=3,dropout=0.1", "--precision=bfloat16"],
+    "transformer, bfloat16, dropout": [
+        *TEXT,
+        "--model_args=layers=3,width=96,heads=3,dropout=0.1",
+        "--precision=bfloat16",
+    ],
     "vit": [*IMAGE, "--model=vit", "--model_args=layers=3,pool=class"],
     "vit, bfloat16": [*IMAGE, "--model=vit", "--model_args=layers=3", "--precision=bfloat16"],
 }
@@ -32,9 +36,9 @@ MODELS = {
 @pytest.fixture
 def counted():
     """The model of a command line, counted from its graph; in this process, as starting TensorFlow takes seconds."""
-    from tfdist.data.sources.registry import load_split
-    from tfdist.models.registry import build_model
-    from tfdist.training import count
+    from tfdist.data.sources.load_split import load_split
+    from tfdist.models.build_model import build_model
+    from tfdist.training import model_cost
     from tfdist.training.objectives import make_objective
     from tfdist.training.precision import set_policy
 
@@ -43,13 +47,17 @@ def counted():
         split = load_split(config.data, "train")
         set_policy(config.precision)
         model = build_model(config.model, split.element_spec[0], split.num_classes)
-        return shapes.from_json(count.count(model, make_objective(config.model, split.element_spec[1]), split.element_spec))
+        return shapes.from_json(
+            model_cost.count(model, make_objective(config.model, split.element_spec[1]), split.element_spec)
+        )
 
     yield make
     keras.config.set_dtype_policy("float32")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "resnet50" else name for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "resnet50" else name for name in MODELS]
+)
 def test_formula_and_graph_agree(name, counted):
     config = flags.parse(MODELS[name]).config
     by_formula, by_graph = formulas.shape_of(config, shapes.sample_of(config)), counted(MODELS[name])
@@ -66,7 +74,10 @@ def test_formula_and_graph_agree(name, counted):
 def test_sizes_are_those_of_the_models():
     from tfdist.models import transformer, vit
 
-    for mine, theirs in ((transformer_formulas.TRANSFORMERS, transformer.SIZES), (transformer_formulas.VITS, vit.SIZES)):
+    for mine, theirs in (
+        (transformer_formulas.TRANSFORMERS, transformer.SIZES),
+        (transformer_formulas.VITS, vit.SIZES),
+    ):
         assert mine == {name: (shape.layers, shape.width, shape.heads) for name, shape in theirs.items()}
 
 
@@ -76,11 +87,22 @@ def test_optimizer_state_is_that_of_keras(optimizer, more):
     from tfdist.training.optimizer import make_optimizer
 
     config = flags.parse([f"--optimizer={optimizer}", *more]).config
-    model = keras.Sequential([keras.Input((7,), dtype="int32"), keras.layers.Embedding(11, 6), keras.layers.Conv1D(5, 3), keras.layers.Flatten(), keras.layers.Dense(9)])
+    model = keras.Sequential(
+        [
+            keras.Input((7,), dtype="int32"),
+            keras.layers.Embedding(11, 6),
+            keras.layers.Conv1D(5, 3),
+            keras.layers.Flatten(),
+            keras.layers.Dense(9),
+        ]
+    )
     built = make_optimizer(config.optimizer, keras.optimizers.schedules.ExponentialDecay(0.1, 1, 1))
     built.build(model.trainable_variables)
     elements = sum(int(keras.ops.size(variable)) for variable in built.variables) - 1  # the step counter
-    assert elements == sum(slot_elements(config.optimizer, shapes.Weight(variable.path, tuple(variable.shape))) for variable in model.trainable_variables)
+    assert elements == sum(
+        slot_elements(config.optimizer, shapes.Weight(variable.path, tuple(variable.shape)))
+        for variable in model.trainable_variables
+    )
 
 
 @pytest.mark.slow
@@ -91,15 +113,25 @@ import resource, sys
 import tensorflow
 pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (pages + 6 * 2**30,) * 2)
-from tfdist.training.count import main
+from tfdist.training.model_cost import main
 main(sys.argv[1:])
 """
-    arguments = ["--source=synthetic", "--source_args=shape=(4096,),classes=10", "--model=tests.unit.planner.test_formulas:wide", "--model_args=width=65536"]
+    arguments = [
+        "--source=synthetic",
+        "--source_args=shape=(4096,),classes=10",
+        "--model=tests.unit.planner.test_formulas:wide",
+        "--model_args=width=65536",
+    ]
     output = subprocess.run([sys.executable, "-c", code, *arguments], env=ENVIRONMENT, capture_output=True, text=True)
     assert output.returncode == 0, output.stderr[-2000:]
-    assert shapes.from_json(json.loads(output.stdout.splitlines()[-1])).parameters == 4096 * 65536 + 65536 + 65536**2 + 65536 + 65536 * 10 + 10
+    assert (
+        shapes.from_json(json.loads(output.stdout.splitlines()[-1])).parameters
+        == 4096 * 65536 + 65536 + 65536**2 + 65536 + 65536 * 10 + 10
+    )
 
 
 def wide(input_shape, num_outputs, width):
     inputs = keras.Input(input_shape)
-    return keras.Model(inputs, keras.layers.Dense(num_outputs)(keras.layers.Dense(width)(keras.layers.Dense(width)(inputs))))
+    return keras.Model(
+        inputs, keras.layers.Dense(num_outputs)(keras.layers.Dense(width)(keras.layers.Dense(width)(inputs)))
+    )

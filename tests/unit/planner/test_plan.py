@@ -15,8 +15,22 @@ from tfdist.planner.layout import Layout
 from tfdist.planner.memory import memory
 from tfdist.planner.search import Wish, parse_mesh, search
 
-SMALL = ["--source=text", "--sequence_length=1024", "--model=transformer", "--model_args=size=gpt2,vocabulary=50257", "--global_batch=64", "--precision=bfloat16"]
-LARGE = ["--source=text", "--sequence_length=2048", "--model=transformer", "--model_args=layers=32,width=4096,heads=32,vocabulary=32000", "--global_batch=512", "--precision=bfloat16"]
+SMALL = [
+    "--source=text",
+    "--sequence_length=1024",
+    "--model=transformer",
+    "--model_args=size=gpt2,vocabulary=50257",
+    "--global_batch=64",
+    "--precision=bfloat16",
+]
+LARGE = [
+    "--source=text",
+    "--sequence_length=2048",
+    "--model=transformer",
+    "--model_args=layers=32,width=4096,heads=32,vocabulary=32000",
+    "--global_batch=512",
+    "--precision=bfloat16",
+]
 
 
 def plan(train, devices, hardware="h100", **changes):
@@ -48,7 +62,10 @@ def test_memory_of_layouts():
     shape, config = plan(LARGE, 8).model, plan(LARGE, 8).config
     alone = memory(shape, config, Layout())
     sharded = [memory(shape, config, Layout(data=8, zero=zero)) for zero in range(4)]
-    assert sharded[0].parameters == alone.parameters == 4 * shape.parameters and alone.optimizer == 2 * alone.parameters == 8 * sharded[1].optimizer
+    assert (
+        sharded[0].parameters == alone.parameters == 4 * shape.parameters
+        and alone.optimizer == 2 * alone.parameters == 8 * sharded[1].optimizer
+    )
     assert (sharded[2].gradients, sharded[3].parameters) == (alone.gradients / 8, alone.parameters / 8)
     assert sharded[3].peak < sharded[2].peak <= sharded[1].peak < sharded[0].peak
     assert memory(shape, config, Layout(recompute=True)).activations < alone.activations / 10
@@ -56,7 +73,9 @@ def test_memory_of_layouts():
     assert alone.parameters / 2 < halves.parameters < alone.parameters * 0.52
     stages = memory(shape, config, Layout(pipe=4, micro_batches=8))
     assert stages.parameters < alone.parameters / 3
-    first, last = (sum(part.repeat * part.saved for part in shape.stages(4)[at]) * held for at, held in ((0, 4), (-1, 1)))
+    first, last = (
+        sum(part.repeat * part.saved for part in shape.stages(4)[at]) * held for at, held in ((0, 4), (-1, 1))
+    )
     assert first > last and stages.stage == 0 and stages.activations == pytest.approx(first)
 
 
@@ -64,7 +83,11 @@ def test_stages_have_all_parts_in_order_and_about_the_same_work():
     shape = plan(LARGE, 8).model
     for pipe in (1, 2, 3, 5, 8, 32):
         stages = shape.stages(pipe)
-        assert [part.name for parts in stages for part in parts for _ in range(part.repeat)] == ["embed", *["block"] * 32, "head"]
+        assert [part.name for parts in stages for part in parts for _ in range(part.repeat)] == [
+            "embed",
+            *["block"] * 32,
+            "head",
+        ]
         assert all(any(part.block for part in parts) for parts in stages)
         if pipe in (2, 8):
             work = [sum(part.repeat * part.flops for part in parts) for parts in stages]
@@ -83,19 +106,39 @@ def test_scaling_gets_worse_and_faster():
 def test_a_step_is_its_parts():
     found = estimate(plan(LARGE, 16), Layout(data=2, pipe=2, model=4, micro_batch=1, micro_batches=4))
     step = found.step
-    assert step.total == pytest.approx(step.compute + step.bubble + step.tensor + step.exposed + step.update + step.fixed)
+    assert step.total == pytest.approx(
+        step.compute + step.bubble + step.tensor + step.exposed + step.update + step.fixed
+    )
     assert step.bubble / (step.compute + step.bubble) == pytest.approx(1 / 5)
     assert 0 < found.mfu < DEVICES["h100"].efficiency and found.samples_per_s == 8 / step.total
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--hardware=h1000"], ["h1000", "b200"]), (["--hardware=h100,speed=3"], ["speed", "per_node"]), (["--hardware=h100,per_node=0"], ["per_node", "above 0"]),
-    (["--hardware=name=mine"], ["memory_gb", "h100,"]), (["--hardware=h100,network=isdn"], ["isdn", "ib-ndr"]), (["--hardware=no/file.json"], ["no/file.json"]),
-    (["--mesh=data=3"], ["3 devices", "--devices=8"]), (["--mesh=model=8"], ["12", "heads"]), (["--mesh=pipe=8,pipe=1"], ["pipe=1"]), (["--mesh=expert=8"], ["no experts"]),
-    (["--devices=16", "--mesh=pipe=16"], ["12 blocks"]), (["--mesh=row=8"], ["row=8"]), (["--devices=0"], ["--devices=0"]), (["--devices=eight"], ["eight", "--help"]),
-    (["--input_shape=a"], ["--input_shape=a"]), (["--calibrate=no/run"], ["no/run"]), (["--devices=1024", "--mesh=data=1024"], ["--global_batch=64"]), (["--steps=3"], ["--steps", "before `--`"]),
-    (["--hardware=v100"], ["bfloat16", "float16"]), (["--plot=no/folder.png"], ["--plot=no/folder.png"]), (["--json=no/file"], ["--json=no/file"]),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hardware=h1000"], ["h1000", "b200"]),
+        (["--hardware=h100,speed=3"], ["speed", "per_node"]),
+        (["--hardware=h100,per_node=0"], ["per_node", "above 0"]),
+        (["--hardware=name=mine"], ["memory_gb", "h100,"]),
+        (["--hardware=h100,network=isdn"], ["isdn", "ib-ndr"]),
+        (["--hardware=no/file.json"], ["no/file.json"]),
+        (["--mesh=data=3"], ["3 devices", "--devices=8"]),
+        (["--mesh=model=8"], ["12", "heads"]),
+        (["--mesh=pipe=8,pipe=1"], ["pipe=1"]),
+        (["--mesh=expert=8"], ["no experts"]),
+        (["--devices=16", "--mesh=pipe=16"], ["12 blocks"]),
+        (["--mesh=row=8"], ["row=8"]),
+        (["--devices=0"], ["--devices=0"]),
+        (["--devices=eight"], ["eight", "--help"]),
+        (["--input_shape=a"], ["--input_shape=a"]),
+        (["--calibrate=no/run"], ["no/run"]),
+        (["--devices=1024", "--mesh=data=1024"], ["--global_batch=64"]),
+        (["--steps=3"], ["--steps", "before `--`"]),
+        (["--hardware=v100"], ["bfloat16", "float16"]),
+        (["--plot=no/folder.png"], ["--plot=no/folder.png"]),
+        (["--json=no/file"], ["--json=no/file"]),
+    ],
+)
 def test_mistakes_are_named(arguments, words):
     with pytest.raises(ConfigError) as error:
         main([*arguments, "--", *SMALL])
@@ -109,7 +152,9 @@ def test_options_of_the_model_are_checked():
 
 
 def test_hardware_of_the_user(tmp_path):
-    (tmp_path / "mine.json").write_text(json.dumps({"base": "a100", "name": "mine", "per_node": 4, "network": "ethernet-100"}))
+    (tmp_path / "mine.json").write_text(
+        json.dumps({"base": "a100", "name": "mine", "per_node": 4, "network": "ethernet-100"})
+    )
     found = load_hardware(str(tmp_path / "mine.json"))
     assert (found.name, found.per_node, found.memory_gb, found.network_gbs) == ("mine", 4, 80, 12.5)
     assert load_hardware("name=own,memory_gb=10,half_tflops=1,float32_tflops=1,memory_gbs=1,link_gbs=1").name == "own"
@@ -117,13 +162,37 @@ def test_hardware_of_the_user(tmp_path):
 
 
 def test_the_command_answers_at_once_without_tensorflow(tmp_path):
-    code = "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = sys.modules['numpy'] = None; from tfdist.plan import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "--devices=64", f"--json={tmp_path / 'plan.json'}", "--tokens=1e12", "--", *SMALL]
+    code = (
+        "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = sys.modules['numpy'] = None; from tfdist.plan"
+        " import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--devices=64",
+        f"--json={tmp_path / 'plan.json'}",
+        "--tokens=1e12",
+        "--",
+        *SMALL,
+    ]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for words in ("124,439,808 parameters", "ZeRO-3", "optimizer state", "with recompute", "MFU", "days", "scaling", "Daly", "halving-doubling"):
+    for words in (
+        "124,439,808 parameters",
+        "ZeRO-3",
+        "optimizer state",
+        "with recompute",
+        "MFU",
+        "days",
+        "scaling",
+        "Daly",
+        "halving-doubling",
+    ):
         assert words in output, output
     values = json.loads((tmp_path / "plan.json").read_text())
-    assert values["model"]["parameters"] == 124_439_808 and values["plans"][0]["fits"] and len(values["zero_bytes"]) == 4
+    assert (
+        values["model"]["parameters"] == 124_439_808 and values["plans"][0]["fits"] and len(values["zero_bytes"]) == 4
+    )
     assert values["plans"][0]["days"] > 0 and values["scaling"][0]["efficiency"] == 1
 
 

@@ -11,15 +11,53 @@ from tfdist.runtime.ring_error import MARK
 CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
 
 
-@pytest.mark.parametrize("error, kind, words", [
-    (tf.errors.UnavailableError(None, None, "from /job:worker/replica:0/task:0: Connection reset by peer /job:worker/replica:0/task:1\nmore"), PeerLostError, ["worker 1 (rank 1, b:2)", "Connection reset"]),
-    (tf.errors.DeadlineExceededError(None, None, "Collective has timed out during execution."), PeerLostError, ["--collective_timeout"]),
-    (tf.errors.DeadlineExceededError(None, None, "at node tfdist_all_gather_of_ranks_7_end (most recent call last):\nCollective has timed out waiting for other workers.\n [[{{node tfdist_all_reduce_of_ranks_0_1_10_end_3}}]]"), PeerLostError, ["all_reduce of ranks 0, 1, 10 ", "--collective_timeout"]),
-    (tf.errors.InternalError(None, None, "Collective ops is aborted by: x"), PeerLostError, ["a peer"]),
-    (tf.errors.UnknownError(None, None, f"RingError: {MARK}lost contact with rank 1 (it closed the connection).\nTraceback"), PeerLostError, ["lost contact with rank 1"]),
-    (tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[9]"), ConfigError, ["--micro_batch", "shape[9]"]),
-    (tf.errors.InvalidArgumentError(None, None, "DataError: record 7 of x.tfrecord is damaged.\n stack"), DataError, ["record 7 of x.tfrecord is damaged."]),
-])
+@pytest.mark.parametrize(
+    "error, kind, words",
+    [
+        (
+            tf.errors.UnavailableError(
+                None,
+                None,
+                "from /job:worker/replica:0/task:0: Connection reset by peer /job:worker/replica:0/task:1\nmore",
+            ),
+            PeerLostError,
+            ["worker 1 (rank 1, b:2)", "Connection reset"],
+        ),
+        (
+            tf.errors.DeadlineExceededError(None, None, "Collective has timed out during execution."),
+            PeerLostError,
+            ["--collective_timeout"],
+        ),
+        (
+            tf.errors.DeadlineExceededError(
+                None,
+                None,
+                "at node tfdist_all_gather_of_ranks_7_end (most recent call last):\nCollective has timed out waiting"
+                " for other workers.\n [[{{node tfdist_all_reduce_of_ranks_0_1_10_end_3}}]]",
+            ),
+            PeerLostError,
+            ["all_reduce of ranks 0, 1, 10 ", "--collective_timeout"],
+        ),
+        (tf.errors.InternalError(None, None, "Collective ops is aborted by: x"), PeerLostError, ["a peer"]),
+        (
+            tf.errors.UnknownError(
+                None, None, f"RingError: {MARK}lost contact with rank 1 (it closed the connection).\nTraceback"
+            ),
+            PeerLostError,
+            ["lost contact with rank 1"],
+        ),
+        (
+            tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[9]"),
+            ConfigError,
+            ["--micro_batch", "shape[9]"],
+        ),
+        (
+            tf.errors.InvalidArgumentError(None, None, "DataError: record 7 of x.tfrecord is damaged.\n stack"),
+            DataError,
+            ["record 7 of x.tfrecord is damaged."],
+        ),
+    ],
+)
 def test_explained(error, kind, words):
     told = explain(error, CLUSTER)
     assert type(told) is kind and all(word in str(told) for word in words) and "\n" not in str(told)
@@ -43,15 +81,23 @@ def test_the_users_own_line_where_tensorflow_called_it():
         list(data)
     for cluster in (Cluster(), CLUSTER):
         found = explain(raised.value, cluster)
-        assert isinstance(found, DataError) and str(found).startswith("A function of your own, which TensorFlow called, failed at ") and "\n" not in str(found)
-        assert "test_errors.py:" in str(found) and str(found).endswith("in raises_in_a_generator: RuntimeError: the file is gone")
+        assert (
+            isinstance(found, DataError)
+            and str(found).startswith("A function of your own, which TensorFlow called, failed at ")
+            and "\n" not in str(found)
+        )
+        assert "test_errors.py:" in str(found) and str(found).endswith(
+            "in raises_in_a_generator: RuntimeError: the file is gone"
+        )
 
 
 def test_a_label_that_is_no_class():
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         tf.nn.sparse_softmax_cross_entropy_with_logits(labels=[1, -1], logits=tf.zeros([2, 4]))
     found = explain(raised.value, Cluster())
-    assert isinstance(found, DataError) and str(found).startswith("A label is -1, but the model has outputs for the classes 0 to 3: mend it")
+    assert isinstance(found, DataError) and str(found).startswith(
+        "A label is -1, but the model has outputs for the classes 0 to 3: mend it"
+    )
 
 
 def test_errors_of_tensorflows_own_stay():
@@ -63,13 +109,25 @@ def test_errors_of_tensorflows_own_stay():
 def test_of_a_record_that_does_not_fit_the_cause_alone():
     record = tf.train.Example().SerializeToString()
     features = {"label": tf.io.FixedLenFeature([], tf.int64)}
-    for read in (lambda: tf.io.parse_example([record], features), lambda: list(tf.data.Dataset.from_tensors([record]).map(lambda records: tf.io.parse_example(records, features)))):
+    for read in (
+        lambda: tf.io.parse_example([record], features),
+        lambda: list(
+            tf.data.Dataset.from_tensors([record]).map(lambda records: tf.io.parse_example(records, features))
+        ),
+    ):
         with pytest.raises(tf.errors.OpError) as raised:
             read()
         sentence = "Feature: label (data type: int64) is required but could not be found."
         assert cause(str(raised.value)).endswith(sentence) and len(cause(str(raised.value))) < 120
         found = explain(raised.value, Cluster())
-        assert isinstance(found, DataError) and str(found).startswith("A record of the data cannot be read: ") and str(found).endswith(sentence)
+        assert (
+            isinstance(found, DataError)
+            and str(found).startswith("A record of the data cannot be read: ")
+            and str(found).endswith(sentence)
+        )
     assert cause("{{function_node __wrapped__Add_device_/job:localhost}} it is so [Op:Add] name: ") == "it is so"
-    assert cause("Graph execution error:\n\nDetected at node A defined at (most recent call last):\nthe cause") == "the cause"
+    assert (
+        cause("Graph execution error:\n\nDetected at node A defined at (most recent call last):\nthe cause")
+        == "the cause"
+    )
     assert cause("") == ""

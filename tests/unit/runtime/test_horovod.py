@@ -31,14 +31,25 @@ def test_a_launcher_without_addresses_is_for_horovod_only():
 
 
 def test_settings():
-    config = Config().replace(horovod_fusion_mb=2.0, horovod_cycle_ms=0.5, heartbeat_timeout=3.2, collective_timeout=9.0)
+    config = Config().replace(
+        horovod_fusion_mb=2.0, horovod_cycle_ms=0.5, heartbeat_timeout=3.2, collective_timeout=9.0
+    )
     found = horovod_start.settings(config, 3)
-    assert found["HOROVOD_FUSION_THRESHOLD"] == str(2 << 20) and found["HOROVOD_CYCLE_TIME"] == "0.5" and found["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "4"
+    assert (
+        found["HOROVOD_FUSION_THRESHOLD"] == str(2 << 20)
+        and found["HOROVOD_CYCLE_TIME"] == "0.5"
+        and found["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "4"
+    )
     # Horovod ignores a shutdown time below the check time.
     assert int(found["HOROVOD_STALL_CHECK_TIME_SECONDS"]) <= int(found["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) == 9
-    assert horovod_start.settings(config.replace(collective_timeout=0.0), 3)["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "0"
+    assert (
+        horovod_start.settings(config.replace(collective_timeout=0.0), 3)["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "0"
+    )
     deterministic = config.replace(deterministic=True)
-    assert [horovod_start.settings(deterministic, size)["HOROVOD_FUSION_THRESHOLD"] for size in (2, 3)] == [str(2 << 20), "0"]
+    assert [horovod_start.settings(deterministic, size)["HOROVOD_FUSION_THRESHOLD"] for size in (2, 3)] == [
+        str(2 << 20),
+        "0",
+    ]
 
 
 def test_who_is_missing_is_named():
@@ -59,8 +70,10 @@ def test_who_is_missing_is_named():
 
 
 def test_a_lost_peer_is_explained():
-    for text in ("Horovod has been shut down. This was caused by an exception on one of the ranks",
-                 "[/x/gloo/transport/tcp/pair.cc:589] Read error [127.0.0.1]:4306: Connection reset by peer"):
+    for text in (
+        "Horovod has been shut down. This was caused by an exception on one of the ranks",
+        "[/x/gloo/transport/tcp/pair.cc:589] Read error [127.0.0.1]:4306: Connection reset by peer",
+    ):
         assert isinstance(explain(tf.errors.UnknownError(None, None, text), Cluster(size=2)), PeerLostError)
 
 
@@ -72,5 +85,12 @@ def test_the_installer_names_what_it_needs(missing, tmp_path):
         (tools / tool).symlink_to(shutil.which(tool) or "/bin/true")
     (tools / "python").symlink_to(sys.executable)
     script = Path("scripts/install_horovod.sh").resolve()
-    made = subprocess.run(["bash", script, "--force"], capture_output=True, text=True, env={"PATH": str(tools), "HOME": str(tmp_path), "HOROVOD_PYTHON": sys.executable})
-    assert made.returncode == ExitCode.UNSUPPORTED and f"{missing} (apt-get install {missing}" in made.stderr, made.stderr
+    made = subprocess.run(
+        ["bash", script, "--force"],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(tools), "HOME": str(tmp_path), "HOROVOD_PYTHON": sys.executable},
+    )
+    assert made.returncode == ExitCode.UNSUPPORTED and f"{missing} (apt-get install {missing}" in made.stderr, (
+        made.stderr
+    )

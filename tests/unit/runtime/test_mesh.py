@@ -37,16 +37,19 @@ def test_data_takes_what_remains():
     assert Mesh.parse("model=2, pipe=2", 4) == Mesh.create(model=2, pipe=2)
 
 
-@pytest.mark.parametrize("text, size, words", [
-    ("data=2,model=2", 3, ["--mesh=data=2,model=2", "needs 4", "are 3", "data=3"]),
-    ("data=2,model=2", 6, ["needs 4", "are 6", "data=3,model=2"]),
-    ("model=4", 6, ["multiple of 4", "are 6", "start 8", "data=3,model=2"]),
-    ("model=2", 1, ["multiple of 2", "is 1"]),
-    ("modle=2", 2, ["'modle=2'", "model"]),
-    ("data=0", 2, ["data", "'0'"]),
-    ("data=2,data=2", 4, ["data twice"]),
-    ("data", 2, ["'data'"]),
-])
+@pytest.mark.parametrize(
+    "text, size, words",
+    [
+        ("data=2,model=2", 3, ["--mesh=data=2,model=2", "needs 4", "are 3", "data=3"]),
+        ("data=2,model=2", 6, ["needs 4", "are 6", "data=3,model=2"]),
+        ("model=4", 6, ["multiple of 4", "are 6", "start 8", "data=3,model=2"]),
+        ("model=2", 1, ["multiple of 2", "is 1"]),
+        ("modle=2", 2, ["'modle=2'", "model"]),
+        ("data=0", 2, ["data", "'0'"]),
+        ("data=2,data=2", 4, ["data twice"]),
+        ("data", 2, ["'data'"]),
+    ],
+)
 def test_messages(text, size, words):
     with pytest.raises(ConfigError) as error:
         Mesh.parse(text, size)

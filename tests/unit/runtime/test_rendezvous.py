@@ -14,7 +14,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, StartupError
 from tfdist.control.preflight import PortReservation
 from tfdist.control.token import Secret
-from tfdist.runtime.pulse import Pulse
+from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.rendezvous import exchange
 from tfdist.runtime.ring import Ring
 
@@ -27,7 +27,9 @@ def addresses():
 
 
 def cluster(rank, addresses, secret=None):
-    return Cluster("worker", rank, rank, len(addresses), tuple(addresses), {"worker": list(addresses)}, secret=secret or Secret())
+    return Cluster(
+        "worker", rank, rank, len(addresses), tuple(addresses), {"worker": list(addresses)}, secret=secret or Secret()
+    )
 
 
 def test_all_learn_all_endpoints_whatever_knocks(addresses):
@@ -103,7 +105,16 @@ def test_strangers_neither_join_nor_hold_up_nor_end_a_job(addresses):
         held.append(connection)
         if len(held) > 300:
             held.pop(0).close()
-        words = [b"", b"\xff" * 5000, old_hello([], addresses), old_hello(1, addresses), old_hello(2, addresses), b'{"rank": 1e999}\n', wire.Lock.of(Secret(), "rendezvous").hello(1), wire.Lock.of(SECRET, "ring").hello(2) + bytes(36)]
+        words = [
+            b"",
+            b"\xff" * 5000,
+            old_hello([], addresses),
+            old_hello(1, addresses),
+            old_hello(2, addresses),
+            b'{"rank": 1e999}\n',
+            wire.Lock.of(Secret(), "rendezvous").hello(1),
+            wire.Lock.of(SECRET, "ring").hello(2) + bytes(36),
+        ]
         connection.sendall(words[next(turn) % len(words)])
 
     def later(rank):
@@ -116,7 +127,14 @@ def test_strangers_neither_join_nor_hold_up_nor_end_a_job(addresses):
         connection.close()
 
 
-@pytest.mark.parametrize(("chief", "worker", "said"), [(SECRET, Secret(), "has a job token, but this worker has none"), (Secret(), SECRET, "has none, but this worker has a job token"), (SECRET, Secret(b"another"), "has another job token, or is of another job")])
+@pytest.mark.parametrize(
+    ("chief", "worker", "said"),
+    [
+        (SECRET, Secret(), "has a job token, but this worker has none"),
+        (Secret(), SECRET, "has none, but this worker has a job token"),
+        (SECRET, Secret(b"another"), "has another job token, or is of another job"),
+    ],
+)
 def test_who_has_no_token_or_another_is_told_at_once_on_both_sides(chief, worker, said, addresses, capsys):
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(exchange, cluster(0, addresses[:2], chief), "a:0", 1.5)
@@ -133,13 +151,19 @@ def test_two_processes_of_one_rank_are_told(addresses):
         first = pool.submit(exchange, cluster(1, addresses, SECRET), "a:1", 20)
         threading.Event().wait(0.5)
         second = pool.submit(exchange, cluster(1, addresses, SECRET), "a:1", 20)
-        with pytest.raises(ClusterError, match="Another process says that it is rank 1, too: give each worker its own task.index"):
+        with pytest.raises(
+            ClusterError, match="Another process says that it is rank 1, too: give each worker its own task.index"
+        ):
             first.result(timeout=30)
-        assert exchange(cluster(2, addresses, SECRET), "a:2", 20) == chief.result(timeout=30) == second.result(timeout=30)
+        assert (
+            exchange(cluster(2, addresses, SECRET), "a:2", 20) == chief.result(timeout=30) == second.result(timeout=30)
+        )
 
 
 def test_a_stranger_at_a_rings_port_is_no_neighbour():
-    """It connects before the true one, with all that it may know: the rank, but not the table of endpoints, nor the token."""
+    """It connects before the true one, with all that it may know: the rank, but not the table of endpoints, nor the
+    token.
+    """
     endpoints, barrier, met = [""] * 2, threading.Barrier(2), threading.Event()
 
     def meet(rank, endpoint):
@@ -150,7 +174,9 @@ def test_a_stranger_at_a_rings_port_is_no_neighbour():
         return list(endpoints)
 
     def make(rank):
-        ring = Ring(cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001"), SECRET), lambda endpoint: meet(rank, endpoint), 10)
+        ring = Ring(
+            cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001"), SECRET), lambda endpoint: meet(rank, endpoint), 10
+        )
         found = ring.all_gather(f"rank {rank}".encode(), "test")
         ring.close()
         return [bytes(each) for each in found]
@@ -161,7 +187,14 @@ def test_a_stranger_at_a_rings_port_is_no_neighbour():
             threading.Event().wait(0.01)
         held = [socket.create_connection(wire.address_of(endpoints[0]), timeout=5) for _ in range(20)]
         for number, connection in enumerate(held):
-            connection.sendall([struct.pack("!I", 1), b"", wire.Lock.of(Secret(), "ring", *endpoints).hello(1) + bytes(36), wire.Lock.of(SECRET, "ring").hello(1) + bytes(36)][number % 4])
+            connection.sendall(
+                [
+                    struct.pack("!I", 1),
+                    b"",
+                    wire.Lock.of(Secret(), "ring", *endpoints).hello(1) + bytes(36),
+                    wire.Lock.of(SECRET, "ring").hello(1) + bytes(36),
+                ][number % 4]
+            )
         met.set()
         assert [result.result(timeout=30) for result in results] == [[b"rank 0", b"rank 1"]] * 2
     for connection in held:
@@ -177,7 +210,7 @@ def test_a_pulse_that_stops_is_noticed():
             barrier.wait(20)
             return list(endpoints)
 
-        return Pulse(Ring(cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001")), meet), 1.0)
+        return Heartbeat(Ring(cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001")), meet), 1.0)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(make, range(2))

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import PeerLostError
-from tfdist.runtime.mirrored import StrategyRuntime
+from tfdist.runtime.multi_worker import MultiWorker
 from tfdist.runtime.reducer import RingReducer, _Site
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_error import RingError
@@ -71,7 +71,9 @@ def test_all_reduce(size, count):
         return array
 
     results = on_every_rank(size, reduce)
-    np.testing.assert_allclose(results[0], size * sum(data(rank, count).astype("float64") for rank in range(size)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        results[0], size * sum(data(rank, count).astype("float64") for rank in range(size)), rtol=1e-5, atol=1e-5
+    )
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
@@ -92,7 +94,9 @@ def test_arrays_read_in_place_give_the_same_bits(size, shared):
         return histories
 
     sent = on_every_rank(size, lambda ring: reduce(ring, False))
-    read = on_every_rank(size, lambda ring: reduce(ring, ring.shares or pytest.fail("this system can share memory")), share=True)
+    read = on_every_rank(
+        size, lambda ring: reduce(ring, ring.shares or pytest.fail("this system can share memory")), share=True
+    )
     np.testing.assert_array_equal(read, sent)
 
 
@@ -100,7 +104,9 @@ def test_arrays_read_in_place_give_the_same_bits(size, shared):
 @pytest.mark.parametrize("count", [0, 1, 1001])
 @pytest.mark.parametrize("shared", [(), range(5), (1, 2)])
 def test_small_sums(size, count, shared):
-    """Half the bytes; the same bits on all ranks, also where some of them read in place; nothing lost but a few roundings."""
+    """Half the bytes; the same bits on all ranks, also where some of them read in place; nothing lost but a few
+    roundings.
+    """
     mine = [data(rank, count).astype(ml_dtypes.bfloat16).astype("float32") for rank in range(size)]
     whole = sum(array.astype("float64") for array in mine)
     sent = []
@@ -108,7 +114,10 @@ def test_small_sums(size, count, shared):
     def reduce(ring):
         array = ring.empty(count) if ring.rank in shared else np.empty(count, np.float32)
         pass_on = ring._pass_on
-        ring._pass_on = lambda outgoing, incoming, backwards=False: (sent.append(len(outgoing)), pass_on(outgoing, incoming, backwards))
+        ring._pass_on = lambda outgoing, incoming, backwards=False: (
+            sent.append(len(outgoing)),
+            pass_on(outgoing, incoming, backwards),
+        )
         for _ in range(2):
             array[:] = mine[ring.rank]
             ring.all_reduce(array, small=True)
@@ -136,7 +145,9 @@ def test_gather(size, share):
         for turn in range(3):
             parts.view(np.int32)[ring.rank] = np.arange(1003) + 1003 * ring.rank + (0x7FC00000 if turn == 1 else 0)
             ring.gather(parts.reshape(-1))
-            np.testing.assert_array_equal(parts.view(np.int32).reshape(-1), np.arange(size * 1003) + (0x7FC00000 if turn == 1 else 0))
+            np.testing.assert_array_equal(
+                parts.view(np.int32).reshape(-1), np.arange(size * 1003) + (0x7FC00000 if turn == 1 else 0)
+            )
             parts[:] = np.nan
 
     on_every_rank(size, gather, share=share)
@@ -282,7 +293,10 @@ def test_reducer_keeps_results_that_are_still_in_use(bucket_bytes, share):
 
     def steps(ring):
         reducer = RingReducer(ring, bucket_bytes)
-        current = [tf.constant(data(ring.rank + 10 * index, int(np.prod(shape))).reshape(shape)) for index, shape in enumerate(shapes)]
+        current = [
+            tf.constant(data(ring.rank + 10 * index, int(np.prod(shape))).reshape(shape))
+            for index, shape in enumerate(shapes)
+        ]
         history = []
         for _ in range(3):
             current = [tensor / 2 for tensor in reducer(current)]
@@ -307,8 +321,21 @@ def test_reducer_takes_all_kinds(bucket_bytes, share):
         reducer, found = RingReducer(ring, bucket_bytes), []
         for turn in range(3):
             random = np.random.default_rng([ring.rank, turn])
-            slices = tf.IndexedSlices(tf.constant(random.normal(size=(rows, width)), tf.float32), tf.constant(random.integers(0, 2**31 - 1, rows)), tf.constant([2**31 - 1, width], tf.int64))
-            found.append(reducer([tf.ones([300, 3]) * ring.rank, slices, tf.ones([300, 2], tf.bfloat16) * (ring.rank + 2), tf.ones([2])]))
+            slices = tf.IndexedSlices(
+                tf.constant(random.normal(size=(rows, width)), tf.float32),
+                tf.constant(random.integers(0, 2**31 - 1, rows)),
+                tf.constant([2**31 - 1, width], tf.int64),
+            )
+            found.append(
+                reducer(
+                    [
+                        tf.ones([300, 3]) * ring.rank,
+                        slices,
+                        tf.ones([300, 2], tf.bfloat16) * (ring.rank + 2),
+                        tf.ones([2]),
+                    ]
+                )
+            )
         return found
 
     results = on_every_rank(3, steps, share=share)
@@ -317,7 +344,9 @@ def test_reducer_takes_all_kinds(bucket_bytes, share):
             randoms = [np.random.default_rng([rank, turn]) for rank in range(3)]
             values = [random.normal(size=(rows, width)).astype("float32") for random in randoms]
             np.testing.assert_array_equal(slices.values, np.concatenate(values))
-            np.testing.assert_array_equal(slices.indices, np.concatenate([random.integers(0, 2**31 - 1, rows) for random in randoms]))
+            np.testing.assert_array_equal(
+                slices.indices, np.concatenate([random.integers(0, 2**31 - 1, rows) for random in randoms])
+            )
             assert slices.indices.dtype == tf.int64 and slices.dense_shape[0] == 2**31 - 1
             assert (first.numpy() == 3).all() and (last.numpy() == 3).all() and (small.numpy() == 9).all()
 
@@ -325,12 +354,15 @@ def test_reducer_takes_all_kinds(bucket_bytes, share):
 def test_a_neighbour_that_does_not_come_is_a_lost_peer(monkeypatch):
     monkeypatch.setattr("tfdist.runtime.ring._MEETING_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, says nothing
+
         def gather(row):
             other = f"127.0.0.1:{silent.getsockname()[1]}/aa".encode().ljust(len(row))
             return np.stack([row, np.frombuffer(other, np.uint8)])
 
-        with pytest.raises(PeerLostError, match=r"^127.0.0.1:\d+ cannot be reached .*: open the ephemeral ports .* Look at the log"):
-            StrategyRuntime.use_ring(SimpleNamespace(rank=0, size=2, all_gather=gather), place(0, 2), Config())
+        with pytest.raises(
+            PeerLostError, match=r"^127.0.0.1:\d+ cannot be reached .*: open the ephemeral ports .* Look at the log"
+        ):
+            MultiWorker.use_ring(SimpleNamespace(rank=0, size=2, all_gather=gather), place(0, 2), Config())
 
 
 def test_a_length_beyond_all_bounds_is_no_reason_to_take_memory():

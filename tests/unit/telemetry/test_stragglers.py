@@ -6,7 +6,11 @@ from tfdist.telemetry.stragglers import Stragglers
 def test_a_persistently_slow_rank_is_named_once_and_cleared():
     stragglers = Stragglers(1.5, patience=3)
     said = [stragglers.add([1.0, 1.1, 2.0, 0.9]) for _ in range(5)]
-    assert [len(each) for each in said] == [0, 0, 1, 0, 0] and "rank 2 is a straggler" in said[2][0] and "2.0 times" in said[2][0]
+    assert (
+        [len(each) for each in said] == [0, 0, 1, 0, 0]
+        and "rank 2 is a straggler" in said[2][0]
+        and "2.0 times" in said[2][0]
+    )
     assert stragglers.add([1.0, 1.0, 1.0, 1.0]) == ["rank 2 is no longer a straggler."]
 
 

@@ -8,17 +8,30 @@ import pytest
 
 from tfdist.config import TelemetryConfig
 from tfdist.telemetry import plot, summary
-from tfdist.telemetry.build import build_observers
 from tfdist.telemetry.console import BarConsole, PlainConsole, make_console
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.jsonl import JsonlObserver, next_attempt, read_jsonl
+from tfdist.telemetry.observers import build_observers
 from tfdist.telemetry.timer import Clock
 from tfdist.telemetry.trackers import Run
 
 
 def train_event(step, loss=1.0, **values):
-    return Event("train", step, {"train/loss": loss, "train/accuracy": 0.5, "train/learning_rate": 1e-3, "train/gradient_norm": 1.0, "train/loss_scale": 512.0,
-                                 "train/skipped_steps": 0, "perf/steps_per_s": 2.0, "perf/samples_per_s": 4312.0, **values})
+    return Event(
+        "train",
+        step,
+        {
+            "train/loss": loss,
+            "train/accuracy": 0.5,
+            "train/learning_rate": 1e-3,
+            "train/gradient_norm": 1.0,
+            "train/loss_scale": 512.0,
+            "train/skipped_steps": 0,
+            "perf/steps_per_s": 2.0,
+            "perf/samples_per_s": 4312.0,
+            **values,
+        },
+    )
 
 
 def test_a_failing_observer_is_switched_off_loudly_and_alone(capsys):
@@ -58,8 +71,19 @@ def test_jsonl_survives_torn_lines_and_odd_numbers(tmp_path):
     log = JsonlObserver(path, run_id="abc", attempt=2, rank=1)
     log(train_event(9, loss=math.inf))
     found = list(read_jsonl(path))
-    assert [(record["kind"], record["step"], record["attempt"]) for record in found] == [("start", 0, 0), ("train", 5, 0), ("start", 0, 1), ("train", 5, 1), ("train", 9, 2)]
-    assert found[1]["values"]["train/loss"] == "nan" and found[3]["values"]["train/loss"] == "nan" and found[4]["values"]["train/loss"] == "inf" and found[0]["values"] == {}
+    assert [(record["kind"], record["step"], record["attempt"]) for record in found] == [
+        ("start", 0, 0),
+        ("train", 5, 0),
+        ("start", 0, 1),
+        ("train", 5, 1),
+        ("train", 9, 2),
+    ]
+    assert (
+        found[1]["values"]["train/loss"] == "nan"
+        and found[3]["values"]["train/loss"] == "nan"
+        and found[4]["values"]["train/loss"] == "inf"
+        and found[0]["values"] == {}
+    )
     assert {"v", "time", "run_id", "attempt", "rank", "host", "kind", "step", "values"} == set(found[0])
 
 
@@ -67,7 +91,9 @@ def test_tensorboard_is_one_run_over_restarts(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def observers(resumed):
-        return build_observers(TelemetryConfig(progress="none"), Run(tmp_path, "r", 0, resumed, 0), total_steps=40, steps_per_epoch=None)
+        return build_observers(
+            TelemetryConfig(progress="none"), Run(tmp_path, "r", 0, resumed, 0), total_steps=40, steps_per_epoch=None
+        )
 
     first = observers(0)
     first(Event("start", 0, {"flags": "--steps=40"}))
@@ -79,7 +105,12 @@ def test_tensorboard_is_one_run_over_restarts(tmp_path):
         second(train_event(step, loss=step + 0.5))
     second.close()
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(scalar.step, scalar.value) for scalar in found.Scalars("train/loss")] == [(10, 10), (20, 20), (30, 30.5), (40, 40.5)]
+    assert [(scalar.step, scalar.value) for scalar in found.Scalars("train/loss")] == [
+        (10, 10),
+        (20, 20),
+        (30, 30.5),
+        (40, 40.5),
+    ]
     assert b"--steps=40" in found.Tensors("flags")[0].tensor_proto.string_val[0]
 
 
@@ -87,7 +118,9 @@ def test_tensorboard_forgets_an_attempt_that_died_before_its_first_snapshot(tmp_
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for attempt, steps in enumerate([(10, 20, 30), (10, 20)]):
-        observers = build_observers(TelemetryConfig(progress="none"), Run(tmp_path, "r", attempt, 0, 0), total_steps=40, steps_per_epoch=None)
+        observers = build_observers(
+            TelemetryConfig(progress="none"), Run(tmp_path, "r", attempt, 0, 0), total_steps=40, steps_per_epoch=None
+        )
         for step in steps:
             observers(train_event(step, loss=step + attempt / 2))
         observers.close()
@@ -99,16 +132,27 @@ def test_other_ranks_write_their_log_only(tmp_path):
     observers = build_observers(TelemetryConfig(), Run(tmp_path, "r", 0, 0, 2), total_steps=40, steps_per_epoch=None)
     observers(train_event(1))
     observers.close()
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == ["logs/rank-2.jsonl"]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [
+        "logs/rank-2.jsonl"
+    ]
 
 
 def test_lines():
     console = PlainConsole(500, steps_per_epoch=40.0)
-    assert console.line(train_event(100)) == "step 100/500 | epoch 2.50 | loss 1.0000 | accuracy 0.5000 | lr 1.0e-03 | 4,312 samples/s | eta 0:03:20"
+    assert (
+        console.line(train_event(100))
+        == "step 100/500 | epoch 2.50 | loss 1.0000 | accuracy 0.5000 | lr 1.0e-03 | 4,312 samples/s | eta 0:03:20"
+    )
     assert "skipped 3 steps, loss scale 512" in console.line(train_event(100, **{"train/skipped_steps": 3}))
-    assert console.line(Event("train", 100, {"train/loss": math.nan, "perf/steps_per_s": math.nan})) == "step 100/500 | epoch 2.50 | loss nan"
+    assert (
+        console.line(Event("train", 100, {"train/loss": math.nan, "perf/steps_per_s": math.nan}))
+        == "step 100/500 | epoch 2.50 | loss nan"
+    )
     assert "loss 2.000e-05 " in console.line(train_event(100, loss=2e-5))
-    assert console.line(Event("eval", 100, {"eval/loss": 0.25, "eval/samples": 360.0})) == "evaluation at step 100: loss 0.25  (360 samples)"
+    assert (
+        console.line(Event("eval", 100, {"eval/loss": 0.25, "eval/samples": 360.0}))
+        == "evaluation at step 100: loss 0.25  (360 samples)"
+    )
     assert console.line(Event("warning", 7, {"message": "careful"})) == "WARNING at step 7: careful"
     assert console.line(Event("end", 7, {"stopped": False})) == ""
 
@@ -159,7 +203,10 @@ def test_picture_and_summary(tmp_path, capsys):
     log(Event("eval", 20, {"eval/loss": 0.1, "eval/accuracy": 0.9}))
     assert plot.draw_curves(tmp_path / "run" / "logs" / "rank-0.jsonl", picture, {"entropy": 0.2}) == ""
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert plot.read_series(tmp_path / "run" / "logs" / "rank-0.jsonl")["train/loss"] == {10: pytest.approx(0.1), 20: pytest.approx(0.05)}
+    assert plot.read_series(tmp_path / "run" / "logs" / "rank-0.jsonl")["train/loss"] == {
+        10: pytest.approx(0.1),
+        20: pytest.approx(0.05),
+    }
 
 
 def test_the_curve_of_a_dead_attempt_ends_where_the_next_one_went_on(tmp_path):

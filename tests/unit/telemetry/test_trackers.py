@@ -10,9 +10,9 @@ import pytest
 from tfdist.config import TelemetryConfig
 from tfdist.control.exit_codes import ConfigError, UnsupportedError
 from tfdist.telemetry.background import Background
-from tfdist.telemetry.build import build_observers
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.jsonl import JsonlObserver, replay
+from tfdist.telemetry.observers import build_observers
 from tfdist.telemetry.trackers import Run, make_trackers, optional_module
 
 
@@ -22,7 +22,12 @@ def train_event(step, loss, **values):
 
 def attempt(folder, trackers, number, resumed, steps, *, evaluate=(), ending="killed", **run):
     """One attempt of a run: its events; loss = step + number / 10, so that it tells who told it."""
-    observers = build_observers(TelemetryConfig(progress="none", trackers=trackers), Run(folder, "run5", number, resumed, **run), total_steps=60, steps_per_epoch=None)
+    observers = build_observers(
+        TelemetryConfig(progress="none", trackers=trackers),
+        Run(folder, "run5", number, resumed, **run),
+        total_steps=60,
+        steps_per_epoch=None,
+    )
     observers(Event("start", resumed, {"flags": "--steps=60", "config_digest": "d"}))
     for step in steps:
         observers(train_event(step, step + number / 10))
@@ -34,13 +39,25 @@ def attempt(folder, trackers, number, resumed, steps, *, evaluate=(), ending="ki
 
 
 def history(folder):
-    return [(event.kind, event.step, event.values[f"{event.kind}/loss"]) for event in replay(folder / "logs" / "rank-0.jsonl", 1000)]
+    return [
+        (event.kind, event.step, event.values[f"{event.kind}/loss"])
+        for event in replay(folder / "logs" / "rank-0.jsonl", 1000)
+    ]
 
 
 def test_the_history_of_a_run_has_each_step_once(tmp_path):
     log = JsonlObserver(tmp_path / "logs" / "rank-0.jsonl", run_id="r", attempt=0, rank=0)
-    for event in (Event("start", 0, {}), train_event(10, 1.0), train_event(20, 2.0), Event("eval", 20, {"eval/loss": 9.0}), train_event(30, 3.0), train_event(20, 2.5),  # a rollback
-                  Event("start", 10, {}), train_event(15, 1.5), train_event(20, np.nan)):
+    for event in (
+        Event("start", 0, {}),
+        train_event(10, 1.0),
+        train_event(20, 2.0),
+        Event("eval", 20, {"eval/loss": 9.0}),
+        train_event(30, 3.0),
+        train_event(20, 2.5),  # a rollback
+        Event("start", 10, {}),
+        train_event(15, 1.5),
+        train_event(20, np.nan),
+    ):
         log(event)
     assert [entry[:2] for entry in history(tmp_path)] == [("train", 10), ("train", 15), ("train", 20)]
     assert np.isnan(history(tmp_path)[-1][2])
@@ -57,8 +74,16 @@ def test_csv_is_one_table_over_restarts(tmp_path):
     with open(tmp_path / "metrics.csv", "a") as file:
         file.write("40,20")  # killed in the middle of a row
     attempt(tmp_path, "csv", 1, 20, (30, 40), evaluate=(40,))
-    assert [(row["step"], row["train/loss"]) for row in rows(tmp_path / "metrics.csv")] == [("10", "10.0"), ("20", "20.0"), ("30", "30.1"), ("40", "40.1")]
-    assert [(row["step"], row["eval/loss"]) for row in rows(tmp_path / "evaluations.csv")] == [("20", "20.0"), ("40", "40.1")]
+    assert [(row["step"], row["train/loss"]) for row in rows(tmp_path / "metrics.csv")] == [
+        ("10", "10.0"),
+        ("20", "20.0"),
+        ("30", "30.1"),
+        ("40", "40.1"),
+    ]
+    assert [(row["step"], row["eval/loss"]) for row in rows(tmp_path / "evaluations.csv")] == [
+        ("20", "20.0"),
+        ("40", "40.1"),
+    ]
 
 
 def test_csv_columns_keep_their_places(tmp_path):
@@ -67,8 +92,17 @@ def test_csv_columns_keep_their_places(tmp_path):
         tracker(train_event(step, 1.0, **({"perf/compute_s": 0.5} if step > 1 else {})))
     tracker(train_event(2, 7.0))  # after a rollback
     tracker.close()
-    assert list(rows(tmp_path / "metrics.csv")[0]) == ["step", "time", "train/loss", "perf/steps_per_s", "perf/compute_s"]
-    assert [(row["step"], row["train/loss"], row["perf/compute_s"]) for row in rows(tmp_path / "metrics.csv")] == [("1", "1.0", ""), ("2", "7.0", "")]
+    assert list(rows(tmp_path / "metrics.csv")[0]) == [
+        "step",
+        "time",
+        "train/loss",
+        "perf/steps_per_s",
+        "perf/compute_s",
+    ]
+    assert [(row["step"], row["train/loss"], row["perf/compute_s"]) for row in rows(tmp_path / "metrics.csv")] == [
+        ("1", "1.0", ""),
+        ("2", "7.0", ""),
+    ]
 
 
 def test_tensorboard_has_hyper_parameters_histograms_and_forgets_rollbacks(tmp_path):
@@ -76,13 +110,33 @@ def test_tensorboard_has_hyper_parameters_histograms_and_forgets_rollbacks(tmp_p
     from tensorboard.plugins.hparams import api_pb2, metadata
 
     weights = {"dense/kernel": np.arange(6.0).reshape(2, 3)}
-    attempt(tmp_path, "tensorboard", 0, 0, (10, 20, 30, 40, 30, 40, 50, 60), ending="end", flags={"learning_rate": 0.5, "model": "cnn", "shuffle": True, "histograms_every": 25}, weights=lambda: weights)
+    attempt(
+        tmp_path,
+        "tensorboard",
+        0,
+        0,
+        (10, 20, 30, 40, 30, 40, 50, 60),
+        ending="end",
+        flags={"learning_rate": 0.5, "model": "cnn", "shuffle": True, "histograms_every": 25},
+        weights=lambda: weights,
+    )
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [scalar.step for scalar in found.Scalars("train/loss")] == [10, 20, 30, 40, 50, 60]
     assert [tensor.step for tensor in found.Tensors("weights/dense/kernel")] == [30, 50]
-    start = metadata.parse_session_start_info_plugin_data(found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
-    assert start.hparams["learning_rate"].number_value == 0.5 and start.hparams["model"].string_value == "cnn" and start.group_name == "run5"
-    assert metadata.parse_session_end_info_plugin_data(found.SummaryMetadata("_hparams_/session_end_info").plugin_data.content).status == api_pb2.STATUS_SUCCESS
+    start = metadata.parse_session_start_info_plugin_data(
+        found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    )
+    assert (
+        start.hparams["learning_rate"].number_value == 0.5
+        and start.hparams["model"].string_value == "cnn"
+        and start.group_name == "run5"
+    )
+    assert (
+        metadata.parse_session_end_info_plugin_data(
+            found.SummaryMetadata("_hparams_/session_end_info").plugin_data.content
+        ).status
+        == api_pb2.STATUS_SUCCESS
+    )
 
 
 def mlflow_run(folder):
@@ -90,7 +144,10 @@ def mlflow_run(folder):
 
     client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
     (found,) = client.search_runs([client.get_experiment_by_name("tfdist").experiment_id])
-    return found, {kind: [(point.step, point.value) for point in client.get_metric_history(found.info.run_id, f"{kind}/loss")] for kind in ("train", "eval")}
+    return found, {
+        kind: [(point.step, point.value) for point in client.get_metric_history(found.info.run_id, f"{kind}/loss")]
+        for kind in ("train", "eval")
+    }
 
 
 def test_mlflow_is_one_run_and_is_told_what_it_missed(tmp_path, monkeypatch):
@@ -101,21 +158,26 @@ def test_mlflow_is_one_run_and_is_told_what_it_missed(tmp_path, monkeypatch):
     attempt(tmp_path, "mlflow", 2, 20, (30, 40), evaluate=(40,), ending="end")
     found, points = mlflow_run(tmp_path)
     # Step 30 keeps the value that was told first.
-    assert points == {"train": [(5, 5.0), (10, 10.0), (15, 15.1), (20, 20.1), (30, 30.1), (40, 40.2)], "eval": [(20, 20.1), (40, 40.2)]}
+    assert points == {
+        "train": [(5, 5.0), (10, 10.0), (15, 15.1), (20, 20.1), (30, 30.1), (40, 40.2)],
+        "eval": [(20, 20.1), (40, 40.2)],
+    }
     assert found.info.status == "FINISHED" and found.data.params == {"learning_rate": "0.5"}
 
 
 def wandb_history(path):
-    """[(step, names)] of an offline file: blocks of 32 KiB with pieces of records, 7 bytes before each (checksum, length, kind)."""
+    """[(step, names)] of an offline file: blocks of 32 KiB with pieces of records, 7 bytes before each (checksum,
+    length, kind).
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, at, record, found = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
-        length, kind = int.from_bytes(data[at + 4:at + 6], "little"), data[at + 6]
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         if kind == 0:  # the rest of a block
             at += 32768 - at % 32768
             continue
-        record += data[at + 7:at + 7 + length]
+        record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
@@ -123,7 +185,9 @@ def wandb_history(path):
             message = wandb_internal_pb2.Record.FromString(record)
             record = b""
             if message.WhichOneof("record_type") == "history":
-                found.append((message.history.step.num, {item.key or item.nested_key[0] for item in message.history.item}))
+                found.append(
+                    (message.history.step.num, {item.key or item.nested_key[0] for item in message.history.item})
+                )
     return found
 
 
@@ -145,7 +209,10 @@ def own_tracker(run):
 def test_a_users_own_tracker(tmp_path):
     attempt(tmp_path, "tests.unit.telemetry.test_trackers:own_tracker", 0, 0, (10,))
     assert (tmp_path / "own.txt").read_text() == "run5 train 10"
-    with pytest.raises(ConfigError, match="--trackers=tensorbord is unknown: use tensorboard, csv, mlflow, wandb, or package.module:function."):
+    with pytest.raises(
+        ConfigError,
+        match="--trackers=tensorbord is unknown: use tensorboard, csv, mlflow, wandb, or package.module:function.",
+    ):
         make_trackers("csv,tensorbord", Run(tmp_path, "r"))
 
 
@@ -154,9 +221,17 @@ def test_a_missing_package_is_a_sentence(tmp_path, monkeypatch, trackers, packag
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)  # what Python takes for "there is none"
-    with pytest.raises(UnsupportedError, match=rf"^--trackers={trackers} needs the Python package {package}, which is not installed: pip install .*{package}"):
+    with pytest.raises(
+        UnsupportedError,
+        match=(
+            rf"^--trackers={trackers} needs the Python package {package}, which is not installed: pip install"
+            rf" .*{package}"
+        ),
+    ):
         make_trackers(trackers, Run(tmp_path, "r"))
-    with pytest.raises(UnsupportedError, match="^--x needs the Python package tfdist_absent, which is not installed: pip install y$"):
+    with pytest.raises(
+        UnsupportedError, match="^--x needs the Python package tfdist_absent, which is not installed: pip install y$"
+    ):
         optional_module("tfdist_absent", "--x", "y")
 
 

@@ -18,19 +18,30 @@ def ranks(*rows, total=1.0):
     return found
 
 
-@pytest.mark.parametrize(("kind", "rank", "phase", "by_rank"), [
-    ("input", -1, "", ranks({"data_wait": 0.4, "forward": 0.2, "backward": 0.4}, {"data_wait": 0.38, "forward": 0.2, "backward": 0.4})),
-    ("input", 0, "data_wait", ranks({"data_wait": 0.7, "backward": 0.3}, {"backward": 0.3})),
-    ("input", -1, "", ranks({"data_wait": 0.7, "backward": 0.3})),
-    ("communication", -1, "", ranks({"forward": 0.2, "backward": 0.4}, {"forward": 0.2, "backward": 0.3})),
-    ("storage", -1, "", ranks({"checkpoint": 0.5, "backward": 0.4}, {"backward": 0.4})),
-    ("slow rank", 2, "optimizer", ranks({"backward": 0.3}, {"backward": 0.3}, {"backward": 0.3, "optimizer": 0.6})),
-    ("slow rank", 1, "other", ranks({"backward": 0.3}, {"backward": 0.3, "other": 0.6})),
-    ("compute", -1, "", ranks({"data_wait": 0.1, "backward": 0.75}, {"data_wait": 0.1, "backward": 0.8})),
-    ("host", -1, "", ranks({"other": 0.6, "backward": 0.4})),
-    ("compute", -1, "", ranks({"forward": 0.1, "backward": 0.2, "evaluation": 0.7})),  # evaluations are no loss
-    ("nothing", -1, "", ranks({"data_wait": 0.15, "backward": 0.36, "other": 0.34})),
-])
+@pytest.mark.parametrize(
+    ("kind", "rank", "phase", "by_rank"),
+    [
+        (
+            "input",
+            -1,
+            "",
+            ranks(
+                {"data_wait": 0.4, "forward": 0.2, "backward": 0.4},
+                {"data_wait": 0.38, "forward": 0.2, "backward": 0.4},
+            ),
+        ),
+        ("input", 0, "data_wait", ranks({"data_wait": 0.7, "backward": 0.3}, {"backward": 0.3})),
+        ("input", -1, "", ranks({"data_wait": 0.7, "backward": 0.3})),
+        ("communication", -1, "", ranks({"forward": 0.2, "backward": 0.4}, {"forward": 0.2, "backward": 0.3})),
+        ("storage", -1, "", ranks({"checkpoint": 0.5, "backward": 0.4}, {"backward": 0.4})),
+        ("slow rank", 2, "optimizer", ranks({"backward": 0.3}, {"backward": 0.3}, {"backward": 0.3, "optimizer": 0.6})),
+        ("slow rank", 1, "other", ranks({"backward": 0.3}, {"backward": 0.3, "other": 0.6})),
+        ("compute", -1, "", ranks({"data_wait": 0.1, "backward": 0.75}, {"data_wait": 0.1, "backward": 0.8})),
+        ("host", -1, "", ranks({"other": 0.6, "backward": 0.4})),
+        ("compute", -1, "", ranks({"forward": 0.1, "backward": 0.2, "evaluation": 0.7})),  # evaluations are no loss
+        ("nothing", -1, "", ranks({"data_wait": 0.15, "backward": 0.36, "other": 0.34})),
+    ],
+)
 def test_what_holds_a_run_up(kind, rank, phase, by_rank):
     found = judge(by_rank)
     assert (found.kind, found.rank, found.phase) == (kind, rank, phase)
@@ -38,24 +49,45 @@ def test_what_holds_a_run_up(kind, rank, phase, by_rank):
 
 
 def test_where_nothing_has_most_of_the_time_all_of_it_is_told():
-    assert judge(ranks({"data_wait": 0.17, "forward": 0.1, "backward": 0.26, "other": 0.34})).sentence() == (
-        "nothing in particular holds the run up: 36 % of the time is computing (forward pass, backward pass and optimizer), 34 % between the steps, 17 % waiting for data, "
-        "13 % gradient synchronisation. No single one of these is worth much; a larger batch makes all but the computing smaller.")
-    assert judge(ranks({"backward": 0.85, "other": 0.15})).sentence().startswith("compute-bound: 85 % of the time is computing (forward pass, backward pass and optimizer). So the devices are the limit; ")
+    assert (
+        judge(ranks({"data_wait": 0.17, "forward": 0.1, "backward": 0.26, "other": 0.34})).sentence()
+        == "nothing in particular holds the run up: 36 % of the time is computing (forward pass, backward pass and"
+        " optimizer), 34 % between the steps, 17 % waiting for data, 13 % gradient synchronisation. No single one of"
+        " these is worth much; a larger batch makes all but the computing smaller."
+    )
+    assert (
+        judge(ranks({"backward": 0.85, "other": 0.15}))
+        .sentence()
+        .startswith(
+            "compute-bound: 85 % of the time is computing (forward pass, backward pass and optimizer). So the devices"
+            " are the limit; "
+        )
+    )
 
 
 def test_a_verdict_is_told_when_it_holds_and_when_it_changes():
-    fast, slow = ranks({"backward": 0.9}, {"backward": 0.9}), ranks({"backward": 0.9}, {"backward": 0.9, "optimizer": 1.1}, total=2.0)
+    fast, slow = (
+        ranks({"backward": 0.9}, {"backward": 0.9}),
+        ranks({"backward": 0.9}, {"backward": 0.9, "optimizer": 1.1}, total=2.0),
+    )
     verdicts = Verdicts()
-    told = [verdicts.add(10 * index, 10, account) for index, account in enumerate([fast, fast, slow, fast, fast, slow, slow, slow])]
+    told = [
+        verdicts.add(10 * index, 10, account)
+        for index, account in enumerate([fast, fast, slow, fast, fast, slow, slow, slow])
+    ]
     assert [sentence.split(":")[0] for sentence in told] == ["", "compute-bound", "", "", "", "", "a slow rank", ""]
-    assert told[6].startswith("a slow rank: all wait 55 % of the time for rank 1, since step 50; rank 1 takes 1.1 s a step for the optimizer, the others 0 ms. ")
+    assert told[6].startswith(
+        "a slow rank: all wait 55 % of the time for rank 1, since step 50; rank 1 takes 1.1 s a step for the optimizer,"
+        " the others 0 ms. "
+    )
     assert verdicts.final() == told[6]
     assert Verdicts().final() == ""
 
 
 def test_phases_add_up_and_waits_are_not_taken_for_work():
-    """Two calls of which one is sampled; the other waits for a save of another worker, which must not count as its own work."""
+    """Two calls of which one is sampled; the other waits for a save of another worker, which must not count as its own
+    work.
+    """
     now = [0.0]
     clock = Clock(lambda: now[0])
     clock.restore({"seconds": 100.0, "pauses": {"saving": 7.0}})
@@ -69,11 +101,25 @@ def test_phases_add_up_and_waits_are_not_taken_for_work():
     with clock.pause("saving"):
         now[0] += 0.8
     told = values(meter.seconds(), meter.overlap_s, split=True)
-    expected = {"data_wait": 0.2, "forward": 0.4, "backward": 0.6, "gradient_sync": 2.4, "optimizer": 0.2, "other": 0.4, "checkpoint": 0.8}
-    assert told == pytest.approx({f"phase/{name}_s": seconds / 20 for name, seconds in expected.items()} | {"overlap/gradient_sync_s": 0.0075})
+    expected = {
+        "data_wait": 0.2,
+        "forward": 0.4,
+        "backward": 0.6,
+        "gradient_sync": 2.4,
+        "optimizer": 0.2,
+        "other": 0.4,
+        "checkpoint": 0.8,
+    }
+    assert told == pytest.approx(
+        {f"phase/{name}_s": seconds / 20 for name, seconds in expected.items()} | {"overlap/gradient_sync_s": 0.0075}
+    )
     assert sum(meter.seconds()) * 20 == pytest.approx(5.0)
     together = values(meter.seconds(), None, split=False)
-    assert together["phase/forward_backward_s"] == pytest.approx(1.0 / 20) and "phase/backward_s" not in together and "overlap/gradient_sync_s" not in together
+    assert (
+        together["phase/forward_backward_s"] == pytest.approx(1.0 / 20)
+        and "phase/backward_s" not in together
+        and "overlap/gradient_sync_s" not in together
+    )
     meter.begin()
     assert meter.seconds() is None
 
@@ -86,4 +132,6 @@ def test_where_only_sampled_calls_know_the_reduction_all_splits_as_they_do():
     now[0] += 4.0
     meter.add(Call(1, 1.0, None, np.array([0.5, 0.0, 0.0, 0.0, 0.5, 0.0])))
     meter.add(Call(1, 3.0, None, None))
-    assert values(meter.seconds(), meter.overlap_s, split=True) == pytest.approx({"phase/data_wait_s": 1.0, "phase/gradient_sync_s": 1.0})
+    assert values(meter.seconds(), meter.overlap_s, split=True) == pytest.approx(
+        {"phase/data_wait_s": 1.0, "phase/gradient_sync_s": 1.0}
+    )

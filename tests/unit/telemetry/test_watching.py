@@ -1,4 +1,6 @@
-"""What others can watch while a run is going on: Prometheus endpoints, OpenTelemetry spans, traces; with real sockets."""
+"""What others can watch while a run is going on: Prometheus endpoints, OpenTelemetry spans, traces; with real
+sockets.
+"""
 
 import http.server
 import os
@@ -16,7 +18,7 @@ from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedErro
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.profiler import Profiler
 from tfdist.telemetry.trackers import Run
-from tfdist.training.traced import TracedRhythm
+from tfdist.training.traced_schedule import TracedSchedule
 
 TRAIN = Event("train", 20, {"train/loss": 0.5, "perf/samples_per_s": 100.0})
 
@@ -52,7 +54,10 @@ def test_prometheus_reads_the_endpoint_of_every_worker(tmp_path):
     from tfdist.telemetry.prometheus import PrometheusEndpoint
 
     port = free_ports(2)
-    endpoints = [PrometheusEndpoint(port, Run(tmp_path, "run5", attempt=3, resumed_step=10, rank=rank + 4, local_rank=rank)) for rank in range(2)]
+    endpoints = [
+        PrometheusEndpoint(port, Run(tmp_path, "run5", attempt=3, resumed_step=10, rank=rank + 4, local_rank=rank))
+        for rank in range(2)
+    ]
     for endpoint in endpoints:
         fan_out = FanOut([endpoint])
         with fan_out.section("evaluation"):
@@ -62,15 +67,28 @@ def test_prometheus_reads_the_endpoint_of_every_worker(tmp_path):
             fan_out(TRAIN)
             text = urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=20).read().decode()
         rank = str(4 + endpoints.index(endpoint))
-        samples = {(sample.name, *sorted(value for name, value in sample.labels.items() if name != "rank")): sample for family in text_string_to_metric_families(text) for sample in family.samples}
+        samples = {
+            (sample.name, *sorted(value for name, value in sample.labels.items() if name != "rank")): sample
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
         assert {sample.labels.get("rank") for key, sample in samples.items() if key[0].startswith("tfdist_")} == {rank}
         values = {key: sample.value for key, sample in samples.items()}
-        assert values[("tfdist_train_loss",)] == 0.5 and values[("tfdist_step",)] == 20 and values[("tfdist_attempt",)] == 3
+        assert (
+            values[("tfdist_train_loss",)] == 0.5
+            and values[("tfdist_step",)] == 20
+            and values[("tfdist_attempt",)] == 3
+        )
         assert values["tfdist_run_info", "abc", "run5"] == 1 and values["tfdist_events_total", "train"] == 1
         assert values["tfdist_section_active", "step"] == 1 and values["tfdist_section_active", "evaluation"] == 0
-        assert 0 <= time.time() - values[("tfdist_section_start_time_seconds",)] < 60 and values["tfdist_section_seconds_total", "evaluation"] >= 0
+        assert (
+            0 <= time.time() - values[("tfdist_section_start_time_seconds",)] < 60
+            and values["tfdist_section_seconds_total", "evaluation"] >= 0
+        )
         assert values[("process_resident_memory_bytes",)] > 1e6
-    with pytest.raises(StartupError, match=f"--prometheus_port={port}: port {port + 1} of local rank 1 cannot be opened"):
+    with pytest.raises(
+        StartupError, match=f"--prometheus_port={port}: port {port + 1} of local rank 1 cannot be opened"
+    ):
         PrometheusEndpoint(port, Run(tmp_path, "run5", local_rank=1))
     for endpoint in endpoints:
         endpoint.close()
@@ -81,7 +99,9 @@ def test_prometheus_reads_the_endpoint_of_every_worker(tmp_path):
 def test_local_ranks():
     peers = ("a:1", "b:1", "a:2", "[::1]:5", "a:3")
     assert [Cluster("worker", rank, rank, 5, peers).local_rank for rank in range(5)] == [0, 0, 1, 0, 2]
-    assert Cluster().local_rank == 0 and Cluster("worker", 3, 3, 4, started_by="mpirun", told_local_rank=1).local_rank == 1
+    assert (
+        Cluster().local_rank == 0 and Cluster("worker", 3, 3, 4, started_by="mpirun", told_local_rank=1).local_rank == 1
+    )
     assert Cluster("evaluator", 0, -1, 2, peers[:2]).local_rank == 0
 
 
@@ -124,13 +144,31 @@ def test_spans_arrive_at_a_collector(tmp_path, monkeypatch):
     server.server_close()
     resources = [resource for request in received for resource in request.resource_spans]
     spans = [span for resource in resources for scope in resource.scope_spans for span in scope.spans]
-    assert {attribute.key: attribute.value.string_value for attribute in resources[0].resource.attributes}.items() >= {"service.name": "tfdist", "team": "blue", "service.instance.id": "run5-0"}.items()
+    assert {attribute.key: attribute.value.string_value for attribute in resources[0].resource.attributes}.items() >= {
+        "service.name": "tfdist",
+        "team": "blue",
+        "service.instance.id": "run5-0",
+    }.items()
     assert len({span.trace_id for span in spans}) == 1  # all workers of the attempt in one trace
-    own = {span.name: span for span in spans[:len(spans) // 2]}
-    seconds = {name: round((span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, 3) for name, span in own.items()}
-    assert set(own) == {"start-up", "import", "build", "restore", "train", "evaluation", "write save", "error"} and len(spans) == 16
-    assert (seconds["start-up"], seconds["import"], seconds["build"], seconds["restore"], seconds["write save"]) == (9, 4, 3, 2, 1.5)
-    assert own["restore"].parent_span_id == own["start-up"].span_id and own["restore"].end_time_unix_nano == own["start-up"].end_time_unix_nano
+    own = {span.name: span for span in spans[: len(spans) // 2]}
+    seconds = {
+        name: round((span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, 3) for name, span in own.items()
+    }
+    assert (
+        set(own) == {"start-up", "import", "build", "restore", "train", "evaluation", "write save", "error"}
+        and len(spans) == 16
+    )
+    assert (seconds["start-up"], seconds["import"], seconds["build"], seconds["restore"], seconds["write save"]) == (
+        9,
+        4,
+        3,
+        2,
+        1.5,
+    )
+    assert (
+        own["restore"].parent_span_id == own["start-up"].span_id
+        and own["restore"].end_time_unix_nano == own["start-up"].end_time_unix_nano
+    )
     assert own["evaluation"].status.code == 2 and own["error"].status.message == "no more"
     assert {attribute.key: attribute.value.double_value for attribute in own["train"].attributes}["train/loss"] == 0.5
 
@@ -181,18 +219,27 @@ def test_traces_of_given_steps_and_on_demand(tmp_path, signals):
 
 
 def test_traced_steps_are_calls_of_their_own():
-    rhythm = TracedRhythm(40, log_every=20, eval_every=0, save_every=0, traced=(23, 26))
+    schedule = TracedSchedule(40, log_every=20, eval_every=0, save_every=0, traced=(23, 26))
     steps, step = [], 0
     while step < 40:
-        step = rhythm.next_boundary(step)
+        step = schedule.next_boundary(step)
         steps.append(step)
     assert steps == [20, 23, 24, 25, 26, 40]
-    assert TracedRhythm(40, 20, 0, 0).next_boundary(20) == 40
+    assert TracedSchedule(40, 20, 0, 0).next_boundary(20) == 40
 
 
 def test_flags_of_traces():
-    assert parse_profile_steps("100:110") == (100, 110) and parse_profile_steps("") is None and parse_ranks("all") is None and parse_ranks("0,3") == {0, 3}
-    for flags, sentence in (({"profile_steps": "110:100"}, "--profile_steps=110:100 must be FIRST:LAST"), ({"profile_steps": "5"}, "--profile_steps=5 must be"),
-                            ({"profile_ranks": "0,x"}, "--profile_ranks=0,x must be all, or ranks"), ({"prometheus_port": -1}, "--prometheus_port=-1 is too small")):
+    assert (
+        parse_profile_steps("100:110") == (100, 110)
+        and parse_profile_steps("") is None
+        and parse_ranks("all") is None
+        and parse_ranks("0,3") == {0, 3}
+    )
+    for flags, sentence in (
+        ({"profile_steps": "110:100"}, "--profile_steps=110:100 must be FIRST:LAST"),
+        ({"profile_steps": "5"}, "--profile_steps=5 must be"),
+        ({"profile_ranks": "0,x"}, "--profile_ranks=0,x must be all, or ranks"),
+        ({"prometheus_port": -1}, "--prometheus_port=-1 is too small"),
+    ):
         with pytest.raises(ConfigError, match=sentence):
             Config().replace(steps=10, **flags).validate()

@@ -102,12 +102,22 @@ def test_a_model_of_kerass_layers_adds_nothing():
 
 def test_sums_and_means_in_the_order_of_model_losses():
     first, second = Adds(a_sum, a_mean, of_weights), Adds(a_mean, closed)
-    model = model_of(layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"), first, layers.BatchNormalization(), layers.Dropout(0.5), second, first)
+    model = model_of(
+        layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"),
+        first,
+        layers.BatchNormalization(),
+        layers.Dropout(0.5),
+        second,
+        first,
+    )
     before = state(model)
     found = added_losses(model, X)
     assert [(one.layer.name, one.place, one.scales) for one in found] == [
-        (model.layers[1].name, 0, MEAN), *((first.name, place, scales) for place, scales in enumerate((SUM, MEAN, MEAN, SUM, MEAN, MEAN))),
-        (second.name, 0, MEAN), (second.name, 1, SUM)]
+        (model.layers[1].name, 0, MEAN),
+        *((first.name, place, scales) for place, scales in enumerate((SUM, MEAN, MEAN, SUM, MEAN, MEAN))),
+        (second.name, 0, MEAN),
+        (second.name, 1, SUM),
+    ]
     for value, now in zip(before, state(model), strict=True):
         np.testing.assert_array_equal(value, now)
     model(X, training=True)
@@ -115,7 +125,11 @@ def test_sums_and_means_in_the_order_of_model_losses():
     assert "add_loss" not in vars(first) and "call" not in vars(model.layers[1])
 
 
-@pytest.mark.parametrize("function", [the_largest, mean_of_the_positive, square_of_the_mean, never_more_than_0], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [the_largest, mean_of_the_positive, square_of_the_mean, never_more_than_0],
+    ids=lambda function: function.__name__,
+)
 def test_anything_else_is_refused(function):
     with pytest.raises(ConfigError, match="loss number 2 that layer odd adds"):
         added_losses(model_of(Adds(a_mean, function, name="odd")), X)
@@ -132,7 +146,13 @@ def test_alike_rows_and_nan_do_not_confuse():
 
 
 def test_only_in_training_behind_dropout_and_batch_statistics():
-    model = model_of(layers.Dense(5), layers.BatchNormalization(), layers.GaussianNoise(1.0), layers.Dropout(0.5), Adds(a_sum, a_mean, only_training=True))
+    model = model_of(
+        layers.Dense(5),
+        layers.BatchNormalization(),
+        layers.GaussianNoise(1.0),
+        layers.Dropout(0.5),
+        Adds(a_sum, a_mean, only_training=True),
+    )
     assert scales(model) == [SUM, MEAN]
 
 
@@ -188,7 +208,10 @@ def test_a_model_for_batches_of_one_size():
     with found_by_the_chief(OneDevice(), silent, lambda: X).counting(1.0):
         silent(X, training=True)
     loud = build(Adds(a_mean, name="loud"))
-    with found_by_the_chief(OneDevice(), loud, lambda: X).counting(1.0), pytest.raises(ConfigError, match="loud adds a loss, but"):
+    with (
+        found_by_the_chief(OneDevice(), loud, lambda: X).counting(1.0),
+        pytest.raises(ConfigError, match="loud adds a loss, but"),
+    ):
         loud(X, training=True)
 
 

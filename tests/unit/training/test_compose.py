@@ -17,7 +17,7 @@ from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel.compose import _check, _check_slots, _pieces, compose_mesh
 from tfdist.training.parallel.expert import spread_experts
-from tfdist.training.parallel.pipeline import divide
+from tfdist.training.parallel.pipeline_stages import divide
 from tfdist.training.parallel.segments import cut_into_blocks
 from tfdist.training.parallel.sequence import spread_sequence
 from tfdist.training.parallel.shards import build_optimizer, empty_like, shard_variables
@@ -25,8 +25,18 @@ from tfdist.training.parallel.tensor import spread_layers
 from tfdist.training.parallel.zero import sharded_update
 from tfdist.training.schedule import Schedule
 
-BASE = Config().replace(strategy="mesh", steps=2, source="synthetic", source_args="task=text,vocab=17,samples=16,eval_samples=4", sequence_length=4,
-                        model="transformer", model_args="layers=2,width=8,heads=2", global_batch=4, eval_samples=4, ema=0.9)
+BASE = Config().replace(
+    strategy="mesh",
+    steps=2,
+    source="synthetic",
+    source_args="task=text,vocab=17,samples=16,eval_samples=4",
+    sequence_length=4,
+    model="transformer",
+    model_args="layers=2,width=8,heads=2",
+    global_batch=4,
+    eval_samples=4,
+    ema=0.9,
+)
 
 
 class Alone(MeshRuntime):
@@ -36,21 +46,24 @@ class Alone(MeshRuntime):
         self.mesh, self.rank, self.size, self.replicas = mesh, 0, mesh.size, mesh.replicas
 
 
-@pytest.mark.parametrize("mesh, changes, words", [
-    ("expert=2", {"global_batch": 5}, ["expert=2", "--global_batch=5", "2 replicas"]),
-    ("expert=2", {"jit_compile": True}, ["--jit_compile"]),
-    ("expert=2", {"compression": "int8"}, ["--compression=int8", "expert=2"]),
-    ("pipe=2", {"global_batch": 6, "accumulation": 4}, ["pipe=2", "--global_batch=6", "--accumulation=4"]),
-    ("pipe=2", {"recompute": "attention"}, ["--recompute=attention", "pipe=2"]),
-    ("model=2", {"jit_compile": True}, ["--jit_compile"]),
-    ("data=2", {"sequence_parallel": True}, ["--sequence_parallel", "data=2", "model=2"]),
-    ("model=2", {"sequence_parallel": True, "zero": 3}, ["--sequence_parallel", "--zero=3"]),
-    ("data=2", {"jit_compile": True, "zero": 3}, ["--jit_compile", "--zero=3"]),
-    ("data=2", {"compression": "int8", "zero": 1}, ["--compression=int8", "--zero=1"]),
-    ("data=2", {"compression": "topk", "precision": "float16"}, ["--compression=topk", "float16"]),
-    ("model=2", {"compression": "fp16"}, ["--compression=fp16", "model=2"]),
-    ("data=2", {"offload": "optimizer"}, ["--offload=optimizer", "--zero=1"]),
-])
+@pytest.mark.parametrize(
+    "mesh, changes, words",
+    [
+        ("expert=2", {"global_batch": 5}, ["expert=2", "--global_batch=5", "2 replicas"]),
+        ("expert=2", {"jit_compile": True}, ["--jit_compile"]),
+        ("expert=2", {"compression": "int8"}, ["--compression=int8", "expert=2"]),
+        ("pipe=2", {"global_batch": 6, "accumulation": 4}, ["pipe=2", "--global_batch=6", "--accumulation=4"]),
+        ("pipe=2", {"recompute": "attention"}, ["--recompute=attention", "pipe=2"]),
+        ("model=2", {"jit_compile": True}, ["--jit_compile"]),
+        ("data=2", {"sequence_parallel": True}, ["--sequence_parallel", "data=2", "model=2"]),
+        ("model=2", {"sequence_parallel": True, "zero": 3}, ["--sequence_parallel", "--zero=3"]),
+        ("data=2", {"jit_compile": True, "zero": 3}, ["--jit_compile", "--zero=3"]),
+        ("data=2", {"compression": "int8", "zero": 1}, ["--compression=int8", "--zero=1"]),
+        ("data=2", {"compression": "topk", "precision": "float16"}, ["--compression=topk", "float16"]),
+        ("model=2", {"compression": "fp16"}, ["--compression=fp16", "model=2"]),
+        ("data=2", {"offload": "optimizer"}, ["--offload=optimizer", "--zero=1"]),
+    ],
+)
 def test_refused(mesh, changes, words):
     runtime = Alone(Mesh.parse(mesh, 2))
     config = BASE.replace(**changes)
@@ -62,7 +75,12 @@ def test_refused(mesh, changes, words):
 @pytest.mark.slow
 def test_a_mesh_of_one_worker_with_everything_that_needs_no_other():
     losses = []
-    for changes in ({"strategy": "one_device"}, {"zero": 3, "recompute": "block"}, {"zero": 1, "offload": "optimizer"}, {"compression": "powersgd"}):
+    for changes in (
+        {"strategy": "one_device"},
+        {"zero": 3, "recompute": "block"},
+        {"zero": 1, "offload": "optimizer"},
+        {"compression": "powersgd"},
+    ):
         keras.backend.clear_session()
         config = BASE.replace(**changes)
         job = build.compose(config, build.start_runtime(config, Cluster()))
@@ -80,7 +98,10 @@ def test_optimizers_that_need_whole_variables(optimizer):
 
 def test_variables_that_must_stay_whole():
     runtime = build.start_runtime(BASE, Cluster())
-    for options, stage, word in (({"kernel_constraint": "max_norm"}, 1, "constraint"), ({"kernel_regularizer": "l2"}, 3, "regularizer")):
+    for options, stage, word in (
+        ({"kernel_constraint": "max_norm"}, 1, "constraint"),
+        ({"kernel_regularizer": "l2"}, 3, "regularizer"),
+    ):
         model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, **options)])
         with pytest.raises(ConfigError, match=word):
             sharded_update(runtime, model, keras.optimizers.SGD(), stage)
@@ -88,31 +109,46 @@ def test_variables_that_must_stay_whole():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_weights_that_a_layer_sets_must_stay_whole(stage):
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.SpectralNormalization(keras.layers.Dense(2, name="inner"), name="spectral")])
+    model = keras.Sequential(
+        [
+            keras.layers.Input((3,)),
+            keras.layers.SpectralNormalization(keras.layers.Dense(2, name="inner"), name="spectral"),
+        ]
+    )
     update = sharded_update(build.start_runtime(BASE, Cluster()), model, keras.optimizers.SGD(), stage)
     update.collect()  # as after a restore: they may be set between steps
-    with pytest.raises(ConfigError, match=f"^--zero={stage}, but layer spectral sets its weight .*inner/kernel in the forward pass"):
+    with pytest.raises(
+        ConfigError, match=f"^--zero={stage}, but layer spectral sets its weight .*inner/kernel in the forward pass"
+    ):
         tf.function(lambda: model(tf.ones([2, 3]), training=True), autograph=False)()
 
 
 def test_a_pipeline_hands_on_one_tensor():
     def block(number, x, y):
-        return keras.layers.Add(name=f"block_0{number}_mlp_add")([x, keras.layers.LayerNormalization(name=f"block_0{number}_norm_1")(y)])
+        return keras.layers.Add(name=f"block_0{number}_mlp_add")(
+            [x, keras.layers.LayerNormalization(name=f"block_0{number}_norm_1")(y)]
+        )
 
     ids = keras.Input((3,), dtype="int32")
     table = keras.layers.Embedding(5, 4, mask_zero=True)(ids)
     x = block(1, block(0, table, table), table)
-    for model, words in ((keras.Model(ids, keras.layers.LSTM(4)(block(0, table, table))), "block_00.*mask"), (keras.Model(ids, x), "earlier layer's output"),
-                         (keras.Model(ids, [x, x]), "1 inputs and 2 outputs")):
+    for model, words in (
+        (keras.Model(ids, keras.layers.LSTM(4)(block(0, table, table))), "block_00.*mask"),
+        (keras.Model(ids, x), "earlier layer's output"),
+        (keras.Model(ids, [x, x]), "1 inputs and 2 outputs"),
+    ):
         with pytest.raises(ConfigError, match=words):
             divide(cut_into_blocks(model, "--mesh"), len(cut_into_blocks(model, "--mesh").segments))
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"kernel_regularizer": "l2"}, ["mlp_up/kernel", "regularizer", "--weight_decay"]),
-    ({"kernel_constraint": "max_norm"}, ["mlp_up/kernel", "constraint", "data="]),
-    ({"activity_regularizer": "l2"}, ["mlp_up", "activity regularizer"]),
-])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"kernel_regularizer": "l2"}, ["mlp_up/kernel", "regularizer", "--weight_decay"]),
+        ({"kernel_constraint": "max_norm"}, ["mlp_up/kernel", "constraint", "data="]),
+        ({"activity_regularizer": "l2"}, ["mlp_up", "activity regularizer"]),
+    ],
+)
 def test_layers_that_must_stay_whole(options, words):
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, name="block_00_mlp_up", **options)])
     with pytest.raises(ConfigError) as error:
@@ -120,13 +156,26 @@ def test_layers_that_must_stay_whole(options, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize("spread", [lambda variables: shard_variables(variables, [Group((0,), 0, tasks=("a",))] * len(variables)), lambda variables: [empty_like(each) for each in variables]])
+@pytest.mark.parametrize(
+    "spread",
+    [
+        lambda variables: shard_variables(variables, [Group((0,), 0, tasks=("a",))] * len(variables)),
+        lambda variables: [empty_like(each) for each in variables],
+    ],
+)
 def test_shards_decay_as_the_whole_variables_do(spread):
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, name="first"), keras.layers.Dense(2, name="second")])
-    optimizer = make_optimizer(OptimizerConfig(optimizer="adamw", weight_decay=0.1, weight_decay_exclude="bias,second/kernel"), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+    model = keras.Sequential(
+        [keras.layers.Input((3,)), keras.layers.Dense(2, name="first"), keras.layers.Dense(2, name="second")]
+    )
+    optimizer = make_optimizer(
+        OptimizerConfig(optimizer="adamw", weight_decay=0.1, weight_decay_exclude="bias,second/kernel"),
+        Schedule("constant", 0.1, 0, 10, 0.1, 0.0),
+    )
     shards = spread(model.trainable_variables)
     assert [optimizer._use_weight_decay(shard.value) for shard in shards] == [True, False, False, False]
-    assert [(shard.path, len(shard.shape)) for shard in shards] == [(variable.path, len(shard.shape)) for variable, shard in zip(model.trainable_variables, shards, strict=True)]
+    assert [(shard.path, len(shard.shape)) for shard in shards] == [
+        (variable.path, len(shard.shape)) for variable, shard in zip(model.trainable_variables, shards, strict=True)
+    ]
 
 
 def test_adafactor_is_refused_on_a_pipeline():
@@ -143,7 +192,10 @@ def test_adafactor_is_refused_on_a_pipeline():
 def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
     pair = Group((0, 1), 0, tasks=("a", "b"))
     spec = tf.TensorSpec([4], tf.int32)
-    plain, three = (build.build_model(BASE.replace(model_args=args).model, spec, 17) for args in ("layers=1,width=8,heads=2", "layers=1,width=8,heads=2,experts=3"))
+    plain, three = (
+        build.build_model(BASE.replace(model_args=args).model, spec, 17)
+        for args in ("layers=1,width=8,heads=2", "layers=1,width=8,heads=2,experts=3")
+    )
     with pytest.raises(ConfigError, match="expert=2, but no layer of transformer.*experts=8"):
         spread_experts(plain, pair)
     with pytest.raises(ConfigError, match="expert=2, which does not divide the 3 experts"):
@@ -161,18 +213,24 @@ def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
 
 def test_sequences_that_cannot_be_spread_are_refused():
     pair = Group((0, 1), 0, tasks=("a", "b"))
-    for length, args, words in ((5, "layers=1,width=8,heads=2", "5 positions over model=2"), (4, "layers=1,width=8,heads=2,experts=2", "without experts")):
+    for length, args, words in (
+        (5, "layers=1,width=8,heads=2", "5 positions over model=2"),
+        (4, "layers=1,width=8,heads=2,experts=2", "without experts"),
+    ):
         model = build.build_model(BASE.replace(model_args=args).model, tf.TensorSpec([length], tf.int32), 17)
         with pytest.raises(ConfigError, match=words):
             spread_sequence(model, pair)
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"all_reduce": "hierarchical", "zero": 1}, ["--all_reduce=hierarchical", "--zero=1"]),
-    ({"all_reduce": "hierarchical", "compression": "int8"}, ["--all_reduce=hierarchical", "--compression=int8"]),
-    ({"workers_per_host": 2}, ["--workers_per_host=2", "--all_reduce=hierarchical"]),
-    ({"all_reduce": "hierarchical", "strategy": "one_device"}, ["--all_reduce=hierarchical", "one_device"]),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"all_reduce": "hierarchical", "zero": 1}, ["--all_reduce=hierarchical", "--zero=1"]),
+        ({"all_reduce": "hierarchical", "compression": "int8"}, ["--all_reduce=hierarchical", "--compression=int8"]),
+        ({"workers_per_host": 2}, ["--workers_per_host=2", "--all_reduce=hierarchical"]),
+        ({"all_reduce": "hierarchical", "strategy": "one_device"}, ["--all_reduce=hierarchical", "one_device"]),
+    ],
+)
 def test_hierarchical_is_refused_where_it_makes_no_sense(changes, words):
     with pytest.raises(ConfigError) as error:
         BASE.replace(**changes).validate()
@@ -180,7 +238,9 @@ def test_hierarchical_is_refused_where_it_makes_no_sense(changes, words):
 
 
 def test_stages_are_balanced_or_as_given():
-    model = build.build_model(BASE.replace(model_args="layers=6,width=8,heads=2").model, tf.TensorSpec([4], tf.int32), 17)
+    model = build.build_model(
+        BASE.replace(model_args="layers=6,width=8,heads=2").model, tf.TensorSpec([4], tf.int32), 17
+    )
     cut_model = cut_into_blocks(model, "--mesh")
 
     def names(parts):
@@ -188,7 +248,11 @@ def test_stages_are_balanced_or_as_given():
 
     balanced = names(divide(cut_model, 2))
     assert sum(balanced, []) == names([cut_model.segments])[0] and {len(part) for part in balanced} == {4}
-    assert names(divide(cut_model, 3, "block_00,block_05")) == [["start"], [f"block_0{index}" for index in range(5)], ["block_05", "outputs"]]
+    assert names(divide(cut_model, 3, "block_00,block_05")) == [
+        ["start"],
+        [f"block_0{index}" for index in range(5)],
+        ["block_05", "outputs"],
+    ]
     for cut in ("block_00", "block_05,block_00", "block_00,block_77"):
         with pytest.raises(ConfigError, match="--pipe_cut"):
             divide(cut_model, 3, cut)

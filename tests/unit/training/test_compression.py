@@ -13,21 +13,40 @@ from tfdist.control.cluster import Cluster
 from tfdist.training.parallel.compression import Compression
 from tfdist.training.parallel.sharded_state import shared_out
 
-BASE = Config().replace(strategy="mesh", steps=4, source="digits", model="mlp", model_args="widths=(64,)", global_batch=16, accumulation=1, optimizer="sgd", on_nan="skip", compression_after=1)
+BASE = Config().replace(
+    strategy="mesh",
+    steps=4,
+    source="digits",
+    model="mlp",
+    model_args="widths=(64,)",
+    global_batch=16,
+    accumulation=1,
+    optimizer="sgd",
+    on_nan="skip",
+    compression_after=1,
+)
 
 
 @pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])
 def test_a_skipped_step_carries_nothing_on(kind):
     """As if it had not been: weights and errors are those of the same steps without it."""
+
     def after(batches):
         keras.backend.clear_session()
         config = BASE.replace(compression=kind)
         job = build.compose(config, build.start_runtime(config, Cluster()))
         output = job.step([iter(tf.data.Dataset.from_tensor_slices(batches))], len(batches[0]))
-        return output, [variable.numpy() for variable in (*job.model.trainable_variables, *job.step.update.compression.variables.values())]
+        return output, [
+            variable.numpy()
+            for variable in (*job.model.trainable_variables, *job.step.update.compression.variables.values())
+        ]
 
     random = np.random.default_rng(0)
-    x, y, w = random.normal(size=(4, 16, 8, 8, 1)).astype("float32"), random.integers(0, 10, (4, 16)).astype("int32"), np.ones((4, 16), "float32")
+    x, y, w = (
+        random.normal(size=(4, 16, 8, 8, 1)).astype("float32"),
+        random.integers(0, 10, (4, 16)).astype("int32"),
+        np.ones((4, 16), "float32"),
+    )
     x[2, 3] = np.nan
     good = [0, 1, 3]
     output, with_it = after((x, y, w))
@@ -60,7 +79,9 @@ def test_topk_adds_member_by_member():
     assert np.count_nonzero(sent) == round(0.2 * gradient.size)
     graph = run.get_concrete_function(tf.TensorSpec((64, 32))).graph
     adding = [operation for operation in graph.get_operations() if operation.type in ("ScatterNd", "TensorScatterAdd")]
-    assert max(operation.inputs[1 if operation.type == "TensorScatterAdd" else 0].shape[0] for operation in adding) == round(0.2 * gradient.size)
+    assert max(
+        operation.inputs[1 if operation.type == "TensorScatterAdd" else 0].shape[0] for operation in adding
+    ) == round(0.2 * gradient.size)
 
 
 def test_carried_errors_of_other_workers_are_shared_out():

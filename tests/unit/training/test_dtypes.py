@@ -1,17 +1,19 @@
-"""Models with variables of several dtypes, and gradients without static shapes, in one process: against a loop of plain Keras, and norms against NumPy."""
+"""Models with variables of several dtypes, and gradients without static shapes, in one process: against a loop of plain
+Keras, and norms against NumPy.
+"""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.build import _check_compiled
 from tfdist.config import Config, PrecisionConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.runtime.mirrored import _broadcastable
+from tfdist.runtime.multi_worker import _broadcastable
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.dtypes import as_summands, global_norm
 from tfdist.training.objectives import classification
@@ -21,7 +23,8 @@ from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.recompute import recomputed
 from tfdist.training.parallel.zero import Zero3Update, ZeroUpdate
 from tfdist.training.precision import LossScale
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import Parallelism, StepOptions
 from tfdist.training.update import DataParallel, scaled
 
 RANDOM = np.random.default_rng(0)
@@ -44,8 +47,10 @@ class Mixed(keras.layers.Layer):
 
 def make_model():
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(6, activation="tanh", dtype=dtype, name=f"of_{dtype}")
-              for dtype in ("float32", "float64", "bfloat16", "float16")]
+    layers = [
+        keras.layers.Dense(6, activation="tanh", dtype=dtype, name=f"of_{dtype}")
+        for dtype in ("float32", "float64", "bfloat16", "float16")
+    ]
     head = keras.layers.Dense(3, dtype="float32")
     return keras.Sequential([keras.layers.Input((4, 6)), *layers, Mixed(), keras.layers.Flatten(), head])
 
@@ -65,9 +70,12 @@ def data_parallel(model, rule):
 
 UPDATES = {
     "one_device": data_parallel,
-    "mesh": mesh_update(MeshUpdate, 0), "mesh, one pack each": mesh_update(MeshUpdate, 0, pack_bytes=0),
+    "mesh": mesh_update(MeshUpdate, 0),
+    "mesh, one pack each": mesh_update(MeshUpdate, 0, pack_bytes=0),
     "compression": mesh_update(MeshUpdate, 0, compression="topk", compression_after=100),
-    "zero 1": mesh_update(ZeroUpdate, 1), "zero 2": mesh_update(ZeroUpdate, 2), "zero 3": mesh_update(Zero3Update, 3),
+    "zero 1": mesh_update(ZeroUpdate, 1),
+    "zero 2": mesh_update(ZeroUpdate, 2),
+    "zero 3": mesh_update(Zero3Update, 3),
 }
 
 
@@ -102,7 +110,9 @@ def test_variables_of_several_dtypes_are_trained_as_by_keras(name, accumulation)
     # Of an unknown number of rows: kernels' gradients have no static shape.
     spec = (tf.TensorSpec([None, 4, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))
     options = StepOptions(plan, 0, clip_norm=0.5)
-    step = TrainStep(runtime, model, rule, classification(), LossScale(PrecisionConfig()), options, spec, update)
+    step = TrainStep(
+        runtime, model, rule, classification(), LossScale(PrecisionConfig()), options, spec, Parallelism(update)
+    )
     output = step([iter(tf.data.Dataset.from_tensor_slices((X, Y, W)).batch(BATCH // accumulation))], STEPS)
     expected, norm = expected_weights(accumulation, 0.5)
     held = update.shards if name == "zero 3" else model.trainable_variables

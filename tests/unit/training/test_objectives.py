@@ -17,7 +17,9 @@ RANDOM = np.random.default_rng(0)
 def test_classification(shape, smoothing):
     logits, y = RANDOM.normal(size=(*shape, 7)).astype("float32"), RANDOM.integers(0, 7, shape)
     scores = classification(smoothing)(tf.constant(logits), tf.constant(y), tf.ones(shape[:1]))
-    expected = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing, reduction=None)(np.eye(7)[y], logits)
+    expected = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing, reduction=None)(
+        np.eye(7)[y], logits
+    )
     np.testing.assert_allclose(scores.losses, expected, rtol=1e-5)
     np.testing.assert_array_equal(scores.metrics["accuracy"], logits.argmax(-1) == y)
     assert scores.weights.shape == shape
@@ -44,14 +46,22 @@ def branching(outputs, y, w):
 
 
 def test_own_objectives_may_branch_on_tensors():
-    objective = tf.function(make_objective(ModelConfig(objective=f"{__name__}:branching"), tf.TensorSpec([], tf.float32)), autograph=False)
+    objective = tf.function(
+        make_objective(ModelConfig(objective=f"{__name__}:branching"), tf.TensorSpec([], tf.float32)), autograph=False
+    )
     for outputs, expected in (([1.0, 2.0], [1.0, 4.0]), ([1.0, 3.0], [1.0, 3.0])):
-        np.testing.assert_allclose(objective(tf.constant(outputs)[:, None], tf.zeros([2]), tf.ones([2])).losses, expected)
+        np.testing.assert_allclose(
+            objective(tf.constant(outputs)[:, None], tf.zeros([2]), tf.ones([2])).losses, expected
+        )
 
 
 def test_choice():
-    assert make_objective(ModelConfig(), tf.TensorSpec([], tf.int32))(tf.zeros([1, 2]), tf.constant([0]), tf.ones([1])).metrics.keys() == {"accuracy"}
-    assert make_objective(ModelConfig(), tf.TensorSpec([], tf.float32))(tf.zeros([1, 1]), tf.constant([0.0]), tf.ones([1])).metrics.keys() == {"absolute_error"}
+    assert make_objective(ModelConfig(), tf.TensorSpec([], tf.int32))(
+        tf.zeros([1, 2]), tf.constant([0]), tf.ones([1])
+    ).metrics.keys() == {"accuracy"}
+    assert make_objective(ModelConfig(), tf.TensorSpec([], tf.float32))(
+        tf.zeros([1, 1]), tf.constant([0.0]), tf.ones([1])
+    ).metrics.keys() == {"absolute_error"}
     for name in ("hinge", "no_such_module:f", "math:no_such_function"):
         with pytest.raises(ConfigError, match=name.partition(":")[0]):
             make_objective(ModelConfig(objective=name), tf.TensorSpec([], tf.int32))
@@ -69,13 +79,22 @@ def test_regression_with_weights_of_tokens():
 
 
 def test_regression_of_one_sample_where_only_some_shapes_know_it():
-    scores = tf.function(regression(), input_signature=[tf.TensorSpec([None, 1]), tf.TensorSpec([1]), tf.TensorSpec([1])])(tf.constant([[3.0]]), tf.constant([1.0]), tf.ones([1]))
+    scores = tf.function(
+        regression(), input_signature=[tf.TensorSpec([None, 1]), tf.TensorSpec([1]), tf.TensorSpec([1])]
+    )(tf.constant([[3.0]]), tf.constant([1.0]), tf.ones([1]))
     assert scores.losses.numpy().tolist() == [4.0]
 
 
-@pytest.mark.parametrize("outputs, y, w, words", [
-    ((4, 1), (4, 1), (4, 4), "weights of shape"), ((4,), (4,), (4, 4), "weights of shape"), ((4, 3), (4, 3), (4, 1), "weights of shape"), ((4, 3), (4,), (4,), "targets of shape"),
-    ((4, 3, 2), (4, 2, 3), (4,), "targets of shape")])
+@pytest.mark.parametrize(
+    "outputs, y, w, words",
+    [
+        ((4, 1), (4, 1), (4, 4), "weights of shape"),
+        ((4,), (4,), (4, 4), "weights of shape"),
+        ((4, 3), (4, 3), (4, 1), "weights of shape"),
+        ((4, 3), (4,), (4,), "targets of shape"),
+        ((4, 3, 2), (4, 2, 3), (4,), "targets of shape"),
+    ],
+)
 def test_regression_refuses_what_does_not_fit(outputs, y, w, words):
     with pytest.raises(ConfigError, match=words):
         regression()(tf.zeros(outputs), tf.zeros(y), tf.ones(w))

@@ -7,8 +7,14 @@ import tensorflow as tf
 
 from tfdist.training.optimizer import FusedAdam, switch_off_reduction
 
-OPTIONS = {"plain": {}, "decay": {"weight_decay": 0.01}, "betas": {"beta_1": 0.8, "beta_2": 0.95, "epsilon": 1e-3}, "average": {"use_ema": True, "ema_momentum": 0.9},
-           "schedule": {"learning_rate": keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)}, "amsgrad": {"amsgrad": True}}
+OPTIONS = {
+    "plain": {},
+    "decay": {"weight_decay": 0.01},
+    "betas": {"beta_1": 0.8, "beta_2": 0.95, "epsilon": 1e-3},
+    "average": {"use_ema": True, "ema_momentum": 0.9},
+    "schedule": {"learning_rate": keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)},
+    "amsgrad": {"amsgrad": True},
+}
 
 
 def trained(kind, options, starts, steps=20, dtype="float32"):
@@ -16,7 +22,10 @@ def trained(kind, options, starts, steps=20, dtype="float32"):
     variables = [keras.Variable(start, dtype=dtype) for start in starts]
     optimizer = switch_off_reduction(kind(**{"learning_rate": 0.1, **options}))
     optimizer.build(variables)
-    step = tf.function(lambda gradients: optimizer.apply([tf.cast(gradient, dtype) for gradient in gradients], variables), autograph=False)
+    step = tf.function(
+        lambda gradients: optimizer.apply([tf.cast(gradient, dtype) for gradient in gradients], variables),
+        autograph=False,
+    )
     for number in range(steps):
         step([tf.constant(start * np.cos(number + start, dtype=np.float32)) for start in starts])
     return [keras.ops.convert_to_numpy(value) for value in (*variables, *optimizer.variables)]
@@ -31,12 +40,16 @@ def starts(*sizes):
 def test_it_is_the_adam_of_keras(options):
     ours, theirs = (trained(kind, options, starts((5, 7), 3)) for kind in (FusedAdam, keras.optimizers.Adam))
     for own, other in zip(ours, theirs, strict=True):
-        # Of 1 - beta_2, TensorFlow's operation has the float32 next to 1 - float32(beta_2), which is 1.3e-5 of it off Keras' own.
+        # Of 1 - beta_2, TensorFlow's operation has the float32 next to 1 - float32(beta_2), which is 1.3e-5 of it off
+        # Keras' own.
         np.testing.assert_allclose(own, other, rtol=2e-5, atol=1e-5)
 
 
 def test_it_is_the_formula():
-    """In float64, with the same gradients. Of Keras' own Adam, which mixes 1 - 0.999 and 1 - float32(0.999)^t, this is 6.5e-6 off."""
+    """In float64, with the same gradients.
+
+    Of Keras' own Adam, which mixes 1 - 0.999 and 1 - float32(0.999)^t, this is 6.5e-6 off.
+    """
     (start,) = starts(40)
     b1, b2, w, m, v = float(np.float32(0.9)), float(np.float32(0.999)), start.astype(np.float64), 0.0, 0.0
     for number in range(20):
@@ -72,8 +85,14 @@ def test_the_update_of_replicas_is_one_operation():
     def step():
         strategy.run(lambda: optimizer.apply([tf.ones(4)], [variable]))
 
-    kinds = [operation.type for function in (step.get_concrete_function().graph, *(each.graph for each in step.get_concrete_function().graph._functions.values() if hasattr(each, "graph")))
-             for operation in function.get_operations()]
+    kinds = [
+        operation.type
+        for function in (
+            step.get_concrete_function().graph,
+            *(each.graph for each in step.get_concrete_function().graph._functions.values() if hasattr(each, "graph")),
+        )
+        for operation in function.get_operations()
+    ]
     step()
     np.testing.assert_allclose(variable, np.full(4, 0.9), rtol=1e-5)
     assert kinds.count("ResourceApplyAdam") == 1 and "Sqrt" not in kinds

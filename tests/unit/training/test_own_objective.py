@@ -45,17 +45,28 @@ def branches(outputs, y, w):
 
 def traced(function):
     objective = own_objective(f"mine:{function.__name__}", function)
-    return tf.function(objective, autograph=False).get_concrete_function(tf.TensorSpec([None, 4]), tf.TensorSpec([24], tf.int32), tf.TensorSpec([24]))
+    return tf.function(objective, autograph=False).get_concrete_function(
+        tf.TensorSpec([None, 4]), tf.TensorSpec([24], tf.int32), tf.TensorSpec([24])
+    )
 
 
-@pytest.mark.parametrize(("function", "words"), [
-    (keras_style, r"--objective=mine:keras_style takes \(y_true, y_pred\): an objective is a function \(outputs, y, w\) that returns Scores.* reduction=None\.$"),
-    (fails, r"--objective=mine:fails failed at .*test_own_objective\.py:\d+, in fails: TypeError: "),
-    (one_loss, r"returned one loss for the whole batch"),
-    (a_tensor, r"--objective=mine:a_tensor returned \w*Tensor: an objective is"),
-    (other_weights, r"losses of shape \(None, 4\), but weights of shape \(24,\)"),
-    (other_metric, r"but all of shape \(None, 4\)"),
-])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            keras_style,
+            (
+                r"--objective=mine:keras_style takes \(y_true, y_pred\): an objective is a function \(outputs, y, w\)"
+                r" that returns Scores.* reduction=None\.$"
+            ),
+        ),
+        (fails, r"--objective=mine:fails failed at .*test_own_objective\.py:\d+, in fails: TypeError: "),
+        (one_loss, r"returned one loss for the whole batch"),
+        (a_tensor, r"--objective=mine:a_tensor returned \w*Tensor: an objective is"),
+        (other_weights, r"losses of shape \(None, 4\), but weights of shape \(24,\)"),
+        (other_metric, r"but all of shape \(None, 4\)"),
+    ],
+)
 def test_what_is_no_objective(function, words):
     with pytest.raises(ConfigError, match=words):
         traced(function)

@@ -5,14 +5,22 @@ import pytest
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.parallel.pipe_schedule import Action, bubble, live, make_schedule, picture, timeline
 
-CASES = [(name, stages, micros, chunks) for name in ("gpipe", "1f1b") for stages in (2, 3, 4) for micros in (1, 2, 4, 12) for chunks in (1, 2, 3)
-         if chunks == 1 or (micros % stages == 0 and name == "1f1b")]
+CASES = [
+    (name, stages, micros, chunks)
+    for name in ("gpipe", "1f1b")
+    for stages in (2, 3, 4)
+    for micros in (1, 2, 4, 12)
+    for chunks in (1, 2, 3)
+    if chunks == 1 or (micros % stages == 0 and name == "1f1b")
+]
 
 
 @pytest.mark.parametrize("name, stages, micros, chunks", CASES)
 def test_every_action_once_and_no_deadlock(name, stages, micros, chunks):
     schedule = make_schedule(name, stages, micros, chunks)
-    everything = {Action(forward, micro, chunk) for forward in (True, False) for micro in range(micros) for chunk in range(chunks)}
+    everything = {
+        Action(forward, micro, chunk) for forward in (True, False) for micro in range(micros) for chunk in range(chunks)
+    }
     for actions in schedule:
         assert len(actions) == len(everything) and set(actions) == everything
         for chunk in range(chunks):  # what travels between two stages keeps its order
@@ -43,7 +51,10 @@ def test_a_schedule_that_cannot_work_is_noticed():
 
 def test_picture():
     assert picture(make_schedule("1f1b", 2, 3)).splitlines() == [
-        "stage 0  01..aa2bb.cc", "stage 1  .0aa1bb2cc..", "bubble 25.0%, micro-batches held 2, 1"]
+        "stage 0  01..aa2bb.cc",
+        "stage 1  .0aa1bb2cc..",
+        "bubble 25.0%, micro-batches held 2, 1",
+    ]
 
 
 def test_rounds_must_be_whole():

@@ -36,7 +36,10 @@ def result(kind, precision="float32"):
         with tf.GradientTape() as tape:
             y = model(TOKENS, training=True)
             loss = tf.reduce_sum(y * y)
-        return y, [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, [variable.value for variable in model.trainable_variables])]
+        return y, [
+            tf.convert_to_tensor(gradient)
+            for gradient in tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+        ]
 
     y, gradients = run()
     return y.numpy(), [gradient.numpy() for gradient in gradients], [state.numpy() for state in seed_states(model)]
@@ -48,7 +51,9 @@ def _float32_policy():
     keras.config.set_dtype_policy("float32")
 
 
-@pytest.mark.parametrize("kind, precision", [("block", "float32"), ("attention", "float32"), ("block", "mixed_bfloat16")])
+@pytest.mark.parametrize(
+    "kind, precision", [("block", "float32"), ("attention", "float32"), ("block", "mixed_bfloat16")]
+)
 def test_recomputed_is_the_same(kind, precision):
     kept, again = result("", precision), result(kind, precision)
     tolerance = 1e-6 if precision == "float32" else 1e-2
@@ -73,7 +78,9 @@ def test_the_second_pass_is_there_and_changes_no_state():
     @tf.function
     def run():
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(recomputed(function, x, layer.trainable_variables, layer.non_trainable_variables, layer) ** 2)
+            loss = tf.reduce_sum(
+                recomputed(function, x, layer.trainable_variables, layer.non_trainable_variables, layer) ** 2
+            )
         return tape.gradient(loss, layer.gamma.value)
 
     run()
@@ -86,7 +93,11 @@ class Half(keras.layers.Layer):
 
     def build(self, shape):
         for name, trainable in (("frozen", False), ("trained", True), ("moved", False), ("left", False)):
-            setattr(self, name, self.add_weight(shape=shape[1:], initializer="random_normal", trainable=trainable, name=name))
+            setattr(
+                self,
+                name,
+                self.add_weight(shape=shape[1:], initializer="random_normal", trainable=trainable, name=name),
+            )
 
     def call(self, x):
         self.moved.assign(self.moved + 1)
@@ -94,12 +105,26 @@ class Half(keras.layers.Layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"recompute": "block"}, {"strategy": "mesh", "zero": 3}, {"strategy": "mesh", "zero": 3, "recompute": "block"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"recompute": "block"}, {"strategy": "mesh", "zero": 3}, {"strategy": "mesh", "zero": 3, "recompute": "block"}],
+)
 def test_bfloat16_leaves_frozen_float32_weights_alone(changes):
     """And moves those that the layer moves by the right amount, in all 24 bits."""
-    config = Config().replace(strategy="one_device", steps=3, source="digits", model=f"{__name__}:half", global_batch=24, accumulation=1, precision="bfloat16", optimizer="sgd")
+    config = Config().replace(
+        strategy="one_device",
+        steps=3,
+        source="digits",
+        model=f"{__name__}:half",
+        global_batch=24,
+        accumulation=1,
+        precision="bfloat16",
+        optimizer="sgd",
+    )
     keras.backend.clear_session()
-    plain, job = (build.compose(each, build.start_runtime(each, Cluster())) for each in (config, config.replace(**changes)))
+    plain, job = (
+        build.compose(each, build.start_runtime(each, Cluster())) for each in (config, config.replace(**changes))
+    )
     plain.step(plain.iterators(0), 3)
     before = {variable.path: variable.numpy() for variable in job.model.non_trainable_variables}
     job.step(job.iterators(0), 3)
@@ -107,7 +132,9 @@ def test_bfloat16_leaves_frozen_float32_weights_alone(changes):
         np.testing.assert_array_equal(variable.numpy(), expected.numpy())
         assert ("moved" in variable.path) == (variable.numpy() != before[variable.path]).any(), variable.path
     shards = job.step.update.sources()
-    for ours, theirs in zip(shards, plain.model.trainable_variables, strict=True):  # of bfloat16's products, in another order
+    for ours, theirs in zip(
+        shards, plain.model.trainable_variables, strict=True
+    ):  # of bfloat16's products, in another order
         np.testing.assert_allclose(np.ravel(ours), np.ravel(theirs.numpy()), atol=1e-2)
 
 
@@ -122,14 +149,22 @@ def half(num_outputs):
 def test_the_blocks_of_a_model():
     model = transformer(x_spec=tf.TensorSpec([8], tf.int32), num_outputs=31, layers=3, width=16, heads=2)
     segments = cut_into_blocks(model, "--recompute=block").segments
-    assert [segment.gives for segment in segments] == [("start",), ("block_00",), ("block_01",), ("block_02",), ("outputs",)]
+    assert [segment.gives for segment in segments] == [
+        ("start",),
+        ("block_00",),
+        ("block_01",),
+        ("block_02",),
+        ("outputs",),
+    ]
     with pytest.raises(ConfigError, match="--recompute=block"):
         cut_into_blocks(keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)]), "--recompute=block")
 
 
 def block(number, x, inside):
     y = inside(keras.layers.LayerNormalization(name=f"block_{number:02}_norm_1")(x))
-    return keras.layers.Add(name=f"block_{number:02}_mlp_add")([x, keras.layers.Dense(4, name=f"block_{number:02}_mlp_out")(y)])
+    return keras.layers.Add(name=f"block_{number:02}_mlp_add")(
+        [x, keras.layers.Dense(4, name=f"block_{number:02}_mlp_out")(y)]
+    )
 
 
 def several_outputs():
@@ -181,15 +216,28 @@ def test_weights_that_a_recomputed_layer_sets_are_refused():
     x = block(0, inputs, keras.layers.SpectralNormalization(keras.layers.Dense(4), name="spectral"))
     model = keras.Model(inputs, x)
     recompute(model, "block", {})
-    with pytest.raises(ConfigError, match="^--recompute=block, but layer spectral sets its weight .*kernel in the forward pass"):
+    with pytest.raises(
+        ConfigError, match="^--recompute=block, but layer spectral sets its weight .*kernel in the forward pass"
+    ):
         tf.function(lambda: model(X, training=True), autograph=False)()
 
 
 @pytest.mark.slow
 def test_micro_batches_are_taken_in_order():
     """Each has its own dropout masks: with the second batch taken first the loss of a step is another one."""
-    config = Config().replace(strategy="one_device", steps=1, source="synthetic", source_args="task=text,vocab=61,samples=64,eval_samples=4", sequence_length=8, model="transformer",
-                              model_args="layers=1,width=32,heads=4,dropout=0.1", global_batch=16, accumulation=2, optimizer="sgd", recompute="attention")
+    config = Config().replace(
+        strategy="one_device",
+        steps=1,
+        source="synthetic",
+        source_args="task=text,vocab=61,samples=64,eval_samples=4",
+        sequence_length=8,
+        model="transformer",
+        model_args="layers=1,width=32,heads=4,dropout=0.1",
+        global_batch=16,
+        accumulation=2,
+        optimizer="sgd",
+        recompute="attention",
+    )
     keras.backend.clear_session()
     job = build.compose(config, build.start_runtime(config, Cluster()))
     weights, losses = job.model.get_weights(), set()
@@ -207,11 +255,15 @@ from tfdist import build
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 
-config = Config().replace(strategy="one_device", steps=1, source="synthetic", source_args="task=text,vocab=64,samples=64,eval_samples=4", sequence_length=128,
-                          model="transformer", model_args="layers=12,width=64,heads=4", global_batch=64, optimizer="sgd", recompute=sys.argv[1])
+config = Config().replace(
+    strategy="one_device", steps=1, global_batch=64, optimizer="sgd", recompute=sys.argv[1], sequence_length=128,
+    source="synthetic", source_args="task=text,vocab=64,samples=64,eval_samples=4",
+    model="transformer", model_args="layers=12,width=64,heads=4",
+)
 job = build.compose(config, build.start_runtime(config, Cluster()))
 job.step(job.iterators(0), 1)
-# Not ru_maxrss, in which a process inherits what its parent needed: a test process that has run other tests needs more than this.
+# Not ru_maxrss, in which a process inherits what its parent needed: a test process that has run other tests needs
+# more than this.
 print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 """
 
@@ -220,5 +272,12 @@ print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 @pytest.mark.slow
 def test_the_peak_is_lower():
     """Of the whole process, with TensorFlow's own 600 MB: by a quarter, on a deep model."""
-    peaks = {kind: int(subprocess.run([sys.executable, "-c", PEAK, kind], env=ENVIRONMENT, check=True, capture_output=True, text=True).stdout) for kind in ("none", "block")}
+    peaks = {
+        kind: int(
+            subprocess.run(
+                [sys.executable, "-c", PEAK, kind], env=ENVIRONMENT, check=True, capture_output=True, text=True
+            ).stdout
+        )
+        for kind in ("none", "block")
+    }
     assert peaks["block"] < 0.8 * peaks["none"], peaks

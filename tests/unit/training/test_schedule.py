@@ -21,7 +21,11 @@ def reference(shape, peak, warmup, end, fraction, floor, step):
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "wsd"])
 @pytest.mark.parametrize("warmup, floor", [(0, 0.0), (10, 0.1)])
 def test_schedule(shape, warmup, floor):
-    config = ScheduleConfig(learning_rate=0.3, schedule=shape, warmup_steps=warmup, decay_fraction=0.2, min_learning_rate_ratio=floor)
+    config = ScheduleConfig(
+        learning_rate=0.3, schedule=shape, warmup_steps=warmup, decay_fraction=0.2, min_learning_rate_ratio=floor
+    )
     schedule = Schedule.create(config, total_steps=100)
     for step in (0, 1, 9, 10, 11, 50, 79, 80, 81, 99, 100, 1000):
-        assert float(schedule(step)) == pytest.approx(reference(shape, 0.3, warmup, 100, 0.2, floor, step), rel=1e-5, abs=1e-8), step
+        assert float(schedule(step)) == pytest.approx(
+            reference(shape, 0.3, warmup, 100, 0.2, floor, step), rel=1e-5, abs=1e-8
+        ), step

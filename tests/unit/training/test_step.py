@@ -5,17 +5,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import OptimizerConfig, PrecisionConfig
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.one_device import OneDevice
+from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import classification
 from tfdist.training.optimizer import FusedAdam, make_optimizer
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.requests import Requests
 from tfdist.training.schedule import Schedule
 from tfdist.training.seeds import reseed, seed_states
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import StepOptions
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(96, 6)).astype("float32")
@@ -29,16 +31,35 @@ def _float32_policy():
     keras.config.set_dtype_policy("float32")
 
 
-def make_step(*, optimizer="sgd", precision="float32", growth_steps=2000, scale=32768.0, batch=16, accumulation=1, dropout=0.0, **options):
+def make_step(
+    *,
+    optimizer="sgd",
+    precision="float32",
+    growth_steps=2000,
+    scale=32768.0,
+    batch=16,
+    accumulation=1,
+    dropout=0.0,
+    **options,
+):
     keras.utils.set_random_seed(1)
     config = PrecisionConfig(precision=precision, loss_scale_growth_steps=growth_steps, loss_scale_initial=scale)
     set_policy(config)
-    model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dropout(dropout), keras.layers.Dense(4, dtype="float32")])
+    model = keras.Sequential(
+        [
+            keras.layers.Input((6,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(4, dtype="float32"),
+        ]
+    )
     rule = make_optimizer(OptimizerConfig(optimizer=optimizer), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
     rule.build(model.trainable_variables)
     spec = (tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))
     plan = BatchPlan(batch, accumulation, 1)
-    return TrainStep(OneDevice(), model, rule, classification(), LossScale(config), StepOptions(plan, 0, **options), spec)
+    return (MeasuredStep if options.get("phase_every") else TrainStep)(
+        OneDevice(), model, rule, classification(), LossScale(config), StepOptions(plan, 0, **options), spec
+    )
 
 
 def batches(size, x=X, y=Y, w=W):
@@ -56,7 +77,9 @@ def test_equals_plain_keras():
     twin.compile(FusedAdam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     output = step(batches(16), 12)
     history = twin.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"]
-    np.testing.assert_allclose(weights(step), np.concatenate([value.ravel() for value in twin.get_weights()]), atol=1e-6)
+    np.testing.assert_allclose(
+        weights(step), np.concatenate([value.ravel() for value in twin.get_weights()]), atol=1e-6
+    )
     assert output.means["loss"] == pytest.approx(np.mean(history), abs=1e-5)
     assert (output.step, output.weight, output.skipped, output.finite) == (12, 192, 0, True)
 
@@ -100,12 +123,16 @@ def test_float16_without_overflow_equals_keras_loss_scale_optimizer():
     step = make_step(precision="float16", growth_steps=3, optimizer="momentum")
     twin = keras.models.clone_model(step.model)
     twin.set_weights(step.model.get_weights())
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=32768.0, dynamic_growth_steps=3)
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=32768.0, dynamic_growth_steps=3
+    )
     twin.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     output = step(batches(16), 6)
     twin.fit(X, Y, batch_size=16, epochs=1, shuffle=False, verbose=0)
     twin_scale = float(optimizer.dynamic_scale)
-    np.testing.assert_allclose(weights(step), np.concatenate([value.ravel() for value in twin.get_weights()]), atol=2e-4)
+    np.testing.assert_allclose(
+        weights(step), np.concatenate([value.ravel() for value in twin.get_weights()]), atol=2e-4
+    )
     assert output.loss_scale == twin_scale == 32768.0 * 4
     assert output.skipped == 0
 
@@ -150,7 +177,9 @@ def test_dropout_masks_depend_on_seed_step_micro_batch_and_replica_only():
         reseed(states, numbers[0], *(tf.constant(number) for number in numbers[1:]))
         return tuple(states[0].numpy())
 
-    seen = [state(seed, at, micro, replica) for seed in (0, 1) for at in (0, 1) for micro in (0, 1) for replica in (0, 1)]
+    seen = [
+        state(seed, at, micro, replica) for seed in (0, 1) for at in (0, 1) for micro in (0, 1) for replica in (0, 1)
+    ]
     assert len(set(seen)) == len(seen)
     assert state(1, 1, 1, 1) == seen[-1]
 
@@ -179,7 +208,9 @@ def test_excluded_variables_do_not_decay():
     keras.utils.set_random_seed(1)
     layer = keras.layers.Dense(4, bias_initializer="ones")
     layer.build((None, 3))
-    rule = make_optimizer(OptimizerConfig(optimizer="sgd", weight_decay=0.5), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+    rule = make_optimizer(
+        OptimizerConfig(optimizer="sgd", weight_decay=0.5), Schedule("constant", 0.1, 0, 10, 0.1, 0.0)
+    )
     rule.build(layer.trainable_variables)
     kernel, bias = layer.get_weights()
     rule.apply([tf.zeros_like(kernel), tf.zeros_like(bias)], layer.trainable_variables)
@@ -188,7 +219,10 @@ def test_excluded_variables_do_not_decay():
 
 
 def test_what_is_skipped_leaves_nothing_and_is_not_shown():
-    """Of four micro-batches one has a NaN: nothing of all four stays, and the loss that is shown is that of the other steps."""
+    """Of four micro-batches one has a NaN: nothing of all four stays, and the loss that is shown is that of the other
+    steps.
+    """
+
     class Counts(keras.layers.Layer):
         def __init__(self):
             super().__init__()
@@ -205,12 +239,22 @@ def test_what_is_skipped_leaves_nothing_and_is_not_shown():
     def run(x, steps, **options):
         keras.utils.set_random_seed(1)
         layer = Counts()
-        model = keras.Sequential([keras.layers.Input((6,)), layer, keras.layers.BatchNormalization(), keras.layers.Dense(4)])
+        model = keras.Sequential(
+            [keras.layers.Input((6,)), layer, keras.layers.BatchNormalization(), keras.layers.Dense(4)]
+        )
         rule = make_optimizer(OptimizerConfig(optimizer="sgd"), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
         rule.build(model.trainable_variables)
         spec = (tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))
-        step = TrainStep(OneDevice(), model, rule, classification(), LossScale(PrecisionConfig()), StepOptions(BatchPlan(16, 4, 1), 0, **options), spec)
-        output = step(batches(4, x, Y[:len(x)], W[:len(x)]), steps)
+        step = TrainStep(
+            OneDevice(),
+            model,
+            rule,
+            classification(),
+            LossScale(PrecisionConfig()),
+            StepOptions(BatchPlan(16, 4, 1), 0, **options),
+            spec,
+        )
+        output = step(batches(4, x, Y[: len(x)], W[: len(x)]), steps)
         return [*(variable.numpy() for variable in model.variables), layer.mine.numpy()], output
 
     bad = X[:48].copy()
@@ -223,4 +267,9 @@ def test_what_is_skipped_leaves_nothing_and_is_not_shown():
     for value, wanted in zip(found[3:5], expected[3:5], strict=True):
         np.testing.assert_allclose(value, wanted, rtol=1e-5)
     only, output = run(np.full_like(X[:16], np.nan), 2, skip_non_finite=True)
-    assert output.skipped == 2 and output.weight == 0 and np.isnan(output.means["loss"]) and all(np.isfinite(value).all() for value in only)
+    assert (
+        output.skipped == 2
+        and output.weight == 0
+        and np.isnan(output.means["loss"])
+        and all(np.isfinite(value).all() for value in only)
+    )

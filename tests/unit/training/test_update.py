@@ -13,25 +13,34 @@ from tfdist.runtime.one_device import OneDevice
 from tfdist.training.optimizer import switch_off_reduction
 from tfdist.training.update import DataParallel, compiled, scaled
 
-OPTIMIZERS = {"sgd": lambda: keras.optimizers.SGD(0.1), "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.1),
-              "decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01)}
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01),
+}
 
 
-def make_update(optimizer="sgd", rows=8, replicas=1, slices=True, small=False):
+def make_update(optimizer="sgd", rows=8, replicas=1, slices=True, bfloat16=False):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Input([3], dtype="int32"), keras.layers.Embedding(rows, 2)])
     runtime, rule = OneDevice(), switch_off_reduction(OPTIMIZERS[optimizer]())
     runtime.replicas = replicas
     rule.build(model.trainable_variables)
-    return DataParallel(runtime, model, rule, slices, small)
+    return DataParallel(runtime, model, rule, slices, bfloat16)
 
 
 def gradient(rows=8):
     """Row 1 was looked up twice."""
-    return tf.IndexedSlices(tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), tf.constant([1, 5 % rows, 1]), tf.constant([rows, 2]))
+    return tf.IndexedSlices(
+        tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), tf.constant([1, 5 % rows, 1]), tf.constant([rows, 2])
+    )
 
 
-@pytest.mark.parametrize("rows, replicas, slices, stays", [(8, 1, True, True), (8, 2, True, True), (8, 3, True, False), (2, 1, True, False), (8, 1, False, False)])
+@pytest.mark.parametrize(
+    "rows, replicas, slices, stays",
+    [(8, 1, True, True), (8, 2, True, True), (8, 3, True, False), (2, 1, True, False), (8, 1, False, False)],
+)
 def test_slices_stay_while_they_are_few(rows, replicas, slices, stays):
     (kept,) = make_update(rows=rows, replicas=replicas, slices=slices).keep([gradient(rows)])
     assert isinstance(kept, tf.IndexedSlices) is stays
@@ -90,9 +99,13 @@ def test_the_update_is_that_of_the_tensor(optimizer):
     np.testing.assert_allclose(sparse.model.get_weights()[0], dense.model.get_weights()[0], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("slices, sent, whole", [(True, 3 * 2 * 4 + 3 * 4, 3 * 2 * 4 + 3 * 4), (False, 8 * 2 * 2, 8 * 2 * 4)], ids=["slices stay float32", "tensors halve"])
+@pytest.mark.parametrize(
+    "slices, sent, whole",
+    [(True, 3 * 2 * 4 + 3 * 4, 3 * 2 * 4 + 3 * 4), (False, 8 * 2 * 2, 8 * 2 * 4)],
+    ids=["slices stay float32", "tensors halve"],
+)
 def test_the_bytes_told_are_those_that_travel(slices, sent, whole):
-    update = make_update(replicas=2, slices=slices, small=True)
+    update = make_update(replicas=2, slices=slices, bfloat16=True)
     update.reduce(update.keep([gradient()]), tf.zeros([1]), tf.zeros([1]))
     assert update.figures() == {"compression/sent_bytes": sent, "compression/whole_bytes": whole}
 
@@ -101,7 +114,9 @@ OFTEN_THE_SAME_ROWS = """
 import keras, numpy as np, tensorflow as tf
 from tests.unit.training.test_update import make_update
 random = np.random.default_rng(0)
-slices = tf.IndexedSlices(tf.constant(random.normal(size=(50_000, 2)), tf.float32), tf.constant(random.integers(0, 1000, 50_000)), tf.constant([100_000, 2], tf.int64))
+values, rows = random.normal(size=(50_000, 2)), random.integers(0, 1000, 50_000)
+shape = tf.constant([100_000, 2], tf.int64)
+slices = tf.IndexedSlices(tf.constant(values, tf.float32), tf.constant(rows), shape)
 found = set()
 for _ in range(20):
     update = make_update(rows=100_000)
@@ -115,5 +130,7 @@ print("different:", len(found))
 def test_several_threads_make_the_same_update():
     """As replicas must, each of which makes it for itself."""
     environment = {**os.environ, "TF_NUM_INTRAOP_THREADS": "4", "OMP_NUM_THREADS": "4", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", OFTEN_THE_SAME_ROWS], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", OFTEN_THE_SAME_ROWS], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.endswith("different: 1\n"), done.stdout + done.stderr

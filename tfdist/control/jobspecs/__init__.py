@@ -24,9 +24,14 @@ FATAL_CODES = sorted(code.value for code in ExitCode if code != ExitCode.OK and 
 def render(template: str, values: Mapping[str, object]) -> str:
     """The text of a template of this folder. A name that `values` lacks is a KeyError."""
     codes = {
-        "preempted": ExitCode.PREEMPTED.value, "fatal_codes": ", ".join(map(str, FATAL_CODES)),
-        "restart_pattern": "|".join(map(str, RESTART_CODES)), "again_pattern": "|".join(map(str, [*RESTART_CODES, ExitCode.PREEMPTED.value]))}
-    return fill((resources.files(__package__) / f"{template}.template").read_text(encoding="utf-8"), {**codes, **values})
+        "preempted": ExitCode.PREEMPTED.value,
+        "fatal_codes": ", ".join(map(str, FATAL_CODES)),
+        "restart_pattern": "|".join(map(str, RESTART_CODES)),
+        "again_pattern": "|".join(map(str, [*RESTART_CODES, ExitCode.PREEMPTED.value])),
+    }
+    return fill(
+        (resources.files(__package__) / f"{template}.template").read_text(encoding="utf-8"), {**codes, **values}
+    )
 
 
 def fill(text: str, values: Mapping[str, object]) -> str:
@@ -36,9 +41,11 @@ def fill(text: str, values: Mapping[str, object]) -> str:
         condition = _ONLY_IF.match(line)
         if condition and values[condition.group(1)] in ("", 0, None):
             continue
-        line = line[condition.end():] if condition else line
-        indent = line[:len(line) - len(line.lstrip())]
-        lines.append(_PLACE.sub(lambda match, indent=indent: str(values[match.group(1)]).replace("\n", f"\n{indent}"), line))
+        line = line[condition.end() :] if condition else line
+        indent = line[: len(line) - len(line.lstrip())]
+        lines.append(
+            _PLACE.sub(lambda match, indent=indent: str(values[match.group(1)]).replace("\n", f"\n{indent}"), line)
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -47,7 +54,14 @@ def bash_word(text: str) -> str:
     if text.isprintable():
         return shlex.quote(text)
     special = {"\\": "\\\\", "'": "\\'"}
-    return "$'" + "".join(special.get(one, one) if one.isprintable() else "".join(f"\\x{byte:02x}" for byte in one.encode()) for one in text) + "'"
+    return (
+        "$'"
+        + "".join(
+            special.get(one, one) if one.isprintable() else "".join(f"\\x{byte:02x}" for byte in one.encode())
+            for one in text
+        )
+        + "'"
+    )
 
 
 def quoted_list(items: Sequence[str]) -> str:

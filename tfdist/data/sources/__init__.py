@@ -1,1 +1,1 @@
-"""Data sources: one file each, a registry in registry.py."""
+"""Data sources: one file each, their names in source_names.py."""

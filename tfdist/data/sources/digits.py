@@ -13,7 +13,7 @@ import numpy as np
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import UnsupportedError
-from tfdist.data.sources.base import Split, array_split, read_options
+from tfdist.data.sources.split import Split, array_split, read_options
 
 
 def load(config: DataConfig, split: str) -> Split:
@@ -30,7 +30,11 @@ def load(config: DataConfig, split: str) -> Split:
 def _read() -> tuple[np.ndarray, np.ndarray]:
     """The file itself: importing scikit-learn takes a second."""
     package = find_spec("sklearn")
-    if package is None:
+    if package is None or not package.submodule_search_locations:
         raise UnsupportedError("--source=digits needs scikit-learn: run `pip install scikit-learn`.")
-    table = np.loadtxt(Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.float32)
+    table = np.loadtxt(
+        Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz",
+        delimiter=",",
+        dtype=np.float32,
+    )
     return (table[:, :-1] / 16).reshape(-1, 8, 8, 1), table[:, -1].astype(np.int32)

@@ -1,8 +1,8 @@
 """A split over the user's own object with __len__ and __getitem__, which is asked for one sample after the other.
 
-Samples become columns of one shape and type. The shape is that of item 0. The type holds all of the items that are looked at
-first (NumPy's promotion: labels 0 and 0.5 make float64). An item that is read later must fit it without loss: only a float
-may lose digits; nothing is truncated, nothing wraps around.
+Samples become columns of one shape and type. The shape is that of item 0. The type holds all of the items that are
+looked at first (NumPy's promotion: labels 0 and 0.5 make float64). An item that is read later must fit it without loss:
+only a float may lose digits; nothing is truncated, nothing wraps around.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError, TfdistError
-from tfdist.control.own_lines import failure
+from tfdist.control.user_errors import failure
 from tfdist.data.checksums import sampled_rows
-from tfdist.data.sources.base import Sample, Split, places
+from tfdist.data.sources.split import Sample, Split, places
 
 _ORDER = "biufcSUO"  # of kinds of types: bool, whole numbers, floats, complex numbers, text
 
@@ -42,7 +42,7 @@ class _Items:
     """The items of an object, as rows of columns. spec: of one of them."""
 
     def __init__(self, name: str, data: Any):
-        self.name, self.data, self.structure = name, data, None
+        self.name, self.data = name, data
         self.structure = self._item(0)
         samples = [self._parts(int(index)) for index in sampled_rows(len(data))]
         self.places = [str(place) for place in places(self.structure)]
@@ -57,16 +57,22 @@ class _Items:
 
     def rows(self, indices: Sequence[int]) -> list[np.ndarray]:
         """One column for each part: [n, *shape]."""
-        columns = [np.empty([len(indices), *shape], dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        columns = [
+            np.empty([len(indices), *shape], dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
         for row, index in enumerate(indices):
             for number, part in enumerate(self._parts(int(index))):
                 if part.shape != self.shapes[number]:  # an assignment would broadcast it
                     raise DataError(
-                        f"--source: item {index} of {self.name} has {self.places[number]} of shape {part.shape}, item 0 has {self.shapes[number]}: give all one shape.")
+                        f"--source: item {index} of {self.name} has {self.places[number]} of shape {part.shape}, item 0"
+                        f" has {self.shapes[number]}: give all one shape."
+                    )
                 if part.dtype != self.dtypes[number] and not _fits(part, self.dtypes[number]):
                     raise DataError(
-                        f"--source: item {index} of {self.name} has {self.places[number]} = {_said(part)} ({part.dtype}), which {self.dtypes[number]}, the type "
-                        "of the first items, cannot hold: give all items one type.")
+                        f"--source: item {index} of {self.name} has {self.places[number]} = {_said(part)}"
+                        f" ({part.dtype}), which {self.dtypes[number]}, the type of the first items, cannot hold: give"
+                        " all items one type."
+                    )
                 columns[number][row] = part[()]
         return columns
 
@@ -78,7 +84,10 @@ class _Items:
         except Exception as error:  # whatever the user's code raises
             raise DataError(f"--source: item {index} of {self.name} {failure(error)}") from error
         if not isinstance(item, tuple) or len(item) not in (2, 3):
-            raise DataError(f"--source: item {index} of {self.name} is a {type(item).__name__}: __getitem__ must return (x, y) or (x, y, w).")
+            raise DataError(
+                f"--source: item {index} of {self.name} is a {type(item).__name__}: __getitem__ must return (x, y) or"
+                " (x, y, w)."
+            )
         return item
 
     def _parts(self, index: int) -> list[np.ndarray]:
@@ -88,16 +97,26 @@ class _Items:
             tf.nest.assert_same_structure(self.structure, item)
             parts = [np.asarray(value) for value in tf.nest.flatten(item)]
         except (ValueError, TypeError):  # another structure, or a list whose parts differ in length
-            raise DataError(f"--source: item {index} of {self.name} is {_form(item)}, item 0 is {_form(self.structure)}: give all items the same parts, weights too.") from None
+            raise DataError(
+                f"--source: item {index} of {self.name} is {_form(item)}, item 0 is {_form(self.structure)}: give all"
+                " items the same parts, weights too."
+            ) from None
         for part, place in zip(parts, places(item), strict=True):
-            if part.dtype.kind not in _ORDER or (part.dtype.kind == "O" and not all(isinstance(value, str | bytes) for value in part.ravel())):
-                raise DataError(f"--source: item {index} of {self.name} has {place} = {_said(part)}, which is neither numbers nor text.")
+            if part.dtype.kind not in _ORDER or (
+                part.dtype.kind == "O" and not all(isinstance(value, str | bytes) for value in part.ravel())
+            ):
+                raise DataError(
+                    f"--source: item {index} of {self.name} has {place} = {_said(part)}, which is neither numbers nor"
+                    " text."
+                )
         return parts
 
     def _common_type(self, parts: Sequence[np.ndarray], place: str) -> np.dtype:
         if any(part.dtype.kind in "SUO" for part in parts):
             if not all(part.dtype.kind in "SUO" for part in parts):
-                raise DataError(f"--source: some items of {self.name} have text for {place}, others numbers: give all one type.")
+                raise DataError(
+                    f"--source: some items of {self.name} have text for {place}, others numbers: give all one type."
+                )
             return np.dtype(object)
         return np.result_type(*(part.dtype for part in parts))
 
@@ -117,12 +136,14 @@ def _fits(part: np.ndarray, dtype: np.dtype) -> bool:
 
 def _form(item: tuple) -> str:
     """(x, y) and the like, with the parts that x and y have, and their shapes."""
+
     def shown(value: Any) -> str:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{key!r}: {shown(part)}" for key, part in value.items()) + "}"
         if isinstance(value, tuple | list):
             return f"{type(value).__name__} of {len(value)}"
         return type(value).__name__
+
     return f"({', '.join(map(shown, item))})"
 
 

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError
 
+Rows = Sequence[int] | np.ndarray  # numbers of records
 _HEADER = struct.Struct("<QI")
 _FRAME = _HEADER.size + 4  # bytes of a record that are not data
 SLOW_INDEX_SECONDS = 5.0  # an index that took longer is kept beside the files
@@ -48,13 +49,14 @@ class RecordFiles:
         """Keeps only these records (int64 indices), in this order."""
         self.offsets, self.files = self.offsets[rows], self.files[rows]
 
-    def read(self, indices: Sequence[int]) -> list[bytes]:
+    def read(self, indices: Rows) -> list[bytes]:
         """The data of these records. Safe to call from several threads."""
         return [_read(self.paths[self.files[i]], int(self.offsets[i])) for i in indices]
 
 
-def read_in_graph(read: Callable[[Sequence[int]], list[bytes]], indices: tf.Tensor) -> tf.Tensor:
+def read_in_graph(read: Callable[[Rows], list[bytes]], indices: tf.Tensor) -> tf.Tensor:
     """`read` as an operation: int64 [n] -> string [n]. read must be a function of the indices alone."""
+
     def as_objects(rows: np.ndarray) -> np.ndarray:
         found = np.empty(len(rows), object)  # an array of type bytes would drop zero bytes at the end
         found[:] = read(rows)
@@ -69,7 +71,9 @@ def _index(paths: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """(offsets int64 [records], file numbers int32 [records])."""
     for path in paths:
         if not os.path.isfile(path):
-            raise DataError(f"{path} cannot be read at random: it is no local file; copy it here or use --source_args=stream=True.")
+            raise DataError(
+                f"{path} cannot be read at random: it is no local file; copy it here or use --source_args=stream=True."
+            )
     cache = _cache_path(paths)
     with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile), np.load(cache) as stored:
         return stored["offsets"], stored["files"]
@@ -92,10 +96,11 @@ def _scan(path: str) -> np.ndarray:
             if offset + _FRAME > size:
                 raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
             length, checksum = _HEADER.unpack_from(data, offset)
-            if _masked_crc(data[offset:offset + 8]) != checksum:
+            if _masked_crc(data[offset : offset + 8]) != checksum:
                 raise DataError(
                     f"{path} is no TFRecord file, or is damaged at byte {offset}; if it is compressed use "
-                    "--source_args=stream=True,compression=GZIP.")
+                    "--source_args=stream=True,compression=GZIP."
+                )
             if offset + _FRAME + length > size:
                 raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
             offsets.append(offset)

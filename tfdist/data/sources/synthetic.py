@@ -19,11 +19,17 @@ import tensorflow as tf
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data import order
-from tfdist.data.sources.base import Sample, Split, on_host, read_options
+from tfdist.data.sources.split import Sample, Split, on_host, read_options
 
 DEFAULTS = {
-    "task": "image", "shape": (224, 224, 3), "classes": 1000, "samples": 1_281_167, "eval_samples": 50_000,
-    "vocab": 50_257, "fixed": False}
+    "task": "image",
+    "shape": (224, 224, 3),
+    "classes": 1000,
+    "samples": 1_281_167,
+    "eval_samples": 50_000,
+    "vocab": 50_257,
+    "fixed": False,
+}
 NOISE_OFFSETS = 65_536  # different stretches of one noise array
 
 
@@ -35,7 +41,9 @@ def load(config: DataConfig, split: str) -> Split:
         raise ConfigError(f"--source_args: task={task} must be image or text.")
     if not isinstance(shape, tuple) or not shape or not all(isinstance(n, int) and n > 0 for n in shape):
         raise ConfigError(
-            f"--source_args: shape={shape!r} must be a tuple of positive integers, for example shape=(32,32,3) or shape=(10,).")
+            f"--source_args: shape={shape!r} must be a tuple of positive integers, for example shape=(32,32,3) or"
+            " shape=(10,)."
+        )
     outputs_option = "classes" if task == "image" else "vocab"
     outputs = options[outputs_option]
     if not 1 <= outputs <= 2**24:
@@ -53,14 +61,14 @@ def load(config: DataConfig, split: str) -> Split:
 def _images(shape: tuple[int, ...], classes: int, seed: int) -> Callable[[tf.Tensor], Sample]:
     length = math.prod(shape)
     with tf.device("/cpu:0"):
-        noise = on_host(tf.random.stateless_normal([length + NOISE_OFFSETS], [seed, 20]))
+        noise = on_host(tf.random.stateless_normal([length + NOISE_OFFSETS], (seed, 20)))
 
     def fetch(indices: tf.Tensor) -> Sample:
         seeds = order.element_seeds(indices, seed)
         labels = order.uniform_int(seeds, 0, classes)
         offsets = order.uniform_int(seeds, 1, NOISE_OFFSETS)
         row = tf.TensorSpec([length], tf.float32)
-        x = tf.map_fn(lambda at: noise[at:at + length], offsets, fn_output_signature=row)
+        x = tf.map_fn(lambda at: noise[at : at + length], offsets, fn_output_signature=row)
         brightness = 2.0 * (tf.cast(labels, tf.float32) + 0.5) / classes - 1.0
         return tf.reshape(x + brightness[:, None], [-1, *shape]), labels
 

@@ -28,18 +28,43 @@ import os
 import posixpath
 import sysconfig
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data.sources.base import SPLITS, Sample, Split, on_host, read_options
+from tfdist.data.sources.split import SPLITS, Sample, Split, on_host, read_options
 
-PATTERNS = ("*.txt", "*.md", "*.rst", "*.tex", "*.html", "*.py", "*.js", "*.ts", "*.c", "*.h", "*.cc", "*.cpp", "*.go", "*.rs", "*.java")
+PATTERNS = (
+    "*.txt",
+    "*.md",
+    "*.rst",
+    "*.tex",
+    "*.html",
+    "*.py",
+    "*.js",
+    "*.ts",
+    "*.c",
+    "*.h",
+    "*.cc",
+    "*.cpp",
+    "*.go",
+    "*.rs",
+    "*.java",
+)
 # Not on every machine (tests), somebody else's (packages), or tables rather than text (the last two).
 STANDARD_LIBRARY_SKIPS = (
-    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "pydoc_data", "encodings")
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "pydoc_data",
+    "encodings",
+)
 HELD_OUT = 0.05
 SEPARATOR = b"\0"
 
@@ -62,7 +87,16 @@ def load(config: DataConfig, split: str) -> Split:
     info = {"files": corpus.files, "bytes": len(corpus.data), "digest": corpus.digest, "skipped_files": corpus.skipped}
     info |= {f"{name}_unigram_entropy_nats": corpora[name].unigram_entropy for name in SPLITS}
     spec = (tf.TensorSpec([length], tf.int32),) * 2
-    return Split(f"text/{split}", (len(corpus.data) - 1) // length, spec, fetch, 256, info, cheap=True, contents=lambda: [int(corpus.digest, 16) % 2**32])
+    return Split(
+        f"text/{split}",
+        (len(corpus.data) - 1) // length,
+        spec,
+        fetch,
+        256,
+        info,
+        cheap=True,
+        contents=lambda: [int(corpus.digest, 16) % 2**32],
+    )
 
 
 @dataclass(frozen=True)
@@ -96,8 +130,9 @@ def _corpora(data_dir: str, pattern: tuple, eval_pattern: tuple, max_bytes: int,
             skipped += 1
     if not texts:
         raise DataError(
-            f"{where} holds no readable text in files like {', '.join(pattern or PATTERNS[:4])}: check the folder, or set "
-            "--source_args=pattern=...")
+            f"{where} holds no readable text in files like {', '.join(pattern or PATTERNS[:4])}: check the folder, or"
+            " set --source_args=pattern=..."
+        )
     held_out = {name for name in texts if (_matches(name, eval_pattern) if eval_pattern else _hashed_out(name))}
     chosen = {name: [t for n, t in texts.items() if (n in held_out) == (name == "eval")] for name in SPLITS}
     data = {name: _joined(parts) for name, parts in chosen.items()}
@@ -107,13 +142,15 @@ def _corpora(data_dir: str, pattern: tuple, eval_pattern: tuple, max_bytes: int,
         data = {"train": whole[:cut], "eval": whole[cut:]}
         chosen = dict.fromkeys(SPLITS, list(texts))
     if max_bytes:
-        data = {"train": data["train"][:max_bytes], "eval": data["eval"][:max(max_bytes // 20, length + 1)]}
-    for name, part in data.items():
+        data = {"train": data["train"][:max_bytes], "eval": data["eval"][: max(max_bytes // 20, length + 1)]}
+    parts: dict[Any, Any] = dict(data)
+    for name, part in parts.items():
         if len(part) <= length:
             raise DataError(
-                f"{where} has {len(part)} bytes of text for {name}, too few for --sequence_length={length}: add text, or "
-                "lower it.")
-    return {name: Corpus(part, len(chosen[name]), skipped) for name, part in data.items()}
+                f"{where} has {len(part)} bytes of text for {name}, too few for --sequence_length={length}: add text,"
+                " or lower it."
+            )
+    return {name: Corpus(part, len(chosen[name]), skipped) for name, part in parts.items()}
 
 
 def _files(data_dir: str, pattern: tuple) -> list[tuple[str, str]]:
@@ -129,7 +166,7 @@ def _files(data_dir: str, pattern: tuple) -> list[tuple[str, str]]:
     for folder, inner, names in tf.io.gfile.walk(root):
         # The walk does not enter what is taken out of this list.
         inner[:] = [name for name in inner if name not in skips and not name.startswith(".")]
-        inside = folder[len(root):].replace(os.sep, "/").strip("/")
+        inside = folder[len(root) :].replace(os.sep, "/").strip("/")
         matching = [name for name in names if _matches(name, accepted)]
         found += [(posixpath.join(inside, name), os.path.join(folder, name)) for name in matching]
     return sorted(found)
@@ -158,8 +195,10 @@ def _matches(name: str, patterns: tuple) -> bool:
 
 def _patterns(name: str, value: object) -> tuple[str, ...]:
     values = tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
-    if not all(isinstance(item, str) for item in values):
+    patterns = tuple(item for item in values if isinstance(item, str))
+    if len(patterns) < len(values):
         raise ConfigError(
             f"--source_args: {name}={value!r} must be a file name pattern or a list of them, for example "
-            f"{name}=['*.txt','*.md'].")
-    return values
+            f"{name}=['*.txt','*.md']."
+        )
+    return patterns

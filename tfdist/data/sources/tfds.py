@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,20 @@ from tfdist.config import DataConfig
 from tfdist.control.exit_codes import DataError, UnsupportedError
 from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
-from tfdist.data.sources.base import Sample, Split, array_split, read_options, scaled, scaled_spec
-from tfdist.data.sources.records import RecordFiles, read_in_graph
+from tfdist.data.sources.records import RecordFiles, Rows, read_in_graph
+from tfdist.data.sources.split import Sample, Split, array_split, read_options, scaled, scaled_spec
+from tfdist.runtime.host import known_dims
 
 DEFAULTS = {
-    "name": "", "train": "train", "eval": "", "x": "", "y": "", "image_size": 0, "memory_mb": 512, "download": False}
+    "name": "",
+    "train": "train",
+    "eval": "",
+    "x": "",
+    "y": "",
+    "image_size": 0,
+    "memory_mb": 512,
+    "download": False,
+}
 
 
 def load(config: DataConfig, split: str) -> Split:
@@ -47,7 +56,9 @@ def load(config: DataConfig, split: str) -> Split:
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise UnsupportedError("--source=tfds needs TensorFlow Datasets: run `pip install tensorflow-datasets`.") from error
+        raise UnsupportedError(
+            "--source=tfds needs TensorFlow Datasets: run `pip install tensorflow-datasets`."
+        ) from error
     builder = _builder(tfds, config.data_dir, options)
     chosen = _chosen_splits(builder, options)
     decoder = _Decoder(tfds, builder.info, options)
@@ -56,8 +67,11 @@ def load(config: DataConfig, split: str) -> Split:
     read = _reader(tfds, builder, chosen[split])
     if read is None:
         examples = builder.as_dataset(
-            split=chosen[split], decoders=decoder.decoders, shuffle_files=False,
-            read_config=tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)).map(decoder.pick)
+            split=chosen[split],
+            decoders=decoder.decoders,
+            shuffle_files=False,
+            read_config=tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False),
+        ).map(decoder.pick)
         stored = examples.batch(256)
     else:
         stored = tf.data.Dataset.range(size).batch(256).map(lambda rows: decoder.stored(read_in_graph(read, rows)))
@@ -67,15 +81,28 @@ def load(config: DataConfig, split: str) -> Split:
         return array_split(name, arrays, num_classes=decoder.num_classes, scale=True)
     if read is None:
         samples = examples.batch(16).map(decoder.finish).unbatch()
-        return Split(name, None, decoder.spec, num_classes=decoder.num_classes,
-                     stream=lambda shard, shards: samples.shard(shards, shard))
+        return Split(
+            name,
+            None,
+            decoder.spec,
+            num_classes=decoder.num_classes,
+            stream=lambda shard, shards: samples.shard(shards, shard),
+        )
 
     def fetch(indices: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
-        return decoder.finish(*decoder.stored(read_in_graph(read, indices)), seeds)
+        x, y = decoder.stored(read_in_graph(read, indices))
+        return decoder.finish(x, y, seeds)
 
     cropped = fetch if decoder.image_size else None
-    return Split(name, size, decoder.spec, fetch, decoder.num_classes, fetch_cropped=cropped,
-                 contents=lambda: [checksum_of(read(sampled_rows(size)))])
+    return Split(
+        name,
+        size,
+        decoder.spec,
+        fetch,
+        decoder.num_classes,
+        fetch_cropped=cropped,
+        contents=lambda: [checksum_of(read(sampled_rows(size)))],
+    )
 
 
 class _Decoder:
@@ -89,26 +116,34 @@ class _Decoder:
             if not isinstance(key, str) or key not in self.features:
                 raise DataError(
                     f"{info.name} has no feature {key!r} for {option}: set {option}= in --source_args to one of "
-                    f"{', '.join(self.features)}.")
+                    f"{', '.join(self.features)}."
+                )
         x, y = self.features[self.x], self.features[self.y]
         if self.image_size and not isinstance(x, tfds.features.Image):
             raise DataError(
-                f"--source_args: image_size={self.image_size} is for images, but {self.x!r} of {info.name} is {x}: drop it.")
+                f"--source_args: image_size={self.image_size} is for images, but {self.x!r} of {info.name} is {x}:"
+                " drop it."
+            )
         for key, feature in ((self.x, x), (self.y, y)):
             if not (_is_fixed(tfds, feature) or (feature is x and self.image_size)):
                 raise DataError(
                     f"{info.name} has no numbers of one shape in {key!r} but {feature}: choose another feature, or for "
-                    "images set image_size=N in --source_args.")
+                    "images set image_size=N in --source_args."
+                )
         self.decoders = {self.x: tfds.decode.SkipDecoding()} if self.image_size else None
         self.num_classes = getattr(y, "num_classes", None)
         stored_x, stored_y = (tf.TensorSpec([], tf.string) if self.image_size else _spec(x)), _narrow(_spec(y))
-        used_x = tf.TensorSpec([self.image_size] * 2 + [x.shape[-1]], tf.float32) if self.image_size else scaled_spec(stored_x)
+        used_x = (
+            tf.TensorSpec([self.image_size] * 2 + [x.shape[-1]], tf.float32)
+            if self.image_size
+            else scaled_spec(stored_x)
+        )
         self._stored_spec, self.spec = (stored_x, stored_y), (used_x, stored_y)
 
     @property
     def stored_bytes(self) -> float:
         """Memory of one sample as it is kept; infinite for encoded images."""
-        return math.inf if self.image_size else sum(math.prod(s.shape) * s.dtype.size for s in self._stored_spec)
+        return math.inf if self.image_size else sum(s.shape.num_elements() * s.dtype.size for s in self._stored_spec)
 
     def pick(self, example: dict[str, tf.Tensor]) -> Sample:
         x, y = example[self.x], example[self.y]
@@ -118,13 +153,15 @@ class _Decoder:
         """Records, string [n] -> (x, y) as they are stored: encoded images of varying size, uint8 otherwise."""
         return tf.map_fn(
             lambda record: self.pick(self.features.deserialize_example(record, decoders=self.decoders)),
-            records, fn_output_signature=self._stored_spec)
+            records,
+            fn_output_signature=self._stored_spec,
+        )
 
     def finish(self, x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
         """(x, y) as stored -> as trained on; images are randomly cropped if there are seeds int32 [n, 2]."""
         if not self.image_size:
             return scaled(x), y
-        size, channels = self.spec[0].shape[1:]
+        size, channels = known_dims(self.spec[0].shape)[1:]
         x = images.decode(x, size, channels) if seeds is None else images.decode_cropped(x, seeds, size, channels)
         return x, y
 
@@ -135,21 +172,26 @@ def _builder(tfds: Any, data_dir: str, options: dict[str, Any]) -> Any:
     if not name and not data_dir:
         raise DataError(
             "--source=tfds needs a data set: set --source_args=name=..., for example name=mnist, or --data_dir to a "
-            "prepared folder.")
+            "prepared folder."
+        )
     if not name and not tf.io.gfile.exists(os.path.join(data_dir, "dataset_info.json")):
         raise DataError(
             f"--data_dir={data_dir} has no dataset_info.json, so it is no prepared data set: name one inside it by "
-            "--source_args=name=..., or give the folder of its version, for example mnist/3.0.1.")
+            "--source_args=name=..., or give the folder of its version, for example mnist/3.0.1."
+        )
     try:
         builder = tfds.builder(name, data_dir=data_dir or None) if name else tfds.builder_from_directory(data_dir)
     except (tfds.core.DatasetNotFoundError, FileNotFoundError, ValueError) as error:
-        raise DataError(f"--source=tfds found no data set {name or data_dir!r}: {str(error).splitlines()[0][:200]}") from error
+        raise DataError(
+            f"--source=tfds found no data set {name or data_dir!r}: {str(error).splitlines()[0][:200]}"
+        ) from error
     if options["download"]:
         builder.download_and_prepare()
     if not builder.is_prepared():
         raise DataError(
             f"The data set {name} is not prepared in {data_dir or 'the default folder of TFDS'}: run `tfds build {name}"
-            f"{f' --data_dir={data_dir}' if data_dir else ''}` once, or set download=True in --source_args.")
+            f"{f' --data_dir={data_dir}' if data_dir else ''}` once, or set download=True in --source_args."
+        )
     return builder
 
 
@@ -164,23 +206,27 @@ def _chosen_splits(builder: Any, options: dict[str, Any]) -> dict[str, str]:
             ranges[which] = [(i.filename, i.skip, i.skip + i.take) for i in splits[split].file_instructions]
         except (KeyError, ValueError) as error:
             raise DataError(
-                f"{builder.name} has no split {split or 'validation or test'!r} for {which}; it has {', '.join(sorted(splits))}: "
-                "set for example train=train[:90%],eval=train[90%:] in --source_args.") from error
+                f"{builder.name} has no split {split or 'validation or test'!r} for {which}; it has"
+                f" {', '.join(sorted(splits))}: set for example train=train[:90%],eval=train[90%:] in --source_args."
+            ) from error
     if any(a[0] == b[0] and max(a[1], b[1]) < min(a[2], b[2]) for a in ranges["train"] for b in ranges["eval"]):
         raise DataError(
-            f"The splits train={chosen['train']} and eval={held_out} of {builder.name} share samples: choose disjoint ones "
-            "in --source_args.")
+            f"The splits train={chosen['train']} and eval={held_out} of {builder.name} share samples: choose disjoint"
+            " ones in --source_args."
+        )
     return chosen
 
 
-def _reader(tfds: Any, builder: Any, split: str) -> Callable[[Sequence[int]], list[bytes]] | None:
+def _reader(tfds: Any, builder: Any, split: str) -> Callable[[Rows], list[bytes]] | None:
     """A function from row numbers to serialized records, or None if the format has no random access."""
     formats = tfds.core.FileFormat
     if builder.info.file_format is formats.ARRAY_RECORD:
         try:
             source = builder.as_data_source(split=split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
         except ImportError as error:
-            raise UnsupportedError(f"{builder.name} is stored as array_record: run `pip install array-record`.") from error
+            raise UnsupportedError(
+                f"{builder.name} is stored as array_record: run `pip install array-record`."
+            ) from error
         return lambda rows: source.__getitems__([int(row) for row in rows])
     instructions = builder.info.splits[split].file_instructions
     if builder.info.file_format is not formats.TFRECORD or not all(os.path.isfile(i.filename) for i in instructions):
@@ -189,7 +235,9 @@ def _reader(tfds: Any, builder: Any, split: str) -> Callable[[Sequence[int]], li
     starts = np.cumsum([0] + [i.examples_in_shard for i in instructions])
     if len(files) != starts[-1]:
         raise DataError(
-            f"{builder.name} has {len(files)} records in its files but {starts[-1]} in its description: prepare it again.")
+            f"{builder.name} has {len(files)} records in its files but {starts[-1]} in its description: prepare it"
+            " again."
+        )
     rows = [at + i.skip + np.arange(i.take) for at, i in zip(starts[:-1], instructions, strict=True)]
     files.select(np.concatenate(rows))
     return files.read

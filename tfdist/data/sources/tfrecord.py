@@ -14,8 +14,8 @@ Options:
               No [SHAPE] means one number.
   classes     number of classes or vocabulary size, if y is an integer
   train, eval file name patterns; default *train*, and *eval*, *val* or *test*
-  stream      True: read the files from front to back instead (see pipeline.py for what is lost); a replica reads only
-              its own files if there are at least as many files as replicas
+  stream      True: read the files from front to back instead (see input_pipeline.py for what is lost); a replica
+              reads only its own files if there are at least as many files as replicas
   compression GZIP or ZLIB; only with stream=True
 """
 
@@ -25,6 +25,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
@@ -32,8 +33,8 @@ from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
-from tfdist.data.sources.base import Sample, Split, read_options, scaled
 from tfdist.data.sources.records import RecordFiles, read_in_graph
+from tfdist.data.sources.split import Sample, Split, read_options, scaled
 from tfdist.runtime.errors import cause
 
 DEFAULTS = {"x": "", "y": "", "classes": 0, "train": "", "eval": "", "stream": False, "compression": ""}
@@ -43,24 +44,31 @@ _RAW = ("uint8", "int8", "uint16", "int16", "float16", "float64", "raw_float32",
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """See above. Raises ConfigError for a wrong option, DataError if files are missing, damaged, or do not fit x and y."""
+    """See above. Raises ConfigError for a wrong option, DataError if files are missing, damaged, or do not fit x and
+    y.
+    """
     options = read_options(config, DEFAULTS)
     x, y = (_Field.parse(name, options[name]) for name in ("x", "y"))
     if y.spec.dtype.is_integer and not options["classes"]:
-        raise ConfigError(f"--source_args: y={options['y']} is an integer, so the number of classes is needed: add classes=N.")
+        raise ConfigError(
+            f"--source_args: y={options['y']} is an integer, so the number of classes is needed: add classes=N."
+        )
     compression = options["compression"]
     if compression not in ("", "GZIP", "ZLIB") or (compression and not options["stream"]):
         raise ConfigError(f"--source_args: compression={compression} must be GZIP or ZLIB, together with stream=True.")
     paths = _paths(config.data_dir, options, split)
     shared = set(paths) & set(_paths(config.data_dir, options, "eval" if split == "train" else "train", required=False))
     if shared:
-        raise DataError(f"{min(shared)} belongs to both splits: set train= and eval= in --source_args to patterns that share no file.")
+        raise DataError(
+            f"{min(shared)} belongs to both splits: set train= and eval= in --source_args to patterns that share no"
+            " file."
+        )
     name, info = f"tfrecord/{split}", {"files": len(paths)}
     spec, classes = (x.spec_of_x, y.spec), options["classes"] or None
     features = {field.feature: field.parser for field in (x, y)}
 
     def parse(records: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
-        parsed = tf.io.parse_example(records, features)
+        parsed: dict[str, Any] = tf.io.parse_example(records, features)
         return scaled(x.decode(parsed, seeds)), y.decode(parsed, None)
 
     if options["stream"]:
@@ -70,17 +78,36 @@ def load(config: DataConfig, split: str) -> Split:
         files = RecordFiles(paths)
         first = files.read([0])[0] if len(files) else None
     if first is None:
-        raise DataError(f"{name}: the {info['files']} files that match hold no record: check --data_dir and --source_args.")
+        raise DataError(
+            f"{name}: the {info['files']} files that match hold no record: check --data_dir and --source_args."
+        )
     _try(parse, first, name)
     if options["stream"]:
         stream = _stream(paths, compression, parse)
-        return Split(name, None, spec, num_classes=classes, info=info, stream=stream, stream_shards=len(paths), contents=lambda: _files(paths))
+        return Split(
+            name,
+            None,
+            spec,
+            num_classes=classes,
+            info=info,
+            stream=stream,
+            stream_shards=len(paths),
+            contents=lambda: _files(paths),
+        )
 
     def fetch(indices: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
         return parse(read_in_graph(files.read, indices), seeds)
 
-    return Split(name, len(files), spec, fetch, classes, info, fetch_cropped=fetch if x.kind == "image" else None,
-                 contents=lambda: [*_files(paths), checksum_of(files.read(sampled_rows(len(files))))])
+    return Split(
+        name,
+        len(files),
+        spec,
+        fetch,
+        classes,
+        info,
+        fetch_cropped=fetch if x.kind == "image" else None,
+        contents=lambda: [*_files(paths), checksum_of(files.read(sampled_rows(len(files))))],
+    )
 
 
 @dataclass(frozen=True)
@@ -96,11 +123,14 @@ class _Field:
         match = re.fullmatch(r"([^:]+):(\w+)(?:\[([\d, ]*)\])?", text)
         if not match or match[2] not in (*_LISTS, *_RAW, "image"):
             raise ConfigError(
-                f"--source_args: {option}={text!r} must be FEATURE:KIND[SHAPE], for example {option}=image:uint8[28,28,1], with KIND one of "
-                f"{', '.join((*_LISTS, *_RAW, 'image'))}.")
+                f"--source_args: {option}={text!r} must be FEATURE:KIND[SHAPE], for example"
+                f" {option}=image:uint8[28,28,1], with KIND one of {', '.join((*_LISTS, *_RAW, 'image'))}."
+            )
         shape = tuple(int(n) for n in (match[3] or "").split(",") if n.strip())
         if match[2] == "image" and (len(shape) != 3 or shape[0] != shape[1]):
-            raise ConfigError(f"--source_args: {option}={text}: an image needs its size and channels, for example image[224,224,3].")
+            raise ConfigError(
+                f"--source_args: {option}={text}: an image needs its size and channels, for example image[224,224,3]."
+            )
         return cls(match[1], match[2], shape)
 
     @property
@@ -141,7 +171,8 @@ def _paths(data_dir: str, options: dict, split: str, required: bool = True) -> l
     if required:
         raise DataError(
             f"--data_dir={data_dir} has no file {' or '.join(patterns)} for {split}: check the folder, or set "
-            f"--source_args={split}=PATTERN.")
+            f"--source_args={split}=PATTERN."
+        )
     return []
 
 
@@ -158,7 +189,9 @@ def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
     except (tf.errors.InvalidArgumentError, ValueError) as error:
         try:
             stored = tf.train.Example.FromString(record).features.feature
-            has = ", ".join(f"{key}:{value.WhichOneof('kind')}" for key, value in sorted(stored.items())) or "no features"
+            has = (
+                ", ".join(f"{key}:{value.WhichOneof('kind')}" for key, value in sorted(stored.items())) or "no features"
+            )
         except Exception:  # whatever the protobuf library raises for bytes that are no message
             has = "no tf.train.Example"
         reason = cause(str(error))
@@ -166,10 +199,16 @@ def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
 
 
 def _stream(paths: list[str], compression: str, parse: Callable) -> Callable[[int, int], tf.data.Dataset]:
+    compression_type: Any = compression
+
     def stream(shard: int, shards: int) -> tf.data.Dataset:
         files = tf.data.Dataset.from_tensor_slices(paths).shard(shards, shard)
-        records = files.interleave(lambda path: tf.data.TFRecordDataset(path, compression), cycle_length=4,
-                                   num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        records = files.interleave(
+            lambda path: tf.data.TFRecordDataset(path, compression_type),
+            cycle_length=4,
+            num_parallel_calls=tf.data.AUTOTUNE,
+            deterministic=True,
+        )
         return records.batch(64).map(parse, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
 
     return stream

@@ -9,16 +9,17 @@ everything). It returns the data of one split:
                            type (objects.py says how it is found). It may be called from several threads at once.
                            `num_classes` is read from it if it has one
   tf.data.Dataset          of single samples, not of batches, the same at every pass: it must not be shuffled, repeated
-                           or sharded, that is done here, and is refused if its first samples are others at a second look. It is read as a stream (see pipeline.py for what is lost)
-  Split                    anything else (tfdist/data/sources/base.py)
+                           or sharded, that is done here, and is refused if its first samples are others at a second
+                           look. It is read as a stream (see pipeline.py for what is lost)
+  Split                    anything else (tfdist/data/sources/split.py)
 
 or of both: {"train": ..., "eval": ...}, or a pair of pairs, as keras.datasets.*.load_data() returns them. A function
 that does not declare `split` must return both: one set of data for both would be training on what is evaluated on.
 It is called once then, else once for each split.
 
-Python's, NumPy's and TensorFlow's random numbers start from --seed at each call, so that a split drawn from them is the same
-on all workers and after a restart. What is drawn from elsewhere must have a seed of its own: workers compare what they hold
-(tfdist/data/contents.py), and differences end the run.
+Python's, NumPy's and TensorFlow's random numbers start from --seed at each call, so that a split drawn from them is the
+same on all workers and after a restart. What is drawn from elsewhere must have a seed of its own: workers compare what
+they hold (tfdist/data/contents.py), and differences end the run.
 
 w is the weight of a sample (or of each of its tokens), float32. Integer y of rank 1 gives the number of classes.
 """
@@ -37,13 +38,15 @@ import tensorflow as tf
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.contents import checksums
-from tfdist.data.sources.base import Split, array_split
 from tfdist.data.sources.objects import object_split
+from tfdist.data.sources.split import Split, array_split
 from tfdist.plugins import own_code, resolve
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """See above. Raises ConfigError for a function that is missing or options it does not take, DataError for its data."""
+    """See above. Raises ConfigError for a function that is missing or options it does not take, DataError for its
+    data.
+    """
     function = resolve("source", config.source, {})
     arguments, takes_split = _arguments(function, config, split)
     result = _called.pop(config, None) if split == "eval" else None
@@ -62,16 +65,18 @@ def load(config: DataConfig, split: str) -> Split:
         return _split(name, result)
     else:
         raise DataError(
-            f"--source={config.source} does not declare `split` and returned one set of data ({type(result).__name__}), which "
-            "would be both trained and evaluated on: declare `split`, or return {'train': ..., 'eval': ...}.")
+            f"--source={config.source} does not declare `split` and returned one set of data ({type(result).__name__}),"
+            " which would be both trained and evaluated on: declare `split`, or return {'train': ..., 'eval': ...}."
+        )
     found = _split(name, pair[split == "eval"])
     # Classes are counted over both, since one split may lack the last of them.
-    classes = [_count_classes(part) for part in pair]
-    return found if None in classes else dataclasses.replace(found, num_classes=max(classes))
+    counts = [_count_classes(part) for part in pair]
+    classes = [count for count in counts if count is not None]
+    return dataclasses.replace(found, num_classes=max(classes)) if len(classes) == len(counts) else found
 
 
-# What a function that returns both splits has returned for "train", until "eval" is asked for: a split that it draws anew at
-# each call would put samples that are trained on into the evaluation.
+# What a function that returns both splits has returned for "train", until "eval" is asked for: a split that it draws
+# anew at each call would put samples that are trained on into the evaluation.
 _called: dict[DataConfig, Any] = {}
 
 
@@ -87,11 +92,14 @@ def _arguments(function: Callable, config: DataConfig, split: str) -> tuple[dict
         if option not in declared and not anything or option in ("split", "config"):
             raise ConfigError(
                 f"--source_args={config.source_args}: {config.source} does not take {option!r}; it takes "
-                f"{', '.join(sorted(declared - {'split', 'config'})) or 'none'}.")
+                f"{', '.join(sorted(declared - {'split', 'config'})) or 'none'}."
+            )
     given = {"split": split, "config": config}
     missing = [p.name for p in parameters if p.name in declared - set(options) - set(given) and p.default is p.empty]
     if missing:
-        raise ConfigError(f"--source={config.source} needs a value for {missing[0]!r}: add --source_args={missing[0]}=...")
+        raise ConfigError(
+            f"--source={config.source} needs a value for {missing[0]!r}: add --source_args={missing[0]}=..."
+        )
     takes_split = "split" in declared or anything
     return options | {k: v for k, v in given.items() if k in declared or anything}, takes_split
 
@@ -108,7 +116,10 @@ def _split(name: str, data: Any) -> Split:
             try:
                 arrays = (*arrays[:2], tf.nest.map_structure(lambda w: w.astype(np.float32), arrays[2]))
             except (ValueError, TypeError) as error:
-                raise DataError(f"--source: the weights of {name} are no numbers ({error}): return (x, y, w) with one number a sample, or token, in w.") from None
+                raise DataError(
+                    f"--source: the weights of {name} are no numbers ({error}): return (x, y, w) with one number a"
+                    " sample, or token, in w."
+                ) from None
         return array_split(name, arrays, num_classes=_count_classes(data))
     if isinstance(data, keras.utils.PyDataset):
         raise DataError(f"--source: {name} is a Keras PyDataset, which yields batches: return single samples instead.")
@@ -117,7 +128,8 @@ def _split(name: str, data: Any) -> Split:
         return object_split(name, data)
     raise DataError(
         f"--source: {name} is a {type(data).__name__}: return (x, y) arrays, an object with __len__ and __getitem__, "
-        "a tf.data.Dataset or a Split.")
+        "a tf.data.Dataset or a Split."
+    )
 
 
 def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
@@ -126,8 +138,9 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
         raise DataError(f"--source: {name} is a tf.data.Dataset of {spec}: its elements must be (x, y) or (x, y, w).")
     if any(s.shape.rank is None or None in s.shape for s in tf.nest.flatten(spec)):
         raise DataError(
-            f"--source: {name} is a tf.data.Dataset with a dim of unknown length ({spec}): it must yield single samples of "
-            "one shape, not batches.")
+            f"--source: {name} is a tf.data.Dataset with a dim of unknown length ({spec}): it must yield single samples"
+            " of one shape, not batches."
+        )
     if data.cardinality() == 0:
         raise DataError(f"--source: {name} is an empty tf.data.Dataset.")
 
@@ -138,8 +151,10 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
     first, again = checksums(split), checksums(split)
     if not any(a == b for a, b in zip(first, again, strict=False)):
         raise DataError(
-            f"--source: {name} is a tf.data.Dataset whose first samples are others at a second look: each worker reads all of it and keeps "
-            "its share, and a run that goes on reads up to where it was, so it must be the same at every pass; drop its shuffle(), tfdist shuffles.")
+            f"--source: {name} is a tf.data.Dataset whose first samples are others at a second look: each worker reads"
+            " all of it and keeps its share, and a run that goes on reads up to where it was, so it must be the same"
+            " at every pass; drop its shuffle(), tfdist shuffles."
+        )
     return split
 
 

@@ -1,8 +1,9 @@
 """Weights that a layer sets in its own forward pass, as keras.layers.SpectralNormalization does.
 
-Where a weight lies in shards, in parts or on two stages, or is computed with again, the layer would set a copy that nobody
-looks at: the run would go on with other weights than it should, and nothing would tell. So such a layer is refused, by name,
-when it first sets one of them, which is while the step is traced.
+Where a weight lies in shards, in parts or on two stages, or is computed with again, the layer would set a copy that
+nobody
+looks at: the run would go on with other weights than it should, and nothing would tell. So such a layer is refused, by
+name, when it first sets one of them, which is while the step is traced.
 """
 
 from __future__ import annotations
@@ -11,25 +12,33 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
-from keras.src.backend.common.global_state import get_global_attribute  # not public: whether a layer is being called
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 
 
 def refuse_assigned(model: keras.Model, variables: Iterable[keras.Variable], flag: str) -> None:
-    """From now on a layer of `model` that sets one of its trainable `variables` while it is called is a ConfigError, which names `flag`."""
+    """From now on a layer of `model` that sets one of its trainable `variables` while it is called is a ConfigError,
+    which names `flag`.
+    """
     for variable in variables:
-        owners = [layer.name for layer in model._flatten_layers(include_self=False) if any(own is variable for own in layer._trainable_variables)]
-        variable.assign = _refusing(variable.assign, f"{flag}, but layer {owners[0] if owners else model.name} sets its weight {variable.path} in the forward pass "
-                                    "(as SpectralNormalization does), which must be whole, and set once, for that: drop the flag, or the layer.")
+        owners = [
+            layer.name
+            for layer in keras_layers.all_layers(model, include_self=False)
+            if any(own is variable for own in keras_layers.own_trainable_variables(layer))
+        ]
+        variable.assign = _refusing(
+            variable.assign,
+            f"{flag}, but layer {owners[0] if owners else model.name} sets its weight {variable.path} in the forward"
+            " pass (as SpectralNormalization does), which must be whole, and set once, for that: drop the flag, or the"
+            " layer.",
+        )
 
 
 def _refusing(assign: Any, sentence: str) -> Any:
     def refusing(value: Any) -> Any:
-        if get_global_attribute("current_call_ctx") is not None:
-            error = ConfigError(sentence)
-            error._keras_call_info_injected = True  # Keras shall not put its words around it
-            raise error
+        if keras_layers.is_inside_a_call():
+            raise keras_layers.keep_message(ConfigError(sentence))
         return assign(value)
 
     return refusing

@@ -1,7 +1,8 @@
 """What --strategy=mesh does to a model that the registry built, in this order:
 
-    mesh -> parts of layers (tensor.py, expert.py) -> stages and recomputation (segments.py) -> shards of state (zero.py), compression
-    -> pipeline -> step
+mesh -> parts of layers (tensor.py, expert.py) -> stages and recomputation (segments.py) -> shards of state (zero.py),
+compression
+-> pipeline -> step
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import NamedTuple
 
 import keras
 
-from tfdist.batch_plan import BatchPlan
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
 from tfdist.training.parallel import segments
@@ -21,7 +22,7 @@ from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.expert import has_experts, spread_experts
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.pipe_schedule import make_schedule
-from tfdist.training.parallel.pipeline import Pipeline, divide, stages_of
+from tfdist.training.parallel.pipeline_stages import Pipeline, divide, stages_of
 from tfdist.training.parallel.sequence import spread_sequence
 from tfdist.training.parallel.tensor import Part, spread_layers, vocabulary_objective
 from tfdist.training.parallel.zero import ELEMENTWISE, sharded_update
@@ -36,8 +37,18 @@ class Spread(NamedTuple):
     pipeline: Pipeline | None
 
 
-def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, objective: Objective, plan: BatchPlan) -> Spread:
-    """Spreads `model` over the mesh, in place, and builds `optimizer` on what is left. Raises ConfigError on what does not fit."""
+def compose_mesh(
+    config: Config,
+    runtime: MeshRuntime,
+    model: keras.Model,
+    optimizer: keras.Optimizer,
+    objective: Objective,
+    plan: BatchPlan,
+) -> Spread:
+    """Spreads `model` over the mesh, in place, and builds `optimizer` on what is left.
+
+    Raises ConfigError on what does not fit.
+    """
     parallel, parts, partial = config.parallel, {}, frozenset()
     _check(config, runtime, plan)
     group, width = runtime.group("model"), model.output_shape[-1]
@@ -46,14 +57,23 @@ def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optim
     if runtime.mesh.degree("expert") > 1:
         parts |= spread_experts(model, runtime.group("expert"))
     if group.size > 1:
-        found, partial = spread_sequence(model, group) if parallel.sequence_parallel else (spread_layers(model, group), partial)
+        found, partial = (
+            spread_sequence(model, group) if parallel.sequence_parallel else (spread_layers(model, group), partial)
+        )
         parts |= found
         if _spreads_logits(model):
             objective = vocabulary_objective(config.model, group, width)
             width = (group.index + 1) * width // group.size - group.index * width // group.size
     if parts and not isinstance(optimizer, ELEMENTWISE):
-        raise ConfigError(f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat every element on its own, so it cannot work on parts of variables; use sgd, momentum, adam, adamw or lion, or data= only.")
-    options = {"summed_over_model": partial, "parts": {key: part.axis for key, part in parts.items()}, "pack_bytes": int(config.strategy.pack_mb * 2**20)}
+        raise ConfigError(
+            f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat every element on"
+            " its own, so it cannot work on parts of variables; use sgd, momentum, adam, adamw or lion, or data= only."
+        )
+    options = {
+        "summed_over_model": partial,
+        "parts": {key: part.axis for key, part in parts.items()},
+        "pack_bytes": int(config.strategy.pack_mb * 2**20),
+    }
     if parallel.all_reduce == "hierarchical":
         options["summed_over"] = lambda group: runtime.hierarchical(group, parallel.workers_per_host)
     pieces = _pieces(config, runtime, model)
@@ -62,16 +82,37 @@ def compose_mesh(config: Config, runtime: MeshRuntime, model: keras.Model, optim
         tied = [variable for variable in model.trainable_variables if len(stages[id(variable)]) > 1]
         refuse_assigned(model, tied, f"--mesh={runtime.mesh.describe()} ties a weight over its stages")
     if parallel.zero:
-        update = sharded_update(runtime, model, optimizer, parallel.zero, on_host=parallel.offload == "optimizer", **options)
+        update = sharded_update(
+            runtime, model, optimizer, parallel.zero, on_host=parallel.offload == "optimizer", **options
+        )
     else:
-        update = MeshUpdate(runtime, model, optimizer, compression=parallel.compression, compression_after=parallel.compression_after, **options)
+        update = MeshUpdate(
+            runtime,
+            model,
+            optimizer,
+            compression=parallel.compression,
+            compression_after=parallel.compression_after,
+            **options,
+        )
     pipeline = None
     if pieces:
         _check_slots(optimizer, update, runtime)
-        schedule = make_schedule(parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, parallel.pipe_chunks)
-        pipeline = Pipeline(runtime, model, pieces, schedule, update.trainable, update.stages, update.sources, update.holders_of_weights(), width)
+        schedule = make_schedule(
+            parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, parallel.pipe_chunks
+        )
+        pipeline = Pipeline(
+            runtime,
+            model,
+            pieces,
+            schedule,
+            update.trainable,
+            update.stages,
+            update.sources,
+            update.storage_variables(),
+            width,
+        )
     elif parallel.recompute != "none":
-        segments.recompute(model, parallel.recompute, update.holders_of_weights())
+        segments.recompute(model, parallel.recompute, update.storage_variables())
     return Spread(update, objective, parts, pipeline)
 
 
@@ -81,23 +122,37 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
     if degree == 1:
         return []
     if has_experts(model):
-        raise ConfigError(f"--mesh has pipe={degree}, whose stages cannot bring what experts drop to the end of the model yet: use data=, expert= or model= instead.")
+        raise ConfigError(
+            f"--mesh has pipe={degree}, whose stages cannot bring what experts drop to the end of the model yet: use"
+            " data=, expert= or model= instead."
+        )
     flag = f"--mesh has pipe={degree}"
     cut = segments.cut_into_blocks(model, flag)
     if config.parallel.recompute == "block":
-        cut = cut._replace(segments=segments.computed_again(model, cut.segments, segments.blocks(model, flag), "--recompute=block"))
+        cut = cut._replace(
+            segments=segments.computed_again(model, cut.segments, segments.blocks(model, flag), "--recompute=block")
+        )
     return divide(cut, degree * chunks, config.parallel.pipe_cut)
 
 
 def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
     spread = config.parallel.zero == 3 or runtime.mesh.degree("expert", "model") > 1
     if config.model.jit_compile and spread and runtime.size > 1:
-        raise ConfigError("--jit_compile cannot compile the collectives of --zero=3 or an expert or model axis: drop it.")
+        raise ConfigError(
+            "--jit_compile cannot compile the collectives of --zero=3 or an expert or model axis: drop it."
+        )
     _check_compression(config, runtime)
     if config.parallel.offload != "none" and config.parallel.zero not in (1, 2):
-        raise ConfigError(f"--offload={config.parallel.offload} moves the optimizer's copy of the weights, which there is with --zero=1 or 2 only, not {config.parallel.zero}: add --zero=1.")
+        raise ConfigError(
+            f"--offload={config.parallel.offload} moves the optimizer's copy of the weights, which there is with"
+            f" --zero=1 or 2 only, not {config.parallel.zero}: add --zero=1."
+        )
     if runtime.mesh.degree("expert") > 1 and not plan.even:
-        raise ConfigError(f"--mesh has expert={runtime.mesh.degree('expert')}, whose workers must have as many samples each, but --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x {plan.replicas} replicas: change one of them.")
+        raise ConfigError(
+            f"--mesh has expert={runtime.mesh.degree('expert')}, whose workers must have as many samples each, but"
+            f" --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x"
+            f" {plan.replicas} replicas: change one of them."
+        )
     if config.parallel.sequence_parallel:
         _check_sequence(config, runtime)
     if runtime.mesh.degree("pipe") > 1:
@@ -106,7 +161,10 @@ def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
 
 def _check_sequence(config: Config, runtime: MeshRuntime) -> None:
     if runtime.mesh.degree("model") == 1:
-        raise ConfigError(f"--sequence_parallel spreads positions over model, of which --mesh={runtime.mesh.describe()} has none: add for example model=2, or drop it.")
+        raise ConfigError(
+            f"--sequence_parallel spreads positions over model, of which --mesh={runtime.mesh.describe()} has none: add"
+            " for example model=2, or drop it."
+        )
     if runtime.mesh.degree("pipe") > 1 or config.parallel.zero == 3:
         other = "--zero=3" if config.parallel.zero == 3 else f"pipe={runtime.mesh.degree('pipe')}"
         raise ConfigError(f"--sequence_parallel does not go with {other} yet: drop one of them.")
@@ -115,7 +173,10 @@ def _check_sequence(config: Config, runtime: MeshRuntime) -> None:
 def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
     degree = runtime.mesh.degree("pipe")
     if not plan.even:
-        raise ConfigError(f"--mesh has pipe={degree}, whose micro-batches must be of one size, but --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x {plan.replicas} replicas: change one of them.")
+        raise ConfigError(
+            f"--mesh has pipe={degree}, whose micro-batches must be of one size, but --global_batch={plan.global_batch}"
+            f" is not a multiple of --accumulation={plan.accumulation} x {plan.replicas} replicas: change one of them."
+        )
     if config.parallel.recompute == "attention":
         raise ConfigError(f"--recompute=attention does not go with pipe={degree}: use --recompute=block.")
     if config.model.jit_compile:
@@ -125,7 +186,10 @@ def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
 def _check_slots(optimizer: keras.Optimizer, update: MeshUpdate, runtime: MeshRuntime) -> None:
     """State that is of no variable's shape (Adafactor's sums over rows) would be of another size on each stage."""
     if any(len(variable.shape) and id(variable) not in update.owners for variable in optimizer.variables):
-        raise ConfigError(f"--mesh has pipe={runtime.mesh.degree('pipe')}, over which the state of --optimizer={optimizer.name} cannot be spread, as it has not the shapes of the variables: use another optimizer, or data= only.")
+        raise ConfigError(
+            f"--mesh has pipe={runtime.mesh.degree('pipe')}, over which the state of --optimizer={optimizer.name}"
+            " cannot be spread, as it has not the shapes of the variables: use another optimizer, or data= only."
+        )
 
 
 def _check_compression(config: Config, runtime: MeshRuntime) -> None:
@@ -133,11 +197,19 @@ def _check_compression(config: Config, runtime: MeshRuntime) -> None:
     if kind == "none":
         return
     if config.parallel.zero:
-        raise ConfigError(f"--compression={kind} is for gradients that are whole on all workers, but --zero={config.parallel.zero} shares them out: use --zero=0, or drop --compression.")
+        raise ConfigError(
+            f"--compression={kind} is for gradients that are whole on all workers, but --zero={config.parallel.zero}"
+            " shares them out: use --zero=0, or drop --compression."
+        )
     if runtime.mesh.degree("pipe", "expert", "model") > 1:
-        raise ConfigError(f"--compression={kind} is for --mesh with data only, not {runtime.mesh.describe()}: drop one of them.")
+        raise ConfigError(
+            f"--compression={kind} is for --mesh with data only, not {runtime.mesh.describe()}: drop one of them."
+        )
     if config.precision.precision == "float16" and kind in ("int8", "topk", "powersgd"):
-        raise ConfigError(f"--compression={kind} carries errors from step to step, which the changing loss scale of --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16.")
+        raise ConfigError(
+            f"--compression={kind} carries errors from step to step, which the changing loss scale of"
+            " --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16."
+        )
 
 
 def _spreads_logits(model: keras.Model) -> bool:

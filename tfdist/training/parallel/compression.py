@@ -6,21 +6,22 @@
     topk            2 bytes for each of the n / 5 largest, n bits         carried
     powersgd        4 r (rows + columns) bytes, rank r = 8                carried
 
-Carried (error feedback, Karimireddy et al. 2019, arXiv:1901.09847): what a worker could not send is kept and added to its
-next gradient, so that nothing is lost, only late. A step that is skipped carries nothing on: all stays as it was before. Top-k sparsification: Aji and Heafield 2017, arXiv:1704.05021. PowerSGD:
-Vogels et al. 2019, arXiv:1905.13727: the gradient as a matrix M is replaced by P Q^T, one step of power iteration from
-the Q of the step before. Vectors (biases, norms) travel whole under topk and powersgd: they are few, and matter.
+Carried (error feedback, Karimireddy et al. 2019, arXiv:1901.09847): what a worker could not send is kept and added to
+its next gradient, so that nothing is lost, only late. A step that is skipped carries nothing on: all stays as it was
+before. Top-k sparsification: Aji and Heafield 2017, arXiv:1704.05021. PowerSGD: Vogels et al. 2019, arXiv:1905.13727:
+the gradient as a matrix M is replaced by P Q^T, one step of power iteration from the Q of the step before. Vectors
+(biases, norms) travel whole under topk and powersgd: they are few, and matter.
 
-What is late does harm while weights change fast, most of all where the optimizer divides by what it saw. So topk and powersgd
-begin after --compression_after steps (PyTorch's hook for PowerSGD has 1000, too); until then gradients travel whole. Final
-losses of 2 workers (tests/multi/compression.py), begun after 40 and 100 steps:
+What is late does harm while weights change fast, most of all where the optimizer divides by what it saw. So topk and
+powersgd begin after --compression_after steps (PyTorch's hook for PowerSGD has 1000, too); until then gradients travel
+whole. Final losses of 2 workers (tests/multi/compression.py), begun after 40 and 100 steps:
 
                                        whole    fp16     bf16     int8     topk     without feedback   powersgd
     digits, momentum, 200 steps        0.1264   0.1264   0.1265   0.1263   0.1268   0.1376             0.1265
     text, adamw, 300 steps             2.2313   2.2313   2.2313   2.2285   2.2451   2.2728             2.2439
 
-Begun at once, with 4 + 4 bytes for each of the n / 10 largest, topk ended at 0.1284 and 2.507, powersgd at 0.1266 and 2.328;
-a higher learning rate made that worse, not better.
+Begun at once, with 4 + 4 bytes for each of the n / 10 largest, topk ended at 0.1284 and 2.507, powersgd at 0.1266 and
+2.328; a higher learning rate made that worse, not better.
 
 float16 has no range to spare: the sum is divided before, and multiplied after, by the number of workers.
 """
@@ -51,7 +52,9 @@ class Compression:
       feedback: False drops the error instead of carrying it on (for comparison only).
     """
 
-    def __init__(self, kind: str, variables: Sequence[keras.Variable], group: Group, after: int = 0, feedback: bool = True):
+    def __init__(
+        self, kind: str, variables: Sequence[keras.Variable], group: Group, after: int = 0, feedback: bool = True
+    ):
         self.kind, self.group, self.after = kind, group, after if kind in ("topk", "powersgd") else 0
         self.shapes = [tuple(variable.shape) for variable in variables]
         self.carries = feedback and kind in ("int8", "topk", "powersgd")
@@ -63,7 +66,13 @@ class Compression:
                 # The same on all workers: they must span the same space.
                 start = np.random.default_rng(index).normal(size=(_matrix(shape)[1], POWERSGD_RANK)).astype("float32")
                 self.variables[f"compression_basis_{index:04d}"] = tf.Variable(start, trainable=False)
-        self._sum = {"fp16": self._cast, "bf16": self._cast, "int8": self._int8, "topk": self._topk, "powersgd": self._powersgd}[kind]
+        self._sum = {
+            "fp16": self._cast,
+            "bf16": self._cast,
+            "int8": self._int8,
+            "topk": self._topk,
+            "powersgd": self._powersgd,
+        }[kind]
 
     def bytes(self) -> int:
         """What one worker sends of one step's gradients, before the collective's own overhead."""
@@ -71,18 +80,33 @@ class Compression:
         for shape in self.shapes:
             n = math.prod(shape)
             rows, columns = _matrix(shape)
-            total += 4 * n if self._whole(shape) else {"fp16": 2 * n, "bf16": 2 * n, "int8": n + 4, "topk": 2 * _kept(n) + 4 * _words(n), "powersgd": 4 * POWERSGD_RANK * (rows + columns)}[self.kind]
+            total += (
+                4 * n
+                if self._whole(shape)
+                else {
+                    "fp16": 2 * n,
+                    "bf16": 2 * n,
+                    "int8": n + 4,
+                    "topk": 2 * _kept(n) + 4 * _words(n),
+                    "powersgd": 4 * POWERSGD_RANK * (rows + columns),
+                }[self.kind]
+            )
         return total
 
     def figures(self) -> dict[str, float]:
-        """For the log: bytes that a worker sends in a step, of how many, and the norm of what this one still carries."""
-        found = {"compression/sent_bytes": float(self.bytes()), "compression/whole_bytes": 4.0 * sum(map(math.prod, self.shapes))}
+        """For the log: bytes that a worker sends in a step, of how many, and the norm of what this one still
+        carries.
+        """
+        found = {
+            "compression/sent_bytes": float(self.bytes()),
+            "compression/whole_bytes": 4.0 * sum(map(math.prod, self.shapes)),
+        }
         errors = [variable.value() for name, variable in self.variables.items() if "error" in name]
         return found | ({"compression/carried_norm": float(tf.linalg.global_norm(errors))} if errors else {})
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-        """(the sum of each tensor over the group, about: every worker gets the same bits; what `variables` are to hold, once the
-        step is made)."""
+        """(the sum of each tensor over the group, about: every worker gets the same bits; what `variables` are to hold,
+        once the step is made)."""
         ends = self.unchanged()
         return [self._one(index, tensor, ends) for index, tensor in enumerate(tensors)], ends
 
@@ -109,7 +133,8 @@ class Compression:
     def _whole(self, shape: tuple[int, ...]) -> bool:
         return self.kind in ("topk", "powersgd") and (math.prod(shape) < _LEAST or len(shape) < 2)
 
-    # -- each: (index, this worker's tensor, what `variables` are to hold) -> (sum over workers, what this worker contributed to it)
+    # -- each: (index, this worker's tensor, what `variables` are to hold) -> (sum over workers, what this worker
+    # contributed to it)
 
     def _cast(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         n = float(self.group.size)
@@ -130,12 +155,18 @@ class Compression:
         _, places = tf.math.top_k(tf.abs(flat), _kept(n), sorted=False)
         places = tf.sort(places)  # as a mask gives them back
         values = tf.cast(tf.gather(flat, places), tf.bfloat16)
-        mask = tf.tensor_scatter_nd_update(tf.zeros([32 * _words(n)], tf.bool), places[:, tf.newaxis], tf.ones_like(places, tf.bool))
+        mask = tf.tensor_scatter_nd_update(
+            tf.zeros([32 * _words(n)], tf.bool), places[:, tf.newaxis], tf.ones_like(places, tf.bool)
+        )
         masks = _from_bits(tf.reshape(self.group.all_gather(_as_bits(mask)), [self.group.size, -1]))
-        every_place = tf.reshape(tf.ensure_shape(tf.where(masks)[:, 1], [self.group.size * _kept(n)]), [self.group.size, -1, 1])
+        every_place = tf.reshape(
+            tf.ensure_shape(tf.where(masks)[:, 1], [self.group.size * _kept(n)]), [self.group.size, -1, 1]
+        )
         every_value = tf.reshape(tf.cast(self.group.all_gather(values), tf.float32), [self.group.size, -1])
         total = tf.zeros([n])
-        for member in range(self.group.size):  # one after the other: a GPU takes places that are there twice in any order
+        for member in range(
+            self.group.size
+        ):  # one after the other: a GPU takes places that are there twice in any order
             total = tf.tensor_scatter_nd_add(total, every_place[member], every_value[member])
         sent = tf.scatter_nd(places[:, tf.newaxis], tf.cast(values, tf.float32), [n])
         return tf.reshape(total, tensor.shape), tf.reshape(sent, tensor.shape)
@@ -147,7 +178,9 @@ class Compression:
         own = tf.matmul(matrix, p, transpose_a=True)
         q = self.group.all_reduce(own)
         ends[basis] = q
-        return tf.reshape(tf.matmul(p, q, transpose_b=True), tensor.shape), tf.reshape(tf.matmul(p, own, transpose_b=True), tensor.shape)
+        return tf.reshape(tf.matmul(p, q, transpose_b=True), tensor.shape), tf.reshape(
+            tf.matmul(p, own, transpose_b=True), tensor.shape
+        )
 
 
 def _kept(n: int) -> int:
@@ -188,7 +221,10 @@ def _orthonormal(p: tf.Tensor) -> tf.Tensor:
 
 
 def _gather_bytes(levels: tf.Tensor, group: Group) -> tf.Tensor:
-    """int8 [members, n] of every member's tensor of n elements. The collectives know no int8: four travel as an int32."""
+    """int8 [members, n] of every member's tensor of n elements.
+
+    The collectives know no int8: four travel as an int32.
+    """
     flat = tf.reshape(levels, [-1])
     n = flat.shape[0]
     words = tf.bitcast(tf.reshape(tf.pad(flat, [[0, -n % 4]]), [-1, 4]), tf.int32)

@@ -1,11 +1,11 @@
 """Stage 3 of ZeRO in the model: layers hold shards, and put their variables together while they are called.
 
 Each layer with trainable variables of its own gathers them when it is called, and lets go of them afterwards; in the
-backward pass it gathers again, and the gradients leave it as reduce-scattered shards. Without more, TensorFlow would start
-all gathers at once, as none waits for data. So the gather of a layer waits for the input of the layer called before it:
-one layer's parameters are on the way while another's are in use, and no more are held. The backward pass does the same
-in reverse, and there a gather also waits for the shards of the gradients of the layer before last, lest a pass that runs ahead
-of the network fill memory with whole gradients.
+backward pass it gathers again, and the gradients leave it as reduce-scattered shards. Without more, TensorFlow would
+start all gathers at once, as none waits for data. So the gather of a layer waits for the input of the layer called
+before it: one layer's parameters are on the way while another's are in use, and no more are held. The backward pass
+does the same in reverse, and there a gather also waits for the shards of the gradients of the layer before last, lest a
+pass that runs ahead of the network fill memory with whole gradients.
 """
 
 from __future__ import annotations
@@ -16,29 +16,39 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers, keras_variables
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel.recompute import recomputed
 from tfdist.training.parallel.shards import Layout
 
 
-def gather_layers(model: keras.Model, variables: Sequence[keras.Variable], shards: Sequence[keras.Variable], groups: Sequence[Group]) -> None:
-    """Replaces `variables` of the model's layers by `shards`, each over its group, in place; the memory of the former is set free.
+def gather_layers(
+    model: keras.Model, variables: Sequence[keras.Variable], shards: Sequence[keras.Variable], groups: Sequence[Group]
+) -> None:
+    """Replaces `variables` of the model's layers by `shards`, each over its group, in place; the memory of the former
+    is set free.
 
     Variables of one layer are over one group.
     """
     shard_of = {id(variable): shard for variable, shard in zip(variables, shards, strict=True)}
     group_of = {id(variable): group for variable, group in zip(variables, groups, strict=True)}
     turns = {False: _Turn(), True: _Turn()}
-    for layer in model._flatten_layers(include_self=True):  # Keras has no public way into layers that are attributes of layers
-        own = [variable for variable in layer._trainable_variables if id(variable) in shard_of]
+    for layer in keras_layers.all_layers(model):
+        own = [variable for variable in keras_layers.own_trainable_variables(layer) if id(variable) in shard_of]
         if own:
             _gather_when_called(layer, own, [shard_of[id(variable)] for variable in own], group_of[id(own[0])], turns)
     for variable in variables:
-        let_go(variable, f"--zero=3 holds {variable.path} in shards, but it is used outside of its own layer's call: use --zero=2, or a model whose layers use their own variables only.")
+        forbid_use(
+            variable,
+            f"--zero=3 holds {variable.path} in shards, but it is used outside of its own layer's call: use --zero=2,"
+            " or a model whose layers use their own variables only.",
+        )
 
 
-def _gather_when_called(layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict) -> None:
+def _gather_when_called(
+    layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict
+) -> None:
     layout = Layout([variable.shape for variable in own], group)
     states = layer.non_trainable_variables
     inner = layer.call
@@ -47,10 +57,21 @@ def _gather_when_called(layer: keras.Layer, own: list[keras.Variable], shards: l
         def bind(values: list[tf.Tensor], again: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
             with tf.control_dependencies(turns[again].take(first)):
                 # In the layer's compute type: half as many bytes travel, and it would round them to it anyway.
-                values = [tf.identity(variable._maybe_autocast(value)) for variable, value in zip(own, values, strict=True)]
+                values = [
+                    tf.identity(keras_variables.autocast(variable, value))
+                    for variable, value in zip(own, values, strict=True)
+                ]
             return list(zip(own, layout.gather(values), strict=True))
 
-        return recomputed(lambda nest: inner(*nest[0], **nest[1]), (arguments, options), shards, states, layer, bind, turns[True].sends)
+        return recomputed(
+            lambda nest: inner(*nest[0], **nest[1]),
+            (arguments, options),
+            shards,
+            states,
+            layer,
+            bind,
+            turns[True].sends,
+        )
 
     layer.call = call
 
@@ -64,7 +85,9 @@ class _Turn:
 
     def take(self, mine: tf.Tensor) -> list[tf.Tensor]:
         """What the gather of the layer that starts with `mine` waits for."""
-        earlier = [tensor for tensor in (self._before, *self._sent[:-1]) if tensor is not None and tensor.graph is mine.graph]
+        earlier = [
+            tensor for tensor in (self._before, *self._sent[:-1]) if tensor is not None and tensor.graph is mine.graph
+        ]
         self._before = mine
         return earlier or [mine]
 
@@ -73,10 +96,12 @@ class _Turn:
         self._sent = [*self._sent[-1:], shards[0]]
 
 
-def let_go(variable: keras.Variable, sentence: str) -> None:
-    """Sets the variable's memory free; who uses it afterwards, outside of a scope that gives it a value, gets a ConfigError."""
+def forbid_use(variable: keras.Variable, sentence: str) -> None:
+    """Sets the variable's memory free; who uses it afterwards, outside of a scope that gives it a value, gets a
+    ConfigError.
+    """
 
     def initializer(*_: Any, **__: Any) -> tf.Tensor:
         raise ConfigError(sentence)
 
-    variable._value, variable._initializer = None, initializer
+    keras_variables.empty(variable, initializer)

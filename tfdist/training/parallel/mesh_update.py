@@ -1,7 +1,8 @@
-"""The update on a mesh without --zero: weights are whole along `data`, and parts of layers along `model`, `pipe` and `expert`.
+"""The update on a mesh without --zero: weights are whole along `data`, and parts of layers along `model`, `pipe` and
+`expert`.
 
-Gradients are summed over the replicas, `data` x `expert`; those of experts that are spread over `expert` over `data` alone,
-because their all-to-all has brought the samples of the other members already (expert.py).
+Gradients are summed over the replicas, `data` x `expert`; those of experts that are spread over `expert` over `data`
+alone, because their all-to-all has brought the samples of the other members already (expert.py).
 """
 
 from __future__ import annotations
@@ -29,20 +30,37 @@ class MeshUpdate(DataParallel):
     """See training/update.py. Builds the optimizer, which must not be built yet.
 
     Args:
-      stages: id of a variable of the model -> the stages of the pipeline that hold it; without a pipeline, all are on stage 0.
-      parts: id of a trainable variable -> the axis along which this worker has a part of it, `model` or `expert`; the others
+      stages: id of a variable of the model -> the stages of the pipeline that hold it; without a pipeline, all are on
+      stage 0.
+      parts: id of a trainable variable -> the axis along which this worker has a part of it, `model` or `expert`; the
+      others
         are the same on all ranks of these axes.
-      summed_over_model: ids of variables whose gradient is another on each rank of `model`, and their sum wanted (sequence.py).
+      summed_over_model: ids of variables whose gradient is another on each rank of `model`, and their sum wanted
+      (sequence.py).
       pack_bytes: gradients travel in packs of about this size. 0: each on its own.
       compression: how they travel (compression.py), once compression_after steps have been made.
       summed_over: makes of a group what sums large tensors over it; None: the group itself (runtime/hierarchical.py).
     """
 
-    holders: tuple[str, ...] = ("pipe", "expert", "model")  # the axes along which pieces of the gradient are spread
+    sharded_axes: tuple[str, ...] = (
+        "pipe",
+        "expert",
+        "model",
+    )  # the axes along which pieces of the gradient are spread
 
-    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, parts: Mapping[int, str] | None = None, pack_bytes: int = 2**20,
-                 summed_over_model: frozenset[int] = frozenset(),
-                 compression: str = "none", compression_after: int = 0, stages: Mapping[int, tuple[int, ...]] | None = None, summed_over: Callable[[Group], Any] | None = None):
+    def __init__(
+        self,
+        runtime: MeshRuntime,
+        model: keras.Model,
+        optimizer: keras.Optimizer,
+        parts: Mapping[int, str] | None = None,
+        pack_bytes: int = 2**20,
+        summed_over_model: frozenset[int] = frozenset(),
+        compression: str = "none",
+        compression_after: int = 0,
+        stages: Mapping[int, tuple[int, ...]] | None = None,
+        summed_over: Callable[[Group], Any] | None = None,
+    ):
         super().__init__(runtime, model, optimizer)
         self.all = list(model.trainable_variables)
         self.stages = stages or {id(variable): (0,) for variable in self.all}
@@ -50,13 +68,28 @@ class MeshUpdate(DataParallel):
         self.trainable = [variable for variable in self.all if stage in self.stages[id(variable)]]
         self.replicas = runtime.group(*REPLICA_AXES)
         parts = parts or {}
-        sums = [("data",) if parts.get(id(variable)) == "expert" else (*REPLICA_AXES, "model") if id(variable) in summed_over_model else REPLICA_AXES
-                for variable in self.trainable]
+        sums = [
+            (
+                ("data",)
+                if parts.get(id(variable)) == "expert"
+                else (*REPLICA_AXES, "model")
+                if id(variable) in summed_over_model
+                else REPLICA_AXES
+            )
+            for variable in self.trainable
+        ]
         self.groups = [runtime.group(*axes) for axes in sums]  # over which each is summed
         self._sums = {group: summed_over(group) if summed_over else group for group in dict.fromkeys(self.groups)}
         self.packs = self._pack(pack_bytes // 4)
-        self._copies = [self._count_copies(variable, parts.get(id(variable)), axes) for variable, axes in zip(self.trainable, sums, strict=True)]
-        self.compression = None if compression == "none" else Compression(compression, self.trainable, self.replicas, compression_after)
+        self._copies = [
+            self._count_copies(variable, parts.get(id(variable)), axes)
+            for variable, axes in zip(self.trainable, sums, strict=True)
+        ]
+        self.compression = (
+            None
+            if compression == "none"
+            else Compression(compression, self.trainable, self.replicas, compression_after)
+        )
         self.build()
 
     def _pack(self, most: int) -> list[list[int]]:
@@ -65,13 +98,20 @@ class MeshUpdate(DataParallel):
         packs = []
         for kind in dict.fromkeys(kinds):
             own = [place for place, other in enumerate(kinds) if other == kind]
-            packs += [[own[index] for index in pack] for pack in buckets([math.prod(self.trainable[place].shape) for place in own], most)]
+            packs += [
+                [own[index] for index in pack]
+                for pack in buckets([math.prod(self.trainable[place].shape) for place in own], most)
+            ]
         return packs
 
     def _count_copies(self, variable: keras.Variable, part: str | None, summed: Sequence[str]) -> int:
-        """How many workers of a group along `holders` hold the same piece: a part along one axis, a shard along those of its sum."""
-        spread = {"pipe", part, *(summed if self.holders == AXES else ())}
-        return self.runtime.mesh.degree(*(other for other in self.holders if other not in spread)) * len(self.stages[id(variable)])
+        """How many workers of a group along `sharded_axes` hold the same piece: a part along one axis, a shard along
+        those of its sum.
+        """
+        spread = {"pipe", part, *(summed if self.sharded_axes == AXES else ())}
+        return self.runtime.mesh.degree(*(other for other in self.sharded_axes if other not in spread)) * len(
+            self.stages[id(variable)]
+        )
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -89,7 +129,10 @@ class MeshUpdate(DataParallel):
         """Builds the optimizer on the shards, and on an empty variable for each that is on other stages: so the slots
         have the same places everywhere."""
         held = dict(zip(map(id, self.trainable), self.shards, strict=True))
-        return build_optimizer(self.optimizer, [held[id(variable)] if id(variable) in held else empty_like(variable) for variable in self.all])
+        return build_optimizer(
+            self.optimizer,
+            [held[id(variable)] if id(variable) in held else empty_like(variable) for variable in self.all],
+        )
 
     def sources(self) -> list[tf.Variable]:
         return [variable.value for variable in self.trainable]
@@ -109,7 +152,7 @@ class MeshUpdate(DataParallel):
         if self.compression:  # not before: the step may be skipped
             self.compression.keep(self._compression_ends)
 
-    def holders_of_weights(self) -> dict[int, keras.Variable]:
+    def storage_variables(self) -> dict[int, keras.Variable]:
         """id of a trainable variable of the model -> the variable that it computes with, where that is another one."""
         return {}
 
@@ -130,7 +173,9 @@ class MeshUpdate(DataParallel):
             return self._summed_whole(kept)
         if self.compression.after:
             whole = self.optimizer.iterations < self.compression.after
-            pieces, self._compression_ends = tf.cond(whole, lambda: (self._summed_whole(kept), self.compression.unchanged()), lambda: self.compression(kept))
+            pieces, self._compression_ends = tf.cond(
+                whole, lambda: (self._summed_whole(kept), self.compression.unchanged()), lambda: self.compression(kept)
+            )
         else:
             pieces, self._compression_ends = self.compression(kept)
         return pieces
@@ -138,17 +183,22 @@ class MeshUpdate(DataParallel):
     def _summed_whole(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         pieces: list = [None] * len(kept)
         for pack in self.packs:
-            total = self._sums[self.groups[pack[0]]].all_reduce(tf.concat([tf.reshape(kept[index], [-1]) for index in pack], 0))
-            for index, part in zip(pack, tf.split(total, [math.prod(kept[index].shape) for index in pack]), strict=True):
+            total = self._sums[self.groups[pack[0]]].all_reduce(
+                tf.concat([tf.reshape(kept[index], [-1]) for index in pack], 0)
+            )
+            for index, part in zip(
+                pack, tf.split(total, [math.prod(kept[index].shape) for index in pack]), strict=True
+            ):
                 pieces[index] = tf.reshape(part, kept[index].shape)
         return pieces
 
     def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        dtype = norm_dtype(self.all)  # not of this stage's alone: all holders add up in the same
-        squares = [tf.cast(tf.reduce_sum(tf.square(at_least_float32(piece))) / copies, dtype)
-                   for piece, copies in zip(map(tf.convert_to_tensor, pieces), self._copies, strict=True)]
-        return tf.cast(tf.sqrt(self.runtime.group(*self.holders).all_reduce(tf.add_n(squares))), tf.float32)
+        dtype = norm_dtype(self.all)  # not of this stage's alone: all sharded_axes add up in the same
+        squares = [
+            tf.cast(tf.reduce_sum(tf.square(at_least_float32(piece))) / copies, dtype)
+            for piece, copies in zip(map(tf.convert_to_tensor, pieces), self._copies, strict=True)
+        ]
+        return tf.cast(tf.sqrt(self.runtime.group(*self.sharded_axes).all_reduce(tf.add_n(squares))), tf.float32)
 
     def weight_norm(self) -> tf.Tensor:
         return self.norm(self.sources())
-

@@ -1,7 +1,7 @@
 """The order in which the stages of a pipeline work, as data: a list of actions per stage. No TensorFlow.
 
-Legend. S stages, M micro-batches, C chunks per stage: stage s holds parts s, S + s, 2 S + s, ... of the S * C parts of the
-model. An action takes one micro-batch forward or backward through one part.
+Legend. S stages, M micro-batches, C chunks per stage: stage s holds parts s, S + s, 2 S + s, ... of the S * C parts of
+the model. An action takes one micro-batch forward or backward through one part.
 
     gpipe   all forward, then all backward; M micro-batches live        Huang et al. 2019, arXiv:1811.06965
     1f1b    as few forward as fill the pipeline, then in turn; S live   Narayanan et al. 2019, arXiv:1806.03377
@@ -31,20 +31,25 @@ Schedule = list[list[Action]]  # for each stage, in order
 def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Schedule:
     """The schedule of all stages. Raises ConfigError if interleaving does not work out."""
     if chunks > 1 and micros % stages:
-        raise ConfigError(f"--pipe_chunks={chunks} takes micro-batches in rounds of pipe={stages}, but --accumulation={micros} is not a multiple of it: change one of them, or use --pipe_chunks=1.")
+        raise ConfigError(
+            f"--pipe_chunks={chunks} takes micro-batches in rounds of pipe={stages}, but --accumulation={micros} is not"
+            " a multiple of it: change one of them, or use --pipe_chunks=1."
+        )
     return [_stage(name, stage, stages, micros, chunks) for stage in range(stages)]
 
 
 def _stage(name: str, stage: int, stages: int, micros: int, chunks: int) -> list[Action]:
     total = micros * chunks
     forwards = [Action(True, *_nth(k, stages, chunks)) for k in range(total)]
-    backwards = [Action(False, micro, chunks - 1 - chunk) for micro, chunk in (_nth(k, stages, chunks) for k in range(total))]
+    backwards = [
+        Action(False, micro, chunks - 1 - chunk) for micro, chunk in (_nth(k, stages, chunks) for k in range(total))
+    ]
     if name == "gpipe":
         return forwards + backwards
     first = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     first = min(first, total)
     turns = [action for pair in zip(forwards[first:], backwards, strict=False) for action in pair]
-    return forwards[:first] + turns + backwards[total - first:]
+    return forwards[:first] + turns + backwards[total - first :]
 
 
 def _nth(k: int, stages: int, chunks: int) -> tuple[int, int]:
@@ -73,11 +78,15 @@ def timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> list[li
                 part = action.chunk * stages + stage
                 needs = [] if not action.forward or part == 0 else [(True, action.micro, part - 1)]
                 if not action.forward:
-                    needs = [(True, action.micro, part)] + ([(False, action.micro, part + 1)] if part < parts - 1 else [])
+                    needs = [(True, action.micro, part)] + (
+                        [(False, action.micro, part + 1)] if part < parts - 1 else []
+                    )
                 if not all(need in ended for need in needs):
                     break
                 start = max([free[stage], *(ended[need] for need in needs)])
-                free[stage] = ended[action.forward, action.micro, part] = start + (forward if action.forward else backward)
+                free[stage] = ended[action.forward, action.micro, part] = start + (
+                    forward if action.forward else backward
+                )
                 result[stage].append((start, action))
                 position[stage] += 1
                 moved = True
@@ -107,7 +116,9 @@ def live(schedule: Schedule) -> list[int]:
 
 
 def picture(schedule: Schedule) -> str:
-    """The timeline as text, a line per stage: a digit for a micro-batch forward, twice a letter for it backward, a dot for waiting."""
+    """The timeline as text, a line per stage: a digit for a micro-batch forward, twice a letter for it backward, a dot
+    for waiting.
+    """
     lines = timeline(schedule)
     end = max(start + (1 if action.forward else 2) for line in lines for start, action in line)
     rows = []
@@ -119,4 +130,6 @@ def picture(schedule: Schedule) -> str:
             else:
                 row[start] = row[start + 1] = chr(ord("a") + action.micro % 10)
         rows.append(f"stage {stage}  {''.join(row)}")
-    return "\n".join([*rows, f"bubble {bubble(schedule):.1%}, micro-batches held {', '.join(map(str, live(schedule)))}"])
+    return "\n".join(
+        [*rows, f"bubble {bubble(schedule):.1%}, micro-batches held {', '.join(map(str, live(schedule)))}"]
+    )

@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import (
-    get_keras_mask,  # not public: how tensors carry masks
-    set_keras_mask,
-)
 
+from tfdist.compat.keras_tensors import carry_mask, functional_of, inputs_in_order, mask_of, node_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.recompute import recomputed
@@ -42,10 +39,16 @@ class Cut(NamedTuple):
 
 
 def blocks(model: keras.Model, flag: str) -> list[str]:
-    """The names of the model's blocks, in order: "block_00", ... Raises ConfigError, which names `flag`, if there are none."""
+    """The names of the model's blocks, in order: "block_00", ...
+
+    Raises ConfigError, which names `flag`, if there are none.
+    """
     found = sorted({match[1] for layer in model.layers if (match := re.fullmatch(r"(block_\d+)_norm_1", layer.name))})
     if not found or not isinstance(model, keras.models.Model) or not hasattr(model, "inputs"):
-        raise ConfigError(f"{flag}: {model.name} has no layers called block_00_norm_1 to block_NN_mlp_add to cut it at: use --model=transformer or vit, or drop the flag.")
+        raise ConfigError(
+            f"{flag}: {model.name} has no layers called block_00_norm_1 to block_NN_mlp_add to cut it at: use"
+            " --model=transformer or vit, or drop the flag."
+        )
     return found
 
 
@@ -57,30 +60,36 @@ def cut_into_blocks(model: keras.Model, flag: str) -> Cut:
 
 
 def cut_out_attention(model: keras.Model, flag: str) -> Cut:
-    """Each block in three: up to queries, keys and values; attention itself, whose activations grow with T^2; the rest."""
+    """Each block in three: up to queries, keys and values; attention itself, whose activations grow with T^2; the
+    rest.
+    """
     names = blocks(model, flag)
     ends = {"start": model.get_layer(f"{names[0]}_norm_1").input}
     for name in names:
-        ends[f"{name}_qkv"], ends[f"{name}_joined"] = (model.get_layer(f"{name}_attention_{part}").output for part in ("qkv", "joined"))
+        ends[f"{name}_qkv"], ends[f"{name}_joined"] = (
+            model.get_layer(f"{name}_attention_{part}").output for part in ("qkv", "joined")
+        )
         ends[name] = model.get_layer(f"{name}_mlp_add").output
     return _cut(model, ends)
 
 
-def recompute(model: keras.Model, kind: str, holders: Mapping[int, keras.Variable]) -> None:
+def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variable]) -> None:
     """--recompute=`kind`, block or attention, on a functional model, in place: its call goes from segment to segment.
 
-    holders: id of a trainable variable -> the variable that the model computes with, if that is another one (a shard).
+    storage: id of a trainable variable -> the variable that the model computes with, if that is another one (a shard).
     Raises ConfigError if the model has no blocks.
     """
     flag = f"--recompute={kind}"
     cut = cut_into_blocks(model, flag) if kind == "block" else cut_out_attention(model, flag)
     wanted = blocks(model, flag)
-    segments = computed_again(model, cut.segments, wanted if kind == "block" else [f"{name}_joined" for name in wanted], flag)
-    functional = getattr(model, "_functional", None) or model  # that of a Sequential
+    segments = computed_again(
+        model, cut.segments, wanted if kind == "block" else [f"{name}_joined" for name in wanted], flag
+    )
+    functional = functional_of(model)
 
     def call(inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        given = functional._standardize_inputs(inputs)  # a list, whatever structure they come in
-        tensors = run(segments, dict(zip(cut.inputs, given, strict=True)), training, holders)
+        given = inputs_in_order(functional, inputs)
+        tensors = run(segments, dict(zip(cut.inputs, given, strict=True)), training, storage)
         outputs = keras.tree.pack_sequence_as(functional.output, [tensors[name] for name in cut.outputs])
         return outputs[0] if isinstance(outputs, list | tuple) and len(outputs) == 1 else outputs  # as Keras gives them
 
@@ -88,24 +97,42 @@ def recompute(model: keras.Model, kind: str, holders: Mapping[int, keras.Variabl
 
 
 def computed_again(model: keras.Model, segments: Sequence[Segment], names: Sequence[str], flag: str) -> list[Segment]:
-    """Those called `names` are computed again in the backward pass. Weights that layers set in these are a ConfigError."""
+    """Those called `names` are computed again in the backward pass.
+
+    Weights that layers set in these are a ConfigError.
+    """
     again = [segment._replace(again=segment.gives[0] in names) for segment in segments]
-    refuse_assigned(model, {id(variable): variable for segment in again if segment.again for variable in segment.part.trainable_variables}.values(), flag)
+    refuse_assigned(
+        model,
+        {
+            id(variable): variable
+            for segment in again
+            if segment.again
+            for variable in segment.part.trainable_variables
+        }.values(),
+        flag,
+    )
     return again
 
 
-def run(segments: Sequence[Segment], inputs: Mapping[str, tf.Tensor], training: bool | None, holders: Mapping[int, keras.Variable],
-        added: list[tf.Tensor] | None = None) -> dict[str, tf.Tensor]:
+def run(
+    segments: Sequence[Segment],
+    inputs: Mapping[str, tf.Tensor],
+    training: bool | None,
+    storage: Mapping[int, keras.Variable],
+    added: list[tf.Tensor] | None = None,
+) -> dict[str, tf.Tensor]:
     """`inputs`, and all that the segments give, by name. See `recompute` for the others.
 
-    added: gets the losses that the segments' layers add. For segments that are not called by their model: each begins a record anew.
+    added: gets the losses that the segments' layers add. For segments that are not called by their model: each begins a
+    record anew.
     """
     tensors = dict(inputs)
     for segment in segments:
         given = [tensors[name] for name in segment.takes]
         one = _runner(segment, training)
         if segment.again and training:
-            parameters = [holders.get(id(variable), variable) for variable in segment.part.trainable_variables]
+            parameters = [storage.get(id(variable), variable) for variable in segment.part.trainable_variables]
             # Losses go to a layer, which shares them with the whole model: a functional model takes none.
             given = recomputed(one, given, parameters, segment.part.non_trainable_variables, segment.part.layers[-1])
         else:
@@ -113,7 +140,7 @@ def run(segments: Sequence[Segment], inputs: Mapping[str, tf.Tensor], training: 
         if added is not None:
             regularizers = sum(variable.regularizer is not None for variable in segment.part.trainable_variables)
             losses = segment.part.losses  # those of weights come last
-            added += losses[:len(losses) - regularizers]
+            added += losses[: len(losses) - regularizers]
         tensors.update(zip(segment.gives, given, strict=True))
     return tensors
 
@@ -121,7 +148,7 @@ def run(segments: Sequence[Segment], inputs: Mapping[str, tf.Tensor], training: 
 def _runner(segment: Segment, training: bool | None) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
     def one(given: list[tf.Tensor]) -> list[tf.Tensor]:
         for place, mask in segment.masks:
-            set_keras_mask(given[place], given[mask])
+            carry_mask(given[place], given[mask])
         return tf.nest.flatten(segment.part(given if len(given) > 1 else given[0], training=training))
 
     return one
@@ -130,9 +157,10 @@ def _runner(segment: Segment, training: bool | None) -> Callable[[list[tf.Tensor
 def _cut(model: keras.Model, ends: Mapping[str, Any]) -> Cut:
     """The model in segments, of which each ends in one of `ends`, in order, and the last in what the model gives.
 
-    A segment makes all that its end needs and that none before it has made, so whatever is made before a cut and used behind it
-    goes across: the end, and also masks (of what goes across, as Keras leaves it to tensors to carry them from layer to layer),
-    inputs that come late, outputs that come early.
+    A segment makes all that its end needs and that none before it has made, so whatever is made before a cut and used
+    behind it
+    goes across: the end, and also masks (of what goes across, as Keras leaves it to tensors to carry them from layer to
+    layer), inputs that come late, outputs that come early.
     """
     ends = {**ends, "outputs": None}
     made_in = {id(tensor): -1 for tensor in model.inputs}  # id of a tensor -> the number of its segment
@@ -143,8 +171,7 @@ def _cut(model: keras.Model, ends: Mapping[str, Any]) -> Cut:
         while waiting:
             tensor = waiting.pop()
             if id(tensor) not in made_in:
-                operation, place, _ = tensor._keras_history
-                node = operation._inbound_nodes[place]
+                node = node_of(tensor)
                 made_in |= {id(output): number for output in node.output_tensors}
                 makes |= {id(output): output for output in node.output_tensors}
                 uses |= {id(source): source for source in node.input_tensors}
@@ -159,22 +186,39 @@ def _cut(model: keras.Model, ends: Mapping[str, Any]) -> Cut:
     segments = []
     for number, (end, uses, makes) in enumerate(zip(ends, used, made, strict=True)):
         takes = [source for key, source in uses.items() if key not in makes]
-        gives = [tensor for key, tensor in makes.items() if key in outputs or any(key in later for later in used[number + 1:])]
+        gives = [
+            tensor
+            for key, tensor in makes.items()
+            if key in outputs or any(key in later for later in used[number + 1 :])
+        ]
         gives.sort(key=lambda tensor, end=end: names.get(id(tensor)) != end)
         if gives:
-            segments.append(_segment(takes, gives, *(tuple(names.setdefault(id(tensor), tensor.name) for tensor in each) for each in (takes, gives))))
-    return Cut(segments, tuple(names[id(tensor)] for tensor in model.inputs), tuple(names[id(tensor)] for tensor in model.outputs))
+            segments.append(
+                _segment(
+                    takes,
+                    gives,
+                    *(tuple(names.setdefault(id(tensor), tensor.name) for tensor in each) for each in (takes, gives)),
+                )
+            )
+    return Cut(
+        segments,
+        tuple(names[id(tensor)] for tensor in model.inputs),
+        tuple(names[id(tensor)] for tensor in model.outputs),
+    )
 
 
 def _masks(tensors: Sequence[Any]) -> dict[int, Any]:
     """The masks that Keras has given some of these symbolic tensors."""
-    return {id(mask): mask for mask in map(get_keras_mask, tensors) if mask is not None}
+    return {id(mask): mask for mask in map(mask_of, tensors) if mask is not None}
 
 
 def _segment(inputs: list, outputs: list, takes: tuple[str, ...], gives: tuple[str, ...]) -> Segment:
     part = keras.Model(inputs if len(inputs) > 1 else inputs[0], outputs if len(outputs) > 1 else outputs[0])
     part.input_spec = None  # where layers are spread, what it is called with is smaller than its symbols say
-    part.supports_masking, part.compute_mask = True, lambda inputs, previous_mask: None  # its layers say what masks its outputs have
+    part.supports_masking, part.compute_mask = (
+        True,
+        lambda inputs, previous_mask: None,
+    )  # its layers say what masks its outputs have
     places = {id(tensor): place for place, tensor in enumerate(inputs)}
-    masks = [(place, places[id(mask)]) for place, tensor in enumerate(inputs) if (mask := get_keras_mask(tensor)) is not None]
+    masks = [(place, places[id(mask)]) for place, tensor in enumerate(inputs) if (mask := mask_of(tensor)) is not None]
     return Segment(part, takes, gives, tuple(masks))

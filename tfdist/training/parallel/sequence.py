@@ -1,9 +1,9 @@
-"""Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): between the layers that tensor.py spreads, each rank of
-`model` holds only T / m positions.
+"""Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): between the layers that tensor.py spreads, each
+rank of `model` holds only T / m positions.
 
 Norms, dropout and residual sums treat every position on its own, but with tensor parallelism alone all m ranks hold and
-compute them for all T. Here the all-reduce behind a row layer is its first half, a reduce-scatter along the sequence, and
-the second half, the all-gather, stands before the next column layer: as many bytes travel, and the activations in
+compute them for all T. Here the all-reduce behind a row layer is its first half, a reduce-scatter along the sequence,
+and the second half, the all-gather, stands before the next column layer: as many bytes travel, and the activations in
 between, those that recomputation keeps among them, are 1 / m.
 
     [B, T/m, D] -> norm -> all-gather -> [B, T, D] -> column ... row -> reduce-scatter -> [B, T/m, D] -> dropout, add
@@ -21,6 +21,7 @@ import re
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel import tensor
@@ -48,7 +49,7 @@ def _own_positions(layer: keras.Layer, group: Group) -> dict[int, Part]:
 
     def call(x: tf.Tensor) -> tf.Tensor:
         length = x.shape[1] // group.size
-        return inner(x[:, group.index * length:(group.index + 1) * length])
+        return inner(x[:, group.index * length : (group.index + 1) * length])
 
     layer.call = call
     return {}
@@ -72,12 +73,20 @@ def spread_sequence(model: keras.Model, group: Group) -> tuple[dict[int, Part], 
     Raises: ConfigError if the model is not the transformer, has experts, or m does not divide its positions.
     """
     if not any(layer.name == "embed_tokens" for layer in model.layers) or has_experts(model):
-        raise ConfigError(f"--sequence_parallel is for --model=transformer without experts, which {model.name} is not here: drop it.")
-    for layer in model._flatten_layers(include_self=False):
+        raise ConfigError(
+            f"--sequence_parallel is for --model=transformer without experts, which {model.name} is not here: drop it."
+        )
+    for layer in keras_layers.all_layers(model, include_self=False):
         if layer.activity_regularizer is not None:
-            raise ConfigError(f"--sequence_parallel gives each worker some of the positions only, but {layer.name} has an activity regularizer, which needs all: drop one of them.")
+            raise ConfigError(
+                f"--sequence_parallel gives each worker some of the positions only, but {layer.name} has an activity"
+                " regularizer, which needs all: drop one of them."
+            )
     length = model.inputs[0].shape[1]
     if length % group.size:
-        raise ConfigError(f"--sequence_parallel spreads the {length} positions over model={group.size}, which does not divide them: choose another --sequence_length, or drop it.")
+        raise ConfigError(
+            f"--sequence_parallel spreads the {length} positions over model={group.size}, which does not divide them:"
+            " choose another --sequence_length, or drop it."
+        )
     parts = tensor.spread_layers(model, group, rules=RULES)
     return parts, frozenset(id(variable) for variable in model.trainable_variables if PARTIAL.match(variable.path))

@@ -1,11 +1,12 @@
 """Shards: each variable flattened, padded, and cut into n equal parts, of which member i of a group holds part i.
 
-Legend. n: members. size: elements of a variable. length = ceil(size / n): elements of its shard; the last shards may end
-in padding, which stays 0 under element-wise updates of zero gradients, and is cut off when the variable is put together.
+Legend. n: members. size: elements of a variable. length = ceil(size / n): elements of its shard; the last shards may
+end in padding, which stays 0 under element-wise updates of zero gradients, and is cut off when the variable is put
+together.
 
 Cut one by one, not as one long vector, an optimizer built on shards has one slot per variable in the order of a
-data-parallel run's, and names (for --weight_decay_exclude) still fit. Several travel together as the columns of a matrix
-[n, sum of lengths], whose row i is for member i.
+data-parallel run's, and names (for --weight_decay_exclude) still fit. Several travel together as the columns of a
+matrix [n, sum of lengths], whose row i is for member i.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_variables
 from tfdist.runtime.collectives import Group
 from tfdist.training.dtypes import of_each_dtype
 
@@ -38,8 +40,10 @@ class Layout:
     def _scatter_sum(self, tensors: Sequence[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
         n, lengths = self.group.size, [self.lengths[place] for place in places]
         ends = [length * n - self.sizes[place] for place, length in zip(places, lengths, strict=True)]
-        columns = [tf.reshape(_padded(tf.reshape(tensor, [-1]), end), [n, length])
-                   for tensor, end, length in zip(tensors, ends, lengths, strict=True)]
+        columns = [
+            tf.reshape(_padded(tf.reshape(tensor, [-1]), end), [n, length])
+            for tensor, end, length in zip(tensors, ends, lengths, strict=True)
+        ]
         row = self.group.reduce_scatter(tf.concat(columns, 1))
         return tf.split(row[0], lengths)
 
@@ -52,14 +56,16 @@ class Layout:
         columns = tf.split(rows, [self.lengths[place] for place in places], 1)
         flat = [tf.reshape(column, [-1]) for column in columns]
         sizes = [self.sizes[place] for place in places]
-        return [tf.reshape(tensor if tensor.shape[0] == size else tensor[:size], self.shapes[place])
-                for tensor, size, place in zip(flat, sizes, places, strict=True)]
+        return [
+            tf.reshape(tensor if tensor.shape[0] == size else tensor[:size], self.shapes[place])
+            for tensor, size, place in zip(flat, sizes, places, strict=True)
+        ]
 
     def cut(self, array: np.ndarray, which: int) -> np.ndarray:
         """This member's shard of a whole array, which is tensor number `which`."""
         length = self.lengths[which]
         flat = np.pad(array.reshape(-1), (0, length * self.group.size - self.sizes[which]))
-        return flat[self.group.index * length:(self.group.index + 1) * length]
+        return flat[self.group.index * length : (self.group.index + 1) * length]
 
 
 def _padded(vector: tf.Tensor, end: int) -> tf.Tensor:
@@ -67,8 +73,14 @@ def _padded(vector: tf.Tensor, end: int) -> tf.Tensor:
 
 
 def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]) -> list[keras.Variable]:
-    """One variable [length] for each, with this member's part of its value, shared out over its group. It keeps the names."""
-    return [named_like(variable, Layout([variable.shape], group).cut(variable.numpy(), 0)) for variable, group in zip(variables, groups, strict=True)]
+    """One variable [length] for each, with this member's part of its value, shared out over its group.
+
+    It keeps the names.
+    """
+    return [
+        named_like(variable, Layout([variable.shape], group).cut(variable.numpy(), 0))
+        for variable, group in zip(variables, groups, strict=True)
+    ]
 
 
 def empty_like(variable: keras.Variable) -> keras.Variable:
@@ -77,13 +89,11 @@ def empty_like(variable: keras.Variable) -> keras.Variable:
 
 
 def named_like(whole: keras.Variable, value: np.ndarray) -> keras.Variable:
-    """A variable of another value with the path of `whole`, after which slots are named, and TensorFlow's name for it, at
-    which Keras' optimizers look for what does not decay."""
+    """A variable of another value with the path of `whole`, after which slots are named, and TensorFlow's name for it,
+    at which Keras' optimizers look for what does not decay."""
     folder = whole.value.name.rpartition("/")[0]
     with tf.name_scope(f"{folder}/") if folder else contextlib.nullcontext():
-        variable = keras.Variable(value, dtype=whole.dtype, name=whole.name, autocast=whole._autocast)
-    variable._path = whole.path
-    return variable
+        return keras_variables.like(whole, value)
 
 
 def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> dict[int, int]:

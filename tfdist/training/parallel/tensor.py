@@ -1,8 +1,9 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): single layers spread over the `model` axis.
 
-It is data: an ordered list of (pattern of layer names, rule); the first pattern that matches a layer decides. A rule cuts
-the layer's variables, in place, down to this rank's part, and says what travels when it is called. The model stays the
-one that the registry built; layers that no pattern matches are whole, and compute the same on every rank of the axis.
+It is data: an ordered list of (pattern of layer names, rule); the first pattern that matches a layer decides. A rule
+cuts the layer's variables, in place, down to this rank's part, and says what travels when it is called. The model stays
+the one that the registry built; layers that no pattern matches are whole, and compute the same on every rank of the
+axis.
 
     column   y_part = x @ W[:, part]: x is copied to all (its gradient is summed); no traffic forward
     row      y = sum over ranks of x_part @ W[part, :], then the bias, once
@@ -22,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from tfdist.compat import keras_layers, keras_variables
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
@@ -40,7 +42,7 @@ class Part:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return (*self.shape[:self.dim], len(self.places[self.index]), *self.shape[self.dim + 1:])
+        return (*self.shape[: self.dim], len(self.places[self.index]), *self.shape[self.dim + 1 :])
 
     def cut(self, whole: np.ndarray) -> np.ndarray:
         """This member's part of the whole."""
@@ -77,13 +79,19 @@ def summed(x: tf.Tensor, group: Group) -> tf.Tensor:
 
 
 def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
-    """A Dense layer [in, out] -> [in, out / m]. `blocks`: out is that many matrices side by side, each of which is cut."""
+    """A Dense layer [in, out] -> [in, out / m].
+
+    `blocks`: out is that many matrices side by side, each of which is cut.
+    """
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
         if layer.activity_regularizer is not None:
-            raise ConfigError(f"--mesh has model={group.size}, but {layer.name} has an activity regularizer, of whose activations each worker would have a part: give it to a layer behind it, or drop it.")
+            raise ConfigError(
+                f"--mesh has model={group.size}, but {layer.name} has an activity regularizer, of whose activations"
+                " each worker would have a part: give it to a layer behind it, or drop it."
+            )
         inner = layer.call
-        parts = cut(layer, layer._kernel, 1, group, blocks)
+        parts = cut(layer, keras_layers.stored_kernel(layer), 1, group, blocks)
         if layer.bias is not None:
             parts |= cut(layer, layer.bias, 0, group, blocks)
         layer.call = lambda x, *rest, **options: inner(enter(x, group), *rest, **options)
@@ -96,7 +104,7 @@ def row(leave: Crossing = summed) -> Rule:
     """A Dense layer [in, out] -> [in / m, out], whose input is a part."""
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
-        parts = cut(layer, layer._kernel, 0, group)
+        parts = cut(layer, keras_layers.stored_kernel(layer), 0, group)
 
         def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
             y = leave(ops.matmul(x, layer.kernel), group)
@@ -114,7 +122,10 @@ def reshape(dim: int) -> Rule:
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
         target = list(layer.target_shape)
         if target[dim] % group.size:
-            raise ConfigError(f"--mesh has model={group.size}, which does not divide the {target[dim]} of layer {layer.name}: choose a number of heads that it divides, or another degree.")
+            raise ConfigError(
+                f"--mesh has model={group.size}, which does not divide the {target[dim]} of layer {layer.name}: choose"
+                " a number of heads that it divides, or another degree."
+            )
         target[dim] //= group.size
         layer.target_shape = tuple(target)
         return {}
@@ -140,10 +151,10 @@ def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
         inner = layer.call
-        parts = cut(layer, layer._embeddings, 0, group)
+        parts = cut(layer, keras_layers.stored_embeddings(layer), 0, group)
         if not layer.tie_weights:
             parts |= cut(layer, layer.reverse_embeddings, 1, group)
-        places = parts[id(layer._embeddings)].places[group.index]
+        places = parts[id(keras_layers.stored_embeddings(layer))].places[group.index]
 
         def call(x: tf.Tensor, reverse: bool = False) -> tf.Tensor:
             if reverse:
@@ -172,21 +183,31 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 
 
-def spread_layers(model: keras.Model, group: Group, axis: str = "model", rules: Sequence[tuple[str, Rule]] = RULES, fix: str = "use --model=transformer or vit") -> dict[int, Part]:
+def spread_layers(
+    model: keras.Model,
+    group: Group,
+    axis: str = "model",
+    rules: Sequence[tuple[str, Rule]] = RULES,
+    fix: str = "use --model=transformer or vit",
+) -> dict[int, Part]:
     """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its Part.
 
-    Raises: ConfigError if no layer matches any rule, or a layer cannot be cut into so many parts; `fix` says what to do.
+    Raises: ConfigError if no layer matches any rule, or a layer cannot be cut into so many parts; `fix` says what to
+    do.
     """
     parts: dict[int, Part] = {}
     matched = False
-    for layer in model._flatten_layers(include_self=False):
+    for layer in keras_layers.all_layers(model, include_self=False):
         for pattern, rule in rules:
             if re.search(pattern, layer.name):
                 parts |= rule(layer, group)
                 matched = True
                 break
     if not matched:
-        raise ConfigError(f"--mesh has {axis}={group.size}, but no layer of {model.name} can be spread over it: {fix}, or give the workers to data=.")
+        raise ConfigError(
+            f"--mesh has {axis}={group.size}, but no layer of {model.name} can be spread over it: {fix}, or give the"
+            " workers to data=."
+        )
     return parts
 
 
@@ -196,7 +217,10 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
     Only one number a token travels for each of: the largest logit, the sum of exponentials, the label's logit.
     """
     if config.objective not in ("auto", "classification", "next_token"):
-        raise ConfigError(f"--objective={config.objective} needs whole logits, but --mesh has model={group.size}, which spreads them: use --objective=next_token.")
+        raise ConfigError(
+            f"--objective={config.objective} needs whole logits, but --mesh has model={group.size}, which spreads them:"
+            " use --objective=next_token."
+        )
     first = group.index * size // group.size
 
     def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
@@ -221,15 +245,21 @@ def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, bl
     size = variable.shape[dim]
     for kind in ("regularizer", "constraint"):
         if getattr(variable, kind) is not None:
-            raise ConfigError(f"--mesh spreads {variable.path} over {group.size} workers, but it has a {kind}, which needs the whole variable: drop it ({'--weight_decay does much the same' if kind == 'regularizer' else 'or give the workers to data='}).")
+            raise ConfigError(
+                f"--mesh spreads {variable.path} over {group.size} workers, but it has a {kind}, which needs the whole"
+                " variable: drop it"
+                f" ({'--weight_decay does much the same' if kind == 'regularizer' else 'or give the workers to data='})."
+            )
     if size // blocks < group.size:
-        raise ConfigError(f"--mesh has model={group.size}, but {variable.path} has only {size // blocks} to share out: lower the degree.")
+        raise ConfigError(
+            f"--mesh has model={group.size}, but {variable.path} has only {size // blocks} to share out: lower the"
+            " degree."
+        )
     block = np.arange(size).reshape(blocks, -1)
     points = [member * block.shape[1] // group.size for member in range(group.size + 1)]
     places = tuple(block[:, start:stop].reshape(-1) for start, stop in zip(points, points[1:], strict=False))
     part = Part(tuple(variable.shape), dim, places, group.index)
     value = variable.numpy()
-    variable._shape = part.local_shape
     name = variable.value.name.partition(":")[0]  # at which optimizers look for what does not decay
-    variable._initialize(tf.Variable(part.cut(value), trainable=variable.trainable, name=name))
+    keras_variables.replace_value(variable, tf.Variable(part.cut(value), trainable=variable.trainable, name=name))
     return {id(variable): part}

@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training.backward import age, made_after
+from tfdist.training.backward_order import age, made_after
 from tfdist.training.optimizer import swapped_in
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.gathered import gather_layers
@@ -34,22 +34,40 @@ from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.shards import Layout, shard_variables
 
 # Rules that treat every element on its own, so that a shard is updated as the same elements of the whole would be.
-ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion, keras.optimizers.RMSprop, keras.optimizers.Adagrad,
-               keras.optimizers.Adadelta, keras.optimizers.Adamax, keras.optimizers.Nadam)
+ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.Adam,
+    keras.optimizers.Lion,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+)
 
-# Packs of gradients whose shards have not come, at stage 2. A backward pass that runs ahead of the network would have all in memory.
+# Packs of gradients whose shards have not come, at stage 2. A backward pass that runs ahead of the network would have
+# all in memory.
 _ON_THE_WAY = 2
 
 
 class ShardedUpdate(MeshUpdate):
-    """What all stages share: an optimizer over shards. `on_host`: these, and the update, are in host memory and on the CPU.
+    """What all stages share: an optimizer over shards. `on_host`: these, and the update, are in host memory and on the
+    CPU.
 
     Raises: ConfigError if the optimizer is not element-wise, or a variable has a constraint.
     """
 
-    holders = AXES
+    sharded_axes = AXES
 
-    def __init__(self, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, on_host: bool = False, **options):
+    def __init__(
+        self,
+        runtime: MeshRuntime,
+        model: keras.Model,
+        optimizer: keras.Optimizer,
+        stage: int,
+        on_host: bool = False,
+        **options,
+    ):
         _check(optimizer, model, stage)
         self.stage = stage
         self._device = "/CPU:0" if on_host else None
@@ -91,7 +109,9 @@ class ZeroUpdate(ShardedUpdate):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self._layouts = [(pack, Layout([self.trainable[index].shape for index in pack], self.groups[pack[0]])) for pack in self.packs]
+        self._layouts = [
+            (pack, Layout([self.trainable[index].shape for index in pack], self.groups[pack[0]])) for pack in self.packs
+        ]
 
     def keep(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         gradients = super().keep(gradients)
@@ -137,7 +157,7 @@ class Zero3Update(ShardedUpdate):
     def sources(self) -> list[tf.Variable]:
         return [shard.value for shard in self.shards]
 
-    def holders_of_weights(self) -> dict[int, keras.Variable]:
+    def storage_variables(self) -> dict[int, keras.Variable]:
         return dict(zip(map(id, self.trainable), self.shards, strict=True))
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -146,20 +166,33 @@ class Zero3Update(ShardedUpdate):
 
 def _last_collective(graph: tf.Graph) -> int:
     """The number of the last one in a graph, for which those to come may have to wait."""
-    return max((operation._id for operation in graph.get_operations() if operation.type.startswith("Collective")), default=0)
+    return max(
+        (operation._id for operation in graph.get_operations() if operation.type.startswith("Collective")), default=0
+    )
 
 
-def sharded_update(runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, **options) -> ShardedUpdate:
+def sharded_update(
+    runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, **options
+) -> ShardedUpdate:
     """The update of --zero=`stage`, 1 to 3."""
     return (Zero3Update if stage == 3 else ZeroUpdate)(runtime, model, optimizer, stage, **options)
 
 
 def _check(optimizer: keras.Optimizer, model: keras.Model, stage: int) -> None:
     if not isinstance(optimizer, ELEMENTWISE):
-        raise ConfigError(f"--zero={stage} with --optimizer={optimizer.name}: it does not treat every element on its own, so it cannot work on shards; use sgd, momentum, adam, adamw or lion, or --zero=0.")
+        raise ConfigError(
+            f"--zero={stage} with --optimizer={optimizer.name}: it does not treat every element on its own, so it"
+            " cannot work on shards; use sgd, momentum, adam, adamw or lion, or --zero=0."
+        )
     for variable in model.trainable_variables:
         if variable.constraint is not None:
-            raise ConfigError(f"--zero={stage}, but {variable.path} has a constraint, which needs the whole variable: drop it, or use --zero=0.")
+            raise ConfigError(
+                f"--zero={stage}, but {variable.path} has a constraint, which needs the whole variable: drop it, or use"
+                " --zero=0."
+            )
         if stage == 3 and variable.regularizer is not None:
-            raise ConfigError(f"--zero=3, but {variable.path} has a regularizer, which needs the whole variable: use --weight_decay instead, or --zero=2.")
+            raise ConfigError(
+                f"--zero=3, but {variable.path} has a regularizer, which needs the whole variable: use --weight_decay"
+                " instead, or --zero=2."
+            )
     refuse_assigned(model, model.trainable_variables, f"--zero={stage}")

@@ -1,0 +1,151 @@
+"""The configuration: checks, digest, batch arithmetic."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.config import BatchConfig, Config, iter_options, parse_args
+from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan, plan_batch
+
+GOOD = Config().replace(steps=100, global_batch=64)
+
+
+def test_option_names_are_unique_and_documented():
+    names = [field.name for _, field in iter_options()]
+    assert len(names) == len(set(names))
+    assert all(field.metadata["help"].endswith((".", ")")) for _, field in iter_options())
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"steps": 0}, ["--steps", "--epochs"]),
+        ({"epochs": 2.0}, ["--steps=100", "--epochs=2"]),
+        ({"steps": -1}, ["--steps=-1", "at least 0"]),
+        ({"learning_rate": float("nan")}, ["--learning_rate=nan"]),
+        ({"precision": "float64"}, ["--precision=float64", "bfloat16"]),
+        ({"warmup_steps": 100, "schedule": "cosine"}, ["--warmup_steps=100", "--steps"]),
+        ({"virtual_devices": 2, "strategy": "multi_worker"}, ["--virtual_devices=2", "multi_worker"]),
+        ({"keep_best": "accuracy"}, ["--keep_best=accuracy", "max:"]),
+        ({"keep_best": "max:accuracy", "eval_every": -1}, ["--keep_best", "--eval_every=-1"]),
+        ({"export": "onnx"}, ["--export=onnx"]),
+        ({"model_args": "size:tiny"}, ["--model_args=size:tiny", "key=value"]),
+        ({"ema": 1.0}, ["--ema=1"]),
+        ({"jit_compile": True, "jit_tune": True}, ["--jit_compile", "--jit_tune", "give one"]),
+        ({"backup_workers": 1}, ["--backup_workers=1", "--ps_mode=sync"]),
+        ({"ps_mode": "sync", "max_staleness": 3}, ["--max_staleness", "--ps_mode=async"]),
+        ({"strategy": "mirrored", "ps_mode": "sync"}, ["--ps_mode=sync", "mirrored"]),
+        ({"strategy": "parameter_server", "precision": "float16"}, ["--precision=float16", "bfloat16"]),
+        ({"strategy": "parameter_server", "jit_compile": True}, ["--jit_compile", "drop it"]),
+        ({"strategy": "parameter_server", "on_nan": "rollback"}, ["--on_nan=rollback", "skip"]),
+        ({"strategy": "parameter_server", "deterministic": True}, ["--deterministic", "--ps_mode=sync"]),
+        ({"strategy": "parameter_server", "optimizer": "adafactor"}, ["--optimizer=adafactor"]),
+    ],
+)
+def test_contradictions_name_the_flag_and_the_value(changes, words):
+    with pytest.raises(ConfigError) as error:
+        GOOD.replace(**changes).validate()
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_unknown_option_is_refused():
+    with pytest.raises(ConfigError, match="--nonsense"):
+        Config.from_flat({"nonsense": 1})
+
+
+def test_digest_counts_what_changes_numbers_and_nothing_else():
+    same = {
+        "run_dir": "elsewhere",
+        "strategy": "mirrored",
+        "accumulation": 4,
+        "micro_batch": 8,
+        "log_every": 1,
+        "save_every": 5,
+        "steps": 200,
+    }
+    other = {
+        "seed": 1,
+        "global_batch": 32,
+        "learning_rate": 0.1,
+        "model": "mlp",
+        "precision": "bfloat16",
+        "clip_norm": 1.0,
+        "shuffle": False,
+    }
+    for name, value in same.items():
+        assert GOOD.replace(**{name: value}).digest() == GOOD.digest(), name
+    for name, value in other.items():
+        assert GOOD.replace(**{name: value}).digest() != GOOD.digest(), name
+    # A decay ends with the run, so there the length counts, unless the decay's end is given.
+    cosine = GOOD.replace(schedule="cosine")
+    assert cosine.replace(steps=200).digest() != cosine.digest()
+    assert cosine.replace(steps=200, decay_steps=100).digest() == cosine.digest()
+
+
+def test_digest_is_the_same_in_every_process():
+    code = "from tfdist.config import Config; print(Config().replace(steps=100, global_batch=64).digest())"
+    for seed in ("0", "1", "random"):
+        output = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert output.stdout.strip() == GOOD.digest()
+
+
+@pytest.mark.parametrize(
+    "given, replicas, expected",
+    [
+        ((64, 0, 0), 2, (64, 32, 1)),
+        ((64, 8, 0), 2, (64, 8, 4)),
+        ((64, 0, 4), 2, (64, 8, 4)),
+        ((0, 8, 4), 3, (96, 8, 4)),
+        ((0, 8, 0), 1, (8, 8, 1)),
+        ((64, 8, 4), 2, (64, 8, 4)),
+        ((25, 0, 0), 3, (25, 9, 1)),
+        ((60, 8, 0), 2, (60, 8, 4)),
+        ((24, 8, 0), 2, (24, 6, 2)),  # three workers took 8 each; two take at most 8, twice
+    ],
+)
+def test_batch_arithmetic(given, replicas, expected):
+    plan = plan_batch(BatchConfig(*given), replicas)
+    assert (plan.global_batch, plan.micro_batch, plan.accumulation) == expected
+
+
+@pytest.mark.parametrize(
+    "given, replicas, words",
+    [
+        ((0, 0, 0), 1, ["--global_batch", "--micro_batch"]),
+        ((0, 0, 4), 1, ["--global_batch"]),
+        ((64, 8, 2), 2, ["--global_batch=64", "--micro_batch=8", "--accumulation=2", "= 32"]),
+        ((4, 0, 0), 5, ["--global_batch=4", "at least 5"]),
+    ],
+)
+def test_batch_contradictions(given, replicas, words):
+    with pytest.raises(ConfigError) as error:
+        plan_batch(BatchConfig(*given), replicas)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("batch, accumulation, replicas", [(64, 1, 1), (64, 4, 3), (25, 2, 5), (7, 1, 7), (1000, 3, 7)])
+def test_slices_cover_the_global_batch_once(batch, accumulation, replicas):
+    plan = BatchPlan(batch, accumulation, replicas)
+    slices = [plan.slice(micro, replica) for micro in range(accumulation) for replica in range(replicas)]
+    assert [position for start, stop in slices for position in range(start, stop)] == list(range(batch))
+    assert max(stop - start for start, stop in slices) <= plan.micro_batch
+    assert plan.even == (len({stop - start for start, stop in slices}) == 1)
+
+
+def test_parse_args():
+    assert parse_args("x", "size=tiny, dropout=0.1,shape=(2,3),name='a,b',flag=True") == {
+        "size": "tiny",
+        "dropout": 0.1,
+        "shape": (2, 3),
+        "name": "a,b",
+        "flag": True,
+    }
+    assert parse_args("x", "") == {}

@@ -1,0 +1,60 @@
+"""How many workers there are to be."""
+
+import time
+
+from tfdist.control.worker_count import WorkerCount
+
+
+def test_a_rank_that_fails_twice_without_progress_is_left_out_and_tried_again_later():
+    clock = [0.0]
+    count = WorkerCount(3, 2, grow_after=100, now=lambda: clock[0])
+    count.failed(1, progress=False)
+    assert count.wanted() == 3
+    count.failed(1, progress=False)
+    assert count.wanted() == 2
+    clock[0] = 99.0
+    assert count.wanted() == 2
+    clock[0] = 100.0
+    assert count.wanted() == 3
+    count.failed(1, progress=False)
+    count.failed(1, progress=False)
+    clock[0] = 299.0
+    assert count.wanted() == 2  # the wait has doubled
+    clock[0] = 300.0
+    assert count.wanted() == 3
+
+
+def test_progress_other_ranks_and_the_least_number_keep_it():
+    count = WorkerCount(3, 2)
+    for rank, progress in ((1, False), (1, True), (2, False), (1, False), (None, False), (None, False)):
+        count.failed(rank, progress)
+    assert count.wanted() == 3
+    for _ in range(9):
+        count.failed(0, False)
+    assert count.wanted() == 2
+    always = WorkerCount(3, 0)
+    for _ in range(9):
+        always.failed(0, False)
+    assert always.wanted() == 3
+
+
+def test_discover_decides(tmp_path):
+    room = tmp_path / "room"
+    room.write_text("2\n")
+    clock = [0.0]
+    count = WorkerCount(4, 1, discover=f"cat {room}", now=lambda: clock[0])
+    assert count.ask() == 2
+    for text, expected in (("9", 4), ("0", 1), ("nonsense", 1), ("3", 3)):
+        room.write_text(text)
+        clock[0] += 10
+        assert count.ask() == expected
+    room.unlink()
+    clock[0] += 10
+    assert count.ask() == 3  # no answer: what was known stays
+
+
+def test_wanted_does_not_wait_for_an_answer():
+    count = WorkerCount(4, 1, discover="sleep 5; echo 2")
+    begun = time.monotonic()
+    assert count.wanted() == 4
+    assert time.monotonic() - begun < 4

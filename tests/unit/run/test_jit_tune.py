@@ -1,0 +1,65 @@
+"""What --jit_tune concludes from what it measures, and that it remembers."""
+
+import json
+
+import pytest
+import tensorflow as tf
+
+from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
+from tfdist.run import jit_tune
+from tfdist.runtime.one_device import OneDevice
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """seconds without and with XLA, or the error of the latter -> what came out, and how often steps were timed."""
+    asked = []
+
+    def tuned(without, compiled):
+        def seconds(config, runtime, rooms):
+            asked.append(config.model.jit_compile)
+            if config.model.jit_compile and isinstance(compiled, Exception):
+                raise compiled
+            return compiled if config.model.jit_compile else without
+
+        monkeypatch.setattr(jit_tune, "_seconds", seconds)
+        config, message = jit_tune.tuned(Config().replace(jit_tune=True), OneDevice(), tmp_path)
+        return config.model.jit_compile, message, len(asked)
+
+    return tuned
+
+
+@pytest.mark.parametrize(
+    "without, compiled, uses, says",
+    [
+        (0.2, 0.1, True, "XLA makes a step take 100 ms in place of 200 ms: used"),
+        (0.1, 0.098, False, "98 ms in place of 100 ms: not used"),
+        (0.1, 0.3, False, "300 ms in place of 100 ms: not used"),
+        (
+            0.1,
+            ConfigError("--jit_compile cannot compile what cannot be: drop it."),
+            False,
+            "not used: --jit_compile cannot compile what cannot be",
+        ),
+        (
+            0.1,
+            tf.errors.InvalidArgumentError(None, None, "Detected unsupported operations"),
+            False,
+            "not used: it cannot compile this model",
+        ),
+    ],
+    ids=["faster", "hardly faster", "slower", "refused", "not compiled"],
+)
+def test_the_faster_one_is_used(without, compiled, uses, says, tuned):
+    used, message, _ = tuned(without, compiled)
+    assert used is uses and says in message
+
+
+def test_a_run_remembers(tuned):
+    assert tuned(0.2, 0.1) == (*tuned(0.1, 0.2)[:2], 2)
+
+
+def test_what_cannot_be_read_is_measured_again(tuned, tmp_path):
+    (tmp_path / jit_tune.FILE).write_text("{")
+    assert tuned(0.2, 0.1)[0] and json.loads((tmp_path / jit_tune.FILE).read_text())["jit_compile"]

@@ -1,0 +1,131 @@
+"""Model, objective and data that do not fit each other are told before the first step; those that do pass without a
+word.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from tfdist.config import ModelConfig
+from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.sources.split import array_split
+from tfdist.training import compatibility
+
+X = np.zeros([60, 8], np.float32)
+
+
+def model(outputs, activation=None, tail=()):
+    return keras.Sequential([keras.Input([8]), keras.layers.Dense(outputs, activation=activation), *tail])
+
+
+def split(y, name="mine:data/train", x=X, classes=None):
+    return array_split(name, (x, np.asarray(y)), num_classes=classes)
+
+
+def checked(made, train, held_out=None, objective="auto", global_batch=10):
+    return compatibility.check(
+        ModelConfig(model="mine:model", objective=objective), made, train, held_out, global_batch
+    )
+
+
+def changed(y, at, value):
+    y = np.array(y)
+    y[at] = value
+    return y
+
+
+CLASSES = np.arange(60) % 4
+
+
+@pytest.mark.parametrize(
+    ("outputs", "train", "held_out", "error", "words"),
+    [
+        (
+            4,
+            changed(CLASSES, 7, -1),
+            None,
+            DataError,
+            r"Sample 7 of mine:data/train has the label -1, but --model=mine:model has outputs for the classes 0 to 3",
+        ),
+        (4, CLASSES, changed(CLASSES, 9, 4), DataError, r"Sample 9 of mine:data/eval has the label 4"),
+        (2, CLASSES, None, ConfigError, r"--model=mine:model has 2 outputs, but mine:data/train has 4 classes, 0 to 3"),
+        (
+            4,
+            np.eye(4, dtype=np.int32)[CLASSES],
+            None,
+            ConfigError,
+            r"returns \[4\] for a sample, but y of mine:data/train is int32 \[4\]: classification .*not one-hot",
+        ),
+        (
+            4,
+            CLASSES / 4,
+            None,
+            ConfigError,
+            r"returns \[4\] for a sample, but y of mine:data/train is float64 \[\].*--model_args=num_outputs=1",
+        ),
+    ],
+)
+def test_what_cannot_go_well(outputs, train, held_out, error, words):
+    with pytest.raises(error, match=words):
+        checked(
+            model(outputs), split(train, classes=4), held_out if held_out is None else split(held_out, "mine:data/eval")
+        )
+
+
+def test_what_can():
+    assert checked(model(4), split(CLASSES, classes=4), split(CLASSES, "mine:data/eval")) == []
+    assert checked(model(9), split(CLASSES, classes=4)) == []
+    assert checked(model(4), split(np.ones([60, 4]))) == checked(model(4), split(np.ones([60, 2, 2]))) == []
+    assert (
+        checked(model(1), split(changed(CLASSES, 7, -1)), objective="regression") == []
+    )  # whole numbers, but no classes
+    assert checked(model(2), split(changed(CLASSES, 7, -1), classes=4), objective="mine:objective") == []
+    tokens = keras.Sequential([keras.Input([8]), keras.layers.Embedding(9, 5)])
+    assert checked(tokens, split(np.zeros([60, 8], np.int32), classes=5)) == []
+
+
+class Subclass(keras.Model):
+    def __init__(self, activation):
+        super().__init__()
+        self.last = keras.layers.Dense(4, activation=activation)
+
+    def call(self, x):
+        return keras.ops.reshape(self.last(x), (-1, 4))
+
+
+def built(made):
+    made.build((None, 8))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "warned"),
+    [
+        (lambda: model(4, "softmax"), True),
+        (lambda: model(4, None, [keras.layers.Softmax()]), True),
+        (lambda: model(4, "softmax", [keras.layers.Activation("linear", dtype="float32")]), True),
+        (lambda: built(Subclass("softmax")), True),
+        (lambda: model(4), False),
+        (lambda: model(4, "sigmoid"), False),
+        (lambda: built(Subclass(None)), False),
+        (lambda: model(6, "softmax", [keras.layers.Dense(4)]), False),
+    ],
+)
+def test_softmax_where_logits_are_expected(made, warned):
+    found = checked(made(), split(CLASSES, classes=4))
+    assert [
+        sentence.startswith("--model=mine:model ends in a softmax, but the loss takes logits") for sentence in found
+    ] == [True] * warned
+    assert checked(made(), split(CLASSES, classes=4), objective="mine:objective") == []
+
+
+def test_a_batch_larger_than_the_data():
+    (sentence,) = checked(model(4), split(CLASSES, classes=4), global_batch=61)
+    assert (
+        sentence
+        == "--global_batch=61 is more than the 60 samples of mine:data/train: each batch holds samples several times;"
+        " lower it to at most 60."
+    )
+    assert checked(model(4), split(CLASSES, classes=4), global_batch=60) == []

@@ -1,0 +1,69 @@
+"""The values of a train event."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tfdist.control.exit_codes import DivergedError
+from tfdist.telemetry.timer import Clock
+from tfdist.training.log_interval import Interval
+from tfdist.training.step_output import StepOutput
+
+
+def test_pauses_are_told_once_and_take_no_time_from_the_speed():
+    now = [0.0]
+    clock = Clock(lambda: now[0])
+    clock.restore({"seconds": 100.0, "pauses": {"saving": 7.0}})  # of earlier attempts
+    interval = Interval(clock, 8, lambda step: 8 * step)
+    clock.start()
+
+    def event(step, train, **pauses):
+        now[0] += train
+        for name, seconds in pauses.items():
+            with clock.pause(name):
+                now[0] += seconds
+        fields = dict.fromkeys((field.name for field in dataclasses.fields(StepOutput)), 0) | {
+            "step": step,
+            "sums": {"loss": 4.0},
+            "weight": 2.0,
+            "compute_s": np.zeros(1),
+            "call": None,
+        }
+        interval.add(StepOutput(**fields), 4)
+        return interval.event(step, {"train/learning_rate": 0.1}).values
+
+    first, second, third = event(4, 2.0, evaluation=5.0, saving=1.0), event(8, 4.0), event(12, 2.0, saving=0.5)
+    assert [values["perf/steps_per_s"] for values in (first, second, third)] == pytest.approx([2.0, 1.0, 2.0])
+    assert [
+        {name: value for name, value in values.items() if name.startswith("pause/")}
+        for values in (first, second, third)
+    ] == [{"pause/saving_s": 1.0, "pause/evaluation_s": 5.0}, {}, {"pause/saving_s": 0.5}]
+
+
+def output(step, n, skipped, loss=0.5):
+    counted = n - skipped
+    return StepOutput(
+        step, {}, 8.0 * counted, 1.0, 1.0, skipped, True, {"loss": 8.0 * counted * loss}, {}, 0.0, np.zeros(0)
+    )
+
+
+def test_skipped_steps_are_not_part_of_the_loss_that_is_shown():
+    interval = Interval(Clock(), 8, lambda step: 8 * step)
+    interval.add(output(4, 4, 1), 4)
+    (event,) = interval.events(4, {})
+    assert event.values["train/loss"] == 0.5 and event.values["train/skipped_steps"] == 1
+    interval.add(output(8, 4, 4), 4)
+    warning, event = interval.events(8, {})
+    assert "All of the last 4 steps were skipped" in warning.values["message"] and np.isnan(event.values["train/loss"])
+
+
+def test_a_run_that_only_skips_is_an_error():
+    interval = Interval(Clock(), 8, lambda step: 8 * step)
+    with pytest.raises(DivergedError, match="last 3 steps .* nothing was learned"):
+        interval.add(output(3, 3, 3), 3, last=True)
+    interval = Interval(Clock(), 8, lambda step: 8 * step)
+    interval.add(output(1, 1, 0), 1)
+    interval.add(output(3, 2, 2), 2, last=True)
+    with pytest.raises(DivergedError, match="last 50 steps"):
+        interval.add(output(51, 48, 48), 48)

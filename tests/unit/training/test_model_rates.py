@@ -1,0 +1,65 @@
+"""Model FLOPs, MFU, scaling efficiency: by formula, by graph, by hand."""
+
+import json
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
+from tfdist.data.sources.split import Split
+from tfdist.models.build_model import build_model
+from tfdist.runtime.one_device import OneDevice
+from tfdist.telemetry.rates import Rates
+from tfdist.training.model_cost import forward_flops
+from tfdist.training.model_rates import baseline, make_rates, memory
+
+
+def make(model, **options):
+    """(rates of a built-in transformer on 8 tokens, or of `model` on the same)"""
+    config = Config().replace(model="transformer", model_args="size=tiny", **options)
+    x = tf.TensorSpec([8], tf.int32)
+    split = Split("train", 100, (x, x), lambda positions: None, 256)
+    return make_rates(config, OneDevice(), model or build_model(config.model, x, 256), split), x
+
+
+def test_formula_and_graph_agree():
+    rates, x = make(None, peak_tflops=2.0)
+    model = build_model(Config().replace(model="transformer", model_args="size=tiny").model, x, 256)
+    assert forward_flops(model, x) == pytest.approx(rates.forward_flops, rel=0.01)
+    layers, width, tokens = 2, 64, 8
+    assert (
+        rates.forward_flops
+        == 2 * tokens * 12 * layers * width**2 + 4 * tokens**2 * width * layers + 2 * tokens * width * 256
+    )
+    told = rates.values(1000.0, consumed=250)
+    assert told == pytest.approx(
+        {
+            "perf/tokens_per_s": 8000.0,
+            "perf/model_flops_per_s": 3000 * rates.forward_flops,
+            "perf/mfu": 3000 * rates.forward_flops / 2e12,
+            "data/epoch": 2.5,
+        }
+    )
+
+
+def test_a_model_without_formula_is_read_from_its_graph():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, use_bias=True), keras.layers.Dense(3)])
+    assert forward_flops(model, tf.TensorSpec([6])) == 2 * (6 * 4 + 4 * 3)
+
+
+def test_what_is_not_known_is_left_out():
+    assert Rates().values(100.0, 5) == {}
+    assert Rates(baseline=30.0, workers=4).values(96.0, 0) == {"perf/scaling_efficiency": 0.8}
+    assert memory()["memory/host_peak_bytes"] >= memory()["memory/host_bytes"] * 0.5 > 0
+
+
+def test_the_baseline_is_a_number_or_a_run_of_one_worker(tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({"workers": 1, "samples_per_s": 12.5}))
+    assert (baseline(""), baseline("40"), baseline(str(tmp_path))) == (0.0, 40.0, 12.5)
+    (tmp_path / "summary.json").write_text(json.dumps({"workers": 2, "samples_per_s": 12.5}))
+    with pytest.raises(ConfigError, match="trained by 2 workers"):
+        baseline(str(tmp_path))
+    with pytest.raises(ConfigError, match="neither a number nor the folder"):
+        baseline(str(tmp_path / "none"))

@@ -1,0 +1,67 @@
+"""Marks in the training function: they tell the phases and change nothing."""
+
+import time
+
+import pytest
+import tensorflow as tf
+
+from tests.unit.training.test_step import W, X, Y, batches, make_step, weights
+from tfdist.telemetry.phases import PHASES
+
+
+def slow_batches(size, seconds):
+    def wait(x):
+        time.sleep(seconds)
+        return x
+
+    def slowly(x, y, w):
+        return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape), y, w
+
+    return [iter(tf.data.Dataset.from_tensor_slices((X, Y, W)).repeat().batch(size).map(slowly))]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch": 48, "accumulation": 3, "dropout": 0.2},
+        {"timed": False},
+        {"jit_compile": True},
+        {"skip_non_finite": True, "clip_norm": 0.1},
+        {"as_on_gpu": True},
+    ],
+)
+def test_a_step_with_marks_is_the_same_step(options):
+    options, as_on_gpu = dict(options), options.get("as_on_gpu", False)
+    options.pop("as_on_gpu", None)
+    size = options.get("batch", 16) // options.get("accumulation", 1)
+    plain, marked = make_step(optimizer="adamw", **options), make_step(optimizer="adamw", phase_every=2, **options)
+    marked._copies |= as_on_gpu  # batches are copied, and marks wait for a value
+    without, with_marks = batches(size), batches(size)
+    for n in (1, 3, 2, 4, 1, 2):
+        expected, found = plain(without, n), marked(with_marks, n)
+        assert found.means == expected.means and found.gradient_norm == expected.gradient_norm
+        assert expected.call.phases_s is None
+    assert weights(marked).tobytes() == weights(plain).tobytes()
+    assert marked._function.experimental_get_tracing_count() == 1
+
+
+def test_of_every_row_of_calls_one_is_sampled():
+    step, iterators = make_step(phase_every=4, timed=False), batches(16)
+    sampled = [step(iterators, 1).call.phases_s is not None for _ in range(16)]
+    assert [sum(sampled[row : row + 4]) for row in range(0, 16, 4)] == [1, 1, 1, 1] and sampled[1]
+    assert len({sampled[row : row + 4].index(True) for row in range(0, 16, 4)}) > 1
+
+
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_phases_fill_the_call_and_find_the_slow_one(timed, accumulation):
+    step = make_step(batch=4 * accumulation, accumulation=accumulation, phase_every=1, timed=timed)
+    iterators = slow_batches(4, 0.02)
+    step(iterators, 1)
+    call = step(iterators, 5).call
+    phases = dict(zip(PHASES, call.phases_s, strict=False))
+    assert all(seconds > -1e-4 for seconds in phases.values()) and sum(phases.values()) <= call.wall_s
+    assert phases["data_wait"] >= (5 * accumulation - 1) * 0.02  # tf.data may have made one ahead
+    assert phases["forward"] > 0 and phases["backward"] > 0 and phases["optimizer"] > 0
+    assert phases["gradient_sync"] == 0 == call.sync_s  # of one device

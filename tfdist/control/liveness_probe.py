@@ -1,0 +1,65 @@
+"""Who is still there, found out by probing: each process of a parameter-server job answers at its TF_CONFIG address.
+
+The chief watches the parameter servers, without which it cannot go on; workers and parameter servers watch the chief,
+without which they have nothing to do. A probe is a TCP connection that is closed again; TensorFlow's server on the port
+does not mind.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from tfdist.control.exit_codes import StartupError
+from tfdist.control.preflight import answers
+
+_PAUSE_SECONDS = 0.2
+_REPORT_SECONDS = 10.0
+_KNOCKS = 3  # that stay unanswered, in a row, before somebody counts as gone
+
+
+class Watch:
+    """Knocks at `addresses` (name -> host:port) every `interval` seconds, in a thread."""
+
+    def __init__(self, addresses: Mapping[str, str], interval: float = 0.5):
+        self.addresses, self.interval = dict(addresses), interval
+        self._unanswered = dict.fromkeys(addresses, 0)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._knock, name="tfdist-presence", daemon=True)
+        self._thread.start()
+
+    def gone(self) -> list[str]:
+        """The names of those that do not answer any more."""
+        return [name for name, count in self._unanswered.items() if count >= _KNOCKS]
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _knock(self) -> None:
+        while not self._closed.wait(self.interval):
+            for name, address in self.addresses.items():
+                self._unanswered[name] = 0 if answers(address) else self._unanswered[name] + 1
+
+
+def await_all(addresses: Mapping[str, str], timeout: float, give_up: Callable[[], bool] = lambda: False) -> None:
+    """Returns when every address (name -> host:port) has answered a probe, or when `give_up()` says so.
+
+    Raises: StartupError naming those that did not within `timeout` seconds.
+    """
+    missing, start = dict(addresses), time.monotonic()
+    reported = start
+    while missing and not give_up():
+        missing = {name: address for name, address in missing.items() if not answers(address)}
+        now, names = time.monotonic(), ", ".join(missing)
+        if missing and now - start > timeout:
+            raise StartupError(
+                f"{names} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, check"
+                " that the address in TF_CONFIG can be reached from here, or raise --startup_timeout."
+            )
+        if missing and now - reported > _REPORT_SECONDS:
+            reported = now
+            print(f"tfdist: waiting for {names}, {now - start:.0f} s of {timeout:g} s.", file=sys.stderr, flush=True)
+        if missing:
+            time.sleep(_PAUSE_SECONDS)

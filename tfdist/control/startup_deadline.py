@@ -1,0 +1,78 @@
+"""One time limit for the whole start: from the first probe at a peer until all are connected.
+
+A peer that has answered its probe may die or stop before TensorFlow (or Horovod, or our own rendezvous) has met it.
+What then waits does so in C++, with limits of its own that begin anew or with none. So a thread looks at the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ExitCode
+from tfdist.control.preflight import answers
+
+_KNOCKS_AT_ONCE = 32
+_MARGIN_SECONDS = 0.5  # for those who wait with the same limit themselves, and know better whom for
+
+
+@contextlib.contextmanager
+def connecting(cluster: Cluster, timeout: float, began: float | None = None) -> Iterator[None]:
+    """The body connects all workers. If it has not ended `timeout` seconds after `began` (time.monotonic(); None: now),
+    this process ends with exit code STARTUP and a sentence.
+
+    Not where there is nobody to wait for, nor where the process goes on without those who are missing (--elastic).
+    """
+    if cluster.size < 2 or cluster.is_broken is not None:
+        yield
+        return
+    ended = threading.Event()
+    left = max(0.0, timeout - (time.monotonic() - began if began is not None else 0.0)) + _MARGIN_SECONDS
+
+    def watch() -> None:
+        if not ended.wait(left):
+            _end(too_late(cluster, timeout), ended)
+
+    threading.Thread(target=watch, name="tfdist-connecting", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def too_late(cluster: Cluster, timeout: float) -> str:
+    """The sentence, with those who do not answer (any more)."""
+    others = [rank for rank in range(len(cluster.peers)) if rank != cluster.rank]
+    with ThreadPoolExecutor(_KNOCKS_AT_ONCE, "tfdist-probe") as probes:
+        silent = [
+            rank
+            for rank, answered in zip(
+                others, probes.map(answers, [cluster.peers[rank] for rank in others]), strict=True
+            )
+            if not answered
+        ]
+    who = (
+        f"{', '.join(map(cluster.name, silent))} answered once, but not any more"
+        if silent
+        else "all ports answer, but a process behind one of them is stopped or stuck, or is not a worker of this job"
+    )
+    return (
+        f"The workers were not connected within --startup_timeout={timeout:g} s: {who}. Look at the logs of the others,"
+        " start all workers again, or raise --startup_timeout."
+    )
+
+
+def _end(sentence: str, ended: threading.Event) -> None:
+    if not ended.is_set():
+        print(
+            f"tfdist: error: {sentence} (exit code {ExitCode.STARTUP.value}, {ExitCode.STARTUP.name})",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(ExitCode.STARTUP)

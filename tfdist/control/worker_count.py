@@ -1,0 +1,87 @@
+"""How many workers a job is to have: as many as there is room for, between --min_workers and --workers."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+
+_ASK_EVERY_SECONDS = 5.0
+_ANSWER_SECONDS = 30.0
+
+
+class WorkerCount:
+    """Shrinks when a worker cannot be brought back, grows again later.
+
+    With `discover` (a shell command that prints how many workers there is room for) its answer decides. Without, a rank
+    that is the cause of two failures in a row, with no progress in between, counts as gone; after `grow_after` seconds
+    it is tried again, and each time that fails the wait doubles.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        least: int,
+        discover: str = "",
+        grow_after: float = 300.0,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self.most, self.least, self.discover, self.grow_after, self._now = (
+            most,
+            least or most,
+            discover,
+            grow_after,
+            now,
+        )
+        self.count = most
+        self._last_guilty: int | None = None
+        self._grow_at: float | None = None
+        self._asking: threading.Thread | None = None
+        self._asked_at = float("-inf")
+        self._stopped = False
+
+    def failed(self, rank: int | None, progress: bool) -> None:
+        """A job has failed because of `rank`; `progress`: there is a newer snapshot than at the failure before."""
+        again = rank is not None and rank == self._last_guilty and not progress
+        self._last_guilty = rank
+        if again and not self.discover and self.count > self.least:
+            self.count -= 1
+            self._last_guilty, self._grow_at = None, self._now() + self.grow_after
+            self.grow_after *= 2
+
+    def wanted(self) -> int:
+        """How many workers there should be now. Never waits for the answer of `discover`."""
+        if self.discover:
+            self._ask()
+        elif self._grow_at is not None and self._now() >= self._grow_at:
+            self.count, self._grow_at = self.most, None
+        return self.count
+
+    def ask(self) -> int:
+        """The same, after waiting for an answer of `discover`."""
+        if self.discover:
+            self._ask()
+            while self._asking.is_alive() and not self._stopped:
+                self._asking.join(0.1)
+        return self.wanted()
+
+    def stop(self) -> None:
+        """Ends the waiting of `ask`; for signal handlers."""
+        self._stopped = True
+
+    def _ask(self) -> None:
+        if (self._asking and self._asking.is_alive()) or self._now() - self._asked_at < _ASK_EVERY_SECONDS:
+            return
+        self._asked_at = self._now()
+        self._asking = threading.Thread(target=self._answer, name="tfdist-discover", daemon=True)
+        self._asking.start()
+
+    def _answer(self) -> None:
+        try:
+            output = subprocess.run(
+                self.discover, shell=True, capture_output=True, text=True, timeout=_ANSWER_SECONDS
+            ).stdout
+            self.count = max(self.least, min(self.most, int(output.split()[-1])))
+        except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+            pass  # no answer: what was known stays

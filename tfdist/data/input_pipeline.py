@@ -1,0 +1,117 @@
+"""From a split to micro-batches: order + source -> tf.data, batched, augmented, prefetched.
+
+A batch is (x, y, w): x and y nests of tensors with leading dim n, w the float32 weights, [n] or [n, T].
+
+What a batch of 32, 64, 256 costs, all threads and the consuming loop on one core together (60,000 images of 8x8,
+shuffled): 40, 46, 75 us, against 104, 148, 422 us for `from_tensor_slices().shuffle(10000).repeat().batch()`. Made one
+by one and not in blocks of BLOCK it is 105, 105, 140 us. Above BLOCK_BYTES blocks cost more than they save: 128 images
+of 32x32x3 take 271 us one by one and 398 us in blocks, 32 of them 154 and 106 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdist.data import augment as augmentation
+from tfdist.data import order
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.reading import Reading, as_is, masked, shaper, weighted
+from tfdist.data.sources.split import Sample, Split
+from tfdist.data.streams import stream_batches, stream_eval, stream_length
+
+BLOCK = 8  # micro-batches made in one go, if samples are cheap
+BLOCK_BYTES = 2**19  # and a micro-batch is not larger
+
+
+def train_dataset(split: Split, reading: Reading, *, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
+    """The endless micro-batches of one replica: step 0 micro-batch 0, step 0 micro-batch 1, ..., counted from
+    `consumed`.
+
+    `consumed` is reached in constant time; it need not be a multiple of the global batch. n is static if the plan is
+    even. Streams (split.size None) know no order: see streams.py.
+    """
+    make = stream_batches if split.size is None else _indexed_batches
+    dataset = make(split, reading, plan, replica, consumed)
+    return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
+
+
+def batch_fetch(split: Split, reading: Reading) -> Callable[[tf.Tensor], Sample]:
+    """positions int64 [n] in the data order -> the batch (x, y, w) there, as `train_dataset` makes it.
+
+    For a split with random access.
+    """
+    fetch = augmentation.augmented_fetch(split, reading.augment)
+    shaped = shaper(None, split.element_spec if reading.augment is None else None)
+
+    def batch(positions: tf.Tensor) -> Sample:
+        samples = order.sample_of(positions, split.length, reading.seed, reading.shuffle)
+        return shaped(*weighted(fetch(samples, order.element_seeds(positions, reading.seed)), tf.shape(positions)[0]))
+
+    return batch
+
+
+def eval_dataset(
+    split: Split, *, batch: int, replica: int, replicas: int, limit: int = 0
+) -> tuple[tf.data.Dataset, int]:
+    """The evaluation batches of one replica, and their number, which is the same on all replicas.
+
+    Step s, replica r takes samples s * batch * replicas + r * batch + (0..batch-1), in plain order: each of the first
+    `limit` samples (0: all) exactly once over all replicas. Rows beyond them repeat sample 0 with w == 0; a replica may
+    have nothing else. Raises DataError if there is no sample.
+
+    A stream is counted first, by reading it through once if tf.data does not know its length; then every replica reads
+    all of it and keeps its share.
+    """
+    width = batch * replicas
+    shaped = shaper(batch, split.element_spec)
+    if split.size is None:
+        size = stream_length(split, limit)
+        steps = -(-size // width)
+        dataset = stream_eval(split, size, steps, batch, replica, width).map(as_is(shaped))
+    else:
+        size = min(limit or split.size, split.size)
+        steps = -(-size // width)
+
+        def eval_batch(step: tf.Tensor) -> Sample:
+            index = step * width + replica * batch + tf.range(batch, dtype=tf.int64)
+            real = index < size
+            x, y, w = weighted(split.fetch(tf.where(real, index, 0)), batch)
+            return shaped(x, y, masked(w, real))
+
+        dataset = tf.data.Dataset.range(steps).map(as_is(eval_batch), num_parallel_calls=tf.data.AUTOTUNE)
+    return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options()), steps
+
+
+def _options() -> tf.data.Options:
+    options = tf.data.Options()
+    options.deterministic = True
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return options
+
+
+def _indexed_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
+    """The micro-batches of a split with random access, made in blocks of several where that is cheaper."""
+    cheap = plan.micro_batch * split.sample_bytes <= BLOCK_BYTES
+    block = BLOCK if split.cheap and cheap and plan.even and not split.fixed else 1
+    positions = order.micro_positions(plan, replica, consumed)
+    fetch = augmentation.augmented_fetch(split, reading.augment)
+    shaped = shaper(
+        block * plan.micro_batch if plan.even else None, split.element_spec if reading.augment is None else None
+    )
+
+    def make(first: tf.Tensor) -> Sample:
+        at = positions(first + tf.range(block, dtype=tf.int64))
+        samples = order.sample_of(at, split.length, reading.seed, reading.shuffle)
+        batch = shaped(*weighted(fetch(samples, order.element_seeds(at, reading.seed)), tf.shape(at)[0]))
+        return batch if block == 1 else tf.nest.map_structure(in_block, batch)
+
+    def in_block(t: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(t, [block, plan.micro_batch, *t.shape[1:]])
+
+    dataset = tf.data.Dataset.counter(step=block, dtype=tf.int64)
+    if split.fixed:
+        return dataset.take(plan.accumulation).map(as_is(make)).cache().repeat()
+    dataset = dataset.map(as_is(make), num_parallel_calls=reading.threads or tf.data.AUTOTUNE)
+    return dataset if block == 1 else dataset.unbatch()

@@ -1,0 +1,14 @@
+"""The names of the data sources, and where their functions are.
+
+No TensorFlow: a name that is unknown is told at once.
+"""
+
+from __future__ import annotations
+
+SOURCES = {
+    "digits": "tfdist.data.sources.digits:load",
+    "synthetic": "tfdist.data.sources.synthetic:load",
+    "text": "tfdist.data.sources.text:load",
+    "tfds": "tfdist.data.sources.tfds:load",
+    "tfrecord": "tfdist.data.sources.tfrecord:load",
+}

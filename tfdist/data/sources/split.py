@@ -1,0 +1,185 @@
+"""What a data source hands over: a Split. And what every source needs to make one.
+
+A source is a function `load(config: DataConfig, split: "train" | "eval") -> Split`, one file each, one line in
+source_names.py. Legend: n, samples asked for at once; a *nest* is a tensor, or a tuple or dict of nests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import DataConfig, parse_args
+from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.checksums import checksum
+from tfdist.runtime.host import host_view
+
+Sample = tuple  # (x, y) or (x, y, w): nests of tensors; w, the weight, is float32, a scalar or one per token
+SPLITS = ("train", "eval")
+
+
+def missing(*_: Any) -> Any:
+    """What a split has in place of a way of reading that it lacks."""
+    raise NotImplementedError("A split is read by its `fetch` if it has a size, else by its `stream`.")
+
+
+@dataclass(frozen=True)
+class Split:
+    """The samples of one split, without an order.
+
+    Either `size` and `fetch` are set (random access, the usual case), or `size` is None and `stream` is set.
+
+    name: for messages, for example "digits/train".
+    size: number of samples, or None for a stream.
+    element_spec: (x, y) or (x, y, w) nests of tf.TensorSpec of one sample, no batch dim, shapes fully known.
+    fetch: int64 [n] sample indices in 0..size-1, in any order and with repeats, -> (x, y) or (x, y, w) with leading dim
+        n. Called while a tf.data map is traced; must be stateless.
+    num_classes: classes or vocabulary size of y, or None if y is no class index.
+    info: what is worth logging; numbers and strings.
+    stream: (shard, shards) -> dataset of single samples, one pass, the same at every call. The shards are disjoint and
+        complete. It is asked for (0, 1), or for more shards up to `stream_shards`.
+    stream_shards: into how many shards the stream can be cut without reading all of it, for example its files.
+    fetch_cropped: like fetch, with int32 [n, 2] seeds as its second argument: each image is a random resized crop of
+        the stored one, taken while decoding. For images that are stored larger than they are used.
+    cheap: making a sample costs little more than copying it, for example because it is in memory.
+    fixed: a benchmark's split: the pipeline makes the first batches once and returns them for ever.
+    labels: all of y, if it is one array of integers that is in memory.
+    contents: checksums of what the split holds, where there is a better way than to read some samples (contents.py).
+    """
+
+    name: str
+    size: int | None
+    element_spec: tuple
+    fetch: Callable[[tf.Tensor], Sample] = missing
+    num_classes: int | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    stream: Callable[[int, int], tf.data.Dataset] = missing
+    stream_shards: int = 1
+    fetch_cropped: Callable[[tf.Tensor, tf.Tensor], Sample] | None = None
+    cheap: bool = False
+    fixed: bool = False
+    labels: Callable[[], np.ndarray] | None = None
+    contents: Callable[[], list[int]] | None = None
+
+    @property
+    def length(self) -> int:
+        """`size`, of a split that has one."""
+        assert self.size is not None, self.name
+        return self.size
+
+    @property
+    def sample_bytes(self) -> int:
+        """Memory of one sample; a string counts as one byte."""
+        return sum(math.prod(spec.shape) * spec.dtype.size for spec in tf.nest.flatten(self.element_spec))
+
+    def check(self) -> Split:
+        """Returns self, or raises DataError if the split is empty or not usable."""
+        if self.size is None and self.stream in (missing, None):
+            raise DataError(
+                f"{self.name} has neither a size nor a stream: a source must set size and fetch, or stream."
+            )
+        if self.size is not None and (self.size < 1 or self.fetch in (missing, None)):
+            raise DataError(f"{self.name} has no samples: check --source, --source_args and --data_dir.")
+        if not isinstance(self.element_spec, tuple) or len(self.element_spec) not in (2, 3):
+            raise DataError(f"{self.name} must yield (x, y) or (x, y, w), not {self.element_spec}.")
+        for spec in tf.nest.flatten(self.element_spec):
+            if not spec.shape.is_fully_defined():
+                raise DataError(f"{self.name} has samples of varying shape {spec.shape}: give all of them one shape.")
+        return self
+
+
+def read_options(config: DataConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`--source_args` over the defaults. Raises ConfigError for an option that the source lacks, or of a wrong type."""
+    given = parse_args("source_args", config.source_args)
+    for name, value in given.items():
+        if name not in defaults:
+            raise ConfigError(
+                f"--source_args={config.source_args}: --source={config.source} has no option {name!r}; "
+                f"it has {', '.join(defaults) or 'none'}."
+            )
+        kind = type(defaults[name])
+        if kind in (int, bool, str) and type(value) is not kind:
+            raise ConfigError(
+                f"--source_args: {name}={value!r} must be of type {kind.__name__}, for example"
+                f" {name}={defaults[name]!r}."
+            )
+        if isinstance(value, int) and kind is int and value < 0:
+            raise ConfigError(f"--source_args: {name}={value} must not be negative.")
+    return {**defaults, **given}
+
+
+def on_host(array: Any, dtype: tf.DType | None = None) -> tf.Tensor:
+    """A tensor in host memory. A tf.data map captures it: it is not copied into the graph, whatever its size."""
+    with tf.device("/cpu:0"):
+        return tf.convert_to_tensor(array, dtype)
+
+
+def array_split(
+    name: str,
+    arrays: tuple,
+    *,
+    num_classes: int | None = None,
+    info: Mapping[str, Any] | None = None,
+    scale: bool = False,
+) -> Split:
+    """A split over arrays in memory.
+
+    arrays: (x, y) or (x, y, w) nests of NumPy arrays with one leading dim. scale: see `scaled`; memory keeps the bytes.
+    Raises DataError if the lengths differ or an array cannot be a tensor.
+    """
+    flat = tf.nest.flatten(arrays)
+    sizes = {len(array) if np.ndim(array) else 0 for array in flat}
+    if len(sizes) != 1:
+        lengths = [np.shape(array)[:1] for array in flat]
+        raise DataError(f"{name} has arrays of different lengths {lengths}: x, y (and w) need one row a sample.")
+    try:
+        tensors = tf.nest.map_structure(on_host, arrays)
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{name} has an array that cannot be a tensor ({error}): use numeric arrays of one shape."
+        ) from error
+
+    def fetch(indices: tf.Tensor) -> Sample:
+        sample = tf.nest.map_structure(lambda t: tf.gather(t, indices), tensors)
+        return (tf.nest.map_structure(scaled, sample[0]), *sample[1:]) if scale else sample
+
+    spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), tensors)
+    if scale:
+        spec = (tf.nest.map_structure(scaled_spec, spec[0]), *spec[1:])
+
+    def contents() -> list[int]:
+        return [checksum(host_view(tensor)) for tensor in tf.nest.flatten(tensors)]
+
+    y = tensors[1]
+    labels = (lambda: host_view(y)) if isinstance(y, tf.Tensor) and y.dtype.is_integer else None
+    return Split(
+        name, sizes.pop(), spec, fetch, num_classes, dict(info or {}), cheap=True, labels=labels, contents=contents
+    )
+
+
+def scaled(x: tf.Tensor) -> tf.Tensor:
+    """uint8 images [n, H, W, C] as float32 in 0..1; anything else as it is."""
+    return tf.cast(x, tf.float32) / 255.0 if x.dtype == tf.uint8 and x.shape.rank == 4 else x
+
+
+def scaled_spec(spec: tf.TensorSpec) -> tf.TensorSpec:
+    """What `scaled` makes of one sample's spec."""
+    return tf.TensorSpec(spec.shape, tf.float32) if spec.dtype == tf.uint8 and spec.shape.rank == 3 else spec
+
+
+def places(nest: Any, names: Sequence[str] = "xyw") -> list[str]:
+    """What the parts of a sample are called, in the order of tf.nest: x, y, w, or x['image'] where there are
+    several.
+    """
+    if isinstance(nest, dict):
+        parts = [(nest[key], f"{names}[{key!r}]") for key in sorted(nest)]
+    elif isinstance(nest, tuple | list):
+        parts = [(part, names[at] if names == "xyw" else f"{names}[{at}]") for at, part in enumerate(nest)]
+    else:
+        return ["".join(names)]
+    return [place for part, name in parts for place in places(part, name)]

@@ -1,0 +1,49 @@
+"""Which inputs of a model hold the rows of a batch, and which are tables beside it that every worker needs whole.
+
+A first dim says it if it is not the batch's. Where it could be the batch's, as a table may have just as many rows as a
+batch, the model is asked: it is traced with one more row in that input alone. If it refuses, or returns one more row,
+the input belongs to the batch; if it returns as many rows as before, it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Rows = int | None  # of an input; None: not known while tracing, as in a batch of a dataset that may be smaller
+
+
+def of_the_batch(dims: Sequence[Rows], returned: Callable[[Sequence[int]], Rows]) -> list[bool]:
+    """For each input whether it holds rows of the batch.
+
+    Args:
+      dims: first dims of the inputs.
+      returned: first dims -> that of the outputs; None if it cannot be told, -1 if inputs of such dims do not fit
+      together.
+    """
+    if len(dims) < 2 or all(dim is None for dim in dims):
+        return [True] * len(dims)
+    if None in dims:
+        return _beside_unknown(dims, returned)
+    found = returned(dims)
+    rows = found if found in dims else dims[0]
+    return _beside_known(dims, rows, lambda dims: returned(dims) == rows)
+
+
+def _beside_unknown(dims: Sequence[Rows], returned: Callable[[Sequence[int]], Rows]) -> list[bool]:
+    """What is of unknown length is the batch; a known one is, too, if it does not fit to another number of rows."""
+    other = max(dim for dim in dims if dim is not None) + 1
+    return [
+        dim is None or returned([dims[place] if place == this else other for place in range(len(dims))]) == -1
+        for this, dim in enumerate(dims)
+    ]
+
+
+def _beside_known(dims: Sequence[int], rows: int, returns_as_many: Callable[[Sequence[int]], bool]) -> list[bool]:
+    candidates = [dim == rows for dim in dims]
+    if sum(candidates) == 1:
+        return candidates
+    batch = [
+        candidate and not returns_as_many([dim + (place == this) for place, dim in enumerate(dims)])
+        for this, candidate in enumerate(candidates)
+    ]
+    return batch if any(batch) else candidates

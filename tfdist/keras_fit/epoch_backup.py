@@ -1,0 +1,191 @@
+"""keras.callbacks.BackupAndRestore, replaced: Keras' own would write on every worker, and begin a new history.
+
+After each epoch the chief writes one file: all variables of model and optimizer, the history, and the plain attributes
+of the other callbacks (patience counters, best values, best weights). A program that is started again unchanged goes on
+after the last complete epoch, on all workers, with the data where it stood (artifacts/data_position.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.artifacts import state as host_state
+from tfdist.artifacts.data_position import RunningFit
+from tfdist.compat import keras_trainer
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.keras_fit import backup_file
+from tfdist.runtime.one_device import OneDevice
+
+FILE = "tfdist-backup"
+_ENTRIES = {
+    "variables": list,
+    "epoch": int,
+    "stopped": bool,
+    "history": dict,
+    "epochs": list,
+    "callbacks": list,
+    "order": (int, type(None)),
+    "ends": object,
+    "generators": object,
+}
+_NOT_STATE = ("model", "params", "validation_data", "append_header")  # the last: whether a CSV file has its header yet
+
+
+def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -> list[keras.callbacks.Callback]:
+    """The callbacks, with a BackupAndRestore of Keras' replaced by an EpochBackup, at the end.
+
+    Called by all workers.
+    """
+    found = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
+    if not found:
+        return list(callbacks)
+    others = [callback for callback in callbacks if callback not in found]
+    folder = Path(found[0].backup_dir)
+    if runtime.rank == 0:
+        print(
+            f"tfdist: BackupAndRestore of Keras is replaced by tfdist's: one file in {folder} after each epoch, written"
+            " by the chief.",
+            file=sys.stderr,
+            flush=True,
+        )
+    backup = EpochBackup(folder, runtime, others, delete=found[0].delete_checkpoint)
+    if backup.epoch:
+        for callback in others:
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append = True  # or it would drop the rows of the epochs before
+    return [*others, backup]
+
+
+class EpochBackup(keras.callbacks.Callback):
+    """Saves after each epoch, and restores what an earlier run of the program has left.
+
+    Attributes: epoch, the epochs that are already done; order, the seed by which tfdist shuffles arrays, if it does.
+    """
+
+    def __init__(
+        self, folder: Path, runtime: OneDevice, others: Sequence[keras.callbacks.Callback], delete: bool = True
+    ):
+        super().__init__()
+        self._path, self._runtime, self._others, self._delete = folder / FILE, runtime, others, delete
+        self._state = self._read()
+        self.epoch: int = self._state["epoch"] if self._state else 0
+        self.order: int | None = self._state["order"] if self._state else None
+
+    def _read(self) -> dict[str, Any] | None:
+        """What the chief finds, on all workers."""
+        data, damaged = b"", False
+        if self._runtime.rank == 0 and self._path.exists():
+            try:
+                data = self._path.read_bytes()
+                state = backup_file.parse(data)
+                if not isinstance(state, dict) or any(
+                    name not in state or not isinstance(state[name], kind) for name, kind in _ENTRIES.items()
+                ):
+                    raise ValueError("it holds what no backup holds")
+            except (OSError, ValueError) as error:  # all must hear of it
+                data, damaged = f"{self._path} cannot be read ({error}): remove it to begin anew.".encode(), True
+        ((length, damaged),) = self._runtime.broadcast([np.array([len(data), damaged])])
+        (received,) = self._runtime.broadcast(
+            [np.frombuffer(data, np.uint8) if self._runtime.rank == 0 else np.empty(length, np.uint8)]
+        )
+        if damaged:
+            raise CheckpointError(received.tobytes().decode())
+        return backup_file.parse(received.tobytes()) if length else None
+
+    def _variables(self) -> list:
+        return [*self.model.variables, *self.model.optimizer.variables]
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        if self._state is None:
+            return
+        if not self.model.built:
+            raise CheckpointError(
+                f"{self._path} cannot be restored into a model that is not built: give the model an Input, or call"
+                " model.build, before fit."
+            )
+        if not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        variables = self._variables()
+        shapes = [tuple(variable.shape) for variable in variables]
+        if shapes != [value.shape for value in self._state["variables"]]:
+            raise CheckpointError(
+                f"{self._path} is of another model or optimizer: remove it, or give BackupAndRestore another folder."
+            )
+        for variable, value in zip(variables, self._state["variables"], strict=True):
+            variable.assign(value)
+        for callback, state in zip(self._others, self._state["callbacks"], strict=False):
+            callback.__dict__.update(state)
+        # A run that had been stopped has no epochs left.
+        keras_trainer.begin_at(self.model, self.params["epochs"] if self._state["stopped"] else self.epoch)
+        if self._runtime.rank == 0:
+            print(f"tfdist: resumed after epoch {self.epoch} from {self._path}.", file=sys.stderr, flush=True)
+        if not self._state["stopped"]:
+            self._find_the_place_in_the_data()
+
+    def _find_the_place_in_the_data(self) -> None:
+        if RunningFit.of(self.model).go_to(self.epoch, self._state["ends"]):
+            if self._runtime.rank == 0:
+                print(
+                    "tfdist: the data of these epochs was read again, as what comes next may depend on it (repeat,"
+                    " cache, a PyDataset, a generator).",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        else:  # what reading draws from the generators of the process it has drawn just now
+            host_state.restore_generator_states(self._state["generators"])
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self._restore_history()
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        if self._runtime.rank:
+            return
+        history = self.model.history
+        # Keras' History comes after this callback: the present epoch is not in it yet.
+        values = {
+            name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)]
+            for name, value in (logs or {}).items()
+        }
+        backup_file.write(
+            self._path,
+            {
+                "variables": [np.asarray(variable.value) for variable in self._variables()],
+                "epoch": epoch + 1,
+                "stopped": bool(self.model.stop_training),
+                "history": {**history.history, **values},
+                "epochs": [*history.epoch, epoch],
+                "callbacks": [_plain_state(callback) for callback in self._others],
+                "order": self.order,
+                "ends": RunningFit.of(self.model).ends(),
+                "generators": host_state.generator_states(),
+            },
+        )
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        self._restore_history()
+        keras_trainer.begin_at(self.model, None)
+        if self._delete and self._runtime.rank == 0:
+            self._path.unlink(missing_ok=True)
+
+    def _restore_history(self) -> None:
+        if self._state is not None:
+            self.model.history.history, self.model.history.epoch = (
+                dict(self._state["history"]),
+                list(self._state["epochs"]),
+            )
+            self._state = None
+
+
+def _plain_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    """The attributes that are plain values: counters, best values, lists of arrays."""
+    return {
+        name: value
+        for name, value in callback.__dict__.items()
+        if not name.startswith("_") and name not in _NOT_STATE and backup_file.is_storable(value)
+    }

@@ -1,0 +1,153 @@
+"""The names of the models, and how a name, or package.module:function, becomes a built Keras model.
+
+A new model is a function in a file of this folder, `builder(*, x_spec, num_outputs, **options) -> keras.Model`, and one
+line in model_names.py. It is imported when it is asked for. A model returns logits in float32 and is made of layers and
+operations that Keras ships, so that its .keras file loads without tfdist.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import keras_layers
+from tfdist.config import ModelConfig, parse_args
+from tfdist.control.exit_codes import ConfigError
+from tfdist.models.model_names import MODELS
+from tfdist.plugins import own_code, resolve
+
+
+def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> keras.Model:
+    """The model of `--model` with `--model_args`, for samples of `x_spec` (no batch dim).
+
+    `num_outputs` is the number of classes or the size of the vocabulary, None where the source knows none;
+    --model_args=num_outputs=N goes before it. Call it in the scope of the strategy, under the precision policy of the
+    run and after the seed is set: builders draw the initial weights from Keras' seed alone.
+
+    A function of the user's own gets those of x_spec, input_shape (the shape of x_spec as a tuple), num_outputs and
+    the options of --model_args that its signature names. A model of KerasHub, for example, is
+    `--model=my_models:gpt2 --model_args=preset=gpt2_base_en` with, in my_models.py:
+
+        def gpt2(preset):
+            backbone = keras_hub.models.GPT2Backbone.from_preset(preset)
+            tokens = keras.Input((None,), dtype="int32")
+            hidden = backbone({"token_ids": tokens, "padding_mask": keras.ops.ones_like(tokens)})
+            logits = backbone.token_embedding(hidden, reverse=True)
+            return keras.Model(tokens, keras.layers.Activation("linear", dtype="float32")(logits))
+
+    Raises ConfigError for an unknown model or option, one that does not fit the data, or half-precision outputs.
+    """
+    builder = resolve("model", config.model, MODELS)
+    own = config.model not in MODELS
+    input_shape = tuple(x_spec.shape) if isinstance(x_spec, tf.TensorSpec) else None
+    arguments = _arguments(config, builder, {"x_spec": x_spec, "input_shape": input_shape, "num_outputs": num_outputs})
+    if own:
+        try:
+            with own_code("model", config.model):
+                model = builder(**arguments)
+        except ConfigError as error:
+            if num_outputs is None and "num_outputs" in arguments and arguments["num_outputs"] is None:
+                raise ConfigError(
+                    f"{error} (It was given num_outputs=None, because --source does not tell the number of classes: add"
+                    " it to the model's options, for example --model_args=num_outputs=10.)"
+                ) from error
+            raise
+    else:
+        if not isinstance(x_spec, tf.TensorSpec):
+            raise ConfigError(
+                f"--model={config.model} takes one tensor, but a sample's x is {x_spec}: use a model of your own,"
+                " --model=package.module:function."
+            )
+        try:
+            model = builder(**arguments)
+        except ConfigError:
+            raise
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # what Keras says of, for example, layers=two or an image that is too small
+            raise ConfigError(
+                f"--model={config.model} with --model_args={config.model_args!r} cannot be built for x of shape"
+                f" {tuple(x_spec.shape)}: {error}"
+            ) from error
+    if not isinstance(model, keras.Model):
+        raise ConfigError(
+            f"--model={config.model} returned {type(model).__name__}: it must return a keras.Model of Keras 3."
+        )
+    if not model.built:
+        raise ConfigError(
+            f"--model={config.model} returned a model without variables: call its build(input_shape), or begin it with"
+            " keras.Input."
+        )
+    _check_not_half(config.model, model, x_spec)
+    synchronize_batchnorm(model, config.sync_batchnorm)
+    return model
+
+
+def synchronize_batchnorm(model: keras.Model, synchronized: bool = True) -> None:
+    """Makes every BatchNormalization of the model, at any depth, take its statistics over all replicas, or over its
+    own.
+
+    Works on a built model: Keras 3.15 reads the attribute when the layer is called, so before the step is traced.
+    """
+    for layer in keras_layers.all_layers(model):
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = synchronized
+
+
+def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) -> dict[str, Any]:
+    """What to call the builder with: those of `given` that it accepts, and the options of --model_args."""
+    options = parse_args("model_args", config.model_args)
+    kinds = inspect.Parameter
+    parameters = {
+        name: parameter
+        for name, parameter in inspect.signature(builder).parameters.items()
+        if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY, kinds.VAR_KEYWORD)
+    }
+    open_ended = any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values())
+    named = [
+        name for name, parameter in parameters.items() if name not in given and parameter.kind is not kinds.VAR_KEYWORD
+    ]
+    for name in options:
+        override = name == "num_outputs" and name in parameters
+        if not override and (name in given or (name not in named and not open_ended)):
+            raise ConfigError(
+                f"--model_args={config.model_args}: --model={config.model} has no option {name!r}; it accepts"
+                f" {', '.join(named) or 'none'}."
+            )
+    missing = [name for name in named if parameters[name].default is kinds.empty and name not in options]
+    if missing:
+        raise ConfigError(
+            f"--model={config.model} needs {', '.join(missing)}: give for example --model_args={missing[0]}=VALUE."
+        )
+    # What the source does not know leaves a default of the builder's own in place.
+    unknown = {
+        name
+        for name, value in given.items()
+        if value is None and name in parameters and parameters[name].default is not kinds.empty
+    }
+    return {
+        name: value
+        for name, value in given.items()
+        if (name in parameters or (open_ended and name != "input_shape")) and name not in unknown
+    } | options
+
+
+def _check_not_half(name: str, model: keras.Model, x_spec: Any) -> None:
+    """Under float16 or bfloat16 the last layer of a model must be float32, because the loss takes exponentials."""
+    try:
+        output = model.output  # functional and Sequential models know it
+    except (AttributeError, ValueError):
+        symbols = tf.nest.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape), spec.dtype.name), x_spec)
+        with own_code("model", name):
+            output = model.compute_output_spec(symbols)
+    halves = {keras.backend.standardize_dtype(tensor.dtype) for tensor in keras.tree.flatten(output)} & {
+        "float16",
+        "bfloat16",
+    }
+    if halves:
+        raise ConfigError(f'--model={name} returns {", ".join(sorted(halves))}: give its last layer dtype="float32".')

@@ -1,0 +1,1 @@
+"""A run from start to end: session, recovery, elastic groups, health, results."""

@@ -1,0 +1,80 @@
+"""When a loss was not finite, or a label fitted no output: which samples may be the cause. Looked for when it has done
+harm (data/flaws.py), on what the last call of the training function, or the evaluation, has read."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import tensorflow as tf
+
+from tfdist.build import Job
+from tfdist.control.exit_codes import DataError, DivergedError
+from tfdist.data import flaws
+from tfdist.run.recovery import Recovery
+from tfdist.runtime.errors import bad_label
+from tfdist.telemetry.events import Event
+
+
+class Diagnosis:
+    """Follows where training is. `warn`: tells the user a sentence; it is used once, and on the chief alone."""
+
+    def __init__(self, job: Job, recovery: Recovery, first_step: int, warn: Callable[[str], None]):
+        self.job, self.recovery, self._warn, self._warned = job, recovery, warn, False
+        self.called_at = self._logged_at = first_step  # steps
+
+    @contextlib.contextmanager
+    def naming(self, evaluated: bool = False) -> Iterator[None]:
+        """Errors that samples may be the cause of name these samples."""
+        try:
+            yield
+        except DivergedError as error:
+            found = self.flaws(evaluated)
+            if not found:
+                raise
+            raise DivergedError(f"{error} {found}") from error
+        except tf.errors.InvalidArgumentError as error:
+            label = bad_label(error)
+            if not label:
+                raise
+            raise DataError(f"{label.sentence} {self.flaws(evaluated, label.classes)}".strip()) from error
+
+    def flaws(self, evaluated: bool = False, classes: int | None = None, first: int | None = None) -> str:
+        """Sentences about the samples since step `first` (None: of the last call), or those that are evaluated on; or
+        "".
+        """
+        config, job = self.job.config, self.job
+        if evaluated:
+            return flaws.find_evaluated(job.eval_split, limit=config.data.eval_samples, classes=classes)
+        first = self.called_at if first is None else first
+        steps = max(
+            1, int(job.step.counter.numpy()) - first + (classes is not None)
+        )  # the counter stands before a step that failed
+        return flaws.find_trained(
+            job.train_split,
+            job.plan,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            cut=self.recovery.stream_cut,
+            first=self.recovery.position(first),
+            count=steps * job.plan.global_batch,
+            classes=classes,
+        )
+
+    def evaluated(self, means: Mapping[str, float]) -> None:
+        """An evaluation has come to this."""
+        if not math.isfinite(means["loss"]):
+            self._tell("the loss of the evaluation is not finite", lambda: self.flaws(evaluated=True))
+
+    def observed(self, event: Event) -> None:
+        """A train event has been told."""
+        if event.values.get("train/skipped_steps") and self.job.config.loop.on_nan == "skip":
+            self._tell("updates were skipped", lambda: self.flaws(first=self._logged_at))
+        self._logged_at = event.step
+
+    def _tell(self, what: str, find: Callable[[], str]) -> None:
+        if self.job.runtime.rank == 0 and not self._warned:
+            self._warned = True
+            if found := find():
+                self._warn(f"{what}: {found}")

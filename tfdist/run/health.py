@@ -1,0 +1,183 @@
+"""What keeps watch over one worker: watchdog, beacons, signals, faults on purpose; and who is to blame when a run ends.
+
+Everything here works whatever the runtime is, and goes on working when TensorFlow's own connections hang.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tfdist.config import ClusterConfig, Config
+from tfdist.control import faults
+from tfdist.control.beacons import ENDPOINT_BYTES, Beacons
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import RESTARTABLE, ExitCode, PeerLostError, TfdistError
+from tfdist.control.signals import SignalRequests
+from tfdist.control.watchdog import Watchdog, all_stacks
+from tfdist.runtime import preemption
+from tfdist.runtime.base import Runtime
+from tfdist.runtime.errors import explain
+
+_START_UPS = 4  # start-up as a whole (runtime, data, model, restore) may take this many times --startup_timeout
+BETWEEN_STEPS = "between steps"
+_WORDS_SECONDS = 1.0  # how long a worker that lost a peer waits to hear why that one ended
+_VERDICT_SECONDS = 5.0  # how long a worker stays, after an error that all may share, for those that have yet to see it
+
+
+class HealthMonitor:
+    """Watches this worker from its start to its end."""
+
+    def __init__(self, config: Config, cluster: Cluster, requests: SignalRequests | None = None):
+        self.cluster, self.options = cluster, config.cluster
+        self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
+        self.faults = faults.Faults.parse(
+            os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), Path(config.run.run_dir)
+        )
+        self.beacons: Beacons | None = None
+        self._requests = requests  # of a process that may have been in another group before
+
+    def signals(self) -> SignalRequests:
+        """The requests of this process, from now on if nobody has asked for them before.
+
+        The grace period is counted from the first SIGTERM.
+        """
+        margin = min(2.0, self.options.grace_period / 4)  # to say that it was not enough
+        requests = self._requests or take_signals(self.options)
+        requests.on_stop = lambda: self.watchdog.stop_within(self.options.grace_period - margin)
+        if requests.stop:
+            requests.on_stop()
+        return requests
+
+    def connect(self, runtime: Runtime) -> None:
+        """From now on this worker hears of the others, and they of it. A collective."""
+
+        def exchange(endpoint: str) -> list[str]:
+            rows = runtime.all_gather(np.frombuffer(endpoint.encode().ljust(ENDPOINT_BYTES), np.uint8))
+            return [row.tobytes().decode().strip() for row in rows]
+
+        if self.cluster.peers:
+            self.beacons = Beacons(self.cluster, self.watchdog, exchange, runtime.waiting_for)
+
+    def failed(self, error: BaseException) -> BaseException:
+        """What to end with after `error`: its cause as a sentence, as far as it can be found out. Tells the others."""
+        sentence = explain(error, self.cluster)
+        found: BaseException = error if sentence is None else sentence
+        lost, told = isinstance(found, PeerLostError), time.time()
+        if self.beacons is None:
+            return found
+        self.beacons.tell(
+            (
+                f"{type(found).__name__}: {found}"
+                if sentence is None and not isinstance(found, TfdistError)
+                else str(found)
+            ),
+            secondary=lost,
+        )
+        if lost:
+            words = self.beacons.first_error(_WORDS_SECONDS)
+            if words and not words.secondary:
+                return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
+            more = (
+                f" Before, {self.cluster.name(words.rank)} said: {words.error.partition(' Look at')[0]}"
+                if words and words.error_time < told
+                else ""
+            )
+            if silent := self.beacons.silent():
+                more += f" Silent: {'; '.join(map(self.beacons.describe, silent))}."
+            found = PeerLostError(f"{found}{more}")
+        elif isinstance(found, TfdistError) and found.exit_code not in RESTARTABLE:
+            # Most such errors are verdicts on what a collective brought (flags that differ, weights that do): who
+            # leaves at once takes it from those that are still receiving, and they would end as if they had lost a
+            # peer.
+            self.beacons.wait_for_errors(_VERDICT_SECONDS)
+        return found
+
+    def close(self) -> None:
+        """Ends the watch; the run has ended well, or the process goes on."""
+        self.watchdog.close()
+        if self.beacons:
+            self.beacons.close()
+
+    def _expired(self, section: str, seconds: float) -> None:
+        """In the watchdog's thread: names what is stuck, in this worker's log and to the others, and ends the
+        process.
+        """
+        ranks = self.beacons.culprits() if self.beacons else None
+        if section == "stopping":
+            sentence = (
+                f"Not saved within --grace_period={self.options.grace_period:g} s of SIGTERM: the run goes on from the"
+                " snapshot before. Raise the platform's limit and the flag, or make calls shorter with"
+                " --steps_per_loop."
+            )
+        else:
+            sentence = (
+                f'Section "{section}" took {seconds:.0f} s, more than {_FLAG.get(section, _FLAG["start-up"])} allows:'
+                f" {self._blame(ranks)}"
+            )
+        if ranks in ([], None) or self.cluster.rank in ranks:  # the others only wait; what they would show misleads
+            print(f"tfdist: this worker's Python stacks:\n{all_stacks()}", file=sys.stderr)
+        print(
+            f"tfdist: error: {sentence} (exit code {ExitCode.HANG.value}, {ExitCode.HANG.name})",
+            file=sys.stderr,
+            flush=True,
+        )
+        if self.beacons:
+            self.beacons.tell(sentence)
+            time.sleep(
+                self.beacons.interval
+            )  # so that the others, whose time is up as well, still see where this one is
+        os._exit(ExitCode.HANG)
+
+    def _blame(self, ranks: list[int] | None) -> str:
+        if ranks is None:
+            return "the stack is above."
+        if not ranks:
+            return "no worker is behind the others; compare the stacks in their logs."
+        return f"the others wait for {'; '.join(map(self.beacons.describe, ranks))}."
+
+
+def take_signals(options: ClusterConfig) -> SignalRequests:
+    """Takes over SIGTERM and SIGUSR1, and listens to the platform. Once per process, in its main thread."""
+    requests = SignalRequests().install()
+
+    def on_notice() -> None:
+        print(
+            f"tfdist: --preemption_notice={options.preemption_notice}: this machine is about to be taken away; saving,"
+            f" then ending with exit code {ExitCode.PREEMPTED.value}.",
+            file=sys.stderr,
+            flush=True,
+        )
+        requests.stop = True
+
+    preemption.watch(options.preemption_notice, on_notice)
+    return requests
+
+
+# Which flag limits a section.
+_FLAG = {
+    "first step": "--first_step_timeout",
+    "step": "--step_timeout",
+    "evaluation": "--eval_timeout",
+    "save": "--save_timeout",
+    "restore": "--save_timeout",
+    BETWEEN_STEPS: "--step_timeout",
+    "start-up": f"{_START_UPS} x --startup_timeout",
+}
+
+
+def section_limits(options: ClusterConfig) -> dict[str, float]:
+    """Section of a run -> the seconds that it may take; 0: no limit."""
+    return {
+        "start-up": _START_UPS * options.startup_timeout,
+        "restore": options.save_timeout,
+        "first step": options.first_step_timeout,
+        "step": options.step_timeout,
+        BETWEEN_STEPS: options.step_timeout,
+        "evaluation": options.eval_timeout,
+        "save": options.save_timeout,
+    }

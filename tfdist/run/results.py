@@ -1,0 +1,85 @@
+"""What a finished run leaves behind: exports, the plot of its curves, the summary. Written by the chief alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.artifacts import state
+from tfdist.artifacts.export import export_model
+from tfdist.build import Job
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.models.build_model import build_model
+from tfdist.telemetry import plot, summary
+from tfdist.telemetry.events import Event, Observer
+
+
+def leave_results(
+    job: Job, weights: Mapping[str, np.ndarray], folder: Path, observer: Observer, step: int, values: Mapping[str, Any]
+) -> None:
+    """Exports, curves.png, summary.json and the table on the console. Raises CheckpointError if the export fails: the
+    rest can be made again from the logs, so it only warns.
+
+    weights: key -> array of each of the model's variables. values: what the run knows of itself, for the summary.
+    """
+    config, info = job.config, source_info(job)
+    formats = tuple(form for form in config.export.export.split(",") if form != "none")
+    if formats:
+        try:
+            export_model(_plain_model(job, weights), folder / "export", formats)
+        except OSError as error:
+            raise CheckpointError(
+                f"The model could not be exported to {folder / 'export'} ({error}): free or repair it, then start"
+                " again; the training itself is saved."
+            ) from None
+    log, curves = folder / "logs" / "rank-0.jsonl", folder / "curves.png"
+    if config.telemetry.plot:
+        entropy = info.get("data/eval_unigram_entropy_nats")
+        problem = plot.draw_curves(log, curves, {"byte-unigram entropy": entropy} if entropy else None)
+        if problem:
+            observer(Event("warning", step, {"message": problem}))
+    table = {
+        "run_dir": str(folder),
+        "parameters": job.model.count_params(),
+        "global_batch": job.plan.global_batch,
+        **values,
+        **info,
+        "log": str(log),
+        "tensorboard": (
+            f"tensorboard --logdir={folder / 'tensorboard'}"
+            if "tensorboard" in config.telemetry.trackers.split(",")
+            else ""
+        ),
+        "checkpoints": str(folder / "checkpoints"),
+        "export": str(folder / "export") if formats else "",
+        "curves": str(curves) if config.telemetry.plot and curves.exists() else "",
+    }
+    try:
+        summary.write_summary(folder / "summary.json", table)
+    except OSError as error:
+        observer(Event("warning", step, {"message": f"The summary could not be written ({error})."}))
+    summary.print_summary(table)
+
+
+def source_info(job: Job) -> dict[str, Any]:
+    """What the sources tell about themselves (sizes, entropies, ...), as event values."""
+    values: dict[str, Any] = {"data/train_samples": job.train_split.size}
+    if job.eval_split:
+        values["data/eval_samples"] = job.eval_split.size
+        values |= {
+            f"data/{name}": value for name, value in job.eval_split.info.items() if isinstance(value, (int, float, str))
+        }
+    return values
+
+
+def _plain_model(job: Job, weights: Mapping[str, np.ndarray]) -> keras.Model:
+    """A copy of the model outside of any strategy, whole, with these weights."""
+    keras.utils.set_random_seed(job.config.run.seed)
+    copy = build_model(job.config.model, job.train_split.element_spec[0], job.train_split.num_classes)
+    for key, variable in state.model_variables(copy).items():
+        variable.assign(weights[key])
+    return copy

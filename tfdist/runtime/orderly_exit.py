@@ -1,0 +1,45 @@
+"""The end of a run whose workers TensorFlow connects: nobody leaves while another still needs it.
+
+A worker that has received the last piece of the last collective may be gone before another has: that one would lose its
+peer, or find the chief's coordination service gone, although all the work is done. So first everyone says, through that
+service, that it has received all, and then waits for nothing but that all others have said so. Then all end but the
+chief, in whose process the service is; the chief ends when nobody answers at their addresses any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from tfdist.control.cluster import Cluster
+from tfdist.control.preflight import answers
+
+_LAST_WORDS_SECONDS = 120.0  # until all others are done as well: what trackers upload at the end is within it
+_GONE_SECONDS = 10.0  # that the chief gives the others' processes to end
+_LOOK_SECONDS = 0.02
+_AT_ONCE = 32
+
+
+def say_goodbye(cluster: Cluster, strategy: tf.distribute.Strategy) -> None:
+    """Call when no collective is to come, and end the process soon. Raises nothing: the work is done, come what may."""
+    stop_looking = getattr(strategy.extended, "_check_health_thread_should_stop", None)
+    if stop_looking:  # TensorFlow's thread would report those who have left as lost
+        stop_looking.set()
+    with contextlib.suppress(tf.errors.OpError):
+        context.context().wait_at_barrier("tfdist/farewell", int(_LAST_WORDS_SECONDS * 1000))
+    if cluster.rank == 0:
+        _wait_until_gone([address for rank, address in enumerate(cluster.peers) if rank])
+
+
+def _wait_until_gone(addresses: list[str]) -> None:
+    deadline = time.monotonic() + _GONE_SECONDS
+    with ThreadPoolExecutor(_AT_ONCE, "tfdist-farewell") as probes:
+        while addresses and time.monotonic() < deadline:
+            found = list(probes.map(answers, addresses))
+            addresses = [address for address, there in zip(addresses, found, strict=True) if there]
+            if addresses:
+                time.sleep(_LOOK_SECONDS)

@@ -1,0 +1,73 @@
+"""Do all replicas hold the same weights? Data parallelism rests on it, and nothing else would tell: a worker that
+missed one reduction goes on training, with losses that look right."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.control.exit_codes import DivergedError
+from tfdist.runtime.base import Runtime
+from tfdist.runtime.host import host_view
+
+_ABSENT = -1
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this worker holds of one variable of a floating type.
+
+    `piece`: who holds the same piece must hold the same bits.
+    """
+
+    name: str
+    variable: tf.Variable | None  # None: nothing
+    piece: int = 0
+
+
+def check_weights(runtime: Runtime, held: Sequence[Held], when: str) -> None:
+    """Compares a CRC-32 of every weight and moving statistic over all workers, and over the replicas of each. All must
+    call it.
+
+    Moving statistics that are not synchronised differ by nature: make them the same before. Seed generators, which
+    differ by intention, are left out (they are not of a floating type).
+
+    Args:
+      held: the same variables in the same order on all workers.
+      when: for the sentence, for example "at step 300".
+    Raises: DivergedError on all workers, which names who differs from the first that holds the same, and the first
+    variable.
+    """
+    own = np.full((runtime.local_replicas, len(held), 2), _ABSENT, np.int64)
+    for place, each in enumerate(held):
+        for replica, copy in enumerate(runtime.local(each.variable) if each.variable is not None else ()):
+            own[replica, place] = (
+                each.piece,
+                zlib.crc32(np.ascontiguousarray(host_view(copy)).reshape(-1).view(np.uint8)),
+            )
+    found = runtime.all_gather(own).reshape(-1, len(held), 2)  # of every replica or, on a mesh, rank
+    different: dict[int, set[int]] = {}  # place of a variable -> who differs
+    for place in range(len(held)):
+        first: dict[int, int] = {}
+        for who, (piece, digest) in enumerate(found[:, place].tolist()):
+            if piece != _ABSENT and first.setdefault(piece, digest) != digest:
+                different.setdefault(place, set()).add(who)
+    if different:
+        kind = "rank" if runtime.local_replicas == 1 else "replica"
+        raise DivergedError(
+            f"The weights of {kind} {', '.join(map(str, sorted(set.union(*different.values()))))} differ from"
+            f" {_reference(runtime, found[:, min(different), 0])} {when} ({len(different)} of {len(held)} variables,"
+            f" the first is {held[min(different)].name}): model and gradients must be the same on all workers, and so"
+            " must what layers keep of their batch; look for code that runs on some of them only, then go on from the"
+            " last snapshot."
+        )
+
+
+def _reference(runtime: Runtime, pieces: np.ndarray) -> str:
+    if runtime.local_replicas > 1:
+        return "those of the first"
+    return "the chief's" if (pieces == pieces[0]).all() else "those of the first rank that holds the same"

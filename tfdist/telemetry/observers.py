@@ -1,0 +1,34 @@
+"""Which observers a worker has. A new tracker is a file of its own and a line in trackers.py."""
+
+from __future__ import annotations
+
+from tfdist.config import TelemetryConfig, parse_profile_steps, parse_ranks
+from tfdist.telemetry import profiler
+from tfdist.telemetry.console import make_console
+from tfdist.telemetry.events import FanOut, Observer
+from tfdist.telemetry.jsonl import JsonlObserver
+from tfdist.telemetry.opentelemetry import Spans
+from tfdist.telemetry.prometheus import PrometheusEndpoint
+from tfdist.telemetry.trackers import Run, make_trackers
+
+
+def build_observers(config: TelemetryConfig, run: Run, *, total_steps: int, steps_per_epoch: float | None) -> FanOut:
+    """Every rank writes JSONL and may have an endpoint, spans and traces; the chief also shows progress and has the
+    trackers.
+    """
+    # Trackers first: they read what earlier attempts left in the log.
+    trackers = make_trackers(config.trackers, run) if run.rank == 0 else []
+    observers: list[Observer | None] = [
+        JsonlObserver(run.log, run_id=run.run_id, attempt=run.attempt, rank=run.rank),
+        make_console(config.progress, total_steps, steps_per_epoch) if run.rank == 0 else None,
+        *trackers,
+        PrometheusEndpoint(config.prometheus_port, run) if config.prometheus_port else None,
+        Spans(run) if config.opentelemetry else None,
+    ]
+    fan_out = FanOut([observer for observer in observers if observer])
+    ranks = parse_ranks(config.profile_ranks)
+    if ranks is None or run.rank in ranks:
+        fan_out.observers.append(profiler.Profiler(parse_profile_steps(config.profile_steps), run, fan_out))
+    else:
+        profiler.ignore_signal()
+    return fan_out

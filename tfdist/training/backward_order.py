@@ -1,0 +1,94 @@
+"""The order in which a backward pass computes.
+
+From the gradient dY of a layer's output come the gradient of its weights, dW, which nothing waits for, and that of its
+input, dX, for which all layers before wait. TensorFlow takes both as ready and leaves to its executor which comes
+first: with a single thread that is dX, each time, so that every dW is computed at the very end. By then all activations
+and all dY are still in memory, and none of the gradients could travel while the pass went on. So what else uses dY is
+made to wait for dW.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+_VIEWS = (
+    "Cast",
+    "Reshape",
+    "Transpose",
+    "Identity",
+    "Squeeze",
+    "ExpandDims",
+    "Slice",
+    "StridedSlice",
+    "Split",
+    "SplitV",
+)
+
+
+def weights_first(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Tensor) -> None:
+    """Within a graph: each of `gradients` is computed as soon as it can be.
+
+    `start`: what the backward pass began with.
+    """
+    ends = _ends(gradients, start.op)
+    # Operations are numbered as they are made, so that all they hang on has lower numbers. An end could be at once
+    # after the newest tensor that it hangs on; edges that lead from there to higher numbers cannot close a circle.
+    place: dict[int, int] = {}
+    for number, end in sorted(ends.items()):
+        before = [source._id for source in (*(tensor.op for tensor in end.inputs), *end.control_inputs)]
+        place[number] = max((place.get(each, each) for each in before), default=0)
+        for upstream in end.inputs:
+            if start.op._id < upstream.op._id == place[number] and upstream.op._id not in ends:
+                for user in upstream.consumers():
+                    if user._id not in ends:
+                        user._add_control_input(end)
+
+
+def _ends(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Operation) -> dict[int, tf.Operation]:
+    """The operations after `start` that lead to one gradient, or to several that travel as one, and to nothing else; by
+    number.
+    """
+    last = [
+        gradient.op for gradient in (each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients)
+    ]
+    leads_to = {operation._id: _seen(operation)._id for operation in last}
+    waiting = {operation._id: operation for operation in last}
+    order = [-number for number in waiting]
+    heapq.heapify(order)
+    ends: dict[int, tf.Operation] = {}
+    while order:  # from the newest: who uses an operation's results is newer than it
+        operation = waiting[-heapq.heappop(order)]
+        users = [user._id for output in operation.outputs for user in output.consumers()]
+        found = {leads_to[user] if user in ends else None for user in users} | (
+            {leads_to[operation._id]} if operation._id in leads_to else set()
+        )
+        if operation._id > start._id and len(found) == 1 and None not in found:
+            ends[operation._id], leads_to[operation._id] = operation, found.pop()
+            for source in (tensor.op for tensor in operation.inputs):
+                if source._id not in waiting:
+                    waiting[source._id] = source
+                    heapq.heappush(order, -source._id)
+    return ends
+
+
+def _seen(operation: tf.Operation) -> tf.Operation:
+    """What it is a view of."""
+    while operation.type in _VIEWS and len(operation.inputs):
+        operation = operation.inputs[-1 if operation.type == "Split" else 0].op
+    return operation
+
+
+def age(gradient: tf.Tensor) -> int:
+    """Orders gradients as the backward pass makes them."""
+    return gradient.op._id
+
+
+def made_after(gradient: tf.Tensor, tensor: tf.Tensor, newest: int) -> None:
+    """Within a graph: a gradient is not computed before `tensor` is there, which hangs on gradients up to an age of
+    `newest`; unless all that it is made of was there before these were."""
+    made = _seen(gradient.op)
+    if made.graph is tensor.graph and max((_seen(source.op)._id for source in made.inputs), default=0) > newest:
+        made._add_control_input(tensor.op)

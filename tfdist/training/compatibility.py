@@ -1,0 +1,120 @@
+"""Do model, objective and data fit each other? What can be said of it before the first step, in sentences.
+
+A wrong number of outputs, or a label that no output stands for, would end a run with an error from inside TensorFlow,
+on a GPU with NaN, perhaps only after hours. Softmax outputs where logits are expected, and a batch larger than the
+data, do not end
+it: these are warnings.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import ModelConfig
+from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.sources.split import Split
+
+_VIEWS = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims")
+
+
+def check(
+    config: ModelConfig, model: keras.Model, train: Split, held_out: Split | None, global_batch: int
+) -> list[str]:
+    """Returns warnings. Raises ConfigError or DataError for what cannot go well; nothing is said of a user's own
+    objective.
+
+    model: as it was built, before layers of it are spread over workers.
+    """
+    warnings = []
+    if train.size is not None and global_batch > train.size:
+        warnings.append(
+            f"--global_batch={global_batch} is more than the {train.size:,} samples of {train.name}: each batch holds"
+            f" samples several times; lower it to at most {train.size}."
+        )
+    y, outputs = train.element_spec[1], output_shape(model, train.element_spec[0])
+    if ":" in config.objective or outputs is None or not isinstance(y, tf.TensorSpec):
+        return warnings
+    if config.objective == "regression" or (config.objective == "auto" and not y.dtype.is_integer):
+        _check_regression(config, train, outputs)
+        return warnings
+    _check_classes(config, train, outputs)
+    for split in filter(None, (train, held_out)):
+        _check_labels(config, split, outputs[-1])
+    if _ends_in_softmax(model, train.element_spec[0]):
+        warnings.append(
+            f"--model={config.model} ends in a softmax, but the loss takes logits and makes a softmax of its own:"
+            " training would be slow and the loss wrong; drop the activation of the last layer."
+        )
+    return warnings
+
+
+def output_shape(model: keras.Model, x_spec: Any) -> tuple[int | None, ...] | None:
+    """Of the outputs of one sample; None if they are several tensors, or not known without data."""
+    try:
+        outputs = model.outputs if isinstance(model, keras.Sequential) else keras.tree.flatten(model.output)
+    except (AttributeError, ValueError):
+        symbols = tf.nest.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape), spec.dtype.name), x_spec)
+        outputs = keras.tree.flatten(model.compute_output_spec(symbols))
+    return tuple(outputs[0].shape[1:]) if len(outputs) == 1 else None
+
+
+def _check_regression(config: ModelConfig, split: Split, outputs: tuple) -> None:
+    y = tuple(split.element_spec[1].shape)
+    if None not in outputs and math.prod(outputs) != math.prod(y):
+        wanted = (
+            f"--model_args=num_outputs={math.prod(y)}"
+            if math.prod(outputs[:-1]) == 1
+            else "a model whose outputs have the shape of y"
+        )
+        raise ConfigError(
+            f"--model={config.model} returns {list(outputs)} for a sample, but y of {split.name} is"
+            f" {split.element_spec[1].dtype.name} {list(y)}, which is regressed on value by value: use {wanted}; for"
+            " classes make y a whole number."
+        )
+
+
+def _check_classes(config: ModelConfig, split: Split, outputs: tuple) -> None:
+    y = tuple(split.element_spec[1].shape)
+    if len(outputs) != len(y) + 1 or any(a not in (None, b) for a, b in zip(outputs, y, strict=False)):
+        raise ConfigError(
+            f"--model={config.model} returns {list(outputs)} for a sample, but y of {split.name} is"
+            f" {split.element_spec[1].dtype.name} {list(y)}: classification takes one number of a class, from 0 on, for"
+            f" each {list(outputs[:-1])} of the outputs (not one-hot vectors); otherwise give --objective."
+        )
+    if split.num_classes and outputs[-1] is not None and outputs[-1] < split.num_classes:
+        raise ConfigError(
+            f"--model={config.model} has {outputs[-1]} outputs, but {split.name} has {split.num_classes} classes, 0 to"
+            f" {split.num_classes - 1}: give its last layer {split.num_classes} outputs (num_outputs in its signature"
+            " is that number)."
+        )
+
+
+def _check_labels(config: ModelConfig, split: Split, classes: int | None) -> None:
+    """All labels, where they are in memory; others are looked at when one of them has failed (data/flaws.py)."""
+    labels = None if split.labels is None else split.labels()
+    if labels is None or not labels.size:
+        return
+    low, high = int(labels.min()), int(labels.max())
+    if low >= 0 and (classes is None or high < classes):
+        return
+    wrong = np.argwhere((labels < 0) | (labels >= (classes if classes is not None else high + 1)))
+    raise DataError(
+        f"Sample {wrong[0][0]} of {split.name} has the label {labels[tuple(wrong[0])]}, but --model={config.model} has"
+        f" outputs for the classes 0 to {classes - 1} (labels that are none of these: {len(wrong):,}): mend them, raise"
+        " num_outputs in --model_args, or leave samples and tokens out by a weight of 0 (and any valid label)."
+    )
+
+
+def _ends_in_softmax(model: keras.Model, x_spec: Any) -> bool:
+    """Whether the last operation that computes something is a softmax."""
+    symbols = tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), x_spec)
+    traced = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(symbols)
+    operation = traced.outputs[0].op
+    while operation.type in _VIEWS:
+        operation = operation.inputs[0].op
+    return operation.type == "Softmax"

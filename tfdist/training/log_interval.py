@@ -1,0 +1,183 @@
+"""What happened since the last log line, as events: "train", and where the time went: "phases", "verdict",
+stragglers.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from tfdist.control.exit_codes import DivergedError
+from tfdist.telemetry import phases
+from tfdist.telemetry.events import Event
+from tfdist.telemetry.phases import PhaseMeter
+from tfdist.telemetry.rates import Rates
+from tfdist.telemetry.stragglers import Stragglers
+from tfdist.telemetry.timer import Clock
+from tfdist.telemetry.verdict import Verdicts
+from tfdist.training.model_rates import memory
+from tfdist.training.step_output import StepOutput
+
+_MOST_SKIPPED = 50  # steps in a row: the search for the loss scale of float16 takes up to 30
+
+
+class Interval:
+    """Adds up step outputs; `event` ends the interval and starts the next.
+
+    Raises DivergedError where steps are skipped only.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        global_batch: int,
+        position: Callable[[int], int],
+        rates: Rates | None = None,
+        watch: Watch | None = None,
+    ):
+        self.clock, self.global_batch, self.position, self.rates, self.watch = (
+            clock,
+            global_batch,
+            position,
+            rates or Rates(),
+            watch,
+        )
+        if watch:
+            watch.forget()
+        self._skipped_in_a_row = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.steps, self.weight, self.skipped = 0, 0.0, 0
+        self.sums: dict[str, float] = {}
+        self.compute_s: list[np.ndarray] = []
+        self.seconds, self.pauses = self.clock.seconds, dict(self.clock.pauses)
+
+    def add(self, out: StepOutput, n: int, last: bool = False) -> None:
+        """The output of a call of n steps. `last`: the run ends with it."""
+        self._skipped_in_a_row = self._skipped_in_a_row + n if out.skipped == n else 0
+        if self._skipped_in_a_row >= _MOST_SKIPPED or (last and self._skipped_in_a_row == out.step):
+            raise DivergedError(
+                f"Loss or gradients were NaN or infinite in each of the last {self._skipped_in_a_row} steps up to step"
+                f" {out.step}, so all of them were skipped and nothing was learned: look for NaN in the data, lower"
+                " --learning_rate, or set --clip_norm."
+            )
+        self.steps += n
+        self.weight += out.weight
+        self.skipped += out.skipped
+        for name, value in out.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        if out.step_s:  # of the call before
+            self.compute_s.append(out.compute_s)
+        if self.watch:
+            self.watch.add(out)
+        self.last = out
+
+    def compute_by_rank(self) -> list[float]:
+        """Seconds per step that each worker computed, means over the calls; [] if not known yet."""
+        return np.mean(self.compute_s, axis=0).tolist() if self.compute_s else []
+
+    def events(self, step: int, told: Mapping[str, float]) -> list[Event]:
+        """What there is to tell at a log line, the "train" event last. A collective if a call was sampled."""
+        watched = list(self.watch.events(step, self.compute_by_rank())) if self.watch else []
+        if self.skipped == self.steps:
+            watched.append(
+                Event(
+                    "warning",
+                    step,
+                    {
+                        "message": (
+                            f"All of the last {self.steps} steps were skipped, because loss or gradients were not"
+                            " finite: there is no loss to show."
+                        )
+                    },
+                )
+            )
+        return [*watched, self.event(step, told)]
+
+    def event(self, step: int, told: Mapping[str, float]) -> Event:
+        """`told`: further values."""
+        seconds = max(self.clock.seconds - self.seconds, 1e-9)
+        values = {
+            f"train/{name}": total / self.weight if self.weight else math.nan for name, total in self.sums.items()
+        }
+        values |= {
+            **told,
+            "train/gradient_norm": self.last.gradient_norm,
+            "train/loss_scale": self.last.loss_scale,
+            "train/skipped_steps": self.skipped,
+            "perf/steps_per_s": self.steps / seconds,
+            "perf/samples_per_s": self.steps * self.global_batch / seconds,
+            "data/consumed_samples": self.position(step),
+            **self.rates.values(self.steps * self.global_batch / seconds, self.position(step)),
+            **memory(),
+        }
+        values |= {
+            f"pause/{name}_s": seconds - self.pauses.get(name, 0.0)
+            for name, seconds in self.clock.pauses.items()
+            if seconds > self.pauses.get(name, 0.0)
+        }
+        seconds_by_rank = self.compute_by_rank()
+        if len(seconds_by_rank) > 1 and max(seconds_by_rank) > 0:
+            values |= {
+                "perf/compute_s": statistics.median(seconds_by_rank),
+                "perf/slowest_compute_s": max(seconds_by_rank),
+                "perf/slowest_rank": int(np.argmax(seconds_by_rank)),
+            }
+        self._reset()
+        return Event("train", step, values)
+
+
+class Watch:
+    """Follows where the time of the workers goes, over the log intervals of a run.
+
+    Args:
+      rank: of this worker.
+      gather: this worker's float64 array -> those of all workers, stacked; a collective.
+      split: whether forward and backward pass can be told apart.
+      straggler_factor: see stragglers.py.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        rank: int,
+        gather: Callable[[np.ndarray], np.ndarray],
+        split: bool = True,
+        straggler_factor: float = 0.0,
+    ):
+        self.rank, self.gather, self.split = rank, gather, split
+        self.meter, self.verdicts, self.stragglers = PhaseMeter(clock), Verdicts(), Stragglers(straggler_factor)
+        self._first: int | None = None  # the step from which the meter counts
+        self._skip = True
+
+    def forget(self) -> None:
+        """The next call does not count, nor what follows it: it traces, or comes after a rollback."""
+        self._first, self._skip = None, True
+
+    def add(self, out: StepOutput) -> None:
+        if self._skip or not out.call:
+            self._skip = False
+            return
+        if self._first is None:
+            self.meter.begin(out.call.wall_s)
+            self._first = out.step - out.call.steps
+        self.meter.add(out.call)
+
+    def events(self, step: int, compute_by_rank: Sequence[float]) -> Iterator[Event]:
+        """At a log line, on all workers: stragglers, and the phases if a call was sampled since they were told last."""
+        for sentence in self.stragglers.add(compute_by_rank):
+            yield Event("warning", step, {"message": sentence})
+        seconds = self.meter.seconds()
+        if seconds is None:
+            return
+        told, first, overlap_s = step - self._first, self._first, self.meter.overlap_s
+        self._first = step
+        self.meter.begin()  # what the telling takes is part of what comes
+        yield Event("phases", step, phases.values(seconds, overlap_s, self.split) | {"phase_steps": told})
+        sentence = self.verdicts.add(first, told, self.gather(seconds))
+        if sentence and self.rank == 0:
+            yield Event("verdict", step, {"message": sentence})

@@ -1,0 +1,216 @@
+"""python -m tfdist.training.model_cost FLAGS: what training a model takes, read from its graph; nothing is computed.
+
+The model is built without memory (in Keras' stateless scope a variable is a shape and an initialiser), one forward and
+backward pass is traced for two batch sizes, and the two graphs are compared. The result is printed as JSON, in the form
+that planner/shapes.py reads:
+
+  {"name", "parts": [{"name", "weights": [[path, shape]], "constants": elements that are not trained,
+    "flops": per sample, "saved": [bytes], "fixed": bytes, "output": bytes}]}
+
+flops: floating-point operations of the forward pass, products and convolutions only (a multiplication and an addition
+are two). saved: the tensors that the forward pass leaves for the backward pass, bytes per sample, one number for each
+tensor; fixed: the same, but whatever the batch (weights cast to the compute type, masks). output: bytes per sample that
+the part hands on, an upper bound. Sums per layer of the model, in its order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections import defaultdict
+from typing import Any
+
+# Views: they share their input's memory.
+_VIEWS = {"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "IdentityN"}
+# Of these only the shape matters; the compiler replaces them by constants.
+_SHAPES_ONLY = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike", "BroadcastGradientArgs"}
+_SIZES = (2, 4)  # samples in the two traces
+
+
+def trace(model: Any, objective: Any, specs: tuple, batch: int, precision: str) -> dict[str, dict[str, Any]]:
+    """{layer name: {"flops", "saved": {tensor name: bytes}, "output": bytes}} of one forward and backward pass.
+
+    model: a Keras model, which may be without memory. specs: (x, y) or (x, y, w) nests of one sample's TensorSpec.
+    """
+    import tensorflow as tf
+
+    graph = tf.Graph()
+    with graph.as_default():
+
+        def placeholder(spec: tf.TensorSpec) -> tf.Tensor:
+            return tf.compat.v1.placeholder(spec.dtype, (batch, *spec.shape))
+
+        values = [
+            [tf.compat.v1.placeholder(variable.dtype, variable.shape) for variable in group]
+            for group in (model.trainable_variables, model.non_trainable_variables)
+        ]
+        x, y = (tf.nest.map_structure(placeholder, spec) for spec in specs[:2])
+        w = placeholder(specs[2]) if len(specs) == 3 else tf.ones([batch])
+        inputs = set(graph.get_operations())
+        output, _ = model.stateless_call(*values, x, training=True)
+        in_model = set(graph.get_operations())
+        scores = objective(output, y, w)
+        loss = tf.reduce_sum(scores.losses * scores.weights)
+        forward = set(graph.get_operations())
+        needed = _ancestors(
+            [gradient.op for gradient in tf.nest.flatten(tf.gradients(loss, values[0])) if gradient is not None]
+        )
+    parts = {
+        name: {"flops": 0.0, "saved": {}, "output": 0} for name in [*(layer.name for layer in model.layers), "loss"]
+    }
+    _fill(parts, [op for op in graph.get_operations() if op in forward or op in needed], inputs, in_model, forward)
+    return parts
+
+
+def _fill(parts: dict[str, dict[str, Any]], operations: list, inputs: set, in_model: set, forward: set) -> None:
+    owner, name = {}, next(iter(parts))
+    for operation in operations:
+        if operation in forward:
+            # Between two layers stand plain operations: they count with the layer before them.
+            name = _layer_of(operation.name, parts) or name if operation in in_model else "loss"
+            owner[operation] = parts[name]
+            parts[name]["flops"] += _flops(operation)
+            if operation.outputs and operation not in inputs:
+                parts[name]["output"] = _bytes(operation.outputs[0])
+            continue
+        for tensor in operation.inputs if operation.type not in _SHAPES_ONLY else ():
+            root = _memory_of(tensor)
+            if root.op in forward and root.op not in inputs and root.op.type not in ("Const", *_SHAPES_ONLY):
+                owner[root.op]["saved"][root.name] = _bytes(root)
+
+
+def _ancestors(operations: list) -> set:
+    """These and all that they need: TensorFlow prunes the others, such as the gradients of constants."""
+    found = set()
+    while operations:
+        operation = operations.pop()
+        if operation not in found:
+            found.add(operation)
+            operations += [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+    return found
+
+
+def _layer_of(name: str, layers: dict[str, Any]) -> str | None:
+    """The layer whose scope an operation is in; TensorFlow numbers scopes that are entered again: dense_1 for dense."""
+    pieces = [re.sub(r"_\d+$", "", piece) for piece in name.split("/")] + name.split("/")
+    return next((piece for piece in pieces if piece in layers), None)
+
+
+def _memory_of(tensor: Any) -> Any:
+    while tensor.op.type in _VIEWS:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _bytes(tensor: Any) -> int:
+    return math.prod(tensor.shape.as_list()) * tensor.dtype.size if tensor.shape.is_fully_defined() else 0
+
+
+def _flops(operation: Any) -> float:
+    """2 x multiplications of a product or convolution of known shapes; 0 for everything else."""
+    if operation.type not in (
+        "MatMul",
+        "BatchMatMulV2",
+        "BatchMatMul",
+        "Conv2D",
+        "DepthwiseConv2dNative",
+        "Conv1D",
+        "Conv3D",
+        "Einsum",
+    ):
+        return 0.0
+    shapes = [tensor.shape.as_list() for tensor in (*operation.inputs, *operation.outputs)]
+    if any(size is None for shape in shapes for size in shape):
+        return 0.0
+    result = math.prod(shapes[-1])
+    if operation.type == "MatMul":
+        return 2.0 * result * shapes[0][0 if operation.get_attr("transpose_a") else 1]
+    if operation.type.startswith("BatchMatMul"):
+        return 2.0 * result * shapes[0][-2 if operation.get_attr("adj_x") else -1]
+    if operation.type == "Einsum":
+        terms, out = operation.get_attr("equation").decode().split("->")
+        sizes = {
+            letter: size
+            for term, shape in zip(terms.split(","), shapes, strict=False)
+            for letter, size in zip(term, shape, strict=False)
+        }
+        return 2.0 * result * math.prod(size for letter, size in sizes.items() if letter not in out)
+    kernel = shapes[1]
+    return 2.0 * result * (math.prod(kernel[:2]) if operation.type.startswith("Depthwise") else math.prod(kernel[:-1]))
+
+
+def forward_flops(model: Any, x_spec: Any) -> float:
+    """Floating-point operations of the forward pass of one sample: products and convolutions.
+
+    Traces it once, runs nothing.
+    """
+    import tensorflow as tf
+
+    spec = tf.nest.map_structure(lambda each: tf.TensorSpec([1, *each.shape], each.dtype), x_spec)
+    traced = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(spec)
+    return sum(_flops(operation) for operation in traced.graph.get_operations())
+
+
+def count(model: Any, objective: Any, specs: tuple, precision: str = "float32") -> dict[str, Any]:
+    """See the file's first lines."""
+    small, large = (trace(model, objective, specs, batch, precision) for batch in _SIZES)
+    step = _SIZES[1] - _SIZES[0]
+    weights, constants = defaultdict(list), defaultdict(int)
+    for variable in model.variables:
+        name = next((piece for piece in variable.path.split("/") if piece in small), "loss")
+        if any(variable is trained for trained in model.trainable_variables):
+            weights[name].append([variable.path, list(variable.shape)])
+        else:
+            constants[name] += math.prod(variable.shape)
+    parts = []
+    for name in small:
+        per_sample = {
+            tensor: (large[name]["saved"].get(tensor, size) - size) / step
+            for tensor, size in small[name]["saved"].items()
+        }
+        fixed = sum(size - _SIZES[0] * per_sample[tensor] for tensor, size in small[name]["saved"].items())
+        parts.append(
+            {
+                "name": name,
+                "weights": weights[name],
+                "constants": constants[name],
+                "flops": (large[name]["flops"] - small[name]["flops"]) / step,
+                "saved": [size for size in per_sample.values() if size],
+                "fixed": fixed,
+                "output": (large[name]["output"] - small[name]["output"]) / step,
+            }
+        )
+    return {
+        "name": model.name,
+        "parts": [part for part in parts if part["weights"] or part["flops"] or part["saved"] or part["fixed"]],
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Counts the model of the training flags `argv`, prints JSON."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import keras
+
+    from tfdist import flags
+    from tfdist.data.sources.load_split import load_split
+    from tfdist.models.build_model import build_model
+    from tfdist.training.objectives import make_objective
+    from tfdist.training.precision import set_policy
+
+    config = flags.parse(argv).config.replace(sync_batchnorm=False)  # the same memory, and no collectives in the graph
+    split = load_split(config.data, "train")
+    set_policy(config.precision)
+    # Never left: at its end, Keras would give the variables their memory.
+    keras.StatelessScope().__enter__()
+    model = build_model(config.model, split.element_spec[0], split.num_classes)
+    print(json.dumps(count(model, make_objective(config.model, split.element_spec[1]), split.element_spec)))
+    return 0
+
+
+if __name__ == "__main__":
+    from tfdist.control import exit_codes
+
+    exit_codes.run_command(main, sys.argv[1:])

@@ -1,0 +1,100 @@
+"""What telemetry/rates.py needs to know, from the configuration, the model and the devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
+from tfdist.data.sources.split import Split
+from tfdist.planner.formulas import shape_of
+from tfdist.planner.hardware import DEVICES
+from tfdist.planner.shapes import Sample
+from tfdist.runtime.base import Runtime
+from tfdist.telemetry.rates import Rates, host_memory
+from tfdist.training.model_cost import forward_flops
+
+
+def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Split) -> Rates:
+    """Raises ConfigError if --scaling_baseline is neither a number nor the folder of a finished run of one worker."""
+    x = split.element_spec[0]
+    is_tokens = isinstance(x, tf.TensorSpec) and x.dtype.is_integer and len(x.shape) == 1
+    return Rates(
+        forward_flops=_formula(config, split) or (forward_flops(model, x) if runtime.holds_whole_model else 0.0),
+        tokens=int(x.shape[0]) if is_tokens else 0,
+        peak_flops=peak_flops(config) * runtime.size * runtime.local_replicas,
+        baseline=baseline(config.telemetry.scaling_baseline),
+        workers=runtime.size,
+        samples=split.size or 0,
+    )
+
+
+def _formula(config: Config, split: Split) -> float:
+    """Operations of one sample's forward pass by the planner's formula; 0 if there is none."""
+    x = split.element_spec[0]
+    if not isinstance(x, tf.TensorSpec):
+        return 0.0
+    try:
+        shape = shape_of(
+            config, Sample(tuple(x.shape), split.num_classes or 1)
+        )  # what gives no number has one among --model_args
+    except ConfigError:
+        return 0.0
+    return shape.flops if shape else 0.0
+
+
+def peak_flops(config: Config) -> float:
+    """Operations per second of one device at its best in the compute type: --peak_tflops, or the planner's table by the
+    name of the GPU; 0 if neither tells."""
+    if config.telemetry.peak_tflops:
+        return config.telemetry.peak_tflops * 1e12
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return 0.0
+    name = str(
+        tf.config.experimental.get_device_details(gpus[0]).get("device_name", "")
+    )  # "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB"
+    words = name.lower().replace("-", " ").split()
+    found = next((device for device in DEVICES.values() if device.name in words), None)
+    return found.tflops(config.precision.precision) * 1e12 if found else 0.0
+
+
+def baseline(text: str) -> float:
+    """--scaling_baseline as samples per second; 0 for none. Raises ConfigError."""
+    try:
+        return float(text or 0)
+    except ValueError:
+        pass
+    try:
+        summary = json.loads((Path(text) / "summary.json").read_text(encoding="utf-8"))
+        workers, speed = summary["workers"], float(summary["samples_per_s"])
+    except (OSError, ValueError, KeyError):
+        raise ConfigError(
+            f"--scaling_baseline={text} is neither a number nor the folder of a finished run: give samples per second"
+            " of one worker, or the --run_dir of a run of one worker."
+        ) from None
+    if workers != 1:
+        raise ConfigError(
+            f"--scaling_baseline={text} was trained by {workers} workers: give a run of one worker, which the"
+            " efficiency is against."
+        )
+    return speed
+
+
+def memory() -> dict[str, float]:
+    """Bytes in use, now and at most so far: of the host and, where there are GPUs, of this worker's fullest one."""
+    found = host_memory()
+    told = [
+        tf.config.experimental.get_memory_info(device.name.removeprefix("/device:"))
+        for device in tf.config.list_logical_devices("GPU")
+    ]
+    if told:
+        found |= {
+            "memory/device_bytes": float(max(each["current"] for each in told)),
+            "memory/device_peak_bytes": float(max(each["peak"] for each in told)),
+        }
+    return found

@@ -1,0 +1,292 @@
+"""Pipeline parallelism: the parts of a model on the stages of the `pipe` axis, and a step's micro-batches through them.
+
+The micro-batches are those of --accumulation. All of a step is one graph on each stage: its actions (pipe_schedule.py)
+one after the other, held in order by control dependencies, with activations received from the stage before and
+gradients from the stage behind. What a stage does not hold it sets free. A variable that two stages use (a tied
+embedding) is on both, and they sum its gradient, so that it stays the same.
+
+What layers add to the loss is differentiated where it is added, beside what comes from the stages behind; regularizers
+of weights where the first part that uses the weight is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.dtypes import as_summands, zero_summands
+from tfdist.training.parallel import segments as cutting
+from tfdist.training.parallel.gathered import forbid_use
+from tfdist.training.parallel.pipe_schedule import Schedule
+from tfdist.training.parallel.segments import Cut, Segment
+
+
+def divide(model: Cut, parts: int, cut: str = "") -> list[list[Segment]]:
+    """The segments of a model as `parts` parts, the largest of which has as few parameters as possible.
+
+    cut: instead, the names of the segments with which parts 1, 2, ... begin, for example "block_02,block_05".
+    Raises ConfigError if there are too few segments, the names do not fit, or more than one tensor would go from part
+    to part.
+    """
+    segments = model.segments
+    names = [segment.gives[0] for segment in segments]
+    if len(segments) < parts:
+        raise ConfigError(
+            f"The pipeline has {parts} parts (pipe x --pipe_chunks), but the model can only be cut into"
+            f" {', '.join(names)}: lower one of them, or add layers."
+        )
+    if cut:
+        starts = [names.index(name) if name in names else -1 for name in cut.split(",")]
+        if len(starts) != parts - 1 or starts != sorted(set(starts)) or starts[0] < 1:
+            raise ConfigError(
+                f"--pipe_cut={cut} must name {parts - 1} of {', '.join(names[1:])}, in order: with which the parts"
+                " after the first begin."
+            )
+    else:
+        starts = _balanced(
+            [sum(math.prod(variable.shape) for variable in segment.part.trainable_variables) for segment in segments],
+            parts,
+        )
+    divided = [list(segments[start:stop]) for start, stop in zip([0, *starts], [*starts, len(segments)], strict=True)]
+    _check_one_tensor(model, divided)
+    return divided
+
+
+def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
+    """What a stage sends is what its last segment gives first."""
+    if len(model.inputs) > 1 or len(model.outputs) > 1:
+        raise ConfigError(
+            f"--mesh has pipe=, whose stages take one tensor and give one, but the model has {len(model.inputs)} inputs"
+            f" and {len(model.outputs)} outputs: use data= instead."
+        )
+    sent = model.inputs[0]
+    for part in parts:
+        inside = {name for segment in part for name in segment.gives}
+        others = {name for segment in part for name in segment.takes} - inside - {sent}
+        if others or model.outputs[0] in inside and part is not parts[-1]:
+            raise ConfigError(
+                f"--mesh has pipe=, whose stages hand on one tensor, but {part[0].gives[0]} and what follows it need"
+                " more of what is before them (a mask, such as of Embedding(mask_zero=True), an input, or an earlier"
+                " layer's output): use data= instead."
+            )
+        sent = part[-1].gives[0]
+
+
+def _balanced(sizes: list[int], parts: int) -> list[int]:
+    """Where parts 1, 2, ... begin. Dynamic programming over (first segments, parts): the smallest largest sum."""
+    best: dict[tuple[int, int], tuple[int, list[int]]] = {
+        (stop, 1): (sum(sizes[:stop]), []) for stop in range(1, len(sizes) + 1)
+    }
+    for count in range(2, parts + 1):
+        for stop in range(count, len(sizes) + 1):
+            best[stop, count] = min(
+                (
+                    (max(best[start, count - 1][0], sum(sizes[start:stop])), [*best[start, count - 1][1], start])
+                    for start in range(count - 1, stop)
+                ),
+                key=lambda found: found[0],
+            )
+    return best[len(sizes), parts][1]
+
+
+def stages_of(model: keras.Model, parts: Sequence[Sequence[Segment]], stages: int) -> dict[int, tuple[int, ...]]:
+    """id of a variable -> the stages that use it, in order; all, if none does."""
+    users: dict[int, set[int]] = {id(variable): set() for variable in model.variables}
+    for number, part in enumerate(parts):
+        for segment in part:
+            for variable in segment.part.variables:
+                users[id(variable)].add(number % stages)
+    return {key: tuple(sorted(found)) or tuple(range(stages)) for key, found in users.items()}
+
+
+def _first_users(parts: Sequence[Sequence[Segment]], variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+    """Of each part, the regularized ones of `variables` that no part before it uses; the last has also those that none
+    uses.
+    """
+    left = {id(variable): variable for variable in variables if variable.regularizer is not None}
+    found = [
+        [
+            left.pop(id(variable))
+            for segment in part
+            for variable in segment.part.trainable_variables
+            if id(variable) in left
+        ]
+        for part in parts
+    ]
+    found[-1] += left.values()
+    return found
+
+
+class Pipeline:
+    """A model over the stages of the runtime's mesh; from now on the model's call goes over all stages.
+
+    `storage`: see segments.recompute. `variables`: the trainable ones of this stage, in the order of the gradients.
+    `width`: the last dim of the model's outputs on this rank, which has but a part of them if tensor.py spreads the
+    logits.
+    """
+
+    def __init__(
+        self,
+        runtime: MeshRuntime,
+        model: keras.Model,
+        parts: Sequence[Sequence[Segment]],
+        schedule: Schedule,
+        variables: Sequence[keras.Variable],
+        stages: Mapping[int, tuple[int, ...]],
+        sources: Callable[[], list[tf.Variable]],
+        storage: Mapping[int, keras.Variable],
+        width: int,
+    ):
+        self._width = width
+        self.group = runtime.group("pipe")
+        self.parts, self.schedule, self.storage, self.model, self.sources = (
+            parts,
+            schedule[self.group.index],
+            storage,
+            model,
+            sources,
+        )
+        self._regularized = _first_users(parts, model.trainable_variables)
+        self._ties = [
+            runtime.group_of([self.group.ranks[stage] for stage in stages[id(variable)]]) for variable in variables
+        ]
+        for variable in model.trainable_variables:
+            if self.group.index not in stages[id(variable)]:
+                forbid_use(variable, f"{variable.path} is on another stage of the pipeline.")
+        model.call = self._call
+
+    # -- forward only: evaluation -----------------------------------------------------------------------------------
+
+    def _call(self, inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
+        last = len(self.parts) - 1
+        x = inputs
+        sent: list[tf.Tensor] = []
+        for number, part in enumerate(self.parts):
+            if self._is_mine(number):
+                x = self._receive(number, "evaluate", inputs) if number else inputs
+                x = _run(part, x, training, self.storage)
+                if number < last:
+                    sent.append(self._send(number, "evaluate", x))
+        if not self._is_mine(last):
+            x = tf.zeros([inputs.shape[0], *self.model.output_shape[1:-1], self._width], self.model.output.dtype)
+        with tf.control_dependencies(sent):
+            x = tf.identity(x)
+        x.set_shape([inputs.shape[0], *x.shape[1:]])
+        return self.group.broadcast(x, self.group.ranks[last % self.group.size])
+
+    # -- forward and backward: training -----------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        batches: Sequence[tuple],
+        begin: Callable[[int], None],
+        total: Callable[..., tuple[tf.Tensor, tf.Tensor]],
+        added: Callable[..., tuple[tf.Tensor, tf.Tensor]],
+        sums: int,
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """(gradients of this stage's variables, the sums of all micro-batches), as a model on one device has them.
+
+        Args:
+          batches: (x, y, w) of each micro-batch; x and y are used on the first and the last stage only.
+          begin: called before each forward pass with the number of its micro-batch: seeds the dropout masks.
+          total: (outputs, y, w, losses that the last part adds) -> (what is differentiated, float32 [sums]).
+          added: the same of (w, losses that another part adds).
+        """
+        state = _State(zero_summands(self.sources()), tf.zeros([sums]))
+        for action in self.schedule:
+            number = action.chunk * self.group.size + self.group.index
+            with tf.control_dependencies(state.after):
+                if action.forward:
+                    begin(action.micro)
+                    self._forward(state, number, action.micro, batches[action.micro], total, added)
+                else:
+                    self._backward(state, number, action.micro)
+        gradients = [tie.all_reduce(gradient) for tie, gradient in zip(self._ties, state.gradients, strict=True)]
+        with tf.control_dependencies(state.sent):
+            return gradients, self.group.all_reduce(state.sums)
+
+    def _forward(self, state: _State, number: int, micro: int, batch: tuple, total: Callable, added: Callable) -> None:
+        x = self._receive(number, "forward", batch[0]) if number else tf.nest.map_structure(tf.identity, batch[0])
+        is_last, losses = number == len(self.parts) - 1, []
+        with tf.GradientTape() as tape:
+            if number:
+                tape.watch(x)
+            y = _run(self.parts[number], x, True, self.storage, losses)
+            losses += [variable.regularizer(variable) for variable in self._regularized[number]]
+            own = None  # what is differentiated on this stage
+            if is_last or losses:
+                own, sums = total(y, *batch[1:], losses) if is_last else added(batch[2], losses)
+                state.sums += sums
+        state.held[number, micro] = (tape, x, y, own)
+        state.after = [y] if own is None else [y, own]
+        if not is_last:
+            state.sent.append(self._send(number, "forward", y))
+
+    def _backward(self, state: _State, number: int, micro: int) -> None:
+        tape, x, y, own = state.held.pop((number, micro))
+        targets, upstream = ([], []) if own is None else ([own], [tf.ones_like(own)])
+        if number < len(self.parts) - 1:
+            targets, upstream = [y, *targets], [self._receive(number, "backward", y), *upstream]
+        sources = self.sources()
+        wanted = [*sources, *([x] if number else [])]
+        found = tape.gradient(targets, wanted, upstream, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        of_sources = [tf.convert_to_tensor(gradient) for gradient in as_summands(found[: len(sources)], sources)]
+        state.gradients = [a + b for a, b in zip(state.gradients, of_sources, strict=True)]
+        state.after = [*state.gradients]
+        if number:
+            of_input = tf.convert_to_tensor(found[-1])
+            state.sent.append(self._send(number, "backward", of_input))
+            state.after.append(of_input)
+
+    # -- between stages ---------------------------------------------------------------------------------------------
+
+    def _is_mine(self, number: int) -> bool:
+        return number % self.group.size == self.group.index
+
+    def _send(self, number: int, kind: str, x: tf.Tensor) -> tf.Tensor:
+        """To the part behind this one, or, backward, before it. The result is for control dependencies."""
+        own, other = (
+            self.group.ranks[part % self.group.size]
+            for part in (number, number - 1 if kind == "backward" else number + 1)
+        )
+        return self.group.pair(own, other, f"{kind} {number}").put_or_take(x, own, x.shape, x.dtype)
+
+    def _receive(self, number: int, kind: str, like: tf.Tensor) -> tf.Tensor:
+        """From the part before this one (`like` has the batch size), or, backward, behind it (`like` has the shape)."""
+        before = number + 1 if kind == "backward" else number - 1
+        own, other = (self.group.ranks[part % self.group.size] for part in (number, before))
+        spec = self.parts[number][0].part.input
+        shape, dtype = (
+            (like.shape, like.dtype)
+            if kind == "backward"
+            else ([like.shape[0], *spec.shape[1:]], tf.as_dtype(spec.dtype))
+        )
+        return self.group.pair(other, own, f"{kind} {before}").put_or_take(None, other, shape, dtype)
+
+
+def _run(
+    part: Sequence[Segment],
+    x: tf.Tensor,
+    training: bool | None,
+    storage: Mapping[int, keras.Variable],
+    added: list[tf.Tensor] | None = None,
+) -> tf.Tensor:
+    """A part, which takes one tensor, and gives one."""
+    return cutting.run(part, {part[0].takes[0]: x}, training, storage, added)[part[-1].gives[0]]
+
+
+class _State:
+    """What a stage carries from action to action."""
+
+    def __init__(self, gradients: list[tf.Tensor], sums: tf.Tensor):
+        self.gradients, self.sums = gradients, sums
+        self.held: dict[
+            tuple[int, int], tuple
+        ] = {}  # (part, micro) -> (tape, input, output, what is differentiated here)
+        self.after: list[tf.Tensor] = []  # what the next action waits for
+        self.sent: list[tf.Tensor] = []  # sends, which nobody but the end of the step waits for

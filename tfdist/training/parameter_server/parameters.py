@@ -1,0 +1,267 @@
+"""The weights, statistics and optimizer state of a model on parameter servers: where each lies, reading, updating, and
+the way to and from the chief's own model, which evaluation, snapshots and exports use.
+
+A weight whose pieces would have at least --ps_piece_kb is cut along its first dim, a piece per server; the others lie
+whole where there is the least so far. Each server has an optimizer of its own over its pieces, so that an update is
+computed where the weights are; the worker only sends gradients. Optimizers that look at a weight as a whole (lamb,
+adafactor, muon) get whole weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import keras_optimizers
+from tfdist.control.exit_codes import ConfigError
+
+ELEMENTWISE = ("sgd", "momentum", "adam", "adamw", "lion")  # their updates of a piece are the piece of their update
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows start..stop-1 of weight number `weight` (a scalar: the whole of it), on server `server`."""
+
+    weight: int
+    start: int
+    stop: int
+    server: int
+
+
+def place(shapes: Sequence[tuple[int, ...]], servers: int, piece_bytes: float) -> list[Piece]:
+    """Which server holds which rows of float32 weights: large weights in equal pieces, the rest where there is least.
+
+    piece_bytes: the least size of a piece; 0: nothing is cut. Ordered by weight, then by row.
+    """
+    load = [0] * servers
+    pieces = []
+    for weight, shape in sorted(enumerate(shapes), key=lambda item: -math.prod(item[1])):
+        rows, size = (shape[0] if shape else 1), 4 * math.prod(shape)
+        parts = min(servers, rows, int(size / piece_bytes)) if piece_bytes else 1
+        for part in range(max(parts, 1)):
+            start, stop = part * rows // max(parts, 1), (part + 1) * rows // max(parts, 1)
+            server = min(range(servers), key=lambda index: load[index])
+            load[server] += size * (stop - start) // max(rows, 1)
+            pieces.append(Piece(weight, start, stop, server))
+    return sorted(pieces, key=lambda piece: (piece.weight, piece.start))
+
+
+class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule times `factor`, which whoever traces an update sets to a tensor."""
+
+    def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule):
+        super().__init__()
+        self.schedule, self.factor = schedule, None
+
+    def __call__(self, step: tf.Tensor) -> tf.Tensor:
+        rate = self.schedule(step)
+        return rate if self.factor is None else rate * self.factor
+
+    def get_config(self) -> dict:
+        return self.schedule.get_config()
+
+
+class Parameters:
+    """See above.
+
+    Args:
+      model, optimizer: the chief's own, built.
+      make_optimizer: learning-rate schedule -> an optimizer like the chief's.
+      devices: TensorFlow's names of the parameter servers' devices.
+      piece_bytes: see `place`.
+      tell_step: is told the step at every `pull`.
+    Raises ConfigError for a model whose weights have constraints, which an update of pieces cannot keep.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.Optimizer,
+        schedule: keras.optimizers.schedules.LearningRateSchedule,
+        make_optimizer: Callable[[keras.optimizers.schedules.LearningRateSchedule], keras.Optimizer],
+        devices: Sequence[str],
+        piece_bytes: float,
+        tell_step: Callable[[int], Any] = lambda step: None,
+    ):
+        self.model, self.optimizer, self.devices, self.tell_step = model, optimizer, list(devices), tell_step
+        self.weights = list(model.trainable_variables)
+        if any(variable.constraint is not None for variable in self.weights):
+            raise ConfigError(
+                "--strategy=parameter_server does not keep weight constraints (kernel_constraint and the like): remove"
+                " them from the model, or use another strategy."
+            )
+        self.states = [
+            variable for variable in model.non_trainable_variables if not variable.path.endswith("seed_generator_state")
+        ]
+        self.schedule = ScaledSchedule(schedule)
+        self.pieces = place([tuple(variable.shape) for variable in self.weights], len(devices), piece_bytes)
+        self._values = [self._make_piece(piece) for piece in self.pieces]
+        with tf.device(self.devices[0]):
+            self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="updates")
+            self._states = [
+                tf.Variable(variable.numpy(), trainable=False, dtype=variable.dtype) for variable in self.states
+            ]
+        self._slots: list[tuple[Piece, str, keras.Variable]] = []  # (piece, name of the slot, the server's variable)
+        self._optimizers = {
+            server: self._build_optimizer(server, make_optimizer)
+            for server in sorted({piece.server for piece in self.pieces})
+        }
+        self._local = {variable.name: variable for variable in optimizer.variables}
+        self.skipped = 0  # steps without an update, which the optimizer does not count
+
+    def _make_piece(self, piece: Piece) -> keras.Variable:
+        whole = self.weights[piece.weight]
+        *folders, name = whole.path.split("/")
+        with contextlib.ExitStack() as scopes:
+            for folder in folders:  # the path as in the model: --weight_decay_exclude and some optimizers look at it
+                scopes.enter_context(keras.name_scope(folder))
+            scopes.enter_context(tf.device(self.devices[piece.server]))
+            return keras.Variable(_rows(whole.numpy(), piece), name=name, dtype=whole.dtype)
+
+    def _build_optimizer(self, server: int, make_optimizer: Callable) -> keras.Optimizer:
+        own = {
+            id(value): piece for piece, value in zip(self.pieces, self._values, strict=True) if piece.server == server
+        }
+        with tf.device(self.devices[server]):
+            optimizer = make_optimizer(self.schedule)
+            add = optimizer.add_variable_from_reference
+
+            def recording(
+                reference_variable: keras.Variable, name: str | None = None, initializer: str = "zeros"
+            ) -> keras.Variable:
+                made = add(reference_variable, name=name, initializer=initializer)
+                self._slots.append((own[id(reference_variable)], name or "var", made))
+                return made
+
+            optimizer.add_variable_from_reference = recording
+            optimizer.build([value for value in self._values if id(value) in own])
+        keras_optimizers.count_steps_atomically(optimizer)
+        return optimizer
+
+    # -- inside a tf.function --------------------------------------------------------------------------------------
+
+    def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """(weights, whole again; statistics), in the order of the model's variables."""
+        rows: list[list[tf.Tensor]] = [[] for _ in self.weights]
+        for piece, value in zip(self.pieces, self._values, strict=True):
+            rows[piece.weight].append(value.value.read_value())
+        return [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in rows], [
+            state.read_value() for state in self._states
+        ]
+
+    def update(self, gradients: Sequence[tf.Tensor], factor: tf.Tensor | None = None) -> None:
+        """One update with whole gradients; `factor` multiplies the learning rate."""
+        self.schedule.factor = factor
+        for server, optimizer in self._optimizers.items():
+            with tf.device(self.devices[server]):
+                own = [
+                    (piece, value)
+                    for piece, value in zip(self.pieces, self._values, strict=True)
+                    if piece.server == server
+                ]
+                optimizer.apply(
+                    [_rows(gradients[piece.weight], piece) for piece, _ in own], [value for _, value in own]
+                )
+        self.schedule.factor = None
+
+    def set_states(self, values: Sequence[tf.Tensor]) -> None:
+        """New statistics (of BatchNormalization, for example)."""
+        for state, value in zip(self._states, values, strict=True):
+            state.assign(tf.cast(value, state.dtype))
+
+    # -- between steps ---------------------------------------------------------------------------------------------
+
+    def pull(self, step: int) -> None:
+        """The servers' values into the chief's model and optimizer, whose step becomes `step`.
+
+        When no update is going on.
+        """
+        arrays = [np.empty(variable.shape, variable.dtype) for variable in self.weights]
+        for piece, value in zip(self.pieces, self._values, strict=True):
+            _rows(arrays[piece.weight], piece)[...] = value.numpy()
+        for variable, array in zip(self.weights, arrays, strict=True):
+            variable.assign(array)
+        for variable, state in zip(self.states, self._states, strict=True):
+            variable.assign(state.numpy())
+        slots: dict[str, np.ndarray] = {}
+        for piece, name, value in self._slots:
+            local = self._slot(piece, name)
+            array = slots.setdefault(local.name, np.empty(local.shape, local.dtype))
+            (_rows(array, piece) if tuple(array.shape) == tuple(self.weights[piece.weight].shape) else array)[...] = (
+                value.numpy()
+            )
+        for name, array in slots.items():
+            self._local[name].assign(array)
+        for local, remote in self._others(min(self._optimizers)):
+            local.assign(remote.numpy())
+        self.optimizer.iterations.assign(step - self.skipped)
+        self.tell_step(step)
+        self.set_step(step)
+
+    def push(self, step: int) -> None:
+        """The inverse of `pull`."""
+        self.skipped = step - int(self.optimizer.iterations.numpy())
+        for piece, value in zip(self.pieces, self._values, strict=True):
+            value.assign(_rows(self.weights[piece.weight].numpy(), piece))
+        for variable, state in zip(self.states, self._states, strict=True):
+            state.assign(variable.numpy())
+        for piece, name, value in self._slots:
+            array = self._slot(piece, name).numpy()
+            value.assign(
+                _rows(array, piece) if tuple(array.shape) == tuple(self.weights[piece.weight].shape) else array
+            )
+        for server in self._optimizers:
+            for local, remote in self._others(server):
+                remote.assign(local.numpy())
+        self.set_step(step)
+
+    def set_step(self, step: int) -> None:
+        """The number of steps, and of updates, on every server.
+
+        An update that a dying worker began may have been counted, and be done again.
+        """
+        self.counter.assign(step)
+        for optimizer in self._optimizers.values():
+            optimizer.iterations.assign(step - self.skipped)
+
+    def _slot(self, piece: Piece, name: str) -> keras.Variable:
+        """The chief's slot of a piece's weight, by the name that Keras gives it."""
+        return self._local[f"{self.weights[piece.weight].path.replace('/', '_')}_{name}"]
+
+    def _others(self, server: int) -> list[tuple[keras.Variable, keras.Variable]]:
+        """(the chief's, the server's) optimizer variables that belong to no weight, but for the iterations."""
+        slots = {id(value) for _, _, value in self._slots}
+        taken = {id(self._slot(piece, name)) for piece, name, _ in self._slots}
+        local = [
+            variable
+            for variable in self.optimizer.variables
+            if id(variable) not in taken and variable is not self.optimizer.iterations
+        ]
+        own = self._optimizers[server]
+        remote = [
+            variable for variable in own.variables if id(variable) not in slots and variable is not own.iterations
+        ]
+        return list(zip(local, remote, strict=True))
+
+    def describe(self) -> str:
+        """How the weights lie on the servers, in one line."""
+        load = [0] * len(self.devices)
+        for piece, value in zip(self.pieces, self._values, strict=True):
+            load[piece.server] += 4 * math.prod(value.shape)
+        cut = len({piece.weight for piece in self.pieces if piece.start})
+        return (
+            f"{len(self.weights)} weights on {len(self.devices)} parameter servers"
+            f" ({', '.join(f'{size / 1e6:.3g} MB' for size in load)}), {cut} of them in pieces"
+        )
+
+
+def _rows(array, piece: Piece):
+    """The rows of a piece; a scalar has none."""
+    return array[piece.start : piece.stop] if len(array.shape) else array

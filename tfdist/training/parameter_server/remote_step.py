@@ -1,0 +1,325 @@
+"""What a worker does for a parameter-server run, as one tf.function that the chief sends to it: read the weights, fetch
+its samples by their position, differentiate; and either update the weights itself (asynchronous) or hand the gradients
+back (synchronous).
+
+Nothing is captured from the chief but handles of variables on parameter servers: data in memory becomes constants of
+the function, which travel to each worker once. Since samples are found by position, a call that is made again on
+another worker sees the same samples. *staleness* of an update: by how many updates the weights have moved on since they
+were read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.training.added_losses import SumsAsMeans
+from tfdist.training.dtypes import as_summands, global_norm
+from tfdist.training.objectives import Objective, scores_spec
+from tfdist.training.parameter_server.parameters import Parameters
+from tfdist.training.seeds import seed_values
+from tfdist.training.step_output import FIRST_SUMS, Fields
+from tfdist.training.total_loss import expected_weight, rows_of
+from tfdist.training.update import scaled
+
+_PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+_MOST_CONSTANT_BYTES = 2**30  # a function with its constants must stay below 2 GiB, protobuf's limit
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """What a worker needs to know of the configuration."""
+
+    plan: BatchPlan
+    seed: int
+    clip_norm: float = 0.0
+    max_staleness: int = -1
+    staleness_scaling: bool = False
+    weighted: bool = True  # False: every weight is known to be 1
+
+
+class Result(NamedTuple):
+    """What came of a batch, or of one slice of it."""
+
+    version: int  # of the weights: updates before they were read
+    staleness: int  # asynchronous: updates between reading and updating
+    applied: bool  # asynchronous: False if too stale, or not finite
+    finite: bool
+    norm: float  # of the gradient, before clipping
+    sums: np.ndarray  # float64: see RemoteStep.sums
+    gradient: np.ndarray | None = None  # float32, all gradients and then all statistics, flat; synchronous
+
+
+class RemoteStep:
+    """The functions, traced when they are first asked for; `batch`: positions int64 [n] -> (x, y, w)."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        model: keras.Model,
+        objective: Objective,
+        batch: Callable,
+        batch_spec: tuple,
+        options: RemoteOptions,
+        added: SumsAsMeans | None = None,
+    ):
+        spec = scores_spec(model, objective, batch_spec)
+        self.parameters, self.model, self.objective, self.batch, self.options = (
+            parameters,
+            model,
+            objective,
+            Contained(batch),
+            options,
+        )
+        self.sums, self.added = Fields((*FIRST_SUMS, *sorted(spec.metrics))), added or SumsAsMeans(())
+        self._expected_weight = expected_weight(options.plan, spec)
+        plan = options.plan
+        bounds = [
+            [plan.slice(micro, replica) for replica in range(plan.replicas)] for micro in range(plan.accumulation)
+        ]
+        self._bounds = np.array(bounds, np.int64)  # [accumulation, replicas, 2]
+        self._seeds = [variable.path.endswith("seed_generator_state") for variable in model.non_trainable_variables]
+        shapes = [(*variable.shape,) for variable in (*parameters.weights, *parameters.states)]
+        self._sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+        self._shapes = shapes
+        self.apply = tf.function(
+            self._apply,
+            autograph=False,
+            input_signature=[tf.TensorSpec([sum(self._sizes)], tf.float32), tf.TensorSpec([], tf.float32)],
+        )
+
+    @functools.cached_property
+    def update(self) -> tf.types.experimental.ConcreteFunction:
+        """(step, position) -> see `_update`; for `result`."""
+        return tf.function(self._update, autograph=False).get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2)
+
+    @functools.cached_property
+    def differentiate(self) -> tf.types.experimental.ConcreteFunction:
+        """(step, position, slice) -> see `_differentiate`; for `result`."""
+        return tf.function(self._differentiate, autograph=False).get_concrete_function(
+            *[tf.TensorSpec([], tf.int64)] * 3
+        )
+
+    def result(self, fetched: tuple) -> Result:
+        """Reads what `update` or `differentiate` returned, fetched."""
+        numbers, *gradient = fetched
+        version, staleness, applied, finite, norm = numbers[:5]
+        return Result(
+            int(version),
+            int(staleness),
+            bool(applied),
+            bool(finite),
+            float(norm),
+            numbers[5:],
+            gradient[0] if gradient else None,
+        )
+
+    # -- on a worker -----------------------------------------------------------------------------------------------
+
+    def _update(self, step: tf.Tensor, position: tf.Tensor) -> tuple[tf.Tensor]:
+        """Asynchronous: batch number `step`, which begins at `position`, as an update of its own."""
+        parameters, options = self.parameters, self.options
+        version, gradients, states, sums = self._gradients(step, position, tf.constant(0, tf.int64))
+        gradients, norm, finite = self._finish(gradients, self.sums.of(sums, "loss"), self.sums.of(sums, "weight"))
+        with tf.control_dependencies([*gradients, norm]):
+            staleness = parameters.counter.read_value() - version
+        fresh = tf.less_equal(staleness, options.max_staleness) if options.max_staleness >= 0 else tf.constant(True)
+        factor = 1.0 / (1.0 + tf.cast(staleness, tf.float32)) if options.staleness_scaling else None
+
+        def update() -> tf.Tensor:
+            # Before the update: another worker that reads in the middle of it must not count as fresh.
+            with tf.control_dependencies([parameters.counter.assign_add(1)]):
+                parameters.update(gradients, factor)
+                parameters.set_states(states)
+            return tf.constant(True)
+
+        applied = tf.cond(tf.logical_and(fresh, finite), update, lambda: tf.constant(False))
+        return (_numbers(version, staleness, applied, finite, norm, sums),)
+
+    def _differentiate(self, step: tf.Tensor, position: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Synchronous: gradients and statistics of slice `replica` of batch number `step`."""
+        version, gradients, states, sums = self._gradients(step, position, replica)
+        flat = tf.concat([tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in (*gradients, *states)], 0)
+        return _numbers(version, 0, False, True, 0.0, sums), flat
+
+    def _gradients(self, step: tf.Tensor, position: tf.Tensor, replica: tf.Tensor) -> tuple:
+        """(version, gradients, statistics, sums) of a slice, added up over its micro-batches."""
+        version = self.parameters.counter.read_value()
+        with tf.control_dependencies([version]):
+            weights, states = self.parameters.read()
+        data = self.batch.constants()
+        gradients, states, sums = self._micro(weights, states, data, step, position, tf.constant(0, tf.int64), replica)
+        if self.options.plan.accumulation > 1:
+
+            def add(micro, gradients, states, sums):
+                more, states, added = self._micro(weights, states, data, step, position, micro, replica)
+                return micro + 1, [a + b for a, b in zip(gradients, more, strict=True)], states, sums + added
+
+            _, gradients, states, sums = tf.while_loop(
+                lambda micro, *_: micro < self.options.plan.accumulation,
+                add,
+                (tf.constant(1, tf.int64), gradients, states, sums),
+            )
+        return version, gradients, states, sums
+
+    def _micro(
+        self,
+        weights: list,
+        states: list,
+        data: dict,
+        step: tf.Tensor,
+        position: tf.Tensor,
+        micro: tf.Tensor,
+        replica: tf.Tensor,
+    ) -> tuple:
+        start, stop = tf.unstack(tf.gather_nd(self._bounds, tf.stack([micro, replica])[None])[0])
+        x, y, w = self.batch(position + tf.range(start, stop, dtype=tf.int64), data)
+        seeds = iter(seed_values(sum(self._seeds), self.options.seed, step, micro, replica))
+        others = iter(states)
+        non_trainable = [next(seeds) if is_seed else next(others) for is_seed in self._seeds]
+        share = rows_of(w) / self.options.plan.global_batch
+        with self.added.counting(1.0 / share), tf.GradientTape() as tape:
+            tape.watch(weights)
+            outputs, updated, losses = self.model.stateless_call(
+                weights, non_trainable, x, training=True, return_losses=True
+            )
+            scores = self.objective(outputs, y, w)
+            loss, weight = tf.reduce_sum(scores.losses * scores.weights), tf.reduce_sum(scores.weights)
+            added = tf.add_n([tf.cast(term, tf.float32) for term in losses]) if losses else tf.constant(0.0)
+            total = (
+                loss + weight * added
+            ) / self._expected_weight  # of a whole batch, or of one without weights, this is as one device has it
+        self._check(losses)
+        gradients = as_summands(
+            tape.gradient(total, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO), weights
+        )
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]  # of embeddings: IndexedSlices
+        metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.sums.names[len(FIRST_SUMS) :]]
+        states = [
+            tf.cast(new, old.dtype)
+            for new, old in zip(
+                (new for new, is_seed in zip(updated, self._seeds, strict=True) if not is_seed), states, strict=True
+            )
+        ]
+        return gradients, states, tf.stack([loss, weight, share * added, *metrics])
+
+    def _check(self, losses: Sequence[tf.Tensor]) -> None:
+        plan, regularizers = (
+            self.options.plan,
+            sum(variable.regularizer is not None for variable in self.model.trainable_variables),
+        )
+        if self.options.weighted and len(losses) > regularizers and plan.replicas * plan.accumulation > 1:
+            raise ConfigError(
+                "--strategy=parameter_server cannot bring together losses that layers add and weighted samples, where a"
+                " batch is cut into parts: use --strategy=multi_worker, or --ps_mode=async with --accumulation=1."
+            )
+
+    def _finish(self, gradients: list, loss: tf.Tensor, weight: tf.Tensor) -> tuple[list, tf.Tensor, tf.Tensor]:
+        """Gradients of the weighted mean, clipped: (gradients, norm before, finite). The arithmetic of TrainStep."""
+        factor = tf.where(weight > 0, self._expected_weight / tf.maximum(weight, 1e-30), 0.0)
+        norm = global_norm(gradients) * factor
+        if self.options.clip_norm:
+            factor *= self.options.clip_norm / tf.maximum(norm, self.options.clip_norm)
+        return (
+            [scaled(gradient, factor) for gradient in gradients],
+            norm,
+            tf.logical_and(tf.math.is_finite(norm), tf.math.is_finite(loss)),
+        )
+
+    # -- on the chief ----------------------------------------------------------------------------------------------
+
+    def _apply(self, flat: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Synchronous: one update with the sum of all slices.
+
+        `weight`: the sum of the samples' weights. Returns (norm, finite).
+        """
+        tensors = [
+            tf.reshape(part, shape) for part, shape in zip(tf.split(flat, self._sizes), self._shapes, strict=True)
+        ]
+        count = len(self.parameters.weights)
+        gradients, norm, finite = self._finish(tensors[:count], tf.constant(0.0), weight)
+
+        def update() -> None:
+            self.parameters.update(gradients)
+            self.parameters.set_states(tensors[count:])
+
+        tf.cond(finite, update, lambda: None)
+        self.parameters.counter.assign_add(1)
+        return norm, finite
+
+    def combine(self, results: list[Result]) -> np.ndarray:
+        """float32: the sum of the slices' gradients, and the mean of their statistics, in slice order."""
+        total = np.sum([result.gradient for result in results], axis=0, dtype=np.float32)
+        total[sum(self._sizes[: len(self.parameters.weights)]) :] /= len(results)
+        return total
+
+
+def _numbers(version, staleness, applied, finite, norm, sums: tf.Tensor) -> tf.Tensor:
+    """One float64 vector, so that one message brings it."""
+    head = [tf.cast(number, tf.float64) for number in (version, staleness, applied, finite, norm)]
+    return tf.concat([tf.stack(head), tf.cast(sums, tf.float64)], 0)
+
+
+class Contained:
+    """A function of positions whose captured tensors become constants of the function that uses it: captured, they
+    would be sent with every call. Raises ConfigError if it needs this process: Python, tables, or more memory than a
+    function holds.
+    """
+
+    def __init__(self, batch: Callable):
+        self._function = tf.function(batch, autograph=False).get_concrete_function(tf.TensorSpec([None], tf.int64))
+        graph = self._function.graph
+        self._definition = graph.as_graph_def()
+        operations = {
+            node.op
+            for nodes in (self._definition.node, *(inner.node_def for inner in self._definition.library.function))
+            for node in nodes
+        }
+        held = [outer for outer, _ in graph.captures]
+        size = sum(outer.numpy().nbytes for outer in held if outer.dtype not in (tf.resource, tf.variant))
+        what = (
+            "runs Python"
+            if operations & set(_PYTHON_OPS)
+            else "holds tables"
+            if any(outer.dtype in (tf.resource, tf.variant) for outer in held)
+            else ""
+        )
+        if what:
+            raise ConfigError(
+                "--strategy=parameter_server sends the data source to the workers as TensorFlow operations, but this"
+                f" --source or --augment {what}: return arrays or use a built-in source, or choose"
+                " --strategy=multi_worker."
+            )
+        if size > _MOST_CONSTANT_BYTES:
+            raise ConfigError(
+                "--strategy=parameter_server sends data in memory to every worker, at most 1 GiB, but this --source"
+                f" holds {size / 2**30:.1f} GiB: read it from files (--source=tfrecord), or choose"
+                " --strategy=multi_worker."
+            )
+
+    def constants(self) -> dict[str, tf.Tensor]:
+        """The captured tensors, in the graph that is being traced; outside of any loop."""
+        return {inner.name: tf.constant(outer.numpy()) for outer, inner in self._function.graph.captures}
+
+    def __call__(self, positions: tf.Tensor, constants: dict[str, tf.Tensor]) -> tuple:
+        graph = self._function.graph
+        constants = {
+            name: tf.identity(tensor) for name, tensor in constants.items()
+        }  # into the graph of the loop, if in one
+        outputs = tf.graph_util.import_graph_def(
+            self._definition,
+            {graph.inputs[0].name: positions, **constants},
+            [output.name for output in graph.outputs],
+            name="batch",
+        )
+        for tensor, like in zip(outputs, graph.outputs, strict=True):
+            tensor.set_shape(like.shape)
+        return tf.nest.pack_sequence_as(self._function.structured_outputs, outputs)
