@@ -74,7 +74,7 @@ class TrainStep:
         parallelism: Parallelism = ALL_ON_EVERY_REPLICA,
     ):
         spec = scores_spec(model, objective, batch_spec)
-        metric_names = tuple(sorted(spec.metrics))
+        self.metric_names = metric_names = tuple(sorted(spec.metrics))
         self.layout = Layout(metric_names, runtime.size)
         self._expected_weight = expected_weight(options.plan, spec)
         self.runtime, self.loss_scale, self.options = runtime, loss_scale, options
