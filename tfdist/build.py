@@ -44,6 +44,7 @@ from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.loss_probe import ROWS
+from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel import segments
@@ -51,7 +52,8 @@ from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import Parallelism, StepOptions
 
 
 def prepare_environment(config: Config) -> None:
@@ -155,7 +157,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
             segments.recompute(model, config.parallel.recompute, {})
     objective = with_dropped(objective, model)
     batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
-    step = TrainStep(
+    step = (MeasuredStep if config.telemetry.phase_every else TrainStep)(
         runtime,
         model,
         optimizer,
@@ -169,12 +171,11 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
             skip_non_finite=config.loop.on_nan == "skip",
             timed=not config.run.deterministic,
             phase_every=config.telemetry.phase_every,
-            small_gradients=config.parallel.compression == "bf16",
+            bfloat16_gradients=config.parallel.compression == "bf16",
             weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
         ),
         batch_spec,
-        *((spread.update, spread.pipeline) if spread else (None, None)),
-        added,
+        Parallelism(spread.update, spread.pipeline, added) if spread else Parallelism(added=added),
     )
     _check_best(config, step, eval_split)
     state = ShardedState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
