@@ -52,11 +52,16 @@ def bad_label(error: BaseException) -> BadLabel | None:
     return BadLabel(int(found[1]), int(found[2])) if found else None
 
 
+def message_of(error: tf.errors.OpError) -> str:
+    """What TensorFlow says, without its class."""
+    return str(error.message)  # pyright: ignore[reportAttributeAccessIssue] - TensorFlow's types do not know it
+
+
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     """The error as a sentence with its exit code, or None if it is not one that we know."""
     if isinstance(error, TfdistError) or not isinstance(error, tf.errors.OpError):
         return None
-    text = str(error.message)
+    text = message_of(error)
     if _HOROVOD_DOWN.search(text):
         return PeerLostError(
             "Horovod stopped: a worker died, was silent for --heartbeat_timeout, or did not enter a collective within"

@@ -34,6 +34,7 @@ class MeshRuntime(RuntimeDefaults):
 
     name = "mesh"
     local_replicas = 1
+    mesh: Mesh  # pyright: ignore[reportIncompatibleVariableOverride] - it is set once, and never None here
     holds_whole_model = False
     sums_slices = False
 
@@ -116,7 +117,7 @@ class MeshRuntime(RuntimeDefaults):
     def replica_id(self) -> tf.Tensor:
         return tf.constant(self.first_replica)
 
-    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_reduce(self, tensors: Sequence[Any]) -> list[Any]:
         return [self.group(*REPLICA_AXES).all_reduce(tensor) for tensor in tensors]
 
     def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:

@@ -19,6 +19,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
 from tfdist.control.liveness_probe import Watch, await_all
 from tfdist.control.packet_filter import own_address_only
+from tfdist.runtime.errors import message_of
 from tfdist.runtime.one_device import OneDevice
 
 _LOST_SECONDS = 5.0  # after an error of TensorFlow: how long to look for a parameter server that is gone
@@ -92,7 +93,7 @@ class ParameterServer(OneDevice):
             except PeerLostError as found:
                 return found
             time.sleep(0.05)
-        text = str(error.message)
+        text = message_of(error)
         if "/job:ps" in text or isinstance(error, tf.errors.UnavailableError):
             return PeerLostError(
                 "Lost contact with a parameter server: look at their logs for the cause, then start all again."

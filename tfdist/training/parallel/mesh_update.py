@@ -16,13 +16,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.runtime.buckets import in_buckets
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.dtypes import at_least_float32, norm_dtype
 from tfdist.training.optimizer import ema_variables, swapped_in
 from tfdist.training.parallel.compression import Compression
-from tfdist.training.parallel.shards import buckets, build_optimizer, empty_like
+from tfdist.training.parallel.shards import build_optimizer, empty_like
 from tfdist.training.update import DataParallel
 
 
@@ -100,7 +101,7 @@ class MeshUpdate(DataParallel):
             own = [place for place, other in enumerate(kinds) if other == kind]
             packs += [
                 [own[index] for index in pack]
-                for pack in buckets([math.prod(self.trainable[place].shape) for place in own], most)
+                for pack in in_buckets([math.prod(self.trainable[place].shape) for place in own], most)
             ]
         return packs
 
