@@ -57,7 +57,10 @@ def resolve(config: Config, cluster: Cluster) -> Config:
     """The batch arithmetic as numbers: the chief composes as the only replica, but the slices count as replicas."""
     plan = plan_batch(config.batch, slices(config, cluster))
     return config.replace(
-        strategy=resolve_strategy(config, cluster), global_batch=plan.global_batch, accumulation=plan.accumulation, micro_batch=0
+        strategy=resolve_strategy(config, cluster),
+        global_batch=plan.global_batch,
+        accumulation=plan.accumulation,
+        micro_batch=0,
     ).validate()
 
 
