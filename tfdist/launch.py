@@ -34,11 +34,11 @@ from pathlib import Path
 from tfdist import flags
 from tfdist.config import Config
 from tfdist.control import exit_codes, lease
-from tfdist.control.cluster import visible_gpus
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.job import Job
 from tfdist.control.launcher import LocalJob
+from tfdist.control.machine_shares import visible_gpus
 from tfdist.control.processes import Standbys
 from tfdist.control.ray_cluster import RayRoom, connect
 from tfdist.control.ray_job import RayJob

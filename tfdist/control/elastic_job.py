@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.control.cluster import divide_cores
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 from tfdist.control.launcher import LocalJob
+from tfdist.control.machine_shares import divide_cores
 from tfdist.control.membership import Groups
 from tfdist.control.token import VARIABLE, Secret
 from tfdist.control.workers import JobResult, Worker, describe

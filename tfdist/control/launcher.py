@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from tfdist.control import token
-from tfdist.control.cluster import divide_cores, divide_gpus, local_tasks, visible_gpus, worker_environment
 from tfdist.control.exit_codes import StartupError
 from tfdist.control.job import Job, Relay
+from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.preflight import PortReservation
 from tfdist.control.processes import Standbys, is_stopped, spawn
+from tfdist.control.tf_config import local_tasks, worker_environment
 from tfdist.control.worker_restarts import Comebacks
 from tfdist.control.workers import Worker, describe
 

@@ -28,8 +28,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tfdist.control import wire
-from tfdist.control.cluster import Cluster, parse_tf_config
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, PeerLostError
+from tfdist.control.reception import Reception
+from tfdist.control.tf_config import parse_tf_config
 from tfdist.control.token import Secret
 
 VARIABLE = "TFDIST_ELASTIC"  # host:port/slot of the launcher's Groups
@@ -81,7 +83,7 @@ class Groups:
 
     def __init__(self, secret: Secret) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._reception = wire.Reception(
+        self._reception = Reception(
             self._listener, wire.Lock.of(secret, "membership"), _LAUNCHER, lambda slot: slot >= 0
         )
         self._all: list[Seat] = []

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from tfdist.control.cluster import worker_environment
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.job import Job, Relay
+from tfdist.control.tf_config import worker_environment
 from tfdist.control.workers import Worker
 
 # Of the launcher's environment the workers get what is about the run; the rest is their node's affair.
