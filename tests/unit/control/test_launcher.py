@@ -702,7 +702,7 @@ def test_a_worker_that_breaks_again_and_again_stops_the_job(tmp_path):
     made, output = job(
         tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(1)\ntime.sleep(60)\n", workers=1, servers=1
     )
-    made._comebacks.wait, made._comebacks.most = 0.0, 2
+    made._restarts.wait, made._restarts.most = 0.0, 2
     result = run(made)
     assert (
         result.code == 1
