@@ -153,7 +153,6 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         if config.parallel.recompute != "none":
             segments.recompute(model, config.parallel.recompute, {})
     objective = with_dropped(objective, model)
-    batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
     step = TrainStep(
         runtime,
         model,
@@ -171,7 +170,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
             small_gradients=config.parallel.compression == "bf16",
             weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
         ),
-        batch_spec,
+        batch_spec(config, train_split, plan),
         *((spread.update, spread.pipeline) if spread else (None, None)),
         added,
     )
@@ -225,6 +224,12 @@ def train_dataset(
         threads=config.data.reader_threads,
         cut=cut,
     )
+
+
+def batch_spec(config: Config, split: Split, plan: BatchPlan) -> tuple:
+    """The spec of a micro-batch (x, y, w)."""
+    spec: Any = train_dataset(config, split, plan, 0, 0).element_spec
+    return spec
 
 
 def make_evaluator(

@@ -61,9 +61,9 @@ def main(argv: list[str]) -> int:
             return parameter_server.serve(
                 config, cluster, lambda: read_status(Path(config.run.run_dir)).get("status") == "finished"
             )
-        from tfdist.run import parameter_server_session
+        from tfdist.run import parameter_server_run
 
-        return parameter_server_session.run(config, cluster, flags.main_command(argv))
+        return parameter_server_run.run(config, cluster, flags.main_command(argv))
     if cluster.role == "ps":
         raise ConfigError(
             f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use"
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     ) as preflight:  # peers are looked for while TensorFlow is imported
         versions.import_keras()
         from tfdist.run import session
-    return session.run(config, cluster, flags.main_command(argv), began=preflight.began)
+    return session.run(session.Start(config, cluster, flags.main_command(argv), began=preflight.began))
 
 
 def _check_early(config: Config) -> None:

@@ -45,7 +45,7 @@ class Diagnosis:
         "".
         """
         config, job = self.job.config, self.job
-        if evaluated:
+        if evaluated and job.eval_split:
             return flaws.find_evaluated(job.eval_split, limit=config.data.eval_samples, classes=classes)
         first = self.called_at if first is None else first
         steps = max(

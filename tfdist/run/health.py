@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +35,19 @@ class HealthMonitor:
 
     def __init__(self, config: Config, cluster: Cluster, requests: SignalRequests | None = None):
         self.cluster, self.options = cluster, config.cluster
-        self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
         self.faults = faults.Faults.parse(
             os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), Path(config.run.run_dir)
         )
         self.beacons: Beacons | None = None
         self._requests = requests  # of a process that may have been in another group before
+        self._explanations: list[Callable[[BaseException], BaseException | None]] = [
+            lambda error: explain(error, cluster)
+        ]
+        self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
+
+    def explain_with(self, explanation: Callable[[BaseException], BaseException | None]) -> None:
+        """Asks `explanation` first what an error means; None: it does not know."""
+        self._explanations.insert(0, explanation)
 
     def signals(self) -> SignalRequests:
         """The requests of this process, from now on if nobody has asked for them before.
@@ -65,7 +73,7 @@ class HealthMonitor:
 
     def failed(self, error: BaseException) -> BaseException:
         """What to end with after `error`: its cause as a sentence, as far as it can be found out. Tells the others."""
-        sentence = explain(error, self.cluster)
+        sentence = next(filter(None, (look(error) for look in self._explanations)), None)
         found: BaseException = error if sentence is None else sentence
         lost, told = isinstance(found, PeerLostError), time.time()
         if self.beacons is None:
@@ -134,7 +142,7 @@ class HealthMonitor:
         os._exit(ExitCode.HANG)
 
     def _blame(self, ranks: list[int] | None) -> str:
-        if ranks is None:
+        if ranks is None or self.beacons is None:
             return "the stack is above."
         if not ranks:
             return "no worker is behind the others; compare the stacks in their logs."

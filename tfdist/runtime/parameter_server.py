@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import tensorflow as tf
 
@@ -18,6 +19,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
 from tfdist.control.liveness_probe import Watch, await_all
 from tfdist.control.packet_filter import own_address_only
+from tfdist.runtime.base import Runtime
 from tfdist.runtime.one_device import OneDevice
 
 _LOST_SECONDS = 5.0  # after an error of TensorFlow: how long to look for a parameter server that is gone
@@ -101,6 +103,11 @@ class ParameterServer(OneDevice):
 
     def close(self) -> None:
         self._watch.close()
+
+
+def has_servers(runtime: Runtime) -> TypeGuard[ParameterServer]:
+    """Whether parameter servers hold the weights, and workers can be called."""
+    return bool(getattr(runtime, "devices", ()))
 
 
 def prepare(config: Config, cluster: Cluster) -> Config:

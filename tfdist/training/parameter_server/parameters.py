@@ -202,7 +202,7 @@ class Parameters:
             self._local[name].assign(array)
         for local, remote in self._others(min(self._optimizers)):
             local.assign(remote.numpy())
-        self.optimizer.iterations.assign(step - self.skipped)
+        self.set_local_step(step)
         self.tell_step(step)
         self.set_step(step)
 
@@ -231,6 +231,10 @@ class Parameters:
         self.counter.assign(step)
         for optimizer in self._optimizers.values():
             optimizer.iterations.assign(step - self.skipped)
+
+    def set_local_step(self, step: int) -> None:
+        """The number of updates of the chief's own optimizer, which its learning rate follows."""
+        self.optimizer.iterations.assign(step - self.skipped)
 
     def _slot(self, piece: Piece, name: str) -> keras.Variable:
         """The chief's slot of a piece's weight, by the name that Keras gives it."""
