@@ -19,10 +19,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.data import augment, contents, input_pipeline
+from tfdist.data import augment, contents, input_pipeline, streams
 from tfdist.data.batch_plan import BatchPlan, plan_batch
 from tfdist.data.sources.load_split import load_split
 from tfdist.data.sources.split import SPLITS, Split
@@ -86,7 +87,7 @@ class Job:
     @property
     def stream_cut(self) -> int:
         """Into how many streams a run that begins now cuts its data; see data/input_pipeline.py."""
-        return input_pipeline.stream_cut(self.train_split, self.plan)
+        return streams.stream_cut(self.train_split, self.plan)
 
     def iterators(self, consumed: int, cut: int | None = None) -> list:
         """One iterator of training micro-batches per local replica, from a position in the data order.
@@ -215,14 +216,16 @@ def train_dataset(
     """The training micro-batches of one replica, from a position in the data order. cut: see `Job.iterators`."""
     return input_pipeline.train_dataset(
         split,
+        input_pipeline.Reading(
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            augment=augment.load_augmentation(config.data.augment),
+            threads=config.data.reader_threads,
+            cut=cut,
+        ),
         plan=plan,
         replica=replica,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
         consumed=consumed,
-        augment=augment.load_augmentation(config.data.augment),
-        threads=config.data.reader_threads,
-        cut=cut,
     )
 
 
@@ -285,7 +288,9 @@ def _check_best(config: Config, step: TrainStep, eval_split: Split | None) -> No
 
 def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
     """XLA cannot compile the collectives of a synchronised BatchNormalization; a frozen one has none."""
-    synchronized = any(getattr(layer, "synchronized", False) and layer.trainable for layer in model._flatten_layers())
+    synchronized = any(
+        getattr(layer, "synchronized", False) and layer.trainable for layer in keras_layers.all_layers(model)
+    )
     if config.model.jit_compile and synchronized and runtime.replicas > 1:
         raise ConfigError(
             "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"

@@ -8,6 +8,7 @@ COMMANDS = {"train", "launch", "evaluate", "plan", "jobs", "report", "script", "
 # A room may import the rooms of lower levels, and its own.
 LEVEL = {
     "control": 0,
+    "compat": 1,
     "config": 1,
     **dict.fromkeys(("plugins", "flags", "runtime"), 2),
     **dict.fromkeys(("data", "models", "telemetry", "artifacts"), 3),
@@ -116,7 +117,7 @@ def test_only_the_runtime_touches_distribution():
 def test_files_say_what_lives_in_them_and_stay_small():
     for path in modules():
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} does not say what lives in it"
-        limit = 150 if path == PACKAGE / "training/loop.py" else 500 if path == PACKAGE / "config.py" else 300
+        limit = 150 if path == PACKAGE / "training/loop.py" else 300
         assert len(path.read_text().splitlines()) <= limit, f"{path} has more than {limit} lines"
         assert path.stem not in ("utils", "common", "helpers")
 

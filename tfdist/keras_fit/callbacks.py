@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.compat import keras_optimizers
 from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.runtime.one_device import OneDevice
@@ -86,7 +87,7 @@ class SameDecisions(keras.callbacks.Callback):
     def _agree(self) -> None:
         rate = None
         with contextlib.suppress(AttributeError, TypeError, ValueError):  # a schedule, which has nothing to set
-            rate = np.asarray(self.model.optimizer._learning_rate.value)
+            rate = np.asarray(keras_optimizers.learning_rate_variable(self.model.optimizer).value)
         mine = np.array([self.model.stop_training, np.nan if rate is None else rate], np.float64)
         votes = self._runtime.all_gather(mine)
         self.model.stop_training = bool(votes[:, 0].any())

@@ -17,6 +17,7 @@ import numpy as np
 
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
+from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.keras_fit import backup_file
 from tfdist.runtime.one_device import OneDevice
@@ -120,8 +121,8 @@ class EpochBackup(keras.callbacks.Callback):
             variable.assign(value)
         for callback, state in zip(self._others, self._state["callbacks"], strict=False):
             callback.__dict__.update(state)
-        # Keras' own way for a callback to say where to begin; a run that had been stopped has no epochs left.
-        self.model._initial_epoch = self.params["epochs"] if self._state["stopped"] else self.epoch
+        # A run that had been stopped has no epochs left.
+        keras_trainer.begin_at(self.model, self.params["epochs"] if self._state["stopped"] else self.epoch)
         if self._runtime.rank == 0:
             print(f"tfdist: resumed after epoch {self.epoch} from {self._path}.", file=sys.stderr, flush=True)
         if not self._state["stopped"]:
@@ -168,7 +169,7 @@ class EpochBackup(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._restore_history()
-        self.model._initial_epoch = None
+        keras_trainer.begin_at(self.model, None)
         if self._delete and self._runtime.rank == 0:
             self._path.unlink(missing_ok=True)
 

@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
+from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.lookups import shared_in
@@ -65,9 +67,9 @@ class SpreadCall:
             part = Part(self._runtime, (args, kwargs), self.of_the_batch((args, kwargs)))
             taken = part.take((args, kwargs))
             outputs, losses = together(self._runtime, part, lambda: self._forward(*taken))
-        for layer in self._model._flatten_layers():
-            layer._losses.clear()
-        self._model._losses.extend(losses)
+        for layer in keras_layers.all_layers(self._model):
+            keras_layers.recorded_losses(layer).clear()
+        keras_layers.recorded_losses(self._model).extend(losses)
         return outputs
 
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
@@ -105,19 +107,19 @@ class SpreadCall:
     @contextlib.contextmanager
     def _without_a_trace(self) -> Iterator[None]:
         """Inside, the forward pass may be traced for what can be learned from it."""
-        layers = self._model._flatten_layers()
-        losses = [list(layer._losses) for layer in layers]
+        layers = keras_layers.all_layers(self._model)
+        losses = [list(keras_layers.recorded_losses(layer)) for layer in layers]
         try:
             with self._gradients.of_own_rows(), self._random_numbers.of_own_rows():
                 yield
         finally:
             for layer, before in zip(layers, losses, strict=True):
-                layer._losses[:] = before
+                keras_layers.recorded_losses(layer)[:] = before
 
     def _forward(self, args: tuple, kwargs: dict) -> Forward:
         """Over this worker's rows."""
         tensors, rebuild = _tensors_of((args, kwargs))
-        layers = self._model._flatten_layers()
+        layers = keras_layers.all_layers(self._model)
         additions = Additions(
             layers if self._gradients.share is None else []
         )  # else own_rows.py adds up what all metrics were given
@@ -129,7 +131,7 @@ class SpreadCall:
             return (
                 outputs,
                 recorded(layers),
-                [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)],
+                [mask_of(output) for output in keras.tree.flatten(outputs)],
                 additions.values,
             )
 
@@ -141,7 +143,7 @@ class SpreadCall:
             outputs, losses, masks, additions.values = tf.function(forward, jit_compile=True, autograph=False)(tensors)
             for output, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
                 if mask is not None:
-                    output._keras_mask = mask
+                    carry_mask(output, mask)
         additions.add(self._runtime, self._runtime.rows_count)
         with self.alone():
             scales = self.scales.of(list(losses), args, kwargs, lambda x: self.of_the_batch(((x,), {})))
@@ -170,7 +172,7 @@ class SpreadCall:
         on the batch, which cannot be told from others any more when their gradients come out of it.)"""
         model = self._model
         inside = kwargs.get("training") and any(
-            isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()
+            isinstance(layer, keras.layers.BatchNormalization) for layer in keras_layers.all_layers(model)
         )
         return bool(model.jit_compile) and not inside and not tf.executing_eagerly()
 

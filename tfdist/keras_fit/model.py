@@ -5,7 +5,7 @@ Three things are replaced for that time, and put back afterwards:
   tf.GradientTape.gradient      returns the gradients over the rows of all workers (gradients.py); what follows (clipping,
                                 loss scale, accumulation, averages of weights) is Keras' own, on the same values
                                 everywhere
-  BatchNormalization._moments   over the rows of all workers
+  the moments of BatchNormalization   are over the rows of all workers
 Loss and metrics are computed by every worker from all rows, so they mean what they mean in one process, whatever their
 formula, and are the same everywhere. `train_step`, `test_step` and `compute_loss` stay as they are, overridden or not.
 """
@@ -21,6 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_batch_norm, keras_layers, keras_trainer
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows, variables
 from tfdist.keras_fit.batches import END, Batches
@@ -82,9 +83,9 @@ class DistributedModel:
             stack.enter_context(self._random_numbers.installed())
             if optimizer is not None:
                 stack.enter_context(rows_are_added_once(optimizer))
-            for layer in model._flatten_layers():
+            for layer in keras_layers.all_layers(model):
                 if isinstance(layer, keras.layers.BatchNormalization):
-                    stack.enter_context(replaced(layer, "_moments", self._moments_of(layer)))
+                    stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
             for kind, name in _LOOPS.items():
                 stack.enter_context(replaced(model, name, self._function(kind)))
             yield
@@ -92,7 +93,9 @@ class DistributedModel:
             self.take_the_chiefs_variables()
 
     def _moments_of(self, layer: keras.layers.BatchNormalization) -> Callable:
-        return lambda inputs, mask: batch_norm.moments(self._runtime, inputs, layer._reduction_axes, mask=mask)
+        return lambda inputs, mask: batch_norm.moments(
+            self._runtime, inputs, keras_batch_norm.reduction_axes(layer), mask=mask
+        )
 
     # -- Keras' step functions -------------------------------------------------------------------------------------
 
@@ -100,7 +103,7 @@ class DistributedModel:
         """Keras' train_function, test_function or predict_function; traced again when the model was compiled again."""
         model = self._model
         holds = (
-            model._compile_config if model.compiled else None,
+            keras_trainer.compile_identity(model),
             model.run_eagerly,
             bool(model.jit_compile),
             *model.trainable_variables,
@@ -194,9 +197,9 @@ class DistributedModel:
             return
         with self._call.alone():
             if self._training or self._model.compiled:
-                self._model._symbolic_build(data_batch=batch)
+                keras_trainer.build_for(self._model, batch)
             else:
-                keras.src.backend.compute_output_spec(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+                keras_trainer.build_for_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         self._start()
         self._ready = True  # a layer that is never used is never built
 
@@ -218,12 +221,14 @@ class DistributedModel:
 
     def _start(self) -> None:
         model = self._model
-        self._ready = all(layer.built for layer in model._flatten_layers())
+        self._ready = all(layer.built for layer in keras_layers.all_layers(model))
         if self._ready and self._optimizer is not None and not self._optimizer.built:
             self._optimizer.build(model.trainable_variables)
         self.take_the_chiefs_variables()
         self._random_numbers.hold_the_chiefs(
-            generator for layer in model._flatten_layers() for generator in layer._seed_generators
+            generator
+            for layer in keras_layers.all_layers(model)
+            for generator in keras_layers.own_seed_generators(layer)
         )
 
     def take_the_chiefs_variables(self) -> None:

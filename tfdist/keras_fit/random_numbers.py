@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state  # not public, like what it holds:
-from keras.src.random import seed_generator  # the generator of all that is drawn without one
-from tensorflow.python.eager import context  # likewise: the seed that tf.random.set_seed has set
+from tensorflow.python.eager import context  # not public: the seed that tf.random.set_seed has set
 
+from tfdist.compat import keras_random
 from tfdist.keras_fit.lookups import mark
 from tfdist.keras_fit.temporary_attributes import Once, replaced
 from tfdist.keras_fit.variables import take_the_chiefs
@@ -69,13 +68,11 @@ class RandomNumbers:
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
         self._agree_on_tensorflows_seed()
-        drawn_without_one = global_state.get_global_attribute(
-            seed_generator.GLOBAL_SEED_GENERATOR
-        )  # made when first needed
+        drawn_without_one = keras_random.global_seed_generator()  # made when first needed
         self.hold_the_chiefs([drawn_without_one] if drawn_without_one is not None else [])
         take_the_chiefs(self._runtime, [generator.state for generator in self._generators])
         self._thread = threading.get_ident()
-        draw, make_default_seed = keras.random.SeedGenerator.next, seed_generator.make_default_seed
+        draw, make_default_seed = keras.random.SeedGenerator.next, keras_random.make_default_seed()
 
         def next_seed(generator: keras.random.SeedGenerator, *args: object, **kwargs: object) -> tf.Tensor:
             if self._runs_alike() and generator not in self._generators:
@@ -89,7 +86,7 @@ class RandomNumbers:
 
         with (
             replaced(keras.random.SeedGenerator, "next", tf.autograph.experimental.do_not_convert(next_seed)),
-            replaced(seed_generator, "make_default_seed", default_seed),
+            replaced(keras_random.SEEDS, keras_random.MAKE_DEFAULT_SEED, default_seed),
         ):
             yield
 

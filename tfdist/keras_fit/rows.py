@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import mark
 from tfdist.runtime.sockets import Sockets
@@ -123,7 +124,7 @@ def together(runtime: Sockets, part: Part, forward: Callable[[], Forward]) -> tu
                 f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}: return"
                 " tensors with one row per sample."
             )
-    masks = [getattr(output, "_keras_mask", None) for output in flat]
+    masks = [mask_of(output) for output in flat]
     mine = [part.trim(tensor) for tensor in (*flat, *(mask for mask in masks if mask is not None))]
     share = tf.cast(part.count, tf.float32) / tf.cast(part.n, tf.float32)
     if own.losses:
@@ -142,7 +143,7 @@ def together(runtime: Sockets, part: Part, forward: Callable[[], Forward]) -> tu
     gathered = [next(rows) for _ in flat]
     for output, mask in zip(gathered, masks, strict=True):
         if mask is not None:
-            output._keras_mask = next(rows)
+            carry_mask(output, next(rows))
     losses = list(tf.unstack(tf.reduce_sum(next(rows), 0), num=len(own.losses))) if own.losses else []
     return keras.tree.pack_sequence_as(own.outputs, gathered), losses
 

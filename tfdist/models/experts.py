@@ -25,9 +25,10 @@ import math
 from dataclasses import dataclass
 
 import keras
-from keras import initializers, layers, ops
+from keras import initializers
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models.keras_untyped import layers, ops
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,11 @@ def check_by_formula(config: Config, cluster: Cluster) -> None:
     if config.strategy.strategy == "mesh":
         mesh = Mesh.parse(config.parallel.mesh, cluster.size)
         layout = Layout(
-            **{axis: mesh.degree(axis) for axis in ("data", "pipe", "model", "expert")}, zero=config.parallel.zero
+            data=mesh.degree("data"),
+            pipe=mesh.degree("pipe"),
+            model=mesh.degree("model"),
+            expert=mesh.degree("expert"),
+            zero=config.parallel.zero,
         )
     limits = host_limits(cluster)
     check(
@@ -118,9 +122,7 @@ def least_states(config: Config, layout: Layout, weights: Iterable[tuple[Weight,
         / layout.pipe
     )
     states = shard_states(elements, slots, KERAS, layout.zero, layout.replicas)
-    if (
-        layout.zero == 1 and config.batch.accumulation <= 1
-    ):  # a gradient may have been scattered before the next one is there
+    if layout.zero == 1 and config.batch.accumulation <= 1:  # a gradient may be scattered before the next one is there
         states = dataclasses.replace(states, gradients=states.gradients / layout.replicas)
     return states
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfdist import build
+from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode
@@ -75,7 +76,7 @@ class ServerTrainer(Trainer):
         message = f"{job.config.servers.ps_mode}: {plan.describe()}; {parameters.describe()}"
         yield Event("start", first_step, {"message": message})
         if self._runtime.workers > 1 and any(
-            getattr(layer, "synchronized", False) for layer in job.model._flatten_layers()
+            getattr(layer, "synchronized", False) for layer in keras_layers.all_layers(job.model)
         ):
             message = (
                 "BatchNormalization takes its statistics from what one worker has: parameter servers cannot synchronise"
@@ -122,9 +123,11 @@ def remote_step(job: build.Job, first_step: int) -> RemoteStep:
         job.objective,
         input_pipeline.batch_fetch(
             split,
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            augment=augment.load_augmentation(config.data.augment),
+            input_pipeline.Reading(
+                seed=config.run.seed,
+                shuffle=config.data.shuffle,
+                augment=augment.load_augmentation(config.data.augment),
+            ),
         ),
         build.batch_spec(config, split, job.plan),
         RemoteOptions(

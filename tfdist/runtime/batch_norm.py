@@ -16,12 +16,10 @@ from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn  # not public, and there is no public way
 
-from tfdist.control.exit_codes import UnsupportedError
+from tfdist.compat import keras_batch_norm
 from tfdist.runtime.base import Runtime
 
-_of_keras = getattr(keras.layers.BatchNormalization, "_moments", None)
 _apart = False
 
 
@@ -30,20 +28,20 @@ def synchronize_with(runtime: Runtime) -> None:
 
     Raises UnsupportedError for another Keras.
     """
-    if not hasattr(nn, "_compute_moments_sync") or _of_keras is None:
-        raise UnsupportedError(
-            f"Keras {keras.__version__} synchronises BatchNormalization in an unknown way: install keras~=3.15."
-        )
 
-    def of_layer(
-        layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        if mask is None or not layer.synchronized:
-            return _of_keras(layer, inputs, mask)
-        return moments(runtime, inputs, layer._reduction_axes, mask=mask)
+    def with_mask(of_keras: keras_batch_norm.Moments) -> keras_batch_norm.Moments:
+        def of_layer(
+            layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            if mask is None or not layer.synchronized:
+                return of_keras(layer, inputs, mask)
+            return moments(runtime, inputs, keras_batch_norm.reduction_axes(layer), mask=mask)
 
-    nn._compute_moments_sync = lambda x, axes, keepdims: moments(runtime, x, axes, keepdims)
-    keras.layers.BatchNormalization._moments = of_layer
+        return of_layer
+
+    keras_batch_norm.replace_moments(
+        with_mask, synchronized=lambda x, axes, keepdims: moments(runtime, x, axes, keepdims)
+    )
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
@@ -44,7 +45,9 @@ class AddedLoss:
 
 def may_add(model: keras.Model) -> bool:
     """Whether some layer could add a loss. False is certain; layers of the user's own could."""
-    return any(layer.activity_regularizer is not None or not is_of_keras(layer) for layer in model._flatten_layers())
+    return any(
+        layer.activity_regularizer is not None or not is_of_keras(layer) for layer in keras_layers.all_layers(model)
+    )
 
 
 def take_rows(x: Any, rows: Sequence[int]) -> Any:
@@ -103,7 +106,7 @@ def found_by_the_chief(runtime: Runtime, model: keras.Model, rows: Callable[[], 
     """
     if not may_add(model):
         return SumsAsMeans(())
-    told, layers = b"", list(model._flatten_layers())
+    told, layers = b"", list(keras_layers.all_layers(model))
     if runtime.rank == 0:
         told = json.dumps(_told(model, layers, rows())).encode()
     length = int(runtime.broadcast([np.array(len(told), np.int64)])[0])

@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
+
 MEAN, SUM = "mean", "sum"
 UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"
 ROWS = 4  # that are tried, each alone and all together
@@ -28,7 +30,7 @@ class Probe:
     """A model that is run on a few rows without leaving a trace in it."""
 
     def __init__(self, model: keras.Model, x: Any, take: Take, count: int):
-        self.model, self.layers = model, list(model._flatten_layers())
+        self.model, self.layers = model, list(keras_layers.all_layers(model))
         self.rows = [number % count for number in range(ROWS)]
         self.x, self._take = x, take
         self.weights = [variable.numpy() for variable in model.trainable_variables]
@@ -65,9 +67,9 @@ class Probe:
                 layer.add_loss = self._recorder(number)
                 changed.append((layer, "add_loss"))
                 if (
-                    getattr(layer, "_call_has_training_arg", False)
+                    keras_layers.takes_training(layer)
                     and "call" not in vars(layer)
-                    and all(map(is_of_keras, layer._flatten_layers()))
+                    and all(map(is_of_keras, keras_layers.all_layers(layer)))
                 ):
                     layer.call = _not_training(layer.call)
                     changed.append((layer, "call"))
@@ -92,7 +94,7 @@ class Probe:
             for variable, value in zip(self.model.non_trainable_variables, self.states, strict=True)
         ]
         self._added = []
-        options = {"training": training} if self.model._call_has_training_arg else {}
+        options = {"training": training} if keras_layers.takes_training(self.model) else {}
         self.model.stateless_call([*map(tf.constant, weights)], [*map(tf.constant, states)], x, **options)
         return self._added
 

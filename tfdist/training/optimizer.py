@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_optimizers
 from tfdist.config import OptimizerConfig, parse_args
-from tfdist.control.exit_codes import ConfigError, UnsupportedError
+from tfdist.control.exit_codes import ConfigError
 
 
 class FusedAdam(keras.optimizers.Adam):
@@ -106,9 +107,7 @@ def make_optimizer(
 
 def switch_off_reduction(optimizer: keras.Optimizer) -> keras.Optimizer:
     """Makes `optimizer.apply` take gradients that are already summed over all replicas."""
-    if not callable(getattr(optimizer, "_all_reduce_sum_gradients", None)):
-        raise UnsupportedError(f"Keras {keras.__version__} reduces gradients in an unknown way: install keras~=3.15.")
-    optimizer._all_reduce_sum_gradients = list
+    keras_optimizers.switch_off_reduction(optimizer)
     return optimizer
 
 
@@ -137,7 +136,7 @@ def subtract_by_assignment(optimizer: keras.Optimizer) -> None:
 
 def ema_variables(optimizer: keras.Optimizer) -> list:
     """The moving averages of the trainable variables, in their order; empty without --ema."""
-    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+    return keras_optimizers.moving_averages(optimizer)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import re
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel.tensor import Part, Rule, cut, spread_layers
@@ -60,7 +61,7 @@ RULES: tuple[tuple[str, Rule], ...] = ((r"^block_\d+_experts_up$", _first), (r"^
 
 def has_experts(model: keras.Model) -> bool:
     """Whether some layer is a mixture of experts."""
-    return any(_EXPERTS.match(layer.name) for layer in model._flatten_layers(include_self=False))
+    return any(_EXPERTS.match(layer.name) for layer in keras_layers.all_layers(model, include_self=False))
 
 
 def spread_experts(model: keras.Model, group: Group) -> dict[int, Part]:
@@ -73,11 +74,12 @@ def spread_experts(model: keras.Model, group: Group) -> dict[int, Part]:
 
 def _own_experts(layer: keras.Layer, group: Group) -> dict[int, Part]:
     """Cuts the kernel [E, ...] and the bias [E, ...] down to this member's experts."""
-    experts = layer._kernel.shape[0]
+    kernel = keras_layers.stored_kernel(layer)
+    experts = kernel.shape[0]
     if experts % group.size:
         raise ConfigError(
             f"--mesh has expert={group.size}, which does not divide the {experts} experts of {layer.name}: choose"
             " another number of experts, or another degree."
         )
-    parts = cut(layer, layer._kernel, 0, group) | cut(layer, layer.bias, 0, group)
+    parts = cut(layer, kernel, 0, group) | cut(layer, layer.bias, 0, group)
     return {key: dataclasses.replace(part, axis="expert") for key, part in parts.items()}

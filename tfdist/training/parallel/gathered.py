@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers, keras_variables
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel.recompute import recomputed
@@ -33,10 +34,8 @@ def gather_layers(
     shard_of = {id(variable): shard for variable, shard in zip(variables, shards, strict=True)}
     group_of = {id(variable): group for variable, group in zip(variables, groups, strict=True)}
     turns = {False: _Turn(), True: _Turn()}
-    for layer in model._flatten_layers(
-        include_self=True
-    ):  # Keras has no public way into layers that are attributes of layers
-        own = [variable for variable in layer._trainable_variables if id(variable) in shard_of]
+    for layer in keras_layers.all_layers(model):
+        own = [variable for variable in keras_layers.own_trainable_variables(layer) if id(variable) in shard_of]
         if own:
             _gather_when_called(layer, own, [shard_of[id(variable)] for variable in own], group_of[id(own[0])], turns)
     for variable in variables:
@@ -59,7 +58,8 @@ def _gather_when_called(
             with tf.control_dependencies(turns[again].take(first)):
                 # In the layer's compute type: half as many bytes travel, and it would round them to it anyway.
                 values = [
-                    tf.identity(variable._maybe_autocast(value)) for variable, value in zip(own, values, strict=True)
+                    tf.identity(keras_variables.autocast(variable, value))
+                    for variable, value in zip(own, values, strict=True)
                 ]
             return list(zip(own, layout.gather(values), strict=True))
 
@@ -104,4 +104,4 @@ def forbid_use(variable: keras.Variable, sentence: str) -> None:
     def initializer(*_: Any, **__: Any) -> tf.Tensor:
         raise ConfigError(sentence)
 
-    variable._value, variable._initializer = None, initializer
+    keras_variables.empty(variable, initializer)

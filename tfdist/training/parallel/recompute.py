@@ -8,17 +8,13 @@ see the same, and it moves once.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state  # not public, as what follows
-from keras.src.backend.common.variables import (
-    AutocastScope,  # not public: the compute type that is in force where a layer is called
-    get_autocast_scope,
-)
+
+from tfdist.compat.keras_variables import autocast_dtype, autocast_to
 
 Bind = Callable[[list[tf.Tensor], bool, tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]
 
@@ -79,11 +75,10 @@ class _Recomputed:
         )
         self.leaves = tf.nest.flatten(inputs)
         self.places = [place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf)]
-        autocast = get_autocast_scope()
-        self.compute_dtype = autocast.dtype if autocast else None  # in the backward pass Keras knows none
+        self.compute_dtype = autocast_dtype()  # in the backward pass Keras knows none
         # As they are: a layer within rounds what it uses to its own compute type, and what is written back must not be
         # rounded.
-        with _autocast_to(None):
+        with autocast_to(None):
             self.starts = [tf.convert_to_tensor(state.value) for state in states]
             self.values = [tf.convert_to_tensor(parameter.value) for parameter in parameters]
         self.structure, self.losses = None, 0
@@ -103,10 +98,10 @@ class _Recomputed:
         for place, tensor in zip(self.places, tensors[: len(self.places)], strict=True):
             filled[place] = tensor
         values = list(tensors[len(self.places) :])
-        with _autocast_to(None):  # in which Keras' scope leaves values as they are
+        with autocast_to(None):  # in which Keras' scope leaves values as they are
             scope = keras.StatelessScope(list(zip(self.states, self.starts, strict=True)), collect_losses=True)
         before = [scope.get_current_value(state) for state in self.states]
-        with _autocast_to(self.compute_dtype):
+        with autocast_to(self.compute_dtype):
             for update in (
                 zip(self.parameters, values, strict=True) if self.bind is None else self.bind(values, again, first)
             ):
@@ -140,13 +135,3 @@ class _Recomputed:
         if self.told is not None:
             self.told(result[len(self.places) :])
         return result
-
-
-@contextlib.contextmanager
-def _autocast_to(dtype: str | None) -> Iterator[None]:
-    """Within it variables are read in this compute type; None: as they are. In an AutocastScope(None) those of any type
-    would say that they are float32, and be computed with, and kept, as such."""
-    with AutocastScope(dtype):
-        if dtype is None:
-            global_state.set_global_attribute("autocast_scope", None)
-        yield

@@ -21,6 +21,7 @@ import re
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel import tensor
@@ -75,7 +76,7 @@ def spread_sequence(model: keras.Model, group: Group) -> tuple[dict[int, Part], 
         raise ConfigError(
             f"--sequence_parallel is for --model=transformer without experts, which {model.name} is not here: drop it."
         )
-    for layer in model._flatten_layers(include_self=False):
+    for layer in keras_layers.all_layers(model, include_self=False):
         if layer.activity_regularizer is not None:
             raise ConfigError(
                 f"--sequence_parallel gives each worker some of the positions only, but {layer.name} has an activity"

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_variables
 from tfdist.runtime.collectives import Group
 from tfdist.training.dtypes import of_each_dtype
 
@@ -92,9 +93,7 @@ def named_like(whole: keras.Variable, value: np.ndarray) -> keras.Variable:
     at which Keras' optimizers look for what does not decay."""
     folder = whole.value.name.rpartition("/")[0]
     with tf.name_scope(f"{folder}/") if folder else contextlib.nullcontext():
-        variable = keras.Variable(value, dtype=whole.dtype, name=whole.name, autocast=whole._autocast)
-    variable._path = whole.path
-    return variable
+        return keras_variables.like(whole, value)
 
 
 def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> dict[int, int]:

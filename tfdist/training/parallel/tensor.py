@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from tfdist.compat import keras_layers, keras_variables
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
@@ -90,7 +91,7 @@ def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
                 " each worker would have a part: give it to a layer behind it, or drop it."
             )
         inner = layer.call
-        parts = cut(layer, layer._kernel, 1, group, blocks)
+        parts = cut(layer, keras_layers.stored_kernel(layer), 1, group, blocks)
         if layer.bias is not None:
             parts |= cut(layer, layer.bias, 0, group, blocks)
         layer.call = lambda x, *rest, **options: inner(enter(x, group), *rest, **options)
@@ -103,7 +104,7 @@ def row(leave: Crossing = summed) -> Rule:
     """A Dense layer [in, out] -> [in / m, out], whose input is a part."""
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
-        parts = cut(layer, layer._kernel, 0, group)
+        parts = cut(layer, keras_layers.stored_kernel(layer), 0, group)
 
         def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
             y = leave(ops.matmul(x, layer.kernel), group)
@@ -150,10 +151,10 @@ def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
         inner = layer.call
-        parts = cut(layer, layer._embeddings, 0, group)
+        parts = cut(layer, keras_layers.stored_embeddings(layer), 0, group)
         if not layer.tie_weights:
             parts |= cut(layer, layer.reverse_embeddings, 1, group)
-        places = parts[id(layer._embeddings)].places[group.index]
+        places = parts[id(keras_layers.stored_embeddings(layer))].places[group.index]
 
         def call(x: tf.Tensor, reverse: bool = False) -> tf.Tensor:
             if reverse:
@@ -196,7 +197,7 @@ def spread_layers(
     """
     parts: dict[int, Part] = {}
     matched = False
-    for layer in model._flatten_layers(include_self=False):
+    for layer in keras_layers.all_layers(model, include_self=False):
         for pattern, rule in rules:
             if re.search(pattern, layer.name):
                 parts |= rule(layer, group)
@@ -259,7 +260,6 @@ def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, bl
     places = tuple(block[:, start:stop].reshape(-1) for start, stop in zip(points, points[1:], strict=False))
     part = Part(tuple(variable.shape), dim, places, group.index)
     value = variable.numpy()
-    variable._shape = part.local_shape
     name = variable.value.name.partition(":")[0]  # at which optimizers look for what does not decay
-    variable._initialize(tf.Variable(part.cut(value), trainable=variable.trainable, name=name))
+    keras_variables.replace_value(variable, tf.Variable(part.cut(value), trainable=variable.trainable, name=name))
     return {id(variable): part}
