@@ -27,7 +27,7 @@ from tfdist.planner import memory_check
 from tfdist.plugins import check_name
 
 USAGE = (
-    __doc__
+    (__doc__ or "")
     + """
   python -m tfdist.train --flagfile=flags/digits_cnn.flags
   python -m tfdist.train --source=digits --model=cnn --global_batch=64 --epochs=10 --run_dir=runs/first
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     versions.check()
     versions.quiet()
     if cluster.role == "evaluator":
-        from tfdist.evaluate import follow
+        from tfdist.run.snapshot_evaluation import follow
 
         return follow(config)
     if config.strategy.strategy == "parameter_server" or (config.strategy.strategy == "auto" and "ps" in cluster.spec):

@@ -66,6 +66,20 @@ class Config:
         """A copy with some options changed, by flag name."""
         return Config.from_flat({**self.flat(), **values})
 
+    def in_one_process(self) -> Config:
+        """What evaluates the run's model in one process, whatever it is trained with: only its batch has to fit."""
+        several_workers = ("multi_worker", "horovod", "sockets", "mesh", "parameter_server")
+        batch = self.batch.global_batch or self.batch.micro_batch
+        return dataclasses.replace(
+            self,
+            parallel=ParallelConfig(recompute=self.parallel.recompute),
+            batch=BatchConfig(global_batch=batch),
+        ).replace(
+            strategy="auto" if self.strategy.strategy in several_workers else self.strategy.strategy,
+            eval_batch=self.data.eval_batch or min(batch, 128),
+            jit_compile=False,
+        )
+
     def identity(self) -> dict[str, Any]:
         """{flag name: value} of the options that decide what the run computes."""
         values = self.flat()

@@ -129,7 +129,7 @@ def remote_step(job: build.Job, first_step: int) -> RemoteStep:
                 augment=augment.load_augmentation(config.data.augment),
             ),
         ),
-        build.batch_spec(config, split, job.plan),
+        build.batch_spec(config, split, job.plan, 0),
         RemoteOptions(
             plan_batch(config.batch, slices(config, runtime.workers)),
             config.run.seed,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tfdist import build, flags
+from tfdist.artifacts.run_folder import run_folder
 from tfdist.artifacts.status import write_status
 from tfdist.build import Job
 from tfdist.config import Config, parse_profile_steps
@@ -69,7 +70,7 @@ def run(start: Start) -> ExitCode:
     with contextlib.ExitStack() as held:
         if start.cluster.is_chief:
             job = lease.job_identity(os.environ, start.cluster)
-            held.enter_context(lease.held(build.run_folder(start.config), job))
+            held.enter_context(lease.held(run_folder(start.config), job))
         return Session(start).run()
 
 
@@ -93,7 +94,7 @@ class Session:
 
     def __init__(self, start: Start):
         self.start, self.memory, self.config = start, start.memory, start.config
-        self.folder, self.announcement = build.run_folder(start.config), Announcement()
+        self.folder, self.announcement = run_folder(start.config), Announcement()
         self.clock, self.opened = Clock(), Opened()
         self._in_order = False  # this worker leaves together with the others
 
