@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def keras_settings() -> Iterator[None]:
-    """A test leaves Keras' settings of the whole process as they are at the start of one: those after it count on them."""
+    """A test leaves Keras' settings of the process as they are at the start of one: those after it count on them."""
     yield
     if keras := sys.modules.get("keras"):  # importing it takes seconds
         left = keras.config.floatx(), keras.config.dtype_policy().name

@@ -37,6 +37,7 @@ from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.loss_probe import ROWS
+from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel import segments
@@ -44,7 +45,8 @@ from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import Parallelism, StepOptions
 
 
 def prepare_environment(config: Config) -> None:
@@ -74,8 +76,8 @@ class Job:
     objective: Objective
     schedule: Schedule
     step: TrainStep
-    state: ShardedState | None = None  # where the state is spread over a mesh: how to bring it together
     warnings: Sequence[str] = ()  # of what was composed, for the user
+    state: ShardedState | None = None  # where the state is divided over a mesh: how to bring it together
 
     @property
     def stream_cut(self) -> int:
@@ -145,13 +147,13 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
     added = _added_losses(config, runtime, model, train_split, plan)
-    spread = compose_mesh(config, runtime, model, optimizer, objective, plan) if on_mesh(runtime) else None
-    if spread:
-        objective = spread.objective
+    on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan) if on_mesh(runtime) else None
+    if on_axes:
+        objective = on_axes.objective
     else:
         _build_whole(config, runtime, model, optimizer)
     objective = with_dropped(objective, model)
-    step = TrainStep(
+    step = (MeasuredStep if config.telemetry.phase_every else TrainStep)(
         runtime,
         model,
         optimizer,
@@ -159,16 +161,13 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         loss_scale,
         _step_options(config, plan, train_split),
         batch_spec(config, train_split, plan, runtime.first_replica),
-        *((spread.update, spread.pipeline) if spread else (None, None)),
-        added,
+        Parallelism(on_axes.update, on_axes.pipeline, added) if on_axes else Parallelism(added=added),
     )
     composition_checks.check_best(config, step.metric_names if eval_split else None)
-    state = None
-    if spread and on_mesh(runtime):
-        state = ShardedState(runtime, model, optimizer, step.variables, spread.update, spread.parts)
-    return Job(
-        config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state, warnings
-    )
+    job = Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, warnings)
+    if on_axes and on_mesh(runtime):
+        job.state = ShardedState(runtime, model, optimizer, step.variables, on_axes.update, on_axes.parts)
+    return job
 
 
 def _build_whole(config: Config, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer) -> None:
@@ -191,7 +190,7 @@ def _step_options(config: Config, plan: BatchPlan, split: Split) -> StepOptions:
         skip_non_finite=config.loop.on_nan == "skip",
         timed=not config.run.deterministic,
         phase_every=config.telemetry.phase_every,
-        small_gradients=config.parallel.compression == "bf16",
+        bfloat16_gradients=config.parallel.compression == "bf16",
         weighted=len(split.element_spec) == 3 or ":" in config.model.objective,
     )
 
@@ -252,7 +251,7 @@ def batch_spec(config: Config, split: Split, plan: BatchPlan, replica: int) -> t
 def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
     """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before
     the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean."""
-    slices = getattr(runtime, "workers", 1) if config.servers.ps_mode == "sync" else 1  # of parameter servers
+    slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
     if plan.replicas * plan.accumulation * slices == 1:
         return SumsAsMeans(())
 

@@ -36,7 +36,7 @@ def run(case: dict[str, Any], runtime: Any, cluster: Any) -> dict[str, Any]:
     job = build.compose(config, runtime)
     config = job.config
     schedule = LoopSchedule(config.run.steps, config.loop.log_every, -1, 0, steps_per_loop=1)
-    workers = Workers(runtime.call, runtime.news, lambda step, sentence: None, runtime.workers, 0, config.loop.on_nan == "skip",
+    workers = Workers(runtime.call, runtime.news, lambda step, sentence: None, runtime.compute_workers, 0, config.loop.on_nan == "skip",
                       lambda step: step * job.plan.global_batch, schedule.next_settled)
     step = Synchronous(parameter_server_run.remote_step(job, 0), workers, 0)
     told: list[dict] = []

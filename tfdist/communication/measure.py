@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.communication.measurement import Measurement
 from tfdist.runtime.base import Runtime
-from tfdist.runtime.operations import Collective, members
+from tfdist.runtime.operations import Collective
 
 _MEASUREMENT_SECONDS = 0.1  # as many rounds as fit
 _MOST_ROUNDS = 200
@@ -35,7 +35,7 @@ def measure(
       sizes: bytes; they are rounded to what can be divided among the members.
       tell: takes a line about what comes next.
     """
-    n = members(runtime)
+    n = runtime.size * runtime.local_replicas
     counts = sorted({max(1, size // _ITEM // n) * n for size in sizes})
     for place, (name, collective) in enumerate(found.items(), 1):
         tell(f"{name} ({place} of {len(found)}): {len(counts)} sizes are traced and checked")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfdist.config.options import parse_args, parse_profile_steps, parse_ranks
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.strategies import asked_for
 
 if TYPE_CHECKING:
     from tfdist.config.configuration import Config
@@ -115,18 +116,9 @@ def _check_parallel(config: Config) -> None:
 
 def check_compression(config: Config, strategy: str) -> None:
     """Whether gradients can travel as --compression says, on the strategy that --strategy has come to."""
-    kind = config.parallel.compression
-    if kind == "none" or strategy == "mesh":
-        return
-    if kind == "bf16" and strategy in ("multi_worker", "mirrored", "sockets"):
-        return
-    if strategy == "horovod":
-        fix = "use --horovod_compression=fp16"
-    elif strategy in ("one_device", "parameter_server"):
-        fix = "drop it"
-    else:
-        fix = "use --compression=bf16, or --strategy=mesh"
-    raise ConfigError(f"--compression={kind} is not for --strategy={strategy}: {fix}.")
+    kind, can = config.parallel.compression, asked_for(strategy)
+    if kind != "none" and kind not in can.compression:
+        raise ConfigError(f"--compression={kind} is not for --strategy={strategy}: {can.compression_fix}.")
 
 
 def _check_artifacts(config: Config) -> None:

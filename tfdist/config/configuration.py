@@ -22,6 +22,7 @@ from tfdist.config.training_options import (
     ScheduleConfig,
 )
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.strategies import asked_for
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ class Config:
 
     def in_one_process(self) -> Config:
         """What evaluates the run's model in one process, whatever it is trained with: only its batch has to fit."""
-        several_workers = ("multi_worker", "horovod", "sockets", "mesh", "parameter_server")
+        strategy = self.strategy.strategy
         batch = self.batch.global_batch or self.batch.micro_batch
         return dataclasses.replace(
             self,
             parallel=ParallelConfig(recompute=self.parallel.recompute),
             batch=BatchConfig(global_batch=batch),
         ).replace(
-            strategy="auto" if self.strategy.strategy in several_workers else self.strategy.strategy,
+            strategy="auto" if asked_for(strategy).several_workers else strategy,
             eval_batch=self.data.eval_batch or min(batch, 128),
             jit_compile=False,
         )

@@ -91,7 +91,7 @@ def _agree_on(runtime: OneDevice, name: str, arguments: dict[str, Any]) -> None:
     """Raises ConfigError if another worker makes another call, or has come to its end."""
     global _calls
     _calls += 1
-    if isinstance(runtime, Sockets):
+    if runtime.size > 1:
         said = ", ".join(f"{key}={arguments[key]!r}" for key in _COMMON if arguments.get(key) not in (None, False, 0))
         try:
             with _explained(runtime):
@@ -164,7 +164,7 @@ def fit(
     _agree_on(runtime, "fit", arguments)
     arranged = arrange(callbacks, runtime, model)
     backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
-    if isinstance(runtime, Sockets) or backup is not None:
+    if runtime.size > 1 or backup is not None:
         x, y = shuffle_alike(runtime, x, y, arguments, backup)
     return _spread(
         runtime,
@@ -243,7 +243,7 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
     """
     runtime = _join(model, "spread")
     _agree_on(runtime, "spread", {})
-    if not isinstance(runtime, Sockets):
+    if runtime.size == 1:
         yield
         return
     refuse_what_cannot_be_spread(model)
@@ -255,7 +255,7 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
 
 def _spread(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     """Runs one of Keras' loops, over the workers if there are several."""
-    if not isinstance(runtime, Sockets):
+    if runtime.size == 1:
         return loop()
     refuse_what_cannot_be_spread(model)
     if runtime.rank == 0:

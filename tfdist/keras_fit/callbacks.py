@@ -34,7 +34,7 @@ def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[kera
         else []
     )
     given = epoch_backup.replace(given, runtime)
-    if not isinstance(runtime, Sockets):
+    if runtime.size == 1:
         return given
     last = [callback for callback in given if isinstance(callback, epoch_backup.EpochBackup)]  # after what they decide
     given = [callback for callback in given if callback not in last]

@@ -24,6 +24,7 @@ from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import MemoryShortError
 from tfdist.control.memory_amounts import MACHINE, PROCESS, amounts
+from tfdist.control.strategies import asked_for
 from tfdist.planner import formulas, shapes
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS, States, shard_states, slot_elements
@@ -76,7 +77,7 @@ def check_by_formula(config: Config, cluster: Cluster) -> None:
     if model is None:
         return
     layout = Layout(data=cluster.size)
-    if config.strategy.strategy == "mesh":
+    if asked_for(config.strategy.strategy).mesh:
         mesh = Mesh.parse(config.parallel.mesh, cluster.size)
         layout = Layout(
             data=mesh.degree("data"),
@@ -142,7 +143,7 @@ def _sentence(
 
 def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], limit: MemoryLimit) -> str:
     """The least change that would make it fit."""
-    mesh = "" if config.strategy.strategy == "mesh" else "--strategy=mesh "
+    mesh = "" if asked_for(config.strategy.strategy).mesh else "--strategy=mesh "
     if config.optimizer.optimizer not in _SHARDED:
         return (
             "use an optimizer that --zero can share out (sgd, momentum, adam, adamw, lion) with --strategy=mesh"

@@ -16,6 +16,7 @@ from tfdist.data import augment, input_pipeline
 from tfdist.data.batch_plan import plan_batch
 from tfdist.run import session
 from tfdist.run.trainer import Trainer, TrainerInputs
+from tfdist.runtime.factory import resolve_strategy
 from tfdist.runtime.parameter_server import has_servers, prepare
 from tfdist.telemetry.events import Event
 from tfdist.training.optimizer import make_optimizer
@@ -41,9 +42,8 @@ def slices(config: Config, workers: int) -> int:
 def resolve(config: Config, cluster: Cluster) -> Config:
     """The batch arithmetic as numbers: the chief composes as the only replica, but the slices count as replicas."""
     plan = plan_batch(config.batch, slices(config, len(cluster.spec["worker"])))
-    return config.replace(
-        strategy="parameter_server", global_batch=plan.global_batch, accumulation=plan.accumulation, micro_batch=0
-    ).validate()
+    numbers = {"global_batch": plan.global_batch, "accumulation": plan.accumulation, "micro_batch": 0}
+    return config.replace(strategy=resolve_strategy(config, cluster), **numbers).validate()
 
 
 class ServerTrainer(Trainer):
@@ -59,7 +59,7 @@ class ServerTrainer(Trainer):
             self._runtime.call,
             self._runtime.news,
             lambda step, sentence: inputs.observer(Event("warning", step, {"message": sentence})),
-            self._runtime.workers,
+            self._runtime.compute_workers,
             config.servers.backup_workers,
             config.loop.on_nan == "skip",
             inputs.position,
@@ -75,7 +75,7 @@ class ServerTrainer(Trainer):
         plan, parameters = self._remote.options.plan, self._remote.parameters
         message = f"{job.config.servers.ps_mode}: {plan.describe()}; {parameters.describe()}"
         yield Event("start", first_step, {"message": message})
-        if self._runtime.workers > 1 and any(
+        if self._runtime.compute_workers > 1 and any(
             getattr(layer, "synchronized", False) for layer in keras_layers.all_layers(job.model)
         ):
             message = (
@@ -88,7 +88,7 @@ class ServerTrainer(Trainer):
         return self._steps.extra_values()
 
     def summary(self) -> dict[str, Any]:
-        counts = {"workers": self._runtime.workers, "parameter_servers": len(self._runtime.devices)}
+        counts = {"workers": self._runtime.compute_workers, "parameter_servers": len(self._runtime.devices)}
         return {**counts, **self._steps.staleness.values()}
 
     def cause(self, error: BaseException) -> BaseException | None:
@@ -131,12 +131,12 @@ def remote_step(job: build.Job, first_step: int) -> RemoteStep:
         ),
         build.batch_spec(config, split, job.plan, 0),
         RemoteOptions(
-            plan_batch(config.batch, slices(config, runtime.workers)),
+            plan_batch(config.batch, slices(config, runtime.compute_workers)),
             config.run.seed,
             config.optimizer.clip_norm,
             config.servers.max_staleness,
             config.servers.staleness_scaling,
             job.step.options.weighted,
         ),
-        job.step.added,
+        job.step.replica.added,
     )

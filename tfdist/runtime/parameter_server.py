@@ -26,13 +26,13 @@ _LOST_SECONDS = 5.0  # after an error of TensorFlow: how long to look for a para
 
 
 class ParameterServer(OneDevice):
-    """The chief. `workers`: how many there are; `devices`: of the parameter servers."""
+    """The chief. `devices`: of the parameter servers."""
 
     name = "parameter_server"
 
     def __init__(self, cluster: Cluster, config: Config):
         self.cluster = cluster
-        self.workers = len(cluster.spec["worker"])
+        self.compute_workers = len(cluster.spec["worker"])
         self.devices = [f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in range(len(cluster.spec["ps"]))]
         await_all(cluster.others("ps", "worker"), config.cluster.startup_timeout)
         self._watch = Watch(cluster.others("ps", "worker"))
@@ -86,6 +86,7 @@ class ParameterServer(OneDevice):
         """The parameter server that is the cause of an error of TensorFlow, or None."""
         if not isinstance(error, tf.errors.OpError):
             return None
+        text = str(error.message)
         deadline = time.monotonic() + _LOST_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -93,7 +94,6 @@ class ParameterServer(OneDevice):
             except PeerLostError as found:
                 return found
             time.sleep(0.05)
-        text = str(error.message)
         if "/job:ps" in text or isinstance(error, tf.errors.UnavailableError):
             return PeerLostError(
                 "Lost contact with a parameter server: look at their logs for the cause, then start all again."

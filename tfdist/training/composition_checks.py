@@ -15,7 +15,6 @@ from tfdist.planner.memory_check import MemoryLimits
 from tfdist.planner.shapes import Weight
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.mesh import Mesh
-from tfdist.runtime.mesh_runtime import on_mesh
 
 
 def check_best(config: Config, metrics: Sequence[str] | None) -> None:
@@ -46,7 +45,7 @@ def check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: M
 
     Which variables pipe, model and expert divide is decided later: at best all of them.
     """
-    mesh = runtime.mesh if on_mesh(runtime) else Mesh.create(data=runtime.replicas)
+    mesh = runtime.mesh or Mesh.create(data=runtime.replicas)
     layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
     memory_check.check(
         config,

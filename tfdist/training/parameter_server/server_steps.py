@@ -8,6 +8,7 @@ and the answer comes with the last step that was under way.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,8 @@ class ServerSteps(ABC):
 
     def __call__(self, iterators: Sequence, n: int, requests: Requests) -> StepOutput:
         """See training/loop.py. There are no iterators: workers find their samples by number."""
-        self.requested = Requests(*(before or now for before, now in zip(self.requested, requests, strict=True)))
+        before = self.requested
+        self.requested = Requests(before.save or requests.save, before.stop or requests.stop)
         totals: dict[str, float] = dict.fromkeys(self.remote.sums.names, 0.0)
         last, skipped = self.done + n, 0
         while self.done < last:
@@ -96,13 +98,9 @@ class ServerSteps(ABC):
             means=means,
             weight=weight,
             gradient_norm=self._norm,
-            loss_scale=1.0,
             skipped=skipped,
-            finite=True,
             sums={name: totals[name] for name in means},
-            signals=answered._asdict(),
-            step_s=0.0,
-            compute_s=np.zeros(0),
+            signals=dataclasses.asdict(answered),
         )
 
     def _sums(self, result: StepResult) -> dict[str, float]:
