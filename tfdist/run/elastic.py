@@ -3,9 +3,10 @@
   join a group             the launcher says who is in it, and which rank this process has (control/membership.py)
   train (session.run)      every worker keeps a copy of the state in its memory, at boundaries that are the same for all
   until the run ends, or the group does:
-    - a worker is lost     the others get an error in the collective that it has not finished; each goes back to its copy
-    - another is wanted    the launcher tells; the request travels in the step's own reduction, so that all leave together at
-                           one boundary, where each makes a copy: no step is lost
+    - a worker is lost     the others get an error in the collective that it has not finished; each goes back to its
+                           copy
+    - another is wanted    the launcher tells; the request travels in the step's own reduction, so that all leave
+                           together at one boundary, where each makes a copy: no step is lost
   forget the session, keep the copy (in_memory_checkpoint.py), join the next group
 
 The model, the step and the iterators are composed anew in every group, since rank, plan and sizes are constants in what

@@ -1,4 +1,4 @@
-"""What the process of a worker keeps in its memory while it leaves one group of workers and joins another (elastic.py)."""
+"""What the process of a worker keeps in memory while it leaves one group of workers and joins another (elastic.py)."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class ParameterServer(OneDevice):
         """The parameter server that is the cause of an error of TensorFlow, or None."""
         if not isinstance(error, tf.errors.OpError):
             return None
-        text = str(error.message)
+        text = str(getattr(error, "message", ""))
         deadline = time.monotonic() + _LOST_SECONDS
         while time.monotonic() < deadline:
             try:

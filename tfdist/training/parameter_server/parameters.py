@@ -58,7 +58,8 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule):
         super().__init__()
-        self.schedule, self.factor = schedule, None
+        self.schedule = schedule
+        self.factor: tf.Tensor | None = None
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
         rate = self.schedule(step)
@@ -104,7 +105,7 @@ class Parameters:
         self.pieces = place([tuple(variable.shape) for variable in self.weights], len(devices), piece_bytes)
         self._values = [self._make_piece(piece) for piece in self.pieces]
         with tf.device(self.devices[0]):
-            self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="updates")
+            self.counter = tf.Variable(tf.constant(0, tf.int64), trainable=False, name="updates")
             self._states = [
                 tf.Variable(variable.numpy(), trainable=False, dtype=variable.dtype) for variable in self.states
             ]
@@ -114,6 +115,7 @@ class Parameters:
             for server in sorted({piece.server for piece in self.pieces})
         }
         self._local = {variable.name: variable for variable in optimizer.variables}
+        self._iterations: Any = optimizer.iterations  # there since it was built
         self.skipped = 0  # steps without an update, which the optimizer does not count
 
     def _make_piece(self, piece: Piece) -> keras.Variable:
@@ -207,7 +209,7 @@ class Parameters:
 
     def push(self, step: int) -> None:
         """The inverse of `pull`."""
-        self.skipped = step - int(self.optimizer.iterations.numpy())
+        self.skipped = step - int(self._iterations.numpy())
         for piece, value in zip(self.pieces, self._values, strict=True):
             value.assign(_rows(self.weights[piece.weight].numpy(), piece))
         for variable, state in zip(self.states, self._states, strict=True):
@@ -229,11 +231,12 @@ class Parameters:
         """
         self.counter.assign(step)
         for optimizer in self._optimizers.values():
-            optimizer.iterations.assign(step - self.skipped)
+            iterations: Any = optimizer.iterations
+            iterations.assign(step - self.skipped)
 
     def set_local_step(self, step: int) -> None:
         """The number of updates of the chief's own optimizer, which its learning rate follows."""
-        self.optimizer.iterations.assign(step - self.skipped)
+        self._iterations.assign(step - self.skipped)
 
     def _slot(self, piece: Piece, name: str) -> keras.Variable:
         """The chief's slot of a piece's weight, by the name that Keras gives it."""
@@ -246,7 +249,7 @@ class Parameters:
         local = [
             variable
             for variable in self.optimizer.variables
-            if id(variable) not in taken and variable is not self.optimizer.iterations
+            if id(variable) not in taken and variable is not self._iterations
         ]
         own = self._optimizers[server]
         remote = [

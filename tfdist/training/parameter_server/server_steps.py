@@ -1,9 +1,9 @@
-"""Steps by the workers of a parameter-server run, on the chief: what training/loop.py drives in the place of a TrainStep.
+"""Steps by the workers of a parameter-server run, on the chief: training/loop.py drives them in place of a TrainStep.
 
 Batches are handed out by number, in order. Several may be under way, also while the loop does other things between two
 calls; but at a step whose state is used (`Workers.next_settled`), and only there, that many batches are done and no
-others: what an evaluation or a snapshot needs. Where a save or stop is asked for in between, nothing more is handed out,
-and the answer comes with the last step that was under way.
+others: what an evaluation or a snapshot needs. Where a save or stop is asked for in between, nothing more is handed
+out, and the answer comes with the last step that was under way.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Synchronous steps on parameter servers: a batch is cut into slices, one per worker but for the backup workers; the sum
-of their gradients is one update.
+"""Synchronous steps on parameter servers: a batch is cut into slices, one per worker but for the backup workers; the
+sum of their gradients is one update.
 
 With B backup workers (Chen et al. 2016, arXiv:1604.00981) there are N slices for N + B workers: some slices are given
 out twice from the start, others once they are late, and the first result of each counts; those that come later are
