@@ -56,9 +56,8 @@ def main(argv: list[str]) -> int:
         from tfdist.run.snapshot_evaluation import follow
 
         return follow(config)
-    if asked_for(
-        resolve_strategy(config, cluster, gpus=lambda: 0)
-    ).parameter_servers:  # which has nothing to do with GPUs
+    strategy = asked_for(resolve_strategy(config, cluster, gpus=lambda: 0))  # they would start TensorFlow
+    if strategy.parameter_servers:
         if cluster.role in ("worker", "ps"):  # they need none of the rest, not even Keras
             from tfdist.runtime import parameter_server
 
@@ -79,9 +78,8 @@ def main(argv: list[str]) -> int:
         from tfdist.run import elastic
 
         return elastic.run(config, flags.main_command(argv), cluster.secret)
-    with Preflight(
-        cluster, config.cluster.startup_timeout
-    ) as preflight:  # peers are looked for while TensorFlow is imported
+    # Peers are looked for while TensorFlow is imported.
+    with Preflight(cluster, config.cluster.startup_timeout) as preflight:
         versions.import_keras()
         from tfdist.run import session
     return session.run(session.Start(config, cluster, flags.main_command(argv), began=preflight.began))

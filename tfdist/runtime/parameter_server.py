@@ -14,6 +14,7 @@ from typing import TypeGuard
 
 import tensorflow as tf
 
+from tfdist.compat import tf_coordinator
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
@@ -58,7 +59,7 @@ class ParameterServer(OneDevice):
         value = self._coordinator.schedule(function, args=tuple(arguments))
 
         def fetch() -> tuple | None:
-            value._wait_and_maybe_error()  # apart from the fetch, whose errors mean something else
+            tf_coordinator.wait_for(value)  # apart from the fetch, whose errors mean something else
             try:
                 return value.fetch()
             except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.InvalidArgumentError) as error:

@@ -53,14 +53,26 @@ class Run:
         self.say(f"{self.now} {n} {iterators[0]}")
         self.step += n + self.off_by
         asked = self.answers.get(self.step, NOTHING)
-        signals = {name: asked_for or value for (name, value), asked_for in zip(
-            dataclasses.asdict(asked).items(), dataclasses.asdict(requests).values(), strict=True
-        )}
+        signals = {
+            name: asked_for or value
+            for (name, value), asked_for in zip(
+                dataclasses.asdict(asked).items(), dataclasses.asdict(requests).values(), strict=True
+            )
+        }
         finite = self.step not in self.bad
         self.bad.discard(self.step)
         return StepOutput(
-            step=self.step, means={"loss": 1.0}, weight=4.0 * n, gradient_norm=2.0, loss_scale=1.0, skipped=0,
-            finite=finite, sums={"loss": 8.0 * n}, signals=signals, step_s=0.0, compute_s=np.zeros(0),
+            step=self.step,
+            means={"loss": 1.0},
+            weight=4.0 * n,
+            gradient_norm=2.0,
+            loss_scale=1.0,
+            skipped=0,
+            finite=finite,
+            sums={"loss": 8.0 * n},
+            signals=signals,
+            step_s=0.0,
+            compute_s=np.zeros(0),
         )
 
     def train(self, step=0):

@@ -126,9 +126,16 @@ def test_asynchronous_batches_are_under_way_at_log_lines_but_never_where_the_sta
     result, events, used = drive(step, schedule)
     assert result.step == 30 and sorted(remote.begun) == sorted(remote.done) == list(range(30))
     assert [event.step for event in events] == list(range(3, 31, 3))
-    assert used == [(what, number, number, False) for what, number in (
-        ("evaluate", 10), ("save", 15), ("evaluate", 20), ("evaluate", 30), ("save", 30),
-    )]
+    assert used == [
+        (what, number, number, False)
+        for what, number in (
+            ("evaluate", 10),
+            ("save", 15),
+            ("evaluate", 20),
+            ("evaluate", 30),
+            ("save", 30),
+        )
+    ]
     assert max(ahead) >= 2  # the log does not wait for what is under way
     assert remote.parameters.pulled == [10, 15, 20, 30]
     last = events[-1].values
@@ -207,7 +214,10 @@ def test_synchronous_slices_are_one_step_each_and_requests_are_answered_at_once(
     assert result.step == 9 and remote.begun == [batch for batch in range(9) for _ in range(3)]
     assert [event.step for event in events] == [3, 6, 9] and events[0].values["train/loss"] == 2.0
     assert [(what, number) for what, number, *_ in used] == [
-        ("evaluate", 4), ("save", 6), ("evaluate", 8), ("evaluate", 9),
+        ("evaluate", 4),
+        ("save", 6),
+        ("evaluate", 8),
+        ("evaluate", 9),
     ]
 
 
