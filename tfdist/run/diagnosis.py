@@ -68,7 +68,7 @@ class Diagnosis:
             self._tell("the loss of the evaluation is not finite", lambda: self.flaws(evaluated=True))
 
     def observed(self, event: Event) -> None:
-        """A train event has been told."""
+        """A train event has been observed."""
         if event.values.get("train/skipped_steps") and self.job.config.loop.on_nan == "skip":
             self._tell("updates were skipped", lambda: self.flaws(first=self._logged_at))
         self._logged_at = event.step

@@ -75,38 +75,34 @@ class HealthMonitor:
         """What to end with after `error`: its cause as a sentence, as far as it can be found out. Tells the others."""
         sentence = next(filter(None, (look(error) for look in self._explanations)), None)
         found: BaseException = error if sentence is None else sentence
-        lost, told = isinstance(found, PeerLostError), time.time()
+        lost, found_at = isinstance(found, PeerLostError), time.time()
         if self.beacons is None:
             return found
-        self.beacons.tell(
-            (
-                f"{type(found).__name__}: {found}"
-                if sentence is None and not isinstance(found, TfdistError)
-                else str(found)
-            ),
-            secondary=lost,
-        )
+        unexpected = sentence is None and not isinstance(found, TfdistError)
+        self.beacons.tell(f"{type(found).__name__}: {found}" if unexpected else str(found), secondary=lost)
         if lost:
-            words = self.beacons.first_error(_WORDS_SECONDS)
-            if words and not words.secondary:
-                return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
-            more = (
-                f" Before, {self.cluster.name(words.rank)} said: {words.error.partition(' Look at')[0]}"
-                if words and words.error_time < told
-                else ""
-            )
-            if silent := self.beacons.silent():
-                more += f" Silent: {'; '.join(map(self.beacons.describe, silent))}."
-            found = PeerLostError(f"{found}{more}")
-        elif isinstance(found, TfdistError) and found.exit_code not in RESTARTABLE:
+            return self._lost_peer(str(found), found_at, self.beacons)
+        if isinstance(found, TfdistError) and found.exit_code not in RESTARTABLE:
             # Most such errors are verdicts on what a collective brought (flags that differ, weights that do): who
             # leaves at once takes it from those that are still receiving, and they would end as if they had lost a
             # peer.
             self.beacons.wait_for_errors(_VERDICT_SECONDS)
         return found
 
+    def _lost_peer(self, sentence: str, found_at: float, beacons: Beacons) -> PeerLostError:
+        """What the lost peer, or another, has said of it."""
+        words = beacons.first_error(_WORDS_SECONDS)
+        if words and not words.secondary:
+            return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
+        if words and words.error_time < found_at:
+            said = words.error.partition(" Look at")[0]
+            sentence += f" Before, {self.cluster.name(words.rank)} said: {said}"
+        if silent := beacons.silent():
+            sentence += f" Silent: {'; '.join(map(beacons.describe, silent))}."
+        return PeerLostError(sentence)
+
     def close(self) -> None:
-        """Ends the watch; the run has ended well, or the process goes on."""
+        """Ends the watch."""
         self.watchdog.close()
         if self.beacons:
             self.beacons.close()

@@ -1,6 +1,6 @@
 """Where a run's snapshots and backups lie, and who writes them.
 
-Only the chief touches the files, unless the state is spread over a mesh and all workers see the same folder: then
+Only the chief touches the files, unless the state is divided over a mesh and all workers see the same folder: then
 everyone writes and reads its own part (artifacts/parts.py).
 """
 

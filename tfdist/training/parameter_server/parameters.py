@@ -77,7 +77,7 @@ class Parameters:
       make_optimizer: learning-rate schedule -> an optimizer like the chief's.
       devices: TensorFlow's names of the parameter servers' devices.
       piece_bytes: see `place`.
-      tell_step: is told the step at every `pull`.
+      on_pull: called with the step at every `pull`.
     Raises ConfigError for a model whose weights have constraints, which an update of pieces cannot keep.
     """
 
@@ -89,9 +89,9 @@ class Parameters:
         make_optimizer: Callable[[keras.optimizers.schedules.LearningRateSchedule], keras.Optimizer],
         devices: Sequence[str],
         piece_bytes: float,
-        tell_step: Callable[[int], Any] = lambda step: None,
+        on_pull: Callable[[int], Any] = lambda step: None,
     ):
-        self.model, self.optimizer, self.devices, self.tell_step = model, optimizer, list(devices), tell_step
+        self.model, self.optimizer, self.devices, self.on_pull = model, optimizer, list(devices), on_pull
         self.weights = list(model.trainable_variables)
         if any(variable.constraint is not None for variable in self.weights):
             raise ConfigError(
@@ -204,7 +204,7 @@ class Parameters:
         for local, remote in self._others(min(self._optimizers)):
             local.assign(remote.numpy())
         self.set_local_step(step)
-        self.tell_step(step)
+        self.on_pull(step)
         self.set_step(step)
 
     def push(self, step: int) -> None:
