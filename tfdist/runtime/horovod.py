@@ -19,7 +19,7 @@ from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime import horovod_start
 from tfdist.runtime.array_bytes import from_bytes, to_bytes
-from tfdist.runtime.buckets import in_buckets
+from tfdist.runtime.bucketing import in_buckets
 from tfdist.runtime.defaults import RuntimeDefaults
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.operations import Collective

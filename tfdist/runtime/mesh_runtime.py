@@ -33,6 +33,7 @@ class MeshRuntime(RuntimeDefaults):
     """See runtime/base.py."""
 
     name = "mesh"
+    mesh: Mesh
     local_replicas = 1
     mesh: Mesh  # pyright: ignore[reportIncompatibleVariableOverride] - it is set once, and never None here
     holds_whole_model = False

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.runtime.buckets import in_buckets
+from tfdist.runtime.bucketing import in_buckets
 from tfdist.runtime.ring import Ring
 
 _SUM, _HALVED, _ROWS = "sum", "sum of what travels as bfloat16", "rows of all workers"

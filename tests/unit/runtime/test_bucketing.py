@@ -1,6 +1,6 @@
 """Which tensors travel together."""
 
-from tfdist.runtime.buckets import in_buckets
+from tfdist.runtime.bucketing import in_buckets
 
 
 def test_from_the_last_up_to_the_bound():
