@@ -26,7 +26,7 @@ from tfdist.keras_fit.model import DistributedModel
 from tfdist.keras_fit.refusals import refuse_unsupported
 from tfdist.runtime.errors import explain
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.sockets import Sockets, warn_about_gpus
+from tfdist.runtime.sockets import Sockets, has_others, warn_about_gpus
 
 _OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb", "job_token_file")
 # What a call must have in common on all workers, beside its data; `verbose` and the callbacks may differ.
@@ -91,7 +91,7 @@ def _agree_on(runtime: OneDevice, name: str, arguments: dict[str, Any]) -> None:
     """Raises ConfigError if another worker makes another call, or has come to its end."""
     global _calls
     _calls += 1
-    if runtime.size > 1:
+    if has_others(runtime):
         said = ", ".join(f"{key}={arguments[key]!r}" for key in _COMMON if arguments.get(key) not in (None, False, 0))
         try:
             with _explained(runtime):
@@ -243,7 +243,7 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
     """
     runtime = _join(model, "spread")
     _agree_on(runtime, "spread", {})
-    if runtime.size == 1:
+    if not has_others(runtime):
         yield
         return
     refuse_unsupported(model)
@@ -260,7 +260,7 @@ def _of_chief(verbose: Any, runtime: OneDevice) -> Any:
 
 def _over_workers(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     """Runs one of Keras' loops, over the workers if there are several."""
-    if runtime.size == 1:
+    if not has_others(runtime):
         return loop()
     refuse_unsupported(model)
     if runtime.rank == 0:

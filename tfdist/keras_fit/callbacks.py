@@ -15,7 +15,7 @@ from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.sockets import Sockets, has_others
 
 _WRITERS = tuple(
     getattr(keras.callbacks, name)
@@ -35,7 +35,7 @@ def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[kera
         else []
     )
     given = epoch_backup.replace(given, runtime)
-    if runtime.size == 1:
+    if not has_others(runtime):
         return given
     last = [callback for callback in given if isinstance(callback, epoch_backup.EpochBackup)]  # after what they decide
     given = [callback for callback in given if callback not in last]

@@ -35,7 +35,6 @@ class MeshRuntime(RuntimeDefaults):
     name = "mesh"
     mesh: Mesh
     local_replicas = 1
-    mesh: Mesh  # pyright: ignore[reportIncompatibleVariableOverride] - it is set once, and never None here
     holds_whole_model = False
     sums_slices = False
 
