@@ -38,7 +38,7 @@ from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.job import Job
 from tfdist.control.launch_options import LaunchOptions, parse_launch_options
-from tfdist.control.launcher import LocalJob
+from tfdist.control.local_job import LocalJob
 from tfdist.control.machine_shares import visible_gpus
 from tfdist.control.processes import Standbys
 from tfdist.control.ray_cluster import RayPlacements, connect

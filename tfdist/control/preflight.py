@@ -125,8 +125,8 @@ def wait_for_peers(
 def did_not_appear(names: str, count: int, timeout: float) -> StartupError:
     """What is said of processes that were waited for in vain."""
     return StartupError(
-        f"{names} did not appear within {timeout:g} s: start {'it' if count == 1 else 'them'}, check that the address in"
-        " TF_CONFIG can be reached from here, or raise --startup_timeout."
+        f"{names} did not appear within {timeout:g} s: start {'it' if count == 1 else 'them'}, check that the address"
+        " in TF_CONFIG can be reached from here, or raise --startup_timeout."
     )
 
 
