@@ -23,7 +23,7 @@ from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.data import augment, contents, input_pipeline
+from tfdist.data import augment, contents, input_pipeline, streams
 from tfdist.data.batch_plan import BatchPlan, plan_batch
 from tfdist.data.sources.load_split import load_split
 from tfdist.data.sources.split import SPLITS, Split
@@ -38,12 +38,13 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
-from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.runtime.mesh_runtime import on_mesh
 from tfdist.training import compatibility
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.loss_probe import ROWS
+from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel import segments
@@ -51,7 +52,8 @@ from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import Parallelism, StepOptions
 
 
 def prepare_environment(config: Config) -> None:
@@ -87,7 +89,7 @@ class Job:
     @property
     def stream_cut(self) -> int:
         """Into how many streams a run that begins now cuts its data; see data/input_pipeline.py."""
-        return input_pipeline.stream_cut(self.train_split, self.plan)
+        return streams.stream_cut(self.train_split, self.plan)
 
     def iterators(self, consumed: int, cut: int | None = None) -> list:
         """One iterator of training micro-batches per local replica, from a position in the data order.
@@ -141,7 +143,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
     added = _added_losses(config, runtime, model, train_split, plan)
-    if isinstance(runtime, MeshRuntime):
+    if on_mesh(runtime):
         spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
         objective = spread.objective
     else:
@@ -155,7 +157,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
             segments.recompute(model, config.parallel.recompute, {})
     objective = with_dropped(objective, model)
     batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
-    step = TrainStep(
+    step = (MeasuredStep if config.telemetry.phase_every else TrainStep)(
         runtime,
         model,
         optimizer,
@@ -169,12 +171,11 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
             skip_non_finite=config.loop.on_nan == "skip",
             timed=not config.run.deterministic,
             phase_every=config.telemetry.phase_every,
-            small_gradients=config.parallel.compression == "bf16",
+            bfloat16_gradients=config.parallel.compression == "bf16",
             weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
         ),
         batch_spec,
-        *((spread.update, spread.pipeline) if spread else (None, None)),
-        added,
+        Parallelism(spread.update, spread.pipeline, added) if spread else Parallelism(added=added),
     )
     _check_best(config, step, eval_split)
     state = ShardedState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
@@ -217,14 +218,16 @@ def train_dataset(
     """The training micro-batches of one replica, from a position in the data order. cut: see `Job.iterators`."""
     return input_pipeline.train_dataset(
         split,
+        input_pipeline.Reading(
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            augment=augment.load_augmentation(config.data.augment),
+            threads=config.data.reader_threads,
+            cut=cut,
+        ),
         plan=plan,
         replica=replica,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
         consumed=consumed,
-        augment=augment.load_augmentation(config.data.augment),
-        threads=config.data.reader_threads,
-        cut=cut,
     )
 
 
@@ -258,7 +261,7 @@ def make_evaluator(
 def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
     """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before
     the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean."""
-    slices = getattr(runtime, "workers", 1) if config.servers.ps_mode == "sync" else 1  # of parameter servers
+    slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
     if plan.replicas * plan.accumulation * slices == 1:
         return SumsAsMeans(())
 
@@ -301,7 +304,7 @@ def _check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: 
 
     Which variables pipe, model and expert divide is decided later: at best all of them.
     """
-    mesh = runtime.mesh if isinstance(runtime, MeshRuntime) else Mesh.create(data=runtime.replicas)
+    mesh = runtime.mesh or Mesh.create(data=runtime.replicas)
     layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
     memory_check.check(
         config,

@@ -42,11 +42,11 @@ from tfdist.control.launcher import LocalJob
 from tfdist.control.processes import Standbys
 from tfdist.control.ray_cluster import RayRoom, connect
 from tfdist.control.ray_job import RayJob
+from tfdist.control.strategies import STRATEGIES, asked_for
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
 from tfdist.control.worker_count import WorkerCount
 from tfdist.data.batch_plan import plan_batch
 
-IN_PROCESS = ("horovod",)  # strategies whose runtime can be started again in the same process
 STANDBY_AFTER_SECONDS = 15.0  # the job itself should have started by then
 
 
@@ -89,10 +89,11 @@ def main(argv: list[str]) -> int:
     if options.on == "ray":
         return launch_on_ray(["-m", "tfdist.train", *train], run_dir / "logs", options, config)
     standbys = Standbys()
-    if options.elastic and config.strategy.strategy not in IN_PROCESS:
+    if options.elastic and not asked_for(config.strategy.strategy).restarts_in_process:
+        able = " or ".join(f"--strategy={name}" for name, each in STRATEGIES.items() if each.restarts_in_process)
         raise ConfigError(
             "--elastic needs workers that can leave one group and join another in the same process, which"
-            f" --strategy={config.strategy.strategy} cannot: use --strategy={IN_PROCESS[0]}, or drop --elastic."
+            f" --strategy={config.strategy.strategy} cannot: use {able}, or drop --elastic."
         )
     if options.elastic and config.run.deterministic:
         raise ConfigError(

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz import data, models
+from tests.fuzz import data, keras_settings, models
 from tests.fuzz.oracle import POLICIES, is_number, once
 
 FLOAT = {False: "float32", True: "float64"}
@@ -50,6 +50,11 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
 
 def run(case: Mapping[str, Any], functions: Any, double: bool = False, eager: bool = False) -> dict[str, np.ndarray]:
     """functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not."""
+    with keras_settings.restored():
+        return _run(case, functions, double, eager)
+
+
+def _run(case: Mapping[str, Any], functions: Any, double: bool, eager: bool) -> dict[str, np.ndarray]:
     keras.backend.clear_session()
     model = _model(case, double)
     _compile(case, model, eager)
@@ -169,9 +174,9 @@ def large_outputs(wanted: bool) -> Iterator[None]:
 def on_workers(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
     """The case with tfdist's functions, in a worker."""
     import tfdist
-    from tfdist.keras_fit import api
+    from tfdist.keras_fit import workers
 
-    api._runtime = runtime  # that this process has joined already
+    workers._runtime = runtime  # that this process has joined already
     with large_outputs(bool(case["fit"].get("large"))):
         return {"arrays": run(case, tfdist), "replicas": []}
 

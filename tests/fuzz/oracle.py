@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz import data, models
+from tests.fuzz import data, keras_settings, models
 from tests.fuzz.layers import SumLoss
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
@@ -199,5 +199,6 @@ def is_number(variable: keras.Variable) -> bool:
 
 def predict(case: Mapping[str, Any], order: np.ndarray, turned: bool = False) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(the run in the precision of the case, the run in float64)."""
-    single = Reference(case, turned=turned).run(order)
-    return single, Reference(case, double=True).run(order)
+    with keras_settings.restored():
+        single = Reference(case, turned=turned).run(order)
+        return single, Reference(case, double=True).run(order)

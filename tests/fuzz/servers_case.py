@@ -42,7 +42,7 @@ def run(case: dict[str, Any], runtime: Any, cluster: Any) -> dict[str, Any]:
     parameters = Parameters(job.model, job.optimizer, job.schedule, lambda schedule: make_optimizer(config.optimizer, schedule), runtime.devices,
                             0 if whole else config.servers.ps_piece_kb * 1024, lambda step: job.step.counter.assign(step))
     parameters.push(0)
-    batch = input_pipeline.batch_fetch(split, seed=config.run.seed, shuffle=config.data.shuffle, augment=augment.load_augmentation("none"))
+    batch = input_pipeline.batch_fetch(split, input_pipeline.Reading(seed=config.run.seed, shuffle=config.data.shuffle, augment=augment.load_augmentation("none")))
     step = RemoteStep(parameters, job.model, job.objective, batch, build.train_dataset(config, split, job.plan, 0, 0).element_spec,
                       RemoteOptions(plan_batch(config.batch, parameter_server_session.slices(config, cluster)), config.run.seed, config.optimizer.clip_norm))
     told: list[dict] = []

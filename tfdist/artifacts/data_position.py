@@ -175,7 +175,7 @@ class _Passes:
         """Reads what is left to be read of a pass that goes on."""
         present = keras_epochs.present_pass(self.iterator)
         goes_on = self.iterator.steps_per_epoch and present is not None
-        if goes_on and not self.reads and self._pass is present:
+        if goes_on and not self.reads and self._pass is not None and self._pass is present:
             _read(self._pass, self._unread)
         if goes_on and (self._unread or self.reads) and _has_no_seed(self.iterator.data_adapter):
             print(

@@ -138,7 +138,7 @@ class DistributedCall:
             for output, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
                 if mask is not None:
                     carry_mask(output, mask)
-        additions.add(self._runtime, self._runtime.rows_count)
+        additions.add(self._runtime)
         with self.alone():
             scales = self.scales.of(list(losses), args, kwargs, lambda x: self.of_the_batch(((x,), {})))
         return Forward(outputs, list(losses.values()), scales)

@@ -20,7 +20,9 @@ from keras import losses, metrics
 
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_tensors import mask_of
+from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.rows import Part
+from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 
 LARGEST = 16 * 2**20  # bytes of outputs of one global batch that are passed between workers
@@ -149,13 +151,10 @@ def step(
     for variable in variables:
         variable.assign(tf.zeros_like(variable))
     # Nothing else in a step compares the batches of the workers.
-    with tf.control_dependencies(runtime.gather([tf.zeros([1])], part.ends)):
+    with tf.control_dependencies(runtime.gather([tf.zeros([1])], part.ends, batch_stamp)):
         has_rows = tf.minimum(part.count, 1)
-    runtime.rows_count = tf.cast(has_rows, tf.float32)
-    try:
+    with batch_norm.weighted(tf.cast(has_rows, tf.float32)):
         one_step(part.take(batch))
-    finally:
-        runtime.rows_count = None
     added = runtime.all_reduce([variable * tf.cast(has_rows, variable.dtype) for variable in variables])
     for variable, old, more in zip(variables, before, added, strict=True):
         variable.assign(old + more)

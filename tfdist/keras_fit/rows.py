@@ -18,7 +18,9 @@ import tensorflow as tf
 
 from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.lookups import mark
+from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.added_losses import SUM
 
@@ -112,11 +114,8 @@ class Forward:
 def together(runtime: Sockets, part: Part, forward: Callable[[], Forward]) -> tuple[Any, list]:
     """(outputs of all rows, losses of all rows) of `forward`, which returns those of this worker's part."""
     weight = tf.cast(tf.minimum(part.count, 1), tf.float32)
-    runtime.rows_count = weight
-    try:
+    with batch_norm.weighted(weight):
         own = forward()
-    finally:
-        runtime.rows_count = None
     flat = keras.tree.flatten(own.outputs)
     for output in flat:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
@@ -171,7 +170,7 @@ def every_row(runtime: Sockets, tensors: Sequence[tf.Tensor], same: Sequence[tf.
 
     @tf.custom_gradient
     def gather(*tensors):
-        *rows, all_counts = runtime.gather([*tensors, tf.stack(counts)[tf.newaxis]], same)
+        *rows, all_counts = runtime.gather([*tensors, tf.stack(counts)[tf.newaxis]], same, batch_stamp)
         starts = tf.unstack(tf.reduce_sum(all_counts[: runtime.rank], 0), num=len(counts))
 
         def gradient(*upstream):

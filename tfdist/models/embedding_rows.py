@@ -8,6 +8,8 @@ table is cast as well.
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -24,7 +26,7 @@ def read_rows(model: keras.Model) -> None:
             _read_rows(layer)
 
 
-def _read_rows(layer: keras.layers.Embedding) -> None:
+def _read_rows(layer: Any) -> None:
     whole = layer.call
 
     def call(inputs: tf.Tensor) -> tf.Tensor:

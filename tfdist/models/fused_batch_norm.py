@@ -6,6 +6,8 @@ FusedBatchNormV3 (on GPUs cuDNN's) reads it twice forward and once more backward
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -32,7 +34,7 @@ def fuse_batch_norm(model: keras.Model) -> None:
             _fuse(layer)
 
 
-def _fuse(layer: keras.layers.BatchNormalization) -> None:
+def _fuse(layer: Any) -> None:
     composed = layer.call
 
     def call(inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:

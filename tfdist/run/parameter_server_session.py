@@ -17,6 +17,7 @@ from tfdist.data.batch_plan import plan_batch
 from tfdist.run.health import BETWEEN_STEPS, HealthMonitor
 from tfdist.run.session import Session
 from tfdist.runtime import parameter_server
+from tfdist.runtime.factory import resolve_strategy
 from tfdist.telemetry.events import Event
 from tfdist.training.loop import LoopHooks, LoopSchedule, TrainResult
 from tfdist.training.optimizer import make_optimizer
@@ -56,7 +57,7 @@ def resolve(config: Config, cluster: Cluster) -> Config:
     """The batch arithmetic as numbers: the chief composes as the only replica, but the slices count as replicas."""
     plan = plan_batch(config.batch, slices(config, cluster))
     return config.replace(
-        strategy="parameter_server", global_batch=plan.global_batch, accumulation=plan.accumulation, micro_batch=0
+        strategy=resolve_strategy(config, cluster), global_batch=plan.global_batch, accumulation=plan.accumulation, micro_batch=0
     ).validate()
 
 
@@ -89,9 +90,11 @@ class ServerSession(Session):
             job.objective,
             input_pipeline.batch_fetch(
                 split,
-                seed=self.config.run.seed,
-                shuffle=self.config.data.shuffle,
-                augment=augment.load_augmentation(self.config.data.augment),
+                input_pipeline.Reading(
+                    seed=self.config.run.seed,
+                    shuffle=self.config.data.shuffle,
+                    augment=augment.load_augmentation(self.config.data.augment),
+                ),
             ),
             build.train_dataset(self.config, split, job.plan, 0, 0).element_spec,
             RemoteOptions(

@@ -21,6 +21,7 @@ from tfdist.compat import keras_batch_norm
 from tfdist.runtime.base import Runtime
 
 _apart = False
+_weight: tf.Tensor | None = None  # what the rows of this worker count; None: one
 
 
 def synchronize_with(runtime: Runtime) -> None:
@@ -55,6 +56,25 @@ def each_alone() -> Iterator[None]:
         _apart = False
 
 
+_weight: tf.Tensor | None = None  # what the rows of this worker count; None: one
+
+
+@contextlib.contextmanager
+def weighted(weight: tf.Tensor) -> Iterator[None]:
+    """While a forward pass is traced: 0.0 where the rows of this worker are only there to have any, else 1.0."""
+    global _weight
+    _weight = weight
+    try:
+        yield
+    finally:
+        _weight = None
+
+
+def row_weight() -> tf.Tensor | None:
+    """The `weight` of `weighted`; None outside of it."""
+    return _weight
+
+
 def moments(
     runtime: Runtime, x: tf.Tensor, axes: Sequence[int], keepdims: bool = False, mask: tf.Tensor | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -67,9 +87,8 @@ def moments(
         count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(mean), x.dtype)
     else:
         count, mean, variance = _masked(x, axes, keepdims, mask)
-    rows_count = getattr(runtime, "rows_count", None)
-    if rows_count is not None:
-        count *= tf.cast(rows_count, x.dtype)
+    if _weight is not None:
+        count *= tf.cast(_weight, x.dtype)
     if _apart:
         return mean, variance
     rows = runtime.gather_row(tf.concat([[count], tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0))

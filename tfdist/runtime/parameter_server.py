@@ -30,7 +30,7 @@ class ParameterServer(OneDevice):
 
     def __init__(self, cluster: Cluster, config: Config):
         self.cluster = cluster
-        self.workers = len(cluster.spec["worker"])
+        self.workers = self.compute_workers = len(cluster.spec["worker"])
         self.devices = [f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in range(len(cluster.spec["ps"]))]
         await_all(cluster.others("ps", "worker"), config.cluster.startup_timeout)
         self._watch = Watch(cluster.others("ps", "worker"))

@@ -23,9 +23,8 @@ def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Spli
     """Raises ConfigError if --scaling_baseline is neither a number nor the folder of a finished run of one worker."""
     x = split.element_spec[0]
     is_tokens = isinstance(x, tf.TensorSpec) and x.dtype.is_integer and len(x.shape) == 1
-    whole = runtime.name != "mesh"  # there a rank's graph may hold a part of the model only
     return Rates(
-        forward_flops=_formula(config, split) or (forward_flops(model, x) if whole else 0.0),
+        forward_flops=_formula(config, split) or (forward_flops(model, x) if runtime.holds_whole_model else 0.0),
         tokens=int(x.shape[0]) if is_tokens else 0,
         peak_flops=peak_flops(config) * runtime.size * runtime.local_replicas,
         baseline=baseline(config.telemetry.scaling_baseline),

@@ -304,7 +304,7 @@ def test_twenty_workers(tmp_path):
         ]
 
 
-# -- the evaluator -------------------------------------------------------------------------------------------------------
+# -- the evaluator -----------------------------------------------------------------------------------------------------
 
 
 def evaluator(tmp_path, code):
@@ -370,7 +370,7 @@ def test_the_evaluator_ends_with_workers_that_fail(tmp_path):
     assert result.code == 42 and result.exit_codes["evaluator"] == -signal.SIGTERM
 
 
-# -- who gets what -------------------------------------------------------------------------------------------------------
+# -- who gets what -----------------------------------------------------------------------------------------------------
 
 
 def test_environment_of_the_workers(tmp_path):
@@ -468,7 +468,7 @@ def test_too_few_gpus_are_told(tmp_path):
     assert "2 workers share 1 GPU" in output.getvalue()
 
 
-# -- ports ---------------------------------------------------------------------------------------------------------------
+# -- ports -------------------------------------------------------------------------------------------------------------
 
 
 RESERVE = (
@@ -507,7 +507,7 @@ def test_reserved_ports_stay_ours():
     reservation.close()
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
 import signal
@@ -519,7 +519,9 @@ from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 logs = Path(sys.argv[2])
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored if the tests themselves run under nohup
-sys.exit(launch.run(Supervisor(lambda workers: LocalJob([sys.executable, sys.argv[1]], workers, logs, grace=float(sys.argv[3])), RestartPolicy(3), lambda: -1, WorkerCount(2, 2)), logs))
+def job(workers):
+    return LocalJob([sys.executable, sys.argv[1]], workers, logs, grace=float(sys.argv[3]))
+sys.exit(launch.run(Supervisor(job, RestartPolicy(3), lambda: -1, WorkerCount(2, 2)), logs))
 """
 
 

@@ -91,7 +91,9 @@ def test_an_owner_on_another_machine_is_dead_when_it_does_not_renew(tmp_path, ca
     assert "process 31 on node7" in capfd.readouterr().err
 
 
-def test_an_owner_on_another_machine_that_renews_lives(tmp_path):
+def test_an_owner_on_another_machine_that_renews_lives(tmp_path, monkeypatch):
+    # A busy machine may keep the thread that renews from its work for longer than the second of the other tests.
+    monkeypatch.setattr(lease, "_DEAD_SECONDS", 20.0)
     first = Lease(tmp_path, "other")
     first.owner = stranger(job="other")
     first.take()
@@ -99,7 +101,7 @@ def test_an_owner_on_another_machine_that_renews_lives(tmp_path):
         begun = time.monotonic()
         with pytest.raises(ConfigError, match="process 31 on node7"):
             Lease(tmp_path, "").take()
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 15  # by the first renewal
     finally:
         first.give_back()
     assert not list(tmp_path.iterdir())

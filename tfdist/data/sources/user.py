@@ -70,8 +70,9 @@ def load(config: DataConfig, split: str) -> Split:
         )
     found = _split(name, pair[split == "eval"])
     # Classes are counted over both, since one split may lack the last of them.
-    classes = [_count_classes(part) for part in pair]
-    return found if None in classes else dataclasses.replace(found, num_classes=max(classes))
+    counts = [_count_classes(part) for part in pair]
+    classes = [count for count in counts if count is not None]
+    return dataclasses.replace(found, num_classes=max(classes)) if len(classes) == len(counts) else found
 
 
 # What a function that returns both splits has returned for "train", until "eval" is asked for: a split that it draws
