@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from tfdist.config import Config
-from tfdist.control.cluster import resolve_cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.startup_deadline import connecting
 from tfdist.control.token import with_token
 from tfdist.runtime.errors import explain

@@ -25,27 +25,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_graphs import operation_number
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.backward_order import age, made_after
-from tfdist.training.optimizer import swapped_in
+from tfdist.training.optimizer import ELEMENTWISE, swapped_in
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.shards import Layout, shard_variables
-
-# Rules that treat every element on its own, so that a shard is updated as the same elements of the whole would be.
-ELEMENTWISE = (
-    keras.optimizers.SGD,
-    keras.optimizers.Adam,
-    keras.optimizers.Lion,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Adamax,
-    keras.optimizers.Nadam,
-)
 
 # Buckets of gradients whose shards have not come, at stage 2. A backward pass that runs ahead of the network would have
 # all in memory.
@@ -174,7 +163,12 @@ class Zero3Update(ShardedUpdate):
 def _last_collective(graph: tf.Graph) -> int:
     """The number of the last one in a graph, for which those to come may have to wait."""
     return max(
-        (operation._id for operation in graph.get_operations() if operation.type.startswith("Collective")), default=0
+        (
+            operation_number(operation)
+            for operation in graph.get_operations()
+            if operation.type.startswith("Collective")
+        ),
+        default=0,
     )
 
 
