@@ -14,9 +14,9 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange
 from tfdist.keras_fit.epoch_backup import EpochBackup
+from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.keras_fit.refusals import refuse_unsupported
-from tfdist.keras_fit.workers import agree_on, barrier, explained, has_peers, init, is_chief
 from tfdist.runtime.one_device import OneDevice
 
 __all__ = ["barrier", "evaluate", "fit", "init", "is_chief", "predict", "spread"]

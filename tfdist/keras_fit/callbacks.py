@@ -13,8 +13,8 @@ import numpy as np
 from tfdist.compat import keras_optimizers
 from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.fit_callback import FitCallback
+from tfdist.keras_fit.joining import has_peers
 from tfdist.keras_fit.model import DistributedModel
-from tfdist.keras_fit.workers import has_peers
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.sockets import Sockets
 
