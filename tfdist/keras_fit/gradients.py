@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import tensorflow_autograph
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import Lookup, lookups
 from tfdist.keras_fit.rows import every_row, total
@@ -185,7 +186,7 @@ def _is_variable(source: Any) -> bool:
 def _asked_by_tensorflow() -> bool:
     """Whether a function of TensorFlow's own has asked for the gradient, like tf.recompute_grad in a backward pass."""
     frame = sys._getframe(1)
-    while frame.f_globals["__name__"].startswith((__name__, "tensorflow.python.autograph")):
+    while frame.f_globals["__name__"].startswith((__name__, tensorflow_autograph.MODULES)):
         frame = frame.f_back
     return frame.f_globals["__name__"].startswith("tensorflow.")
 

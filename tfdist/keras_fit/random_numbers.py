@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import zlib
 from collections.abc import Iterable, Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context  # not public: the seed that tf.random.set_seed has set
 
-from tfdist.compat import keras_random
+from tfdist.compat import keras_random, tensorflow_random
 from tfdist.keras_fit.lookups import mark
 from tfdist.keras_fit.temporary_attributes import Once, replaced
 from tfdist.keras_fit.variables import take_the_chiefs
@@ -53,9 +51,7 @@ class RandomNumbers:
     @contextlib.contextmanager
     def of_own_rows(self) -> Iterator[None]:
         """What is drawn inside differs between workers, but for rank 0, who draws as in one process."""
-        owner, name = (
-            (context.context(), "_seed") if tf.executing_eagerly() else (tf.compat.v1.get_default_graph(), "seed")
-        )
+        owner, name = tensorflow_random.holder_of_the_seed()
         seed = getattr(owner, name)
         self._moved = threading.get_ident()
         setattr(owner, name, None if seed is None else self._move(int(seed)))
@@ -114,10 +110,8 @@ class RandomNumbers:
 
         Where their seeds differ, or there is none, all take one of the chief's.
         """
-        tensorflow = context.context()
-        seed = tensorflow._seed
-        stamp = 0 if seed is None else zlib.crc32(repr((seed, tensorflow._rng.getstate())).encode())
-        own = np.array([stamp, -1 if seed is None else int(seed)], np.int64)
+        seed = tensorflow_random.global_seed()
+        own = np.array([tensorflow_random.state_digest(), -1 if seed is None else int(seed)], np.int64)
         stamps = self._runtime.all_gather(own)
         if (stamps[:, 1] < 0).any() or (stamps != stamps[0]).any():
             drawn = int(np.random.SeedSequence().generate_state(1)[0]) % 2**31

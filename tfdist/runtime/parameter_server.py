@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_cluster import wait_until_computed
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
@@ -56,7 +57,7 @@ class ParameterServer(OneDevice):
         value = self._coordinator.schedule(function, args=tuple(arguments))
 
         def fetch() -> tuple | None:
-            value._wait_and_maybe_error()  # apart from the fetch, whose errors mean something else
+            wait_until_computed(value)  # apart from the fetch, whose errors mean something else
             try:
                 return value.fetch()
             except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.InvalidArgumentError) as error:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_graphs import operation_number
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
@@ -155,7 +156,12 @@ class Zero3Update(ShardedUpdate):
 def _last_collective(graph: tf.Graph) -> int:
     """The number of the last one in a graph, for which those to come may have to wait."""
     return max(
-        (operation._id for operation in graph.get_operations() if operation.type.startswith("Collective")), default=0
+        (
+            operation_number(operation)
+            for operation in graph.get_operations()
+            if operation.type.startswith("Collective")
+        ),
+        default=0,
     )
 
 
