@@ -30,7 +30,14 @@ PHASES = ["runtime", "signals", "connect", "agree", "compose", "recovery", "rest
     "results",
     "barrier",
 ]
-OPENED_BY = {"lease": "", "monitor": "", "runtime": "connect", "observer": "diagnosis", "trainer": "train"}
+# The first phase whose failure finds it open.
+OPEN_FROM = {
+    "lease": "runtime",
+    "monitor": "runtime",
+    "runtime": "signals",
+    "observer": "diagnosis",
+    "trainer": "train",
+}
 
 
 class World:
@@ -180,9 +187,7 @@ def test_whatever_fails_all_that_was_opened_is_closed(monkeypatch, tmp_path, pha
     with pytest.raises(ConfigError, match="^no$"):
         world.run()
     reached = PHASES.index(phase)
-    opened = [name for name, after in OPENED_BY.items() if not after or PHASES.index(after) <= reached]
-    if phase in ("signals", "connect"):
-        opened.append("runtime")
+    opened = [name for name, first in OPEN_FROM.items() if PHASES.index(first) <= reached]
     assert set(world.closed()) == set(opened), world.said
     assert world.closed()[-1] == "lease" and world.said.index("failed") < world.said.index("close monitor")
     assert ("give up" in world.said) == (reached > PHASES.index("recovery"))
