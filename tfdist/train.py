@@ -14,11 +14,12 @@ from tfdist import flags
 from tfdist.artifacts.status import read_status
 from tfdist.config import Config
 from tfdist.control import exit_codes, versions
-from tfdist.control.cluster import Cluster, resolve_cluster
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.strategies import asked_for
 from tfdist.control.token import with_token
 from tfdist.data.batch_plan import check_given, plan_batch

@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 import tensorflow as tf
 
-from tfdist.compat import tf_coordinator
+from tfdist.compat.tensorflow_cluster import wait_until_computed
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
@@ -59,7 +59,7 @@ class ParameterServer(OneDevice):
         value = self._coordinator.schedule(function, args=tuple(arguments))
 
         def fetch() -> tuple | None:
-            tf_coordinator.wait_for(value)  # apart from the fetch, whose errors mean something else
+            wait_until_computed(value)  # apart from the fetch, whose errors mean something else
             try:
                 return value.fetch()
             except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.InvalidArgumentError) as error:

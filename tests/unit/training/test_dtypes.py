@@ -71,7 +71,7 @@ def data_parallel(model, rule):
 UPDATES = {
     "one_device": data_parallel,
     "mesh": mesh_update(MeshUpdate, 0),
-    "mesh, one pack each": mesh_update(MeshUpdate, 0, pack_bytes=0),
+    "mesh, one bucket each": mesh_update(MeshUpdate, 0, bucket_bytes=0),
     "compression": mesh_update(MeshUpdate, 0, compression="topk", compression_after=100),
     "zero 1": mesh_update(ZeroUpdate, 1),
     "zero 2": mesh_update(ZeroUpdate, 2),
