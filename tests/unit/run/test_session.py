@@ -158,12 +158,15 @@ class World:
         self.at("trainer")
         trainer = Trainer()
         trainer.schedule, trainer.step = inputs.schedule, lambda *_: None
-        trainer.close = lambda: self.say("close trainer")
+        trainer.close = self.close_trainer
         return trainer
 
     def run(self):
         start = Start(self.config, Cluster(), "command", memory=self.memory, make_trainer=self.make_trainer)
         return session.run(start)
+
+    def close_trainer(self):
+        self.say("close trainer")
 
     def closed(self):
         """In which order, each once."""
@@ -230,10 +233,13 @@ def test_what_goes_wrong_in_giving_up_does_not_hide_the_error(monkeypatch, tmp_p
         recovery.files.give_up = give_up
         return recovery
 
-    world.make_recovery = make_recovery
+    def close():
+        raise OSError("gone")
+
+    world.make_recovery, world.close_trainer = make_recovery, close
     with pytest.raises(ConfigError, match="^no$"):
         world.run()
-    assert world.events[-1].kind == "error"
+    assert world.events[-1].kind == "error" and world.closed() == ["observer", "monitor", "runtime", "lease"]
 
 
 def test_an_interrupt_closes_too(monkeypatch, tmp_path):
