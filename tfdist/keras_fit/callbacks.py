@@ -13,9 +13,10 @@ import numpy as np
 from tfdist.compat import keras_optimizers
 from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.fit_callback import FitCallback
+from tfdist.keras_fit.joining import has_peers
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.sockets import Sockets, has_others
+from tfdist.runtime.sockets import Sockets
 
 _WRITERS = tuple(
     getattr(keras.callbacks, name)
@@ -35,7 +36,7 @@ def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[kera
         else []
     )
     given = epoch_backup.replace(given, runtime)
-    if not has_others(runtime):
+    if not has_peers(runtime):
         return given
     last = [callback for callback in given if isinstance(callback, epoch_backup.EpochBackup)]  # after what they decide
     given = [callback for callback in given if callback not in last]

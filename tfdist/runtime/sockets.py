@@ -16,7 +16,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -225,11 +225,6 @@ class Sockets(OneDevice):
                 return self._front.all_gather(data, name)
         except RingError as error:
             raise user_error(str(error)) from error
-
-
-def has_others(runtime: OneDevice) -> TypeGuard[Sockets]:
-    """Whether there is anybody to exchange data with: of one worker there is no Sockets."""
-    return runtime.size > 1
 
 
 def warn_about_gpus(runtime: Sockets) -> None:
