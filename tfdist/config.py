@@ -16,6 +16,7 @@ import ast
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -715,11 +716,16 @@ def iter_options() -> Iterator[tuple[str, dataclasses.Field]]:
             yield component, field
 
 
+_LARGEST = 2**63 - 1  # what a tensor can hold
+
+
 def check_option(field: dataclasses.Field, value: Any) -> None:
     """Raises ConfigError if a flag's value is not among its choices, or too small."""
     choices, least = field.metadata["choices"], field.metadata["least"]
     if choices and value not in choices:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
+    if isinstance(value, float) and math.isinf(value) or type(value) is int and abs(value) > _LARGEST:
+        raise ConfigError(f"--{field.name}={value} is too large: give a number that can be counted to.")
     if least is not None and not value >= least:  # also catches NaN
         raise ConfigError(f"--{field.name}={value} is too small: it must be at least {least:g}.")
 

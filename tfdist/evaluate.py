@@ -203,8 +203,10 @@ def _evaluate_snapshot(job: Job, store: SnapshotStore, snapshot: Snapshot) -> di
 def _evaluate_file(job: Job, path: str) -> dict[str, float]:
     from tfdist import build
     from tfdist.artifacts.export import load_export
+    from tfdist.training.compatibility import check_inputs
 
     model = load_export(path)
+    check_inputs(f"--model_file={path}", model, job.eval_split.element_spec[0], job.eval_split.name)
     return build.make_evaluator(job.config, job.runtime, model, job.objective, job.eval_split, job.plan.micro_batch)()
 
 

@@ -86,7 +86,7 @@ def peers(chance: random.Random) -> Mistake:
         return _told("TF_CONFIG: a port in use", json.dumps(wrong), STARTUP, "{busy}")
     if how == "other's":
         wrong = {**VALID, "cluster": {"worker": ["192.0.2.1:{port0}", "127.0.0.1:{port1}"]}}  # an address of nobody
-        return _told("TF_CONFIG: another machine's address", json.dumps(wrong), STARTUP, "192.0.2.1")
+        return _told("TF_CONFIG: another machine's address", json.dumps(wrong), STARTUP, "192.0.2.1", "worker 1")
     alone = {"cluster": {"worker": ["127.0.0.1:{busy}"]}, "task": {"type": "worker", "index": 0}}
     return _told("TF_CONFIG: a port in use by one worker", json.dumps(alone), ANY)
 

@@ -79,7 +79,7 @@ MIXED_UP: tuple[tuple[tuple[Any, ...], tuple[str, ...], frozenset[int], str], ..
     (("remove", "nothing"), (*GOES_ON, "--source=mine:stream", "--allow_config_change"), ANY, ""), (("remove", "nothing"), (*GOES_ON, "--precision=float16", "--allow_config_change"), ANY, ""), (("remove", "run/checkpoints"), (*GOES_ON, "--resume=must"), CHECKPOINT, "--resume=must"),
     (("remove", "nothing"), ("evaluate", "--run_dir=run", "--at_step=4"), CHECKPOINT, "--at_step=4"), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--at_step=-2"), CONFIG, "--at_step"), (("remove", "nothing"), ("evaluate", "--run_dir=nowhere"), CONFIG, "--run_dir=nowhere"),
     (("remove", "nothing"), ("evaluate", "--run_dir=mine.py"), CONFIG, "--run_dir=mine.py"), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--model_file=nowhere.keras"), CONFIG | CHECKPOINT, "nowhere.keras"), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--model_file=mine.py"), CONFIG | CHECKPOINT, "mine.py"),
-    (("remove", "nothing"), ("evaluate", "--run_dir=run", "--model_file=run"), CONFIG | CHECKPOINT, "--model_file"), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--model_args=widths=(9,)"), CHECKPOINT | CONFIG, "checkpoints"), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--model=mine:model", "--model_args="), CHECKPOINT | CONFIG, "checkpoints"),
+    (("remove", "nothing"), ("evaluate", "--run_dir=run", "--model_file=run"), CONFIG | CHECKPOINT, "model file"), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--model_args=widths=(9,)"), CHECKPOINT | CONFIG, "model flags"), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--model=mine:model", "--model_args="), ANY, ""),
     (("remove", "nothing"), ("evaluate", "--run_dir=run", "--source=digits"), CHECKPOINT | CONFIG | DATA, ""), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--model_file=run/export/model.keras", "--source=digits"), CHECKPOINT | CONFIG | DATA, "run/export/model.keras"), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--follow", "--at_step=3"), ANY, ""),
     (("write", "run/mine.keras", "PK"), ("evaluate", "--run_dir=run", "--model_file=run/mine.keras"), CONFIG | CHECKPOINT, "mine.keras"), (("truncate", "run/export/model.keras", 0.7), ("evaluate", "--run_dir=run", "--model_file=run/export/model.keras"), CONFIG | CHECKPOINT, "model.keras"),
     (("remove", "nothing"), ("evaluate", "--run_dir=run", "--source=mine:nothing"), CONFIG, "mine:nothing"), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--eval_samples=-3"), CONFIG, "--eval_samples"), (("remove", "nothing"), ("evaluate", "--run_dir=run", "--eval_batch=100000"), OK, ""),
@@ -111,7 +111,7 @@ WRONG_RECORDS = ("x=x:float32[6],y=y:int64", "x=x:float32[7],y=y:int64,classes=3
 def records(chance: random.Random) -> Mistake:
     if chance.random() < 0.5:
         wrong = chance.choice(WRONG_RECORDS)
-        return one("data: options of records", [*RECORDS, f"--source_args={wrong}"], CONFIG | DATA, "source_args", "tfrecord", "num_outputs", prepared=("records",))
+        return one("data: options of records", [*RECORDS, f"--source_args={wrong}"], CONFIG | DATA, "source_args", "tfrecord", "num_outputs", "--source", prepared=("records",))
     file = chance.choice(["records/train-0.tfrecord", "records/train-1.tfrecord", "records/eval-0.tfrecord"])
     damage = chance.choice([("remove", "records"), ("truncate", file, chance.choice([0.5, 0.97])), ("truncate", file, 0), ("flip", file, chance.random() * 0.98), ("flip", file, 0.001), ("write", file, "no records at all"), ("append", file, "x"), ("folder", file), ("rename", file, "records/other.tfrecord"), ("copy", "mine.py", "records/train-2.txt"), ("write", "records", "x")])
     more = chance.choice([[], [], [",stream=True"]])
@@ -137,5 +137,5 @@ def synthetic(chance: random.Random) -> Mistake:
     if chance.random() < 0.25:
         return one("data: options of tfds", [*TRAIN, "--source=tfds", f"--source_args={chance.choice(IN_DATA_SET)}", "--data_dir=nowhere"], ANY - OK, "source", "data_dir", "tfds", "tensorflow_datasets")
     wrong = chance.choice(SYNTHETIC)
-    maybe = wrong in ("shape=(8,),classes=3,samples=1", "task=text", "shape=(8,),samples=99999999999999999999", "eval_samples=0", "shape=(100000,100000,3)")
+    maybe = wrong in ("shape=(8,),classes=3,samples=1", "task=text", "shape=(8,),samples=99999999999999999999", "eval_samples=0", "shape=(100000,100000,3)", "classes=99999999999")
     return one("data: options of synthetic", [*TRAIN, "--source=synthetic", f"--source_args={wrong}", "--eval_every=-1"], ANY if maybe else CONFIG | DATA, "" if maybe else "source", "samples")

@@ -9,7 +9,7 @@ from tests.mistakes.mistake import Mistake
 from tests.mistakes.zygote import Outcome
 from tfdist.control.exit_codes import ExitCode
 
-_SENTENCE = re.compile(r"^tfdist: error: (.*) \(exit code (\d+), ([A-Z_]+)\)$", re.MULTILINE)
+_SENTENCE = re.compile(r"^(?:\[\w+ \d+\] )?tfdist: error: (.*) \(exit code (\d+), ([A-Z_]+)\)$", re.MULTILINE)
 _INSIDE = re.compile(r"\{\{|\[\[\{|\[Op:|Traceback|site-packages|tensorflow/(?:python|core)|keras/src|node \w+/|Arguments received by|0x[0-9a-f]{6,}")
 _TERMINAL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1b\x7f\x9b\u202e]")
 _MOST_CHARACTERS = 900
@@ -81,7 +81,7 @@ def problems_of_script(outcomes: Sequence[Outcome], alone: Sequence[Outcome]) ->
         for text, _, _ in _SENTENCE.findall(outcome.output):
             if (inside := _INSIDE.search(text)) and outcome.code != ExitCode.INTERNAL:
                 found.append(f"process {index}: the sentence has {inside.group()!r}")
-            if len(text) > _MOST_CHARACTERS:
+            if len(text) > _MOST_CHARACTERS and outcome.code != ExitCode.INTERNAL:
                 found.append(f"process {index}: the sentence has {len(text)} characters")
     if plain.code not in (0, None) and outcomes and all(outcome.code == 0 for outcome in outcomes):
         found.append(f"all ended with 0, one process alone with {plain.code}")

@@ -123,7 +123,7 @@ def text(chance: random.Random) -> Mistake:
     codes = ANY if maybe else CONFIG | DATA if flag in OF_THE_DATA else CONFIG
     if flag == "strategy" and value == "horovod":
         codes = ANY
-    return one(f"train: --{flag}", arguments, codes, f"--{flag}", "" if maybe else flag)
+    return one(f"train: --{flag}", arguments, codes, f"--{flag}", "" if maybe else flag, *(["--model="] if flag == "model_args" else []))
 
 
 # Of the above: which are valid, here or there.
@@ -167,7 +167,7 @@ def odd_text(chance: random.Random) -> Mistake:
 FLAG_FILES: tuple[tuple[str, frozenset[int], str], ...] = (
     ("steps=3\n", CONFIG, "line 1"), ("--steps=3\n--steps\n", CONFIG, "steps"), ("# nothing\n\n--stepss=3\n", CONFIG, "stepss"), ("--flagfile=my.flags\n", CONFIG, "my.flags"),
     ("--flagfile=nowhere.flags\n", CONFIG, "nowhere.flags"), ("--flagfile\n", CONFIG, "my.flags"), ("--steps=three # three\n", CONFIG, "--steps"), ("{\"steps\": 3}\n", CONFIG, "line 1"), ("steps: 3\n", CONFIG, "line 1"),
-    ("--steps 3\n", CONFIG, "steps"), ("--model=cnn --source=digits\n", CONFIG, "--model"), ("\ufeff--steps=3\n", ANY, ""), ("--steps=3\r\n--keep=0\r\n", CONFIG, "--keep"), ("\x00\x01", CONFIG, "my.flags"),
+    ("--steps 3\n", CONFIG, "steps"), ("--steps=3\n--model=cnn --source=digits\n", CONFIG, "--model"), ("\ufeff--steps=3\n", ANY, ""), ("--steps=3\r\n--keep=0\r\n", CONFIG, "--keep"), ("\x00\x01", CONFIG, "my.flags"),
     ("--run_dir=\n", ANY, ""), ("--noshuffle=maybe\n", CONFIG, "shuffle"), ("-\n", CONFIG, "my.flags"), ("--\n", CONFIG, "my.flags"), ("--steps=3 --keep=0\n", CONFIG, "--steps"), ("--steps='3'\n", CONFIG, "--steps"), ("export A=3\n", CONFIG, "line 1"),
     ("--help\n", ANY, ""), ("--=3\n", CONFIG, ""), ("\udcff\udcfe\n", CONFIG, "my.flags"), ("--source_args=a=1\n  b=2\n", CONFIG, "my.flags"),
 )

@@ -52,7 +52,7 @@ class Zygote:
         os.environ.update({name: ENVIRONMENT[name] for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")}, TF_CPP_MIN_LOG_LEVEL="2")
         os.environ.pop("TF_CONFIG", None)
         importlib.import_module("tfdist.control.versions").import_keras()
-        for name in (*COMMANDS, "session", "ps_session", "elastic", "keras_fit.api", "training.count", "telemetry.report_text"):
+        for name in (*COMMANDS, "run.session", "run.parameter_server_session", "run.elastic", "keras_fit.api", "training.model_cost", "telemetry.report_text"):
             importlib.import_module(f"tfdist.{name}")
         importlib.import_module("sklearn.datasets")
         assert len(os.listdir("/proc/self/task")) == 1 or sys.platform != "linux", "a fork would lose threads"

@@ -17,7 +17,7 @@ from typing import BinaryIO, TextIO
 
 from tfdist.control import token
 from tfdist.control.cluster import divide_cores, divide_gpus, local_tasks, visible_gpus, worker_environment
-from tfdist.control.exit_codes import StartupError
+from tfdist.control.exit_codes import ConfigError, StartupError
 from tfdist.control.job import Job, Relay
 from tfdist.control.preflight import PortReservation
 from tfdist.control.processes import Standbys, is_stopped, spawn
@@ -77,7 +77,13 @@ class LocalJob(Job):
         if warning:
             self.say(f"tfdist: warning: {warning}")
         cores = divide_cores(self.count) if self.pin else []
-        self._ports = PortReservation(self.count)
+        try:
+            self._ports = PortReservation(self.count)
+        except OSError as error:
+            raise ConfigError(
+                f"--workers={self._trainer_count} needs a port for each of {self.count} processes ({error.strerror}): use"
+                " fewer."
+            ) from None
         try:
             for rank in range(self.started_at_once):
                 self._spawn(self._name(rank), rank, self.command, gpus[rank], cores)

@@ -53,6 +53,10 @@ def slurm_addresses(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
         if environ.get("TFDIST_PORT")
         else _FIRST_PORT + _STRIDE * (job + 97 * step) % _PORTS
     )
+    if base + size > 65536:
+        raise ClusterError(
+            f"TFDIST_PORT={base} leaves no ports for {size} workers: give one of at most {65536 - size}."
+        )
     return [f"{host}:{base + index}" for index, host in enumerate(hosts)], rank
 
 

@@ -16,10 +16,19 @@ _CONTROL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f
 # In what another process says of itself: also colours, line ends, and what turns the direction of writing.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
 
 def printable(text: str) -> str:
     """Another process's words as part of a line: what could forge lines, or act on a terminal, is replaced."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def as_line(text: str) -> str:
+    """A text with anything in it as one line without colours: what users name and what their code says ends up in
+    sentences of ours.
+    """
+    return printable(re.sub(r"\s*[\r\n]\s*", " ", _COLOURS.sub("", text)))
 
 
 class LineReader:

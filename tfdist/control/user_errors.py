@@ -19,7 +19,15 @@ _NOT_OWN = re.compile(
 def failure(error: BaseException) -> str:
     """ "failed at FILE:LINE, in FUNCTION: what": the user's own line in which an error arose, and what it says."""
     places = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
-    return _failure(places, f"{type(error).__name__}: {error}")
+    return _failure(places, f"{type(error).__name__}: {said(error)}".removesuffix(": "))
+
+
+def said(error: BaseException) -> str:
+    """What an error says of itself, even if its own code for that fails."""
+    try:
+        return str(error)
+    except Exception:  # whatever the user's __str__ raises
+        return ""
 
 
 def failure_told(text: str) -> str:
@@ -40,8 +48,25 @@ def _failure(places: Sequence[tuple[str, int, str]], what: str) -> str:
         places = [(file, int(line), name) for file, line, name in _PLACE.findall(what)]
         what = _what(what)
     own = _own(places)
-    at = f" at {own[-1][0]}:{own[-1][1]}, in {own[-1][2]}" if own else ""
-    return f"failed{at}: {textwrap.shorten(what, 600)}"
+    function = (
+        f", in {own[-1][2]}" if own and own[-1][2] not in (None, "None") else ""
+    )  # which AutoGraph calls a lambda
+    at = f" at {own[-1][0]}:{own[-1][1]}{function}" if own else ""
+    return f"failed{at}: {textwrap.shorten(without_internals(what), 600)}"
+
+
+# What TensorFlow and Keras add for themselves: names of their operations and objects, advice for who writes in their
+# graphs, lists of arguments, colours.
+_INTERNALS = re.compile(
+    r" for '\{\{node [^']*'(?: \(op: '\w+'\))?|\{\{[^}]*\}\}|\[\[.*?\]\]|\[Op:\w+\]( name: *)?|\x1b\[[0-9;]*m|Arguments received by .*"
+    r"| You can attempt the following resolutions.*| at 0x[0-9a-f]{6,}",
+    re.DOTALL,
+)
+
+
+def without_internals(text: str) -> str:
+    """What an error of TensorFlow or Keras says to people."""
+    return re.sub(r" +", " ", _INTERNALS.sub("", text)).strip()
 
 
 def _own(places: Sequence[tuple[str, int, str]]) -> list[tuple[str, int, str]]:

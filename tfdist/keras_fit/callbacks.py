@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.runtime.one_device import OneDevice
@@ -32,6 +33,11 @@ def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[kera
         if callbacks
         else []
     )
+    if wrong := next((one for one in given if not isinstance(one, keras.callbacks.Callback)), None):
+        raise ConfigError(
+            f"callbacks=[...] holds {wrong!r:.80}, which is no keras.callbacks.Callback: give objects, such as"
+            " keras.callbacks.EarlyStopping()."
+        )
     given = epoch_backup.replace(given, runtime)
     if not isinstance(runtime, Sockets):
         return given

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -26,7 +28,7 @@ from tfdist.artifacts.store import Snapshot, SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.build import Job
 from tfdist.config import Config
-from tfdist.control.exit_codes import CheckpointError, DivergedError
+from tfdist.control.exit_codes import CheckpointError, ConfigError, DivergedError
 from tfdist.control.faults import Faults
 from tfdist.control.membership import Member
 from tfdist.control.signals import SignalRequests
@@ -78,6 +80,8 @@ class Recovery:
             )
         self.backup = None
         if checkpoint.backup_dir:
+            if self.chief:
+                _make_backup_folder(checkpoint.backup_dir)
             self.backup = BackupAndRestore(
                 checkpoint.backup_dir,
                 checkpoint.backup_every or "epoch",
@@ -367,3 +371,17 @@ class Recovery:
             "time": time.time(),
             "run_id": self.run_id,
         }
+
+
+def _make_backup_folder(name: str) -> None:
+    """Raises ConfigError if it cannot be made or written: each backup would fail, and nobody have noticed at the start."""
+    if "://" in name:
+        return
+    try:
+        os.makedirs(name, 0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=name):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--backup_dir={name} cannot be used ({error.strerror}): name a folder that can be written."
+        ) from None

@@ -375,12 +375,22 @@ class TrainStep:
                 self._at_forward = self._mark([total.differentiated, total.sums])
                 with tf.control_dependencies([self._at_forward]):
                     seed = tf.ones_like(total.differentiated)
-            gradients, sources = [], self.update.sources()
+            gradients, sources, connected = [], self.update.sources(), False
             for part in (total.differentiated, total.added):
                 if part is not None:
-                    found = tape.gradient(part, sources, seed, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+                    found = tape.gradient(part, sources, seed)  # None: it does not depend on that source
+                    connected |= any(gradient is not None for gradient in found)
+                    found = [
+                        tf.zeros_like(source) if one is None else one
+                        for one, source in zip(found, sources, strict=True)
+                    ]
                     gradients += as_summands(found, sources)
             del tape
+        if not connected:  # whole numbers, a stop_gradient: the run would go on and learn nothing
+            raise ConfigError(
+                "The loss depends on none of the model's trainable variables: let --model and --objective compute it from"
+                " them in floats, without stop_gradient."
+            )
         if not self.options.jit_compile:
             weights_first(gradients[: len(sources)], seed)
         return gradients, total.sums
