@@ -66,10 +66,8 @@ def main() -> None:
     arguments = parser.parse_args()
     looks = sorted(map(int, arguments.steps.split(",")))
     words = [word for word in arguments.runtimes.split(";") if word]
-    print(
-        "| runtime |"
-        f" {' | '.join(f'{what} at {step:,}' for what in ('threads', 'descriptors', 'resident MiB') for step in looks)} |"
-    )
+    columns = [f"{what} at {step:,}" for what in ("threads", "descriptors", "resident MiB") for step in looks]
+    print(f"| runtime | {' | '.join(columns)} |")
     print("|" + "---|" * (1 + 3 * len(looks)), flush=True)
     for name in RUNTIMES:
         if not words or any(word in name for word in words):

@@ -5,10 +5,12 @@
 Every row is a job of its own on this machine, a thread each. Of rank 0, in MB (1e6 bytes):
 
     held        parameters + gradients kept between micro-batches + optimizer, counted from its variables and its graph
-    allocated   the most that TensorFlow's allocator had given out at once in a step, beyond what was there before the model
-    resident    the most that the process had in memory in a step (VmHWM, reset before it), beyond what it had before the model,
-                less `program`
-    program     the same of a twin of the job with tensors of next to no size: traced graphs, and what TensorFlow keeps for them
+    allocated   the most that TensorFlow's allocator had given out at once in a step, beyond what was there before
+                the model
+    resident    the most that the process had in memory in a step (VmHWM, reset before it), beyond what it had before
+                the model, less `program`
+    program     the same of a twin of the job with tensors of next to no size: traced graphs, and what TensorFlow keeps
+                for them
     formula     of what is held: zero.py's table. Of the peak: planner/memory.py
 
 glibc is told to give large blocks back at once (MALLOC_MMAP_THRESHOLD_), otherwise it keeps what an earlier step
@@ -126,7 +128,9 @@ def found_of(only: str) -> dict[str, dict]:
             numbers = found[row.name] = run(number, row)
             numbers["resident"] -= program
             print(
-                f"{row.name:>28}{sum(numbers['held']) / 1e6:9.1f}{sum(numbers['held_formula']) / 1e6:9.1f}{numbers['allocated'] / 1e6:11.1f}{numbers['resident'] / 1e6:10.1f}{numbers['peak_formula'] / 1e6:9.1f}{program / 1e6:9.1f}"
+                f"{row.name:>28}{sum(numbers['held']) / 1e6:9.1f}{sum(numbers['held_formula']) / 1e6:9.1f}"
+                f"{numbers['allocated'] / 1e6:11.1f}{numbers['resident'] / 1e6:10.1f}"
+                f"{numbers['peak_formula'] / 1e6:9.1f}{program / 1e6:9.1f}"
                 + (f"   micro-batches held: {numbers['live']}" if numbers["live"] else ""),
                 flush=True,
             )
@@ -164,7 +168,7 @@ def measure(row: Row) -> None:
     from tests.parity.mesh_worker import bytes_held
     from tfdist import build
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.planner import formulas, shapes
     from tfdist.planner.hardware import DEVICES
     from tfdist.planner.layout import Layout

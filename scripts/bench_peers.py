@@ -169,7 +169,8 @@ def measure_all(plans: list, venvs: Path, out: Path, resume: bool) -> None:
         path.with_suffix(".part").rename(path)
         shown = (
             result.get("error")
-            or f"{result['median']:8.3f} steps/s, first step after {result['startup_s']:.1f} s, {result['peak_mb']:.0f} MB"
+            or f"{result['median']:8.3f} steps/s, first step after {result['startup_s']:.1f} s,"
+            f" {result['peak_mb']:.0f} MB"
         )
         print(
             f"[{number}/{len(plans)}, {(time.monotonic() - begun) / 60:.1f} min] {plan.workload.name}, {plan.mode:>2},"

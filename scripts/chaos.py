@@ -7,8 +7,10 @@ bit.
 Both runs train the same model with `--deterministic`. While the second one runs, `--kills` faults befall it, drawn from
 the seed:
 
-    kill_chief, kill_worker   SIGKILL          term_worker, term_all   SIGTERM to one worker, or to the launcher (then started again)
-    stop                      SIGSTOP          kill_save, kill_restore  killed while writing a snapshot, while restoring
+    kill_chief, kill_worker   SIGKILL
+    term_worker, term_all     SIGTERM to one worker, or to the launcher (then started again)
+    stop                      SIGSTOP
+    kill_save, kill_restore   killed while writing a snapshot, while restoring
     corrupt                   a bit of the newest snapshot flipped, or a file cut or removed, and a SIGKILL
     disk_full                 two writes fail
 

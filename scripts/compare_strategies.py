@@ -151,7 +151,8 @@ def page(results: list[dict], out: Path) -> Path:
     figure.savefig(picture, format="png", dpi=110)
     pyplot.close(figure)
     rows = "".join(
-        f"<tr><td>{html.escape(result['name'])}<td>{result['steps_per_s']:.1f}<td>{result['loss'][-1]:.4f}<td>{100 * result['accuracy']:.2f} %"
+        f"<tr><td>{html.escape(result['name'])}<td>{result['steps_per_s']:.1f}<td>{result['loss'][-1]:.4f}"
+        f"<td>{100 * result['accuracy']:.2f} %"
         f"<td>{'not measured' if result['bytes_per_step'] is None else f'''{result['bytes_per_step'] / 1e6:.2f} MB'''}"
         f"<td>{mean_staleness(result)}"
         for result in results
@@ -159,10 +160,20 @@ def page(results: list[dict], out: Path) -> Path:
     path = out / "strategies.html"
     path.write_text(
         f"""<!doctype html><meta charset="utf-8"><title>tfdist: strategies compared</title>
-<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}}table{{border-collapse:collapse}}td,th{{padding:.3em .8em;border-bottom:1px solid #ddd;text-align:right}}td:first-child,th:first-child{{text-align:left}}img{{max-width:100%}}</style>
-<h1>Strategies compared</h1><p>The same CNN on scikit-learn's digits, the same global batch and seed; two workers with one core each. Bytes are those on the job's loopback, acknowledgements included.</p>
-<table><tr><th>strategy<th>steps/s<th>last training loss<th>accuracy<th>sent per step<th>mean staleness</tr>{rows}</table>
-<p><img alt="throughput, loss by step and by second, staleness" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">"""
+<style>
+body{{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}}
+table{{border-collapse:collapse}}
+td,th{{padding:.3em .8em;border-bottom:1px solid #ddd;text-align:right}}
+td:first-child,th:first-child{{text-align:left}}
+img{{max-width:100%}}
+</style>
+<h1>Strategies compared</h1>
+<p>The same CNN on scikit-learn's digits, the same global batch and seed; two workers with one core each.
+Bytes are those on the job's loopback, acknowledgements included.</p>
+<table><tr><th>strategy<th>steps/s<th>last training loss<th>accuracy<th>sent per step<th>mean staleness</tr>
+{rows}</table>
+<p><img alt="throughput, loss by step and by second, staleness"
+src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">"""
     )
     (out / "strategies.json").write_text(json.dumps(results, indent=1))
     return path

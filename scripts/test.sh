@@ -11,7 +11,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 # compared bit for bit.
 export OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1 CUDA_VISIBLE_DEVICES= TF_CPP_MIN_LOG_LEVEL=2
 python -m ruff check tfdist tests scripts
-# Two at a time: much of a test of processes is waiting for them. TFDIST_TEST_PROCESSES=0 runs them one by one. In the order of
-# folders: files of few long tests come first, and in the end neither of the two waits long for the other. A process that dies is
-# the end: pytest-xdist would start another, and wait for ever (seen with 3.8 and loadfile).
+python -m ruff format --check --quiet tfdist tests scripts
+python -m basedpyright
+# Two at a time: much of a test of processes is waiting for them. TFDIST_TEST_PROCESSES=0 runs them one by one. In the
+# order of folders: files of few long tests come first, and in the end neither of the two waits long for the other. A
+# process that dies is the end: pytest-xdist would start another, and wait for ever (seen with 3.8 and loadfile).
 exec python -m pytest -n "${TFDIST_TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"

@@ -6,8 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def keras_settings() -> Iterator[None]:
+    """A test leaves Keras' settings of the process as they are at the start of one: those after it count on them."""
+    yield
+    if keras := sys.modules.get("keras"):  # importing it takes seconds
+        left = keras.config.floatx(), keras.config.dtype_policy().name
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+        assert left == ("float32", "float32"), f"the test leaves floatx {left[0]} and the dtype policy {left[1]}"
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError
-from tfdist.data import augment, contents, input_pipeline
+from tfdist.data import augment, contents, input_pipeline, streams
 from tfdist.data.batch_plan import BatchPlan, plan_batch
 from tfdist.data.sources.load_split import load_split
 from tfdist.data.sources.split import SPLITS, Split
@@ -37,12 +38,13 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh import Mesh
-from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.runtime.mesh_runtime import on_mesh
 from tfdist.training import compatibility
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.loss_probe import ROWS
+from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel import segments
@@ -50,7 +52,8 @@ from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import Parallelism, StepOptions
 
 
 def prepare_environment(config: Config) -> None:
@@ -89,7 +92,7 @@ class Job:
     @property
     def stream_cut(self) -> int:
         """Into how many streams a run that begins now cuts its data; see data/input_pipeline.py."""
-        return input_pipeline.stream_cut(self.train_split, self.plan)
+        return streams.stream_cut(self.train_split, self.plan)
 
     def iterators(self, consumed: int, cut: int | None = None) -> list:
         """One iterator of training micro-batches per local replica, from a position in the data order.
@@ -144,7 +147,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         optimizer = make_optimizer(config.optimizer, schedule)
         loss_scale = LossScale(config.precision)
     added = _added_losses(config, runtime, model, train_split, plan)
-    if isinstance(runtime, MeshRuntime):
+    if on_mesh(runtime):
         spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
         objective = spread.objective
     else:
@@ -157,7 +160,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         if config.parallel.recompute != "none":
             segments.recompute(model, config.parallel.recompute, {})
     objective = with_dropped(objective, model)
-    step = TrainStep(
+    step = (MeasuredStep if config.telemetry.phase_every else TrainStep)(
         runtime,
         model,
         optimizer,
@@ -171,12 +174,11 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
             skip_non_finite=config.loop.on_nan == "skip",
             timed=not config.run.deterministic,
             phase_every=config.telemetry.phase_every,
-            small_gradients=config.parallel.compression == "bf16",
+            bfloat16_gradients=config.parallel.compression == "bf16",
             weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
         ),
         batch_spec,
-        *((spread.update, spread.pipeline) if spread else (None, None)),
-        added,
+        Parallelism(spread.update, spread.pipeline, added) if spread else Parallelism(added=added),
     )
     _check_best(config, step, eval_split)
     state = ShardedState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
@@ -219,14 +221,16 @@ def train_dataset(
     """The training micro-batches of one replica, from a position in the data order. cut: see `Job.iterators`."""
     return input_pipeline.train_dataset(
         split,
+        input_pipeline.Reading(
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            augment=augment.load_augmentation(config.data.augment),
+            threads=config.data.reader_threads,
+            cut=cut,
+        ),
         plan=plan,
         replica=replica,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
         consumed=consumed,
-        augment=augment.load_augmentation(config.data.augment),
-        threads=config.data.reader_threads,
-        cut=cut,
     )
 
 
@@ -260,7 +264,7 @@ def make_evaluator(
 def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
     """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before
     the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean."""
-    slices = getattr(runtime, "workers", 1) if config.servers.ps_mode == "sync" else 1  # of parameter servers
+    slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
     if plan.replicas * plan.accumulation * slices == 1:
         return SumsAsMeans(())
 
@@ -283,7 +287,9 @@ def _check_best(config: Config, step: TrainStep, eval_split: Split | None) -> No
 
 def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
     """XLA cannot compile the collectives of a synchronised BatchNormalization; a frozen one has none."""
-    synchronized = any(getattr(layer, "synchronized", False) and layer.trainable for layer in model._flatten_layers())
+    synchronized = any(
+        getattr(layer, "synchronized", False) and layer.trainable for layer in keras_layers.all_layers(model)
+    )
     if config.model.jit_compile and synchronized and runtime.replicas > 1:
         raise ConfigError(
             "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"
@@ -301,7 +307,7 @@ def _check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: 
 
     Which variables pipe, model and expert divide is decided later: at best all of them.
     """
-    mesh = runtime.mesh if isinstance(runtime, MeshRuntime) else Mesh.create(data=runtime.replicas)
+    mesh = runtime.mesh or Mesh.create(data=runtime.replicas)
     layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
     memory_check.check(
         config,

@@ -24,17 +24,20 @@ from tfdist import flags
 from tfdist.communication.measurement import BUS_FACTOR
 from tfdist.config import Config, option
 from tfdist.control import exit_codes, versions
-from tfdist.control.cluster import Cluster, resolve_cluster
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError
 from tfdist.control.launcher import LocalJob
 from tfdist.control.preflight import Preflight
+from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.strategies import STRATEGIES, asked_for
 from tfdist.control.token import with_token
+from tfdist.runtime.factory import resolve_strategy
 
 if TYPE_CHECKING:
     from tfdist.runtime.base import Runtime
 
 COLLECTIVES = tuple(BUS_FACTOR)
-RUNTIMES = ("multi_worker", "sockets", "horovod", "mesh")
+RUNTIMES = tuple(name for name, strategy in STRATEGIES.items() if strategy.exchanges)
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,8 @@ def sizes_of(options: CommOptions) -> list[int]:
 
 def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[str]]]:
     """(label, its flags) of each of --runtimes. Raises ConfigError."""
-    strategy, communication = config.strategy.strategy, config.strategy.communication
-    default = ("multi_worker" if strategy == "auto" else strategy) + (
-        f":{communication}" if communication != "auto" else ""
-    )
+    strategy, communication = resolve_strategy(config, Cluster(size=2)), config.strategy.communication
+    default = strategy + (f":{communication}" if communication != "auto" else "")
     found = []
     for label in (options.runtimes or default).split(","):
         name, _, communication = label.partition(":")
@@ -144,6 +145,11 @@ def measure_as_worker(config: Config, options: CommOptions, names: list[str], si
             "tfdist.comm needs several workers, but this process is alone (TF_CONFIG lists no others): set TF_CONFIG,"
             " or add --workers=2 to start them on this machine."
         )
+    if not asked_for(resolve_strategy(config, cluster)).exchanges:
+        raise ClusterError(
+            "tfdist.comm measures workers that exchange data among each other, but TF_CONFIG lists ps: add"
+            f" --strategy={RUNTIMES[0]}, or list no ps."
+        )
     make_folder(out)
     with Preflight(cluster, config.cluster.startup_timeout) as preflight:
         import tensorflow as tf
@@ -176,7 +182,6 @@ def measure_on(
     """Measures what of `names` the runtime has, prints each as soon as it is known, writes the files."""
     from tfdist.communication import present
     from tfdist.communication.measure import measure
-    from tfdist.runtime import operations
 
     def tell(line: str) -> None:
         if runtime.rank == 0:
@@ -184,7 +189,7 @@ def measure_on(
 
     communication = config.strategy.communication
     label = runtime.name + (f":{communication}" if communication != "auto" else "")
-    available = operations.collectives(runtime, cluster)
+    available = runtime.collectives()
     if left_out := [name for name in names if name not in available]:
         tell(f"{label} has no {' and no '.join(left_out)}")
     found = {name: available[name] for name in names if name in available}

@@ -25,6 +25,7 @@ from tfdist.config import Config, option
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
+from tfdist.control.strategies import asked_for
 
 if TYPE_CHECKING:
     from tfdist.artifacts.store import Snapshot, SnapshotStore
@@ -143,9 +144,8 @@ def _compose(config: Config) -> Job:
 
     # One process evaluates, whatever the run was trained with; the batch only has to fit.
     batch = config.data.eval_batch or min(config.batch.global_batch or config.batch.micro_batch, 128)
-    spread = config.strategy.strategy in ("multi_worker", "horovod", "sockets", "mesh", "parameter_server")
     alone = config.replace(
-        strategy="auto" if spread else config.strategy.strategy,
+        strategy="auto" if asked_for(config.strategy.strategy).several_workers else config.strategy.strategy,
         mesh="",
         zero=0,
         pipe_chunks=1,

@@ -1,4 +1,4 @@
-"""The command line: turns the options of config.py into absl flags, reads flag files, writes the resolved ones.
+"""The command line: turns the options of config/ into absl flags, reads flag files, writes the resolved ones.
 
 Only the commands import this. What differs from plain absl, on purpose:
 - The command line always wins over flag files, wherever `--flagfile` stands (absl: the last one by position).

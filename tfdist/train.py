@@ -14,17 +14,20 @@ from tfdist import flags
 from tfdist.artifacts.status import read_status
 from tfdist.config import Config
 from tfdist.control import exit_codes, versions
-from tfdist.control.cluster import Cluster, resolve_cluster
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
+from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.strategies import asked_for
 from tfdist.control.token import with_token
 from tfdist.data.batch_plan import check_given, plan_batch
 from tfdist.data.sources.source_names import SOURCES
 from tfdist.models.model_names import MODELS
 from tfdist.planner import memory_check
 from tfdist.plugins import check_name
+from tfdist.runtime.factory import resolve_strategy
 
 USAGE = (
     __doc__
@@ -54,7 +57,9 @@ def main(argv: list[str]) -> int:
         from tfdist.evaluate import follow
 
         return follow(config)
-    if config.strategy.strategy == "parameter_server" or (config.strategy.strategy == "auto" and "ps" in cluster.spec):
+    if asked_for(
+        resolve_strategy(config, cluster, gpus=lambda: 0)
+    ).parameter_servers:  # which has nothing to do with GPUs
         if cluster.role in ("worker", "ps"):  # they need none of the rest, not even Keras
             from tfdist.runtime import parameter_server
 

@@ -11,7 +11,7 @@ import keras
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.models.mlp import mlp
 from tfdist.runtime.horovod import Horovod
-from tfdist.runtime.mirrored import MultiWorker
+from tfdist.runtime.multi_worker import MultiWorker
 from tfdist.runtime.ring import Ring
 from tfdist.training.update import DataParallel
 

@@ -21,8 +21,8 @@ import pytest
 from tests.e2e.attacker import Attacker, processes
 from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, start, wait_for
 from tests.unit.control.test_packet_filter import machines_address
-from tfdist.control.cluster import worker_environment
 from tfdist.control.preflight import PortReservation
+from tfdist.control.tf_config import worker_environment
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,8 @@ keras.utils.set_random_seed(1)
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
 model.compile("sgd", "sparse_categorical_crossentropy")
 rng = np.random.default_rng()  # not the same on the workers: the chief's batches go to all
-data = tf.data.Dataset.from_tensor_slices((rng.normal(size=(64, 4)).astype("float32"), rng.integers(0, 3, 64))).batch(16).repeat()
+rows = rng.normal(size=(64, 4)).astype("float32"), rng.integers(0, 3, 64)
+data = tf.data.Dataset.from_tensor_slices(rows).batch(16).repeat()
 history = tfdist.fit(model, data, epochs=3, steps_per_epoch=40, verbose=0)
 print("losses:", history.history["loss"])
 """

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.browser import BROWSER, needs_browser
 from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, run, start
 from tfdist.telemetry.goodput import account
-from tfdist.telemetry.report_plots import PART_COLORS, RUN_COLORS
+from tfdist.telemetry.plot_style import PART_COLORS, RUN_COLORS
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz import data, models
+from tests.fuzz import data, keras_settings, models
 from tests.fuzz.layers import SumLoss
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
@@ -25,7 +25,7 @@ class Reference:
     def __init__(self, case: Mapping[str, Any], double: bool = False, turned: bool = False):
         """turned: the rows of each micro-batch are taken in reverse, which changes nothing but the rounding."""
         self.case, self.options, self.double, self.turned = case, case["options"], double, turned
-        keras.backend.clear_session()
+        keras_settings.forget_names()
         keras.config.set_floatx("float32")
         initial = self._model(False)
         self.float = "float64" if double else "float32"
@@ -77,7 +77,7 @@ class Reference:
             found[f"norm/{call}"] = np.array(norm)
         found["skipped"] = np.array(float(skipped))
         found |= {f"model/{index:04d}": variable.numpy().astype("float64") for index, variable in enumerate(once(self.model.variables)) if is_number(variable)}
-        return found | self._evaluate()
+        return found | (self._evaluate() if self.case.get("evaluate", True) else {})
 
     def _step(self, rows: np.ndarray, step: int) -> tuple[float, float, float, bool]:
         """(sum of losses, sum of weights, norm, whether all was finite)."""
@@ -199,5 +199,6 @@ def is_number(variable: keras.Variable) -> bool:
 
 def predict(case: Mapping[str, Any], order: np.ndarray, turned: bool = False) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(the run in the precision of the case, the run in float64)."""
-    single = Reference(case, turned=turned).run(order)
-    return single, Reference(case, double=True).run(order)
+    with keras_settings.restored():
+        single = Reference(case, turned=turned).run(order)
+        return single, Reference(case, double=True).run(order)

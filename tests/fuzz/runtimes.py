@@ -65,7 +65,7 @@ class Runtimes:
                 super().__init__(names)
 
         strategy = Strategy([f"CPU:{index}" for index in range(devices)])
-        return Mirrored("mirrored", strategy, communication_options(Config().strategy), rank=0, size=1)
+        return Mirrored(strategy, communication_options(Config().strategy), rank=0, size=1)
 
 
 def prepare_devices() -> None:

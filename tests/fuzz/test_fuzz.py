@@ -12,7 +12,7 @@ from tests.fuzz.coverage import Coverage, allowed_pairs, cases
 from tests.fuzz.fleet import judge_all
 from tests.fuzz.pool import Pool
 from tests.fuzz.shrink import script, shrink
-from tests.fuzz.verdict import Verdict
+from tests.fuzz.verdict import Verdict, references
 
 
 def rounds_to_half(case):
@@ -73,3 +73,17 @@ def test_what_rounding_explains_is_no_difference_and_more_is():
     assert not compare.differences({"model/0000": np.array([1.0, 2.0 + 1e-6])}, single, double)
     assert compare.differences({"model/0000": np.array([1.0, 2.0 + 1e-4])}, single, double)
     assert compare.differences({"model/0000": np.array([1.0, np.nan])}, single, double)
+
+
+@pytest.mark.parametrize("runtime", ["one_device", "fit:2"])
+def test_the_oracle_leaves_keras_as_it_was(runtime):
+    import keras
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        case = next(case for number in range(100) for case in [space.draw(9, number, [runtime])] if len(space.flat_blocks(case)) == 1)
+        references(case)
+        assert keras.config.floatx() == "float32"
+        assert keras.config.dtype_policy().name == "mixed_bfloat16"
+    finally:
+        keras.config.set_dtype_policy("float32")

@@ -1,7 +1,7 @@
 """Trains with every compression, for tests/multi/test_compression.py: one process of two.
 
     python -m tests.multi.compression digits|text      prints {"kind": [final loss, bytes sent, bytes on the wire]}
-    python -m tests.multi.compression resumed FOLDER   stops in the middle and goes on from a snapshot: prints {"kind": what differs}
+    python -m tests.multi.compression resumed FOLDER   stops and goes on from a snapshot: {"kind": what differs}
 
 "at once" is without the steps of whole gradients at the start. A job that has those has both ways to travel in its
 graph, so that its bytes on the wire are told by one without them.
@@ -62,7 +62,7 @@ def main(name: str) -> None:
 
     from tfdist import build
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.training.parallel.compression import Compression
 
     base = Config().replace(
@@ -108,7 +108,7 @@ def resumed(folder: str) -> None:
     from tfdist import build
     from tfdist.artifacts.parts import PartedStore
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.training.parallel.sharded_state import ShardedState
 
     base = (

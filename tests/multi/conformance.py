@@ -14,6 +14,8 @@ def check(runtime) -> None:
     import numpy as np
     import tensorflow as tf
 
+    from tfdist.control.strategies import STRATEGIES
+
     rank, size = runtime.rank, runtime.size
     assert (
         0 <= rank < size
@@ -49,6 +51,11 @@ def check(runtime) -> None:
     ]
     for received, expected in zip(runtime.broadcast(mine), chiefs, strict=True):
         assert received.dtype == expected.dtype and received.tobytes() == expected.tobytes()
+
+    # Objects of any size are the chief's.
+    for value in ({"a": [1, 2.5, None]}, "ü" * 5, (), np.arange(3)):
+        found = runtime.broadcast_object(value if rank == 0 else "x" * (100 * rank))
+        assert repr(found) == repr(value), found
 
     # Every replica has an index of its own, and sums are over all of them.
     @tf.function
@@ -103,7 +110,7 @@ def check(runtime) -> None:
             )
         )
 
-    if runtime.name in ("multi_worker", "mirrored", "sockets"):
+    if "bf16" in STRATEGIES[runtime.name].compression:
         wanted = sum(of_replica(index)[3] for index in range(runtime.replicas))
         for value, exact in small():
             assert exact.numpy().tolist() == [runtime.replicas * (2.0**20 + 1)]
@@ -126,7 +133,7 @@ def check(runtime) -> None:
             )
         )
 
-    if runtime.name != "mesh":
+    if runtime.sums_slices:
         own = [tf.fill([2, 4], float(runtime.first_replica + index)) for index in range(runtime.local_replicas)]
         for ones, slices in gathered(runtime.per_replica(own)):
             assert ones.numpy().tolist() == [runtime.replicas] * 3
@@ -177,7 +184,7 @@ def check(runtime) -> None:
 
 if __name__ == "__main__":
     from tfdist import build
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.flags import parse
 
     made = build.start_runtime(parse(sys.argv[1:]).config, resolve_cluster(os.environ))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 # how many threads and cores it has.
 WORKER = """
 import os, pathlib, time
-from tfdist.control.cluster import resolve_cluster
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.preflight import Preflight
 
 cluster = resolve_cluster(os.environ)
@@ -29,7 +29,8 @@ def summed():
     return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.constant(cluster.rank + 1.0)))
 
 total = summed()
-print(f"sum {{float(total)}} of {{strategy.num_replicas_in_sync}} on {{len(os.sched_getaffinity(0))}} cores", flush=True)
+cores = len(os.sched_getaffinity(0))
+print(f"sum {{float(total)}} of {{strategy.num_replicas_in_sync}} on {{cores}} cores", flush=True)
 here = pathlib.Path(__file__).parent
 (here / f"done-{{cluster.rank}}").touch()
 while len(list(here.glob("done-*"))) < 2:

@@ -161,7 +161,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
     from tfdist import build
     from tfdist.artifacts.parts import PartedStore
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.runtime.mesh import Mesh
     from tfdist.runtime.mesh_runtime import MeshRuntime
 
@@ -266,7 +266,8 @@ def bytes_held(job) -> list[int]:
     weights = [weight for weight in weights if weight is not None] or update.sources()
     batch = job.iterators(0)[0].element_spec
     step, micro, scale = (tf.TensorSpec([], dtype) for dtype in (tf.int64, tf.int32, tf.float32))
-    kept, _ = tf.function(job.step._micro).get_concrete_function(batch, step, micro, scale).structured_outputs
+    one = tf.function(job.step.replica.of_micro_batch).get_concrete_function(step, micro, scale, batch)
+    kept = one.structured_outputs.gradients
     own = {id(weight) for weight in weights}
     others = [
         variable.value

@@ -1,7 +1,8 @@
 """Models with state, masks and added losses on one, two and three replicas of one process, against a plain Keras loop.
 
-    python -m tests.parity.replica_cases OUT.json      writes {case: {replicas: largest difference / what rounding allows}}
+    python -m tests.parity.replica_cases OUT.json
 
+writes {case: {replicas: largest difference / what rounding allows}}.
 One process runs all cases: a model and its tracing take about a second, starting TensorFlow takes four.
 """
 
@@ -30,7 +31,8 @@ from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel.segments import recompute
 from tfdist.training.precision import LossScale
 from tfdist.training.schedule import Schedule
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import Parallelism, StepOptions
 
 BATCH, STEPS, RATE = 13, 4, 0.05  # 13 rows divide neither by two replicas nor by three
 ROUNDING = 2e-5  # of weights and statistics of about 1, after some steps of sums in float32 in another order
@@ -242,7 +244,7 @@ def by_tfdist(case, runtime):
         scale,
         StepOptions(plan, 0, weighted=case.weighted, **case.options),
         spec,
-        added=added,
+        Parallelism(added=added),
     )
     iterators = [
         iter(tf.data.Dataset.from_generator(lambda replica=replica: batches(replica), output_signature=spec))
@@ -268,9 +270,7 @@ class Mirrored(tf.distribute.MirroredStrategy):
 
 
 def mirrored(count):
-    return StrategyRuntime(
-        "mirrored", Mirrored(count), tf.distribute.experimental.CommunicationOptions(), rank=0, size=1
-    )
+    return StrategyRuntime(Mirrored(count), tf.distribute.experimental.CommunicationOptions(), rank=0, size=1)
 
 
 def difference(case, found, expected):

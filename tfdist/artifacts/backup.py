@@ -24,6 +24,7 @@ from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
+from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 _METRIC = "metric/"
@@ -57,7 +58,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             )
         if not backup_dir:
             raise ConfigError("BackupAndRestore(backup_dir=...) is empty: name a folder for the backup of this run.")
-        super().__init__(str(backup_dir), save_freq, double_checkpoint, delete_checkpoint)
+        frequency: Any = save_freq  # Keras says str, and takes a number
+        super().__init__(str(backup_dir), frequency, double_checkpoint, delete_checkpoint)
+        self._period = save_freq if isinstance(save_freq, int) else 0  # in batches; 0: every epoch
         self.writes = writes
         self.store = SnapshotStore(str(backup_dir))
         self.store.required = ("epoch", "batch", "generators")
@@ -73,7 +76,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def due(self, before: int, step: int, steps_per_epoch: int) -> bool:
         """Whether a backup falls in (before, step]; steps are counted over all epochs."""
-        period = steps_per_epoch if self.save_freq == "epoch" else self.save_freq
+        period = self._period or steps_per_epoch
         return period > 0 and step // period > before // period
 
     def back_up(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
@@ -90,23 +93,29 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     # -- the Keras callback ----------------------------------------------------------------------------------------
 
+    @property
+    def _trained(self) -> Any:
+        """The model; Keras sets it before the first callback."""
+        return self.model
+
     def on_train_begin(self, logs: Mapping | None = None) -> None:
         snapshot, _ = self.store.newest_valid()
         if snapshot is None:
             return
-        if not self.model.built:
+        model = self._trained
+        if not model.built:
             raise CheckpointError(
                 "BackupAndRestore needs a built model: call it on a batch, or give it an Input layer, before `fit`."
             )
-        if not self.model.optimizer.built:
-            self.model.optimizer.build(self.model.trainable_variables)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
-        state.assign(state.collect(self.model, self.model.optimizer, {}), arrays)
+        state.assign(state.collect(model, model.optimizer, {}), arrays)
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
-        if not RunningFit.of(self.model).go_to(self._epoch, snapshot.manifest["ends"]):
+        if not RunningFit.of(model).go_to(self._epoch, snapshot.manifest["ends"]):
             state.restore_generator_states(snapshot.manifest["generators"])  # else reading has drawn from them just now
-        self.model._initial_epoch = self._epoch  # what Keras' own callback sets
+        keras_trainer.begin_at(model, self._epoch)
         self._skip_batches(snapshot.manifest["batch"], metrics)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
@@ -117,12 +126,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if batches <= 0:
             return  # skipped
         self._step, self._seen, self._since = self._step + batches, batch + 1, self._since + batches
-        if self.save_freq != "epoch" and self._since >= self.save_freq:
+        if self._period and self._since >= self._period:
             self._save(self._epoch, self._seen)
 
     def on_epoch_end(self, epoch: int, logs: Mapping | None = None) -> None:
         self._seen = 0
-        if self.save_freq == "epoch":
+        if not self._period:
             self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: Mapping | None = None) -> None:
@@ -137,14 +146,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "epoch": epoch,
                 "batch": batch,
                 "generators": state.generator_states(),
-                "ends": RunningFit.of(self.model).ends(),
+                "ends": RunningFit.of(self._trained).ends(),
             },
         )
         self.writer.wait()  # a script that is killed a moment later must find it
 
     def _variables(self) -> dict[str, Any]:
-        metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(self.model.metrics_variables)}
-        return {**state.collect(self.model, self.model.optimizer, {}), **metrics}
+        model = self._trained
+        metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
+        return {**state.collect(model, model.optimizer, {}), **metrics}
 
     def _skip_batches(self, count: int, metrics: Sequence[np.ndarray]) -> None:
         """The first `count` batches of the resumed epoch are taken, but not trained on; `metrics` is what they had come
@@ -153,7 +163,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._to_skip = count
         if not count:
             return
-        model, train_function, left = self.model, self.model.train_function, count
+        model = self._trained
+        train_function, left = model.train_function, count
 
         def skipping(iterator: Any) -> Mapping[str, float]:
             nonlocal left
@@ -162,7 +173,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             for _ in range(min(model.steps_per_execution, left)):
                 batch = next(iterator)
                 if left == count:
-                    model._symbolic_build(data_batch=batch)  # Keras makes the metrics' variables at the first batch
+                    keras_trainer.build_for(model, batch)  # Keras makes the metrics' variables at the first batch
                     for variable, value in zip(model.metrics_variables, metrics, strict=True):
                         variable.assign(value)
                 left -= 1

@@ -20,13 +20,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# None of these is public: Keras hands its iterators to no callback, and a dataset does not tell what it is made of.
-from keras.src.backend.tensorflow.trainer import TFEpochIterator
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
-from tensorflow.python.eager import context
-from tensorflow.python.framework import op_def_registry
-
+from tfdist.compat import keras_epochs, tensorflow_data, tensorflow_random
+from tfdist.compat.keras_epochs import EpochIterator
 from tfdist.control.exit_codes import CheckpointError
 
 # Datasets whose iterators begin anew, whatever iterators before them have read. Not `repeat`: a shuffle in it draws an
@@ -94,7 +89,7 @@ class RunningFit:
         frame = inspect.currentframe()
         while frame is not None:
             values = frame.f_locals if frame.f_code.co_name == "fit" else {}
-            if values.get("self") is model and isinstance(values.get("epoch_iterator"), TFEpochIterator):
+            if values.get("self") is model and isinstance(values.get("epoch_iterator"), EpochIterator):
                 return cls(model, dict(values))
             frame = frame.f_back
         raise CheckpointError(
@@ -103,10 +98,10 @@ class RunningFit:
 
     def ends(self) -> dict[str, int | None]:
         """At which batch the data was found to end, where its length was not known before; to be saved, JSON."""
-        evaluated = getattr(self.model, "_eval_epoch_iterator", None)
+        evaluated = keras_epochs.validation_iterator(self.model)
         return {
-            "training": self.values["epoch_iterator"]._num_batches,
-            "validation": evaluated and evaluated._num_batches,
+            "training": keras_epochs.batches_in_an_epoch(self.values["epoch_iterator"]),
+            "validation": evaluated and keras_epochs.batches_in_an_epoch(evaluated),
         }
 
     def go_to(self, epoch: int, ends: Mapping[str, int | None]) -> bool:
@@ -120,17 +115,19 @@ class RunningFit:
             warnings.simplefilter("ignore")  # that data ran out has been said
             for past in range(values["initial_epoch"], epoch):
                 training.epoch()
-                if values["validation_data"] is not None and self.model._should_eval(past, values["validation_freq"]):
+                if values["validation_data"] is not None and keras_epochs.validates_after(
+                    self.model, past, values["validation_freq"]
+                ):
                     validation = validation or _Passes(self._validation(), ends["validation"])
                     validation.iterator.reset()
                     validation.epoch()
             training.settle()
         return training.reads or (validation is not None and validation.reads)
 
-    def _validation(self) -> TFEpochIterator:
+    def _validation(self) -> EpochIterator:
         """What `fit` makes for its first validation, and then uses again."""
         values, model = self.values, self.model
-        model._eval_epoch_iterator = TFEpochIterator(
+        iterator = EpochIterator(
             x=values["val_x"],
             y=values["val_y"],
             sample_weight=values["val_sample_weight"],
@@ -140,13 +137,14 @@ class RunningFit:
             distribute_strategy=model.distribute_strategy,
             steps_per_execution=model.steps_per_execution,
         )
-        return model._eval_epoch_iterator
+        keras_epochs.set_validation_iterator(model, iterator)
+        return iterator
 
 
 class _Passes:
     """One of Keras' EpochIterators, taken through epochs without training."""
 
-    def __init__(self, iterator: TFEpochIterator, end: int | None):
+    def __init__(self, iterator: EpochIterator, end: int | None):
         self.iterator, self._end = iterator, end
         self.reads = not _are_independent(iterator.data_adapter)
         self._pass: Iterator | None = None  # the iterator of the present pass, and how much of it is still to be read
@@ -166,15 +164,16 @@ class _Passes:
         if (
             self._end is not None
             and self.iterator.data_adapter.num_batches is None
-            and self.iterator._steps_seen >= self._end
+            and keras_epochs.batches_read(self.iterator) >= self._end
         ):
             raise StopIteration  # as reading would
         self._unread += self.iterator.steps_per_execution
 
     def settle(self) -> None:
         """Reads what is left to be read of a pass that goes on."""
-        goes_on = self.iterator.steps_per_epoch and self.iterator._current_iterator is not None
-        if goes_on and not self.reads and self._pass is self.iterator._current_iterator:
+        present = keras_epochs.present_pass(self.iterator)
+        goes_on = self.iterator.steps_per_epoch and present is not None
+        if goes_on and not self.reads and self._pass is not None and self._pass is present:
             _read(self._pass, self._unread)
         if goes_on and (self._unread or self.reads) and _has_no_seed(self.iterator.data_adapter):
             print(
@@ -198,22 +197,13 @@ def _read(batches: Iterator, count: int) -> None:
 
 
 def _are_independent(adapter: Any) -> bool:
-    if isinstance(adapter, TFDatasetAdapter):
+    read = keras_epochs.dataset_of(adapter)
+    if read is not None:
         return all(
-            _kind(dataset) in _INDEPENDENT and all(map(_begins_anew, dataset._functions()))
-            for dataset in _with_inputs(adapter._dataset)
+            tensorflow_data.kind(dataset) in _INDEPENDENT and all(map(_begins_anew, tensorflow_data.functions(dataset)))
+            for dataset in tensorflow_data.with_inputs(read)
         )
-    return isinstance(adapter, ArrayDataAdapter)
-
-
-def _with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    yield dataset
-    for source in dataset._inputs():
-        yield from _with_inputs(source)
-
-
-def _kind(dataset: tf.data.Dataset) -> str:
-    return type(dataset).__name__.lstrip("_")
+    return keras_epochs.reads_arrays(adapter)
 
 
 def _begins_anew(function: Any) -> bool:
@@ -221,17 +211,11 @@ def _begins_anew(function: Any) -> bool:
     graph = function.function.graph.as_graph_def()
     nodes = [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
     known = {called.signature.name for called in graph.library.function}
-    for name in {node.op for node in nodes} - known - _ANEW:
-        definition = op_def_registry.get(name)
-        if definition is None or definition.is_stateful:
-            return False
-    return True
+    return not any(map(tensorflow_data.is_stateful, {node.op for node in nodes} - known - _ANEW))
 
 
 def _has_no_seed(adapter: Any) -> bool:
-    if isinstance(adapter, TFDatasetAdapter):
-        return any(
-            _kind(dataset) == "ShuffleDataset" and not (int(dataset._seed) or int(dataset._seed2))
-            for dataset in _with_inputs(adapter._dataset)
-        )
-    return isinstance(adapter, ArrayDataAdapter) and bool(adapter._shuffle) and context.global_seed() is None
+    read = keras_epochs.dataset_of(adapter)
+    if read is not None:
+        return any(map(tensorflow_data.shuffles_without_a_seed, tensorflow_data.with_inputs(read)))
+    return keras_epochs.shuffles_arrays(adapter) and tensorflow_random.global_seed() is None

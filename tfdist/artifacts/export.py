@@ -6,6 +6,7 @@ import os
 import shutil
 import uuid
 from pathlib import Path
+from typing import Any
 
 import keras
 
@@ -17,7 +18,8 @@ KERAS_FILE, SAVED_MODEL_FOLDER = "model.keras", "saved_model"
 def load_export(path: str) -> keras.Model:
     """The model of a `.keras` file, which may be a stranger's: nothing in it is executed. Raises CheckpointError."""
     try:
-        return keras.models.load_model(path, compile=False, safe_mode=True)
+        loaded: Any = keras.models.load_model(path, compile=False, safe_mode=True)
+        return loaded
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         if "lambda" in str(error).lower():
             raise CheckpointError(

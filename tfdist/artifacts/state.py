@@ -138,7 +138,8 @@ def table(variables: Mapping[str, Any]) -> dict[str, tuple[str, list[int], str]]
 
 def generator_states() -> dict[str, Any]:
     """The states of Python's and NumPy's global generators, as JSON."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    legacy: Any = np.random.get_state()  # a dict only if asked for
+    name, keys, position, has_gauss, cached = legacy
     return {"python": random.getstate(), "numpy": [name, keys.tolist(), position, has_gauss, cached]}
 
 

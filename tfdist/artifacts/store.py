@@ -221,7 +221,8 @@ def _write_tensors(folder: str, step: int, arrays: Mapping[str, np.ndarray]) -> 
         groups: dict[str, dict[str, tf.Variable]] = {}
         for key, array in arrays.items():
             group, _, name = key.partition("/")
-            groups.setdefault(group, {})[name] = tf.Variable(array, trainable=False)
+            value: Any = array
+            groups.setdefault(group, {})[name] = tf.Variable(value, trainable=False)
         manager = tf.train.CheckpointManager(
             tf.train.Checkpoint(**groups), folder, max_to_keep=None, checkpoint_name="state"
         )

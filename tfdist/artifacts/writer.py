@@ -131,7 +131,7 @@ class SnapshotWriter:
             )
         )
         if self.retention:
-            self._retain()
+            self._retain(self.retention)
 
     def _try(self, step: int, arrays: Any, fields: Mapping[str, Any]) -> int | None:
         """Bytes written; None: `last_failure` says why not."""
@@ -144,14 +144,14 @@ class SnapshotWriter:
                     time.sleep(self.retry_after)
         return None
 
-    def _retain(self) -> None:
+    def _retain(self, retention: Retention) -> None:
         """Deletes what is not to be kept; only ever after a newer snapshot has been committed."""
         try:
             steps = self.store.steps()
             for known in steps:
                 if known not in self._metrics:
                     self._metrics[known] = self._stored_metrics(known)
-            for doomed in self.retention.doomed(steps, self._metrics):
+            for doomed in retention.doomed(steps, self._metrics):
                 self.store.delete(doomed)
         except (OSError, tf.errors.OpError) as error:
             self._messages.put(("warning", {"message": f"An old snapshot could not be deleted: {error}"}))

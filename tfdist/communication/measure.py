@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.communication.measurement import Measurement
 from tfdist.runtime.base import Runtime
-from tfdist.runtime.operations import Collective, members
+from tfdist.runtime.operations import Collective
 
 _MEASUREMENT_SECONDS = 0.1  # as many rounds as fit
 _MOST_ROUNDS = 200
@@ -35,7 +35,7 @@ def measure(
       sizes: bytes; they are rounded to what can be divided among the members.
       tell: takes a line about what comes next.
     """
-    n = members(runtime)
+    n = runtime.size * runtime.local_replicas
     counts = sorted({max(1, size // _ITEM // n) * n for size in sizes})
     for place, (name, collective) in enumerate(found.items(), 1):
         tell(f"{name} ({place} of {len(found)}): {len(counts)} sizes are traced and checked")
@@ -72,9 +72,9 @@ def _prepare(runtime: Runtime, name: str, collective: Collective, n: int, count:
     expected = _expected(name, n, count)
     mine = count // n if name == "all_gather" else count
     run = (
-        _on_host(runtime, collective, mine)
+        _on_host(runtime, collective.on_host, mine)
         if collective.on_host
-        else _in_graph(runtime, collective, mine, expected.size)
+        else _in_graph(runtime, collective.in_graph, mine, expected.size)
     )
     result = run(2)
     if not np.array_equal(result, expected):
@@ -94,25 +94,25 @@ def _expected(name: str, n: int, count: int) -> np.ndarray:
     }[name]()
 
 
-def _on_host(runtime: Runtime, collective: Collective, mine: int) -> Run:
+def _on_host(runtime: Runtime, collective: Callable[[np.ndarray], np.ndarray], mine: int) -> Run:
     array = np.full(mine, runtime.rank + 1, np.float32)
 
     def run(rounds: int) -> np.ndarray:
         for _ in range(rounds):
-            result = collective.on_host(array)
+            result = collective(array)
         return result
 
     return run
 
 
-def _in_graph(runtime: Runtime, collective: Collective, mine: int, result_size: int) -> Run:
+def _in_graph(runtime: Runtime, collective: Callable[[tf.Tensor], tf.Tensor], mine: int, result_size: int) -> Run:
     """The rounds are a loop within one graph, as training steps are."""
     first = runtime.rank * runtime.local_replicas + 1
     x = runtime.per_replica([tf.fill([mine], float(first + index)) for index in range(runtime.local_replicas)])
 
     def once(x: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([last]):  # so that rounds do not overlap
-            return tf.ensure_shape(tf.reshape(collective.in_graph(tf.identity(x)), [-1]), [result_size])
+            return tf.ensure_shape(tf.reshape(collective(tf.identity(x)), [-1]), [result_size])
 
     @tf.function
     def many(rounds: tf.Tensor) -> tf.Tensor:

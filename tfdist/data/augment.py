@@ -19,6 +19,7 @@ from tfdist.control.exit_codes import DataError
 from tfdist.data import order
 from tfdist.data.sources.split import Sample, Split
 from tfdist.plugins import check_takes, own_code, resolve
+from tfdist.runtime.host import known_dims
 
 Augmentation = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple]
 
@@ -63,7 +64,8 @@ def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) ->
 
     Raises DataError on a wrong return value.
     """
-    result = augment(*sample[:2], seeds)
+    x, y = sample[:2]
+    result = augment(x, y, seeds)
     if not isinstance(result, tuple) or len(result) != 2:
         raise DataError(f"--augment: the function returned {type(result).__name__} for {name}: it must return (x, y).")
     for value in tf.nest.flatten(result):
@@ -109,7 +111,7 @@ def random_resized_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
     are cropped while decoding instead (`Split.fetch_cropped`). Returns float32.
     """
     _check_images("random_resized_crop", x)
-    height, width = x.shape[1], x.shape[2]
+    height, width = known_dims(x.shape[1:])[:2]
     area = 0.08 + 0.92 * order.uniform(seeds, 1)
     root_aspect = tf.exp((order.uniform(seeds, 2) - 0.5) * math.log(4 / 3))  # sqrt of the width-to-height ratio
     scale_y = tf.minimum(tf.sqrt(area * width / height) / root_aspect, 1.0)

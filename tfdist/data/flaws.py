@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data import input_pipeline, order
+from tfdist.data import order, streams
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources.split import Sample, Split, places
 
@@ -34,7 +34,7 @@ def find_trained(
 ) -> str:
     """Looks at `count` samples of the training order from position `first` on. See `_sentence`."""
     if split.size is None:
-        numbered = input_pipeline.ordered_stream(split, plan, seed, shuffle, first, cut).take(count)
+        numbered = streams.ordered_stream(split, plan, seed, shuffle, first, cut).take(count)
         return _sentence(
             split,
             (
@@ -103,5 +103,5 @@ def _bad(values: np.ndarray, classes: int | None) -> Iterator[tuple[int, str]]:
             int(row),
             f"{what} in {{}}"
             + (f" at {list(at)}" if at else "")
-            + (f", which is no class of 0 to {classes - 1}" if values.dtype.kind in "iu" else ""),
+            + (f", which is no class of 0 to {classes - 1}" if classes and values.dtype.kind in "iu" else ""),
         )

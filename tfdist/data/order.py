@@ -41,7 +41,7 @@ def sample_of(positions: tf.Tensor, size: int, seed: int, shuffle: bool) -> tf.T
     if not 1 <= size <= MAX_SIZE:
         raise DataError(f"A split of {size} samples has no order: the size must be from 1 to {MAX_SIZE}.")
     positions = tf.convert_to_tensor(positions, tf.int64)
-    index = positions % size
+    index = tf.math.floormod(positions, size)
     if not shuffle or size == 1:
         return index
     epoch = positions // size
@@ -79,7 +79,7 @@ def micro_positions(plan: BatchPlan, replica: int, consumed: int) -> Callable[[t
     lengths = [stop - start for start, stop in bounds]
 
     def positions(counters: tf.Tensor) -> tf.Tensor:
-        step, micro = counters // plan.accumulation, counters % plan.accumulation
+        step, micro = counters // plan.accumulation, tf.math.floormod(counters, plan.accumulation)
         first = consumed + step * plan.global_batch + tf.gather(tf.constant(starts, tf.int64), micro)
         length = plan.micro_batch if plan.even else tf.gather(tf.constant(lengths, tf.int64), micro[0])
         return tf.reshape(first[:, None] + tf.range(length, dtype=tf.int64), [-1])
@@ -116,7 +116,7 @@ def _u64(value: int) -> tf.Tensor:
 
 
 def _fold(seed: int, use: int) -> tf.Tensor:
-    return _finalise(_finalise(_u64(seed)) ^ _u64(use))
+    return _finalise(tf.bitwise.bitwise_xor(_finalise(_u64(seed)), _u64(use)))
 
 
 def _hash(start: tf.Tensor, counter: tf.Tensor) -> tf.Tensor:

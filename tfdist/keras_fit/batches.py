@@ -16,6 +16,17 @@ from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.runtime.sockets import Sockets
 
 END = object()  # of the data
+_stamp = 0
+
+
+def batch_stamp() -> int:
+    """The checksum of the batch that a step is about to take; 0 where workers need not hold the same one."""
+    return _stamp
+
+
+def _set_stamp(stamp: int) -> None:
+    global _stamp
+    _stamp = stamp
 
 
 class Batches:
@@ -45,13 +56,13 @@ class Batches:
             batch = self._like = keras.tree.map_structure(
                 lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
             )
-        self._runtime.stamp = 0
+        _set_stamp(0)
         if not self._from_chief:
             stamp = 0 if batch is END else digest(batch)
             if self._from_chief is None:
                 self._compare(stamp)
             if not self._from_chief:
-                self._runtime.stamp = stamp
+                _set_stamp(stamp)
                 return batch
         return self._of_the_chief(batch)
 

@@ -1,4 +1,4 @@
-"""The forward pass of a model over the workers: what stands in for `model.call` while the model is spread."""
+"""The forward pass of a model over the workers: what stands in for `model.call` while the model is distributed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
+from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.lookups import shared_in
@@ -17,65 +19,60 @@ from tfdist.keras_fit.losses_inside import Scales, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together
+from tfdist.keras_fit.scopes import ThreadScope
+from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.added_losses import SUM
 
 
-class SpreadCall:
+class DistributedCall:
     """Takes the global batch, computes this worker's rows, returns all rows.
 
-    Attributes: calls, how often it was called over the workers; scales, of the losses that the model adds.
+    Attributes: alone, a context in which each worker computes all rows itself; calls, how often it was called over the
+    workers; scales, of the losses that the model adds.
     """
 
     def __init__(self, model: keras.Model, runtime: Sockets, gradients: Gradients, random_numbers: RandomNumbers):
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call: Callable = model.call
-        self._alone = False
+        self.alone = ThreadScope()
         self.scales = Scales(model, runtime)
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
         self._finders: dict[str, Callable[[], dict]] = {}  # by the inputs of a forward pass
         self.calls = 0
         gradients.calls.add(self)
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside, each worker computes all rows itself."""
-        before, self._alone = self._alone, True
-        try:
-            yield
-        finally:
-            self._alone = before
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._alone or self._gradients.are_of_own_rows:  # the latter: inside another model that is spread
+        if self.alone.is_here or self._gradients.of_own_rows.is_here:  # the latter: inside another distributed model
             return self._call(*args, **kwargs)
         self.calls += 1
-        share = self._gradients.share
-        if share is not None:  # these are our own rows
-            own = self._forward(args, kwargs)
-            as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
-            outputs, losses = (
-                own.outputs,
-                [
-                    loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss
-                    for loss, scales in zip(own.losses, own.scales, strict=True)
-                ],
-            )
+        if self._gradients.share is not None:
+            outputs, losses = self._with_own_rows(args, kwargs, self._gradients.share)
         else:
             part = Part(self._runtime, (args, kwargs), self.of_the_batch((args, kwargs)))
             taken = part.take((args, kwargs))
             outputs, losses = together(self._runtime, part, lambda: self._forward(*taken))
-        for layer in self._model._flatten_layers():
-            layer._losses.clear()
-        self._model._losses.extend(losses)
+        for layer in keras_layers.all_layers(self._model):
+            keras_layers.recorded_losses(layer).clear()
+        keras_layers.recorded_losses(self._model).extend(losses)
         return outputs
+
+    def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
+        """(outputs, losses) of arguments that are this worker's rows already: `share` of all. Nothing is gathered."""
+        own = self._forward(args, kwargs)
+        as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
+        losses = [
+            loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss
+            for loss, scales in zip(own.losses, own.scales, strict=True)
+        ]
+        return own.outputs, losses
 
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
         """For each tensor with rows among the arguments of a call whether its rows are those of the batch."""
         tensors, rebuild = _tensors_of(arguments)
         dims = [tensor.shape[0] for tensor in tensors if tensor.shape.rank != 0]
 
-        def returned(dims: Sequence[int]) -> int | None:
+        def returned(dims: Sequence[int | None]) -> int | None:
             rows = iter(dims)
             specs = [
                 tf.TensorSpec([next(rows), *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype)
@@ -105,19 +102,19 @@ class SpreadCall:
     @contextlib.contextmanager
     def _without_a_trace(self) -> Iterator[None]:
         """Inside, the forward pass may be traced for what can be learned from it."""
-        layers = self._model._flatten_layers()
-        losses = [list(layer._losses) for layer in layers]
+        layers = keras_layers.all_layers(self._model)
+        losses = [list(keras_layers.recorded_losses(layer)) for layer in layers]
         try:
             with self._gradients.of_own_rows(), self._random_numbers.of_own_rows():
                 yield
         finally:
             for layer, before in zip(layers, losses, strict=True):
-                layer._losses[:] = before
+                keras_layers.recorded_losses(layer)[:] = before
 
     def _forward(self, args: tuple, kwargs: dict) -> Forward:
         """Over this worker's rows."""
         tensors, rebuild = _tensors_of((args, kwargs))
-        layers = self._model._flatten_layers()
+        layers = keras_layers.all_layers(self._model)
         additions = Additions(
             layers if self._gradients.share is None else []
         )  # else own_rows.py adds up what all metrics were given
@@ -129,7 +126,7 @@ class SpreadCall:
             return (
                 outputs,
                 recorded(layers),
-                [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)],
+                [mask_of(output) for output in keras.tree.flatten(outputs)],
                 additions.values,
             )
 
@@ -141,8 +138,8 @@ class SpreadCall:
             outputs, losses, masks, additions.values = tf.function(forward, jit_compile=True, autograph=False)(tensors)
             for output, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
                 if mask is not None:
-                    output._keras_mask = mask
-        additions.add(self._runtime, self._runtime.rows_count)
+                    carry_mask(output, mask)
+        additions.add(self._runtime, batch_norm.row_weight())
         with self.alone():
             scales = self.scales.of(list(losses), args, kwargs, lambda x: self.of_the_batch(((x,), {})))
         return Forward(outputs, list(losses.values()), scales)
@@ -170,7 +167,7 @@ class SpreadCall:
         on the batch, which cannot be told from others any more when their gradients come out of it.)"""
         model = self._model
         inside = kwargs.get("training") and any(
-            isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()
+            isinstance(layer, keras.layers.BatchNormalization) for layer in keras_layers.all_layers(model)
         )
         return bool(model.jit_compile) and not inside and not tf.executing_eagerly()
 

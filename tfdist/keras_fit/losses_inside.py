@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.added_losses import added_losses
@@ -21,7 +22,11 @@ _UNKNOWN_DIM = 4
 
 def recorded(layers: Sequence[keras.Layer]) -> dict[Key, tf.Tensor]:
     """The losses that are there after a forward pass."""
-    return {(number, place): loss for number, layer in enumerate(layers) for place, loss in enumerate(layer._losses)}
+    return {
+        (number, place): loss
+        for number, layer in enumerate(layers)
+        for place, loss in enumerate(keras_layers.recorded_losses(layer))
+    }
 
 
 class Scales:
@@ -46,8 +51,9 @@ class Scales:
             self._try(args, kwargs, of_the_batch)
         for number, place in keys:
             if (number, place) not in self._known:
+                layer = keras_layers.all_layers(self._model)[number]
                 raise ConfigError(
-                    f"The loss number {place + 1} that layer {self._model._flatten_layers()[number].name} adds is not"
+                    f"The loss number {place + 1} that layer {layer.name} adds is not"
                     " always there, so that nothing tells whether it is a mean or a sum over rows: add it in every"
                     " call, or train in one process."
                 )
@@ -76,7 +82,7 @@ class Scales:
                 if is_cut
             )
             try:
-                layers = self._model._flatten_layers()
+                layers = keras_layers.all_layers(self._model)
                 found: Any = [
                     [layers.index(one.layer), one.place, one.scales]
                     for one in added_losses(self._model, x, take, count)

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows
 from tfdist.keras_fit.temporary_attributes import replaced
@@ -27,7 +28,7 @@ class Additions:
     """
 
     def __init__(self, layers: list[keras.Layer]):
-        self._metrics = [metric for layer in layers for metric in layer._metrics]
+        self._metrics = [metric for layer in layers for metric in keras_layers.own_metrics(layer)]
         self._variables: list[tf.Variable] = []
         self.values: list[tf.Tensor] = []
 
@@ -69,7 +70,7 @@ class Additions:
 
 def _refuse(metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> None:
     tensors = [leaf for leaf in keras.tree.flatten((args, kwargs)) if leaf is not None]
-    if not (type(metric) in (keras.metrics.Mean, keras.metrics.Sum) or own_rows._is_a_sum(metric)):
+    if not (type(metric) in (keras.metrics.Mean, keras.metrics.Sum) or own_rows.is_a_sum(metric)):
         raise ConfigError(
             f"The metric {metric.name} is updated inside the model's call, where each worker has some of the rows, and"
             f" {type(metric).__name__} is not known to be a sum over rows: update it in train_step or compute_loss, or"

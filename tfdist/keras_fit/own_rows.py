@@ -17,9 +17,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras import losses, metrics
-from keras.src.losses.losses import LossFunctionWrapper  # what Keras makes of a function; it has no public name
 
+from tfdist.compat import keras_trainer
+from tfdist.compat.keras_tensors import mask_of
+from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.rows import Part
+from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 
 LARGEST = 16 * 2**20  # bytes of outputs of one global batch that are passed between workers
@@ -50,7 +53,7 @@ _OF_EACH_ROW = [
     metrics.sparse_top_k_categorical_accuracy,
 ]
 # Metrics whose state is a sum over rows. Of the kinds of Mean, whose sum is right only if the values are one a row,
-# those that are made of a function above are added by `_is_a_sum`.
+# those that are made of a function above are added by `is_a_sum`.
 _SUMS = [
     metrics.RootMeanSquaredError,
     metrics.R2Score,
@@ -78,7 +81,7 @@ _SUMS = [
 def suits(model: keras.Model, batch: Any) -> bool:
     """Whether the outputs are large and own rows will do. The model is built."""
     try:
-        model._symbolic_build(data_batch=batch)  # the compiled losses and metrics, too
+        keras_trainer.build_for(model, batch)  # the compiled losses and metrics, too
     except Exception:  # of the user's own making: Keras will say so when it trains on the batch
         return False
     x = keras.utils.unpack_x_y_sample_weight(batch)[0]
@@ -91,7 +94,7 @@ def suits(model: keras.Model, batch: Any) -> bool:
 
     def outputs(x: Any) -> tuple[list, list]:
         flat = keras.tree.flatten(model(x, training=False))
-        return flat, [output for output in flat if getattr(output, "_keras_mask", None) is not None]
+        return flat, [output for output in flat if mask_of(output) is not None]
 
     flat, masked = tf.function(outputs, autograph=False).get_concrete_function(x).structured_outputs
     size = sum(
@@ -109,50 +112,35 @@ def _loss_is_a_mean(model: keras.Model) -> bool:
     """Whether the compiled loss is a mean over rows of equal weight (a sample weight multiplies, and divides
     nothing).
     """
-    compiled = model._compile_loss
-    return compiled is None or all(
+    return all(
         loss is None
-        or (
-            _is_of_keras(loss, losses)
-            and loss.reduction in ("sum_over_batch_size", "mean")
-            and _is_of_each_row(loss, "fn")
-        )
-        for _, loss, _, _ in compiled._flat_losses or []
+        or (_is_of_keras(loss, losses) and loss.reduction in ("sum_over_batch_size", "mean") and _is_of_each_row(loss))
+        for loss in keras_trainer.compiled_losses(model)
     )
 
 
 def _metrics_are_sums(model: keras.Model) -> bool:
-    compiled = model._compile_metrics
-    known = [] if compiled is None else compiled.metrics
     # Keras updates the mean of the losses itself, with the rows as the weight. Other metrics of a model are updated
     # somewhere in it, who knows with what.
-    return all(
-        any(metric is other for other in (model._loss_tracker, compiled, *known)) for metric in model.metrics
-    ) and all(map(_is_a_sum, known))
+    return not keras_trainer.has_metrics_of_its_own(model) and all(map(is_a_sum, keras_trainer.compiled_metrics(model)))
 
 
-def _is_a_sum(metric: keras.metrics.Metric) -> bool:
+def is_a_sum(metric: keras.metrics.Metric) -> bool:
     """Whether the state is a sum over rows that begins at zero."""
     if getattr(metric, "axis", -1) != -1:
         return False
     of_a_function = isinstance(metric, metrics.MeanMetricWrapper) and _is_of_keras(metric, metrics)
-    return (
-        type(metric) in _SUMS or type(metric) is metrics.Accuracy or (of_a_function and _is_of_each_row(metric, "_fn"))
-    )
+    return type(metric) in _SUMS or type(metric) is metrics.Accuracy or (of_a_function and _is_of_each_row(metric))
 
 
 def _is_of_keras(value: Any, module: Any) -> bool:
     """Whether it is of Keras' own class; a class that derives from it may compute anything."""
-    return type(value) in (getattr(module, type(value).__name__, None), LossFunctionWrapper)
+    return type(value) is getattr(module, type(value).__name__, None) or keras_trainer.is_made_of_a_function(value)
 
 
-def _is_of_each_row(wrapper: Any, name: str) -> bool:
-    options = wrapper._fn_kwargs
-    return (
-        getattr(wrapper, name, None) in _OF_EACH_ROW
-        and options.get("axis", -1) == -1
-        and options.get("ignore_class") is None
-    )
+def _is_of_each_row(wrapper: Any) -> bool:
+    function, options = keras_trainer.function_and_options(wrapper)
+    return function in _OF_EACH_ROW and options.get("axis", -1) == -1 and options.get("ignore_class") is None
 
 
 def step(
@@ -166,13 +154,10 @@ def step(
     for variable in variables:
         variable.assign(tf.zeros_like(variable))
     # Nothing else in a step compares the batches of the workers.
-    with tf.control_dependencies(runtime.gather([tf.zeros([1])], part.ends)):
+    with tf.control_dependencies(runtime.gather([tf.zeros([1])], part.ends, batch_stamp)):
         has_rows = tf.minimum(part.count, 1)
-    runtime.rows_count = tf.cast(has_rows, tf.float32)
-    try:
+    with batch_norm.weighted(tf.cast(has_rows, tf.float32)):
         one_step(part.take(batch))
-    finally:
-        runtime.rows_count = None
     added = runtime.all_reduce([variable * tf.cast(has_rows, variable.dtype) for variable in variables])
     for variable, old, more in zip(variables, before, added, strict=True):
         variable.assign(old + more)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import keras
 
+from tfdist.compat import keras_layers, keras_trainer
 from tfdist.control.exit_codes import ConfigError
 
 
-def refuse_what_cannot_be_spread(model: keras.Model) -> None:
+def refuse_unsupported(model: keras.Model) -> None:
     """Raises ConfigError with the reason."""
-    if getattr(model, "_distribute_strategy", None) is not None:
+    if keras_trainer.built_under_a_strategy(model):
         raise ConfigError(
             "The model was built inside a tf.distribute strategy's scope, which Keras 3 cannot train over workers:"
             " build it without a strategy; tfdist.fit spreads it itself."
@@ -20,7 +21,7 @@ def refuse_what_cannot_be_spread(model: keras.Model) -> None:
             " loop of its train_step yourself, inside tfdist.spread(inner_model, its_optimizer) for each of them, or"
             " give the class a call() that its train_step uses."
         )
-    for layer in model._flatten_layers():
+    for layer in keras_layers.all_layers(model):
         if getattr(layer, "stateful", False):
             raise ConfigError(
                 f"The layer {layer.name} is stateful: it carries the state of row i of a batch over to row i of the"

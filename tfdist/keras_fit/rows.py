@@ -16,8 +16,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.lookups import mark
+from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.added_losses import SUM
 
@@ -111,11 +114,8 @@ class Forward:
 def together(runtime: Sockets, part: Part, forward: Callable[[], Forward]) -> tuple[Any, list]:
     """(outputs of all rows, losses of all rows) of `forward`, which returns those of this worker's part."""
     weight = tf.cast(tf.minimum(part.count, 1), tf.float32)
-    runtime.rows_count = weight
-    try:
+    with batch_norm.weighted(weight):
         own = forward()
-    finally:
-        runtime.rows_count = None
     flat = keras.tree.flatten(own.outputs)
     for output in flat:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
@@ -123,7 +123,7 @@ def together(runtime: Sockets, part: Part, forward: Callable[[], Forward]) -> tu
                 f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}: return"
                 " tensors with one row per sample."
             )
-    masks = [getattr(output, "_keras_mask", None) for output in flat]
+    masks = [mask_of(output) for output in flat]
     mine = [part.trim(tensor) for tensor in (*flat, *(mask for mask in masks if mask is not None))]
     share = tf.cast(part.count, tf.float32) / tf.cast(part.n, tf.float32)
     if own.losses:
@@ -142,7 +142,7 @@ def together(runtime: Sockets, part: Part, forward: Callable[[], Forward]) -> tu
     gathered = [next(rows) for _ in flat]
     for output, mask in zip(gathered, masks, strict=True):
         if mask is not None:
-            output._keras_mask = next(rows)
+            carry_mask(output, next(rows))
     losses = list(tf.unstack(tf.reduce_sum(next(rows), 0), num=len(own.losses))) if own.losses else []
     return keras.tree.pack_sequence_as(own.outputs, gathered), losses
 
@@ -170,7 +170,7 @@ def every_row(runtime: Sockets, tensors: Sequence[tf.Tensor], same: Sequence[tf.
 
     @tf.custom_gradient
     def gather(*tensors):
-        *rows, all_counts = runtime.gather([*tensors, tf.stack(counts)[tf.newaxis]], same)
+        *rows, all_counts = runtime.gather([*tensors, tf.stack(counts)[tf.newaxis]], same, batch_stamp)
         starts = tf.unstack(tf.reduce_sum(all_counts[: runtime.rank], 0), num=len(counts))
 
         def gradient(*upstream):
@@ -194,7 +194,7 @@ def _own_rows(
     """whole[first:last], of which the first `count` rows are this worker's; the next worker's begin after these."""
 
     @tf.custom_gradient
-    def own(whole):
+    def own(whole) -> Any:
         def gradient(upstream):
             rows = every_row(runtime, [upstream[:count]])[0] / tf.cast(runtime.size, upstream.dtype)
             rows.set_shape(whole.shape)
@@ -209,7 +209,7 @@ def _used_by_all(runtime: Sockets, whole: tf.Tensor) -> tf.Tensor:
     """A tensor that all workers hold and each uses for its own rows."""
 
     @tf.custom_gradient
-    def used(whole):
+    def used(whole) -> Any:
         def gradient(upstream):
             return total(runtime, [upstream])[0] / tf.cast(runtime.size, upstream.dtype)
 

@@ -25,13 +25,15 @@ Why attention is written so, in milliseconds for forward and backward of the sma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import keras
-from keras import initializers, layers, ops
+from keras import initializers
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.experts import Experts, mixture
 from tfdist.models.inputs import dropout, rate
+from tfdist.models.keras_untyped import layers, ops
 
 EPSILON = 1e-5
 _STDDEV = 0.02
@@ -75,7 +77,8 @@ def choose_shape(
         raise ConfigError(
             f"--model={model} got width={chosen['width']} and heads={chosen['heads']}: heads must divide the width."
         )
-    return Shape(**chosen, dropout=rate(model, dropout))
+    numbers: dict[str, Any] = chosen
+    return Shape(**numbers, dropout=rate(model, dropout))
 
 
 def normal() -> initializers.Initializer:

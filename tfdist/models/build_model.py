@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.config import ModelConfig, parse_args
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.user_errors import without_internals
@@ -98,7 +99,7 @@ def synchronize_batchnorm(model: keras.Model, synchronized: bool = True) -> None
 
     Works on a built model: Keras 3.15 reads the attribute when the layer is called, so before the step is traced.
     """
-    for layer in model._flatten_layers():  # Keras has no public way into layers that are attributes of layers
+    for layer in keras_layers.all_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.synchronized = synchronized
 

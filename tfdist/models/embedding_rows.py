@@ -8,11 +8,13 @@ table is cast as well.
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
-from keras.src.backend.common.variables import (
-    AutocastScope,  # there is no public way to a variable's value that is not cast
-)
+
+from tfdist.compat import keras_layers, keras_variables
+from tfdist.compat.tensorflow_replicas import of_this_replica
 
 
 def read_rows(model: keras.Model) -> None:
@@ -20,12 +22,12 @@ def read_rows(model: keras.Model) -> None:
 
     The results are the same bits.
     """
-    for layer in model._flatten_layers():  # Keras has no public way into layers that are attributes of layers
+    for layer in keras_layers.all_layers(model):
         if type(layer) is keras.layers.Embedding and not layer.lora_enabled and layer.quantization_mode is None:
             _read_rows(layer)
 
 
-def _read_rows(layer: keras.layers.Embedding) -> None:
+def _read_rows(layer: Any) -> None:
     whole = layer.call
 
     def call(inputs: tf.Tensor) -> tf.Tensor:
@@ -33,12 +35,7 @@ def _read_rows(layer: keras.layers.Embedding) -> None:
             return whole(inputs)
         rows = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
         rows = tf.where(rows < 0, rows + layer.input_dim, rows)  # as Keras has it
-        with AutocastScope(None):
-            table = layer.embeddings.value
-        if hasattr(
-            table, "_get"
-        ):  # mirrored over replicas: the one of this replica, for which there is no public way either
-            table = table._get()
+        table = of_this_replica(keras_variables.value_without_autocast(layer.embeddings))
         return tf.cast(tf.gather(table, rows), layer.compute_dtype)
 
     layer.call = call

@@ -15,7 +15,8 @@ flows through P. A global batch has the mean over its sequences, summed over blo
 
 All of it is layers and operations that Keras ships; their names are an interface, as those of blocks.py:
     block_00_router            Dense [D, E], softmax, in float32 under every precision policy
-    block_00_router_balance    adds the loss;  block_00_router_dropped  passes on the dropped part of each token, [B, T, 1]
+    block_00_router_balance    adds the loss
+    block_00_router_dropped    passes on the dropped part of each token, [B, T, 1]
     block_00_experts_up        EinsumDense [E, D, F], bias [E, 1, F];  block_00_experts_down  [E, F, D], [E, 1, D]
 """
 
@@ -25,9 +26,10 @@ import math
 from dataclasses import dataclass
 
 import keras
-from keras import initializers, layers, ops
+from keras import initializers
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models.keras_untyped import layers, ops
 
 
 @dataclass(frozen=True)

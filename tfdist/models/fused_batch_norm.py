@@ -6,8 +6,12 @@ FusedBatchNormV3 (on GPUs cuDNN's) reads it twice forward and once more backward
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
+
+from tfdist.compat import keras_batch_norm, keras_layers
 
 _LEAST_EPSILON = 1.001e-5  # on GPUs, for older cuDNN
 
@@ -19,18 +23,18 @@ def fuse_batch_norm(model: keras.Model) -> None:
     Not for layers that sum over replicas.
     """
     least = _LEAST_EPSILON if tf.config.list_logical_devices("GPU") else 0.0
-    for layer in model._flatten_layers():  # Keras has no public way into layers that are attributes of layers
+    for layer in keras_layers.all_layers(model):
         if (
             type(layer) is keras.layers.BatchNormalization
             and layer.built
             and not layer.renorm
             and layer.epsilon > least
-            and layer._reduction_axes == [0, 1, 2]
+            and keras_batch_norm.reduction_axes(layer) == [0, 1, 2]
         ):
             _fuse(layer)
 
 
-def _fuse(layer: keras.layers.BatchNormalization) -> None:
+def _fuse(layer: Any) -> None:
     composed = layer.call
 
     def call(inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:

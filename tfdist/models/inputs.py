@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from numbers import Integral
+from typing import Any
 
 import keras
 import tensorflow as tf
-from keras import layers
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models.keras_untyped import layers
 
 
 def image_input(model: str, x_spec: tf.TensorSpec) -> keras.KerasTensor:
@@ -18,7 +19,8 @@ def image_input(model: str, x_spec: tf.TensorSpec) -> keras.KerasTensor:
             f"--model={model} takes floating images [height, width, channels], but a sample's x is {_say(x_spec)}: use"
             " another --model or --source."
         )
-    return keras.Input(tuple(x_spec.shape), dtype=x_spec.dtype.name, name="image")
+    image: Any = keras.Input(tuple(x_spec.shape), dtype=x_spec.dtype.name, name="image")
+    return image
 
 
 def outputs(model: str, num_outputs: int | None) -> int:

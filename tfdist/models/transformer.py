@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import keras
 import tensorflow as tf
-from keras import layers
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.blocks import EPSILON, Shape, block, choose_shape, normal, positions
 from tfdist.models.experts import choose_experts
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import float32_logits, outputs
+from tfdist.models.keras_untyped import layers
+from tfdist.runtime.host import known_dims
 
 SIZES = {
     "tiny": Shape(layers=2, width=64, heads=4),
@@ -88,11 +90,12 @@ def _length(x_spec: tf.TensorSpec) -> int:
             f"--model=transformer takes integer tokens [length], but a sample's x is {x_spec.dtype.name}"
             f" {x_spec.shape}: use another --model or --source."
         )
-    return x_spec.shape[0]
+    (length,) = known_dims(x_spec.shape)
+    return length
 
 
 def _build(shape: Shape, length: int, context: int, vocabulary: int, tied: bool, dtype: str) -> keras.Model:
-    tokens_BT = keras.Input((length,), dtype=dtype, name="tokens")
+    tokens_BT: Any = keras.Input((length,), dtype=dtype, name="tokens")
     # Without reverse_dtype, Keras would compute the head, a third of gpt2's work, in float32 under every policy.
     embed_tokens = layers.ReversibleEmbedding(
         vocabulary,

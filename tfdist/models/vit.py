@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
-from keras import layers, ops
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.blocks import EPSILON, Shape, block, choose_shape, normal, positions
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import image_input, outputs
+from tfdist.models.keras_untyped import layers, ops
 
 SIZES = {  # the names and sizes of Touvron et al. 2020, arXiv:2012.12877
     "tiny": Shape(layers=12, width=192, heads=3),

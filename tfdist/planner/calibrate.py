@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tfdist import flags
 from tfdist.config import Config
@@ -66,14 +67,23 @@ def read_run(folder: str) -> Measured:
     return Measured(folder, config, start["workers"], start["replicas"], 1 / statistics.median(rates))
 
 
-def terms(model: ModelShape, replicas: int, global_batch: int, hardware: Hardware) -> tuple[float, float, float]:
-    """(1, operations, bytes) of one step on the slowest device, data parallelism only; times the crowding, if
-    processors are shared.
-    """
+class Terms(NamedTuple):
+    """What the step time is fitted to, of one step on the slowest device."""
+
+    fixed: float
+    operations: float
+    traffic: float  # bytes
+
+
+FIXED, OPERATIONS, TRAFFIC = range(3)  # their places
+
+
+def terms(model: ModelShape, replicas: int, global_batch: int, hardware: Hardware) -> Terms:
+    """Of data parallelism only; times the crowding, if processors are shared."""
     layout = Layout(data=replicas, micro_batch=-(-global_batch // replicas))
     crowding = hardware.crowding(replicas)
     traffic = 2 * (replicas - 1) / replicas * KERAS.gradient * model.parameters
-    return crowding, crowding * 3 * model.flops * layout.micro_batch, crowding * traffic
+    return Terms(crowding, crowding * 3 * model.flops * layout.micro_batch, crowding * traffic)
 
 
 def calibrate(hardware: Hardware, runs: Sequence[Measured], shape: Callable[[Config], ModelShape]) -> Hardware:
@@ -86,24 +96,24 @@ def calibrate(hardware: Hardware, runs: Sequence[Measured], shape: Callable[[Con
         raise ConfigError(f"--calibrate got runs in {' and '.join(sorted(precisions))}: give runs of one precision.")
     rows = [terms(shape(run.config), run.replicas, run.config.batch.global_batch, hardware) for run in runs]
     peak = hardware.tflops(precisions.pop()) * 1e12
-    known = [(hardware.step_ms * 1e-3), 1 / (peak * hardware.efficiency), 1 / (_bandwidth(hardware) * 1e9)]
-    free = [1]  # one run: only the rate
-    if len({row[1] for row in rows}) > 1:
-        free = [0, 1]
-    if any(row[2] for row in rows) and len(rows) > len(free):
-        free = [*free, 2]
-    found = fit(rows, [run.step_s for run in runs], known, free)
-    updates = {"step_ms": found[0] * 1e3, "efficiency": 1 / (found[1] * peak), "overlap": 0.0}
-    if 2 in free:
-        updates |= {
-            "network_gbs": 1e-9 / found[2] / hardware.cards,
-            "link_gbs": 1e-9 / found[2],
-            "network_us": 0.0,
-            "link_us": 0.0,
-        }
-    else:
-        updates.pop("overlap")
-    return dataclasses.replace(hardware, **updates)
+    known = Terms(hardware.step_ms * 1e-3, 1 / (peak * hardware.efficiency), 1 / (_bandwidth(hardware) * 1e9))
+    free = [OPERATIONS]  # one run: only the rate
+    if len({row.operations for row in rows}) > 1:
+        free = [FIXED, OPERATIONS]
+    if any(row.traffic for row in rows) and len(rows) > len(free):
+        free = [*free, TRAFFIC]
+    found = Terms(*fit(rows, [run.step_s for run in runs], known, free))
+    measured = dataclasses.replace(hardware, step_ms=found.fixed * 1e3, efficiency=1 / (found.operations * peak))
+    if TRAFFIC not in free:
+        return measured
+    return dataclasses.replace(
+        measured,
+        overlap=0.0,
+        network_gbs=1e-9 / found.traffic / hardware.cards,
+        link_gbs=1e-9 / found.traffic,
+        network_us=0.0,
+        link_us=0.0,
+    )
 
 
 def _bandwidth(hardware: Hardware) -> float:

@@ -95,14 +95,8 @@ class Group:
         """The slowest link of a ring or tree over all members."""
         if self.nodes == 1:
             return self.inside(hardware)
-        return Link(
-            hardware.network_us * 1e-6,
-            (
-                min(hardware.link_gbs, hardware.node_gbs / self.rivals) * 1e9
-                if self.local > 1
-                else hardware.node_gbs / self.rivals * 1e9
-            ),
-        )
+        share = hardware.node_gbs / self.rivals
+        return Link(hardware.network_us * 1e-6, (min(hardware.link_gbs, share) if self.local > 1 else share) * 1e9)
 
     def between(self, hardware: Hardware) -> Link:
         """What one member gets of the node's network when all use it."""

@@ -13,7 +13,7 @@ from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS, Memory, memory, slot_elements
 from tfdist.planner.reliability import Reliability, reliability
 from tfdist.planner.shapes import ModelShape
-from tfdist.planner.time import DAY, StepTime, mfu, step_time
+from tfdist.planner.time import DAY, StepTime, gradient_bytes, mfu, step_time
 
 SCALE = tuple(2**power for power in range(11))  # 1 to 1024
 
@@ -49,7 +49,6 @@ class Estimate:
 
 def estimate(plan: Plan, layout: Layout) -> Estimate:
     """The figures of a layout for a plan."""
-    held = _memory(plan, layout)
     step = step_time(plan.model, plan.config, layout, plan.hardware, plan.algorithm)
     rate = layout.global_batch / step.total
     expected = reliability(
@@ -61,7 +60,13 @@ def estimate(plan: Plan, layout: Layout) -> Estimate:
     )
     days = plan.samples / (rate * expected.availability) / DAY if plan.samples and expected.availability else 0.0
     return Estimate(
-        layout, held, step, rate, mfu(plan.model, plan.config, layout, plan.hardware, step.total), expected, days
+        layout=layout,
+        memory=_memory(plan, layout),
+        step=step,
+        samples_per_s=rate,
+        mfu=mfu(plan.model, plan.config, layout, plan.hardware, step.total),
+        reliability=expected,
+        days=days,
     )
 
 
@@ -89,8 +94,8 @@ def zero_table(plan: Plan, layout: Layout) -> list[Memory]:
 def recompute_table(plan: Plan, layout: Layout) -> dict[str, float]:
     """Bytes of activations without and with recompute."""
     return {
-        name: _memory(plan, dataclasses.replace(layout, recompute=again)).activations
-        for name, again in (("kept", False), ("recomputed", True))
+        name: _memory(plan, dataclasses.replace(layout, recompute=recompute)).activations
+        for name, recompute in (("kept", False), ("recomputed", True))
     }
 
 
@@ -99,9 +104,7 @@ def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float
     axis.
     """
     stride = layout.pipe * layout.model
-    size = KERAS.gradient * max(
-        sum(part.repeat * layout.elements(part) for part in parts) for parts in plan.model.stages(layout.pipe)
-    )
+    size = gradient_bytes(plan.model.stages(layout.pipe), layout)
     local = max(1, min(layout.replicas, plan.hardware.per_node // stride))
     groups = {
         f"in one node, over {local}": Group.of(local, stride, plan.hardware),

@@ -1,19 +1,29 @@
 """The built-in models as shapes.py describes them: weights, work and activations by formula, without TensorFlow.
 
-A test holds each formula against the model's graph (training/model_cost.py): parameters exactly, activations and work
-closely. Legend: s bytes of the compute type. Transformers are in transformer_formulas.py.
+A dataclass for each model: its fields are the options of `--model_args`. A test holds each formula against the model's
+graph (training/model_cost.py): parameters exactly, activations and work closely. Legend: s bytes of the compute type.
+Transformers are in transformer_formulas.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+import re
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
 
 from tfdist.config import Config, parse_args
 from tfdist.control.exit_codes import ConfigError
 from tfdist.planner.shapes import ModelShape, Part, Sample, Weight
-from tfdist.planner.transformer_formulas import transformer, vit
+from tfdist.planner.transformer_formulas import Transformer, VisionTransformer
+
+
+class Formula(Protocol):
+    """A built-in model with its options."""
+
+    sample_rank: ClassVar[int | None]  # of the samples that it takes; None: any
+
+    def shape(self, sample: Sample, s: int) -> ModelShape: ...
 
 
 def shape_of(config: Config, sample: Sample) -> ModelShape | None:
@@ -30,38 +40,44 @@ def shape_of(config: Config, sample: Sample) -> ModelShape | None:
         return None  # counted in the graph
     if "num_outputs" in options:
         sample = Sample(sample.shape, options.pop("num_outputs"))
-    rank = 1 if formula is transformer else len(sample.shape) if formula is mlp else 3
-    if len(sample.shape) != rank:
+    if len(sample.shape) != (formula.sample_rank or len(sample.shape)):
         raise ConfigError(
             f"--model={config.model.model} does not take samples of shape {sample.shape}: use another --model, --source"
             " or --input_shape."
         )
     try:
-        return formula(sample, size, **options)
+        return formula(**options).shape(sample, size)
     except (TypeError, KeyError, ZeroDivisionError) as error:
+        reason = re.sub(r"^[\w.]+\(\) ", "", str(error))  # without the name of a Python function
         raise ConfigError(
-            f"--model_args={config.model.model_args} does not fit --model={config.model.model}:"
-            f" {str(error).removeprefix(formula.__name__ + '() ')}."
+            f"--model_args={config.model.model_args} does not fit --model={config.model.model}: {reason}."
         ) from None
 
 
-def mlp(sample: Sample, s: int, widths: tuple[int, ...] = (128, 128), dropout: float = 0.0) -> ModelShape:
+@dataclass(frozen=True)
+class Mlp:
     """models/mlp.py."""
-    parts, inner = [], math.prod(sample.shape)
-    for index, width in enumerate(widths):
-        parts.append(
-            Part(
-                f"dense_{index:02d}",
-                (Weight("kernel", (inner, width)), Weight("bias", (width,))),
-                flops=2.0 * inner * width,
-                saved=width * s + (width * (s + 1) if dropout else 0),
-                largest=width * s,
-                fixed=inner * width * s if s < 4 else 0,
-                output=s * width,
+
+    sample_rank: ClassVar[int | None] = None
+    widths: tuple[int, ...] = (128, 128)
+    dropout: float = 0.0
+
+    def shape(self, sample: Sample, s: int) -> ModelShape:
+        parts, inner = [], math.prod(sample.shape)
+        for index, width in enumerate(self.widths):
+            parts.append(
+                Part(
+                    f"dense_{index:02d}",
+                    (Weight("kernel", (inner, width)), Weight("bias", (width,))),
+                    flops=2.0 * inner * width,
+                    saved=width * s + (width * (s + 1) if self.dropout else 0),
+                    largest=width * s,
+                    fixed=inner * width * s if s < 4 else 0,
+                    output=s * width,
+                )
             )
-        )
-        inner = width
-    return ModelShape("mlp", (*parts, _logits(inner, sample.outputs)))
+            inner = width
+        return ModelShape("mlp", (*parts, _logits(inner, sample.outputs)))
 
 
 def _logits(inner: int, outputs: int, saved: float = 0.0) -> Part:
@@ -74,122 +90,154 @@ def _logits(inner: int, outputs: int, saved: float = 0.0) -> Part:
     )
 
 
-def _conv(
-    name: str,
-    side: tuple[int, int],
-    kernel: int,
-    inner: int,
-    outer: int,
-    s: int,
-    *,
-    bias: bool = False,
-    saved: float = 0.0,
-    norm: bool = True,
-) -> Part:
-    """A convolution to `side` pixels, and the batch norm after it, which keeps its input; `saved`: tensors of its size
-    that others keep.
-    """
-    size = side[0] * side[1] * outer
-    weights = [
-        Weight(f"{name}/kernel", (kernel, kernel, inner, outer)),
-        *([Weight(f"{name}/bias", (outer,))] if bias else []),
-    ]
-    weights += [Weight(f"{name}/gamma", (outer,)), Weight(f"{name}/beta", (outer,))] if norm else []
-    return Part(
-        name,
-        tuple(weights),
-        constants=2 * outer if norm else 0,
-        flops=2.0 * size * kernel * kernel * inner,
-        saved=size * s * (norm + saved),
-        largest=size * s,
-        fixed=(12 * outer if norm else 0) + (kernel * kernel * inner * outer * s if s < 4 else 0),
-        output=size * s,
-    )
+class Pixels(NamedTuple):
+    """The size of an image."""
+
+    height: int
+    width: int
+
+    def halved(self) -> Pixels:
+        """After a stride of two, with padding."""
+        return Pixels(-(-self.height // 2), -(-self.width // 2))
+
+    def bytes(self, channels: int, s: int, border: int = 0) -> int:
+        """With `border` more rows and columns in all."""
+        return (self.height + border) * (self.width + border) * channels * s
 
 
-def cnn(
-    sample: Sample, s: int, widths: tuple[int, ...] = (32, 64), dropout: float = 0.0, norm: str = "batch"
-) -> ModelShape:
-    """models/cnn.py; with norm=group about what batch takes."""
-    parts, (height, width, inner) = [], sample.shape
-    for index, outer in enumerate(widths):
-        if index == 0 and min(height, width) >= 16:
-            height, width = -(-height // 2), -(-width // 2)
-        pooled = 0.25 if min(height, width) >= 2 else 0.0
-        parts.append(
-            _conv(
-                f"conv_{index:02d}",
-                (height, width),
-                3,
-                inner,
-                outer,
-                s,
-                bias=norm == "none",
-                saved=1 + pooled,
-                norm=norm != "none",
-            )
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution to `output` pixels, and the batch norm after it, which keeps its input."""
+
+    name: str
+    output: Pixels
+    kernel: int
+    inner: int
+    outer: int
+    bias: bool = False
+    norm: bool = True
+    saved: float = 0.0  # tensors of its size that others keep
+
+    def part(self, s: int) -> Part:
+        size = self.output.height * self.output.width * self.outer
+        weights = [Weight(f"{self.name}/kernel", (self.kernel, self.kernel, self.inner, self.outer))]
+        if self.bias:
+            weights.append(Weight(f"{self.name}/bias", (self.outer,)))
+        if self.norm:
+            weights += [Weight(f"{self.name}/{name}", (self.outer,)) for name in ("gamma", "beta")]
+        return Part(
+            self.name,
+            tuple(weights),
+            constants=2 * self.outer if self.norm else 0,
+            flops=2.0 * size * self.kernel * self.kernel * self.inner,
+            saved=size * s * (self.norm + self.saved),
+            largest=size * s,
+            fixed=(12 * self.outer if self.norm else 0) + (weights[0].elements * s if s < 4 else 0),
+            output=size * s,
         )
-        height, width, inner = (height // 2, width // 2, outer) if pooled else (height, width, outer)
-    flat = height * width * inner if max(height, width) <= 4 else inner
-    return ModelShape("cnn", (*parts, _logits(flat, sample.outputs, (s + 1) * flat if dropout else 0.0)))
 
 
-def resnet50(sample: Sample, s: int) -> ModelShape:
+@dataclass(frozen=True)
+class Cnn:
+    """models/cnn.py; with norm=group about what batch takes."""
+
+    sample_rank: ClassVar[int | None] = 3
+    widths: tuple[int, ...] = (32, 64)
+    dropout: float = 0.0
+    norm: str = "batch"
+
+    def shape(self, sample: Sample, s: int) -> ModelShape:
+        height, width, inner = sample.shape
+        parts, side = [], Pixels(height, width)
+        for index, outer in enumerate(self.widths):
+            if index == 0 and min(side) >= 16:
+                side = side.halved()
+            pooled = min(side) >= 2
+            normed = self.norm != "none"
+            convolution = Convolution(
+                f"conv_{index:02d}",
+                side,
+                kernel=3,
+                inner=inner,
+                outer=outer,
+                bias=not normed,
+                norm=normed,
+                saved=1.25 if pooled else 1.0,
+            )
+            parts.append(convolution.part(s))
+            side, inner = Pixels(side.height // 2, side.width // 2) if pooled else side, outer
+        flat = side.height * side.width * inner if max(side) <= 4 else inner
+        return ModelShape("cnn", (*parts, _logits(flat, sample.outputs, (s + 1) * flat if self.dropout else 0.0)))
+
+
+@dataclass(frozen=True)
+class ResNet50:
     """models/applications.py: ResNet-50 as in keras.applications (the stride is in the first 1x1 convolution;
     biases).
     """
 
-    def halve(side: tuple[int, int]) -> tuple[int, int]:
-        return -(-side[0] // 2), -(-side[1] // 2)
+    sample_rank: ClassVar[int | None] = 3
+    stages: ClassVar = ((64, 3), (128, 4), (256, 6), (512, 3))  # (width, blocks)
 
-    side = halve(sample.shape[:2])
-    padded = (sample.shape[0] + 6) * (sample.shape[1] + 6) * sample.shape[2] * s
-    parts = [
-        Part("conv1_pad", saved=padded, output=padded),
-        _conv("conv1", side, 7, sample.shape[2], 64, s, bias=True, saved=1),
-    ]
-    padded = (side[0] + 2) * (side[1] + 2) * 64 * s
-    side = halve(side)
-    parts.append(
-        Part("pool1", saved=padded + side[0] * side[1] * 64 * s, largest=padded, output=side[0] * side[1] * 64 * s)
-    )
-    inner = 64
-    for stage, (width, count) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 2):
-        side = side if stage == 2 else halve(side)
-        for index in range(count):
-            parts.append(_bottleneck(f"conv{stage}_block{index + 1}", side, inner, width, s, shortcut=index == 0))
-            inner = 4 * width
-    return ModelShape("resnet50", (*parts, _logits(inner, sample.outputs, s * inner)))
-
-
-def _bottleneck(name: str, side: tuple[int, int], inner: int, width: int, s: int, shortcut: bool) -> Part:
-    pieces = [
-        _conv(f"{name}_1", side, 1, inner, width, s, bias=True, saved=1),
-        _conv(f"{name}_2", side, 3, width, width, s, bias=True, saved=1),
-        _conv(f"{name}_3", side, 1, width, 4 * width, s, bias=True, saved=1),
-    ]
-    pieces += [_conv(f"{name}_0", side, 1, inner, 4 * width, s, bias=True)] if shortcut else []
-
-    def total(field: str) -> Any:
-        return sum(getattr(piece, field) for piece in pieces)
-
-    return Part(
-        name,
-        tuple(weight for piece in pieces for weight in piece.weights),
-        constants=total("constants"),
-        flops=total("flops"),
-        saved=total("saved"),
-        largest=pieces[2].largest,
-        fixed=total("fixed"),
-        output=pieces[2].output,
-        block=True,
-    )
+    def shape(self, sample: Sample, s: int) -> ModelShape:
+        height, width, channels = sample.shape
+        image = Pixels(height, width)
+        padded, side = image.bytes(channels, s, border=6), image.halved()
+        parts = [
+            Part("conv1_pad", saved=padded, output=padded),
+            Convolution("conv1", side, kernel=7, inner=channels, outer=64, bias=True, saved=1).part(s),
+        ]
+        padded, side = side.bytes(64, s, border=2), side.halved()
+        pooled = side.bytes(64, s)
+        parts.append(Part("pool1", saved=padded + pooled, largest=padded, output=pooled))
+        inner = 64
+        for stage, (width, count) in enumerate(self.stages, 2):
+            side = side if stage == 2 else side.halved()
+            for index in range(count):
+                block = Bottleneck(f"conv{stage}_block{index + 1}", side, inner, width, shortcut=index == 0)
+                parts.append(block.part(s))
+                inner = 4 * width
+        return ModelShape("resnet50", (*parts, _logits(inner, sample.outputs, s * inner)))
 
 
-FORMULAS: dict[str, Callable[..., ModelShape]] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "resnet50": resnet50,
-    "transformer": transformer,
-    "vit": vit,
+@dataclass(frozen=True)
+class Bottleneck:
+    """A block of a ResNet: three convolutions, and with `shortcut` a fourth beside them."""
+
+    name: str
+    side: Pixels
+    inner: int
+    width: int
+    shortcut: bool
+
+    def part(self, s: int) -> Part:
+        side, inner, width = self.side, self.inner, self.width
+        convolutions = [
+            Convolution(f"{self.name}_1", side, kernel=1, inner=inner, outer=width, bias=True, saved=1),
+            Convolution(f"{self.name}_2", side, kernel=3, inner=width, outer=width, bias=True, saved=1),
+            Convolution(f"{self.name}_3", side, kernel=1, inner=width, outer=4 * width, bias=True, saved=1),
+        ]
+        if self.shortcut:
+            convolutions.append(Convolution(f"{self.name}_0", side, kernel=1, inner=inner, outer=4 * width, bias=True))
+        pieces = [convolution.part(s) for convolution in convolutions]
+        last = pieces[2]
+        return Part(
+            self.name,
+            tuple(weight for piece in pieces for weight in piece.weights),
+            constants=sum(piece.constants for piece in pieces),
+            flops=sum(piece.flops for piece in pieces),
+            saved=sum(piece.saved for piece in pieces),
+            largest=last.largest,
+            fixed=sum(piece.fixed for piece in pieces),
+            output=last.output,
+            block=True,
+        )
+
+
+FORMULAS: dict[str, type[Formula]] = {
+    "mlp": Mlp,
+    "cnn": Cnn,
+    "resnet50": ResNet50,
+    "transformer": Transformer,
+    "vit": VisionTransformer,
 }

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfdist.config import parse_args
 from tfdist.control.exit_codes import ConfigError
@@ -44,17 +44,15 @@ class Hardware:
     # (arXiv:2407.21783, section 3.3.4)
     mtbf_hours: float = 50_000.0
     copies: int = 0  # of a tensor that travels, in what carries it: of gRPC two where it is sent, two where it arrives
-    shared: int = (
-        0  # processors for all workers together (a CPU machine): more workers than this share them; 0: each has its own
-    )
+    # Processors for all workers together (a CPU machine): more workers than this share them. 0: each has its own.
+    shared: int = 0
 
     def tflops(self, precision: str) -> float:
         return self.float32_tflops if precision == "float32" else self.half_tflops
 
     def crowding(self, workers: int) -> int:
-        """Workers on the fullest processor. The launcher gives each worker whole cores (cluster.divide_cores), and all
-        wait
-        for the slowest: 3 workers on 2 processors take as long as 4."""
+        """Workers on the fullest processor. The launcher gives each worker whole cores (machine_shares.divide_cores),
+        and all wait for the slowest: 3 workers on 2 processors take as long as 4."""
         return max(1, -(-workers // self.shared)) if self.shared else 1
 
     @property
@@ -66,23 +64,84 @@ class Hardware:
 DEVICES: dict[str, Hardware] = {
     device.name: device
     for device in (
-        Hardware("v100", 32, 125, 15.7, 900, 150, network_gbs=12.5, cards=4, bfloat16=False),
-        Hardware("t4", 16, 65, 8.1, 320, 12, per_node=4, network_gbs=6.25, cards=1, bfloat16=False),
-        Hardware("l4", 24, 121, 60, 300, 24, per_node=8, network_gbs=12.5, cards=1),
-        Hardware("a10g", 24, 70, 35, 600, 24, per_node=8, network_gbs=12.5, cards=1),
-        Hardware("l40s", 48, 362, 183, 864, 24, per_node=8, network_gbs=25, cards=2),
-        Hardware("a100-40", 40, 312, 156, 1555, 300, network_gbs=25),
-        Hardware("a100", 80, 312, 156, 2039, 300, network_gbs=25),
-        Hardware("h100", 80, 989, 495, 3350, 450, network_gbs=50),
-        Hardware("h200", 141, 989, 495, 4800, 450, network_gbs=50),
-        Hardware("b200", 180, 2250, 1125, 8000, 900, network_gbs=50),
+        Hardware(
+            "v100",
+            memory_gb=32,
+            half_tflops=125,
+            float32_tflops=15.7,
+            memory_gbs=900,
+            link_gbs=150,
+            network_gbs=12.5,
+            cards=4,
+            bfloat16=False,
+        ),
+        Hardware(
+            "t4",
+            memory_gb=16,
+            half_tflops=65,
+            float32_tflops=8.1,
+            memory_gbs=320,
+            link_gbs=12,
+            per_node=4,
+            network_gbs=6.25,
+            cards=1,
+            bfloat16=False,
+        ),
+        Hardware(
+            "l4",
+            memory_gb=24,
+            half_tflops=121,
+            float32_tflops=60,
+            memory_gbs=300,
+            link_gbs=24,
+            per_node=8,
+            network_gbs=12.5,
+            cards=1,
+        ),
+        Hardware(
+            "a10g",
+            memory_gb=24,
+            half_tflops=70,
+            float32_tflops=35,
+            memory_gbs=600,
+            link_gbs=24,
+            per_node=8,
+            network_gbs=12.5,
+            cards=1,
+        ),
+        Hardware(
+            "l40s",
+            memory_gb=48,
+            half_tflops=362,
+            float32_tflops=183,
+            memory_gbs=864,
+            link_gbs=24,
+            per_node=8,
+            network_gbs=25,
+            cards=2,
+        ),
+        Hardware(
+            "a100-40", memory_gb=40, half_tflops=312, float32_tflops=156, memory_gbs=1555, link_gbs=300, network_gbs=25
+        ),
+        Hardware(
+            "a100", memory_gb=80, half_tflops=312, float32_tflops=156, memory_gbs=2039, link_gbs=300, network_gbs=25
+        ),
+        Hardware(
+            "h100", memory_gb=80, half_tflops=989, float32_tflops=495, memory_gbs=3350, link_gbs=450, network_gbs=50
+        ),
+        Hardware(
+            "h200", memory_gb=141, half_tflops=989, float32_tflops=495, memory_gbs=4800, link_gbs=450, network_gbs=50
+        ),
+        Hardware(
+            "b200", memory_gb=180, half_tflops=2250, float32_tflops=1125, memory_gbs=8000, link_gbs=900, network_gbs=50
+        ),
         Hardware(
             "cpu",
-            8,
-            0.05,
-            0.1,
-            20,
-            5,
+            memory_gb=8,
+            half_tflops=0.05,
+            float32_tflops=0.1,
+            memory_gbs=20,
+            link_gbs=5,
             per_node=1,
             network_gbs=1.25,
             cards=1,
@@ -96,15 +155,23 @@ DEVICES: dict[str, Hardware] = {
     )
 }
 
-# GB/s per card in one direction, and microseconds. InfiniBand HDR 200, NDR 400, XDR 800 Gbit/s; Ethernet by its Gbit/s.
-NETWORKS: dict[str, tuple[float, float]] = {
-    "ib-hdr": (25.0, 6.0),
-    "ib-ndr": (50.0, 6.0),
-    "ib-xdr": (100.0, 6.0),
-    "ethernet-10": (1.25, 30.0),
-    "ethernet-25": (3.125, 30.0),
-    "ethernet-100": (12.5, 20.0),
-    "ethernet-400": (50.0, 15.0),
+
+class Network(NamedTuple):
+    """GB/s per card in one direction, and microseconds."""
+
+    network_gbs: float
+    network_us: float
+
+
+# InfiniBand HDR 200, NDR 400, XDR 800 Gbit/s; Ethernet by its Gbit/s.
+NETWORKS: dict[str, Network] = {
+    "ib-hdr": Network(25.0, 6.0),
+    "ib-ndr": Network(50.0, 6.0),
+    "ib-xdr": Network(100.0, 6.0),
+    "ethernet-10": Network(1.25, 30.0),
+    "ethernet-25": Network(3.125, 30.0),
+    "ethernet-100": Network(12.5, 20.0),
+    "ethernet-400": Network(50.0, 15.0),
 }
 
 
@@ -149,7 +216,7 @@ def _with(text: str, base: str | None, values: dict[str, Any]) -> Hardware:
                 f"--hardware={text}: network={network} is not in the table: use {', '.join(NETWORKS)}, or network_gbs"
                 " and network_us."
             )
-        values = {**dict(zip(("network_gbs", "network_us"), NETWORKS[network], strict=True)), **values}
+        values = {**NETWORKS[network]._asdict(), **values}
     for name, value in values.items():
         if name not in fields:
             raise ConfigError(f"--hardware={text}: {name!r} is not known: use {', '.join(fields)} or network.")

@@ -36,6 +36,9 @@ class Layout:
     def global_batch(self) -> int:
         return self.micro_batch * self.micro_batches * self.replicas
 
+    def axes(self) -> dict[str, int]:
+        return {"data": self.data, "pipe": self.pipe, "model": self.model, "expert": self.expert}
+
     def divisor(self, axis: str) -> int:
         """By how much a weight that `axis` can divide is divided."""
         return {"": 1, "model": self.model, "expert": self.expert}[axis]
@@ -45,30 +48,11 @@ class Layout:
         return sum(elements / self.divisor(axis) for axis, elements in part.elements.items())
 
     def describe(self) -> str:
-        axes = (
-            " x ".join(
-                f"{name} {size}"
-                for name, size in (
-                    ("data", self.data),
-                    ("pipe", self.pipe),
-                    ("model", self.model),
-                    ("expert", self.expert),
-                )
-                if size > 1
-            )
-            or "one device"
-        )
+        axes = " x ".join(f"{name} {size}" for name, size in self.axes().items() if size > 1) or "one device"
         extras = [f"ZeRO-{self.zero}"] if self.zero else []
         extras += ["recompute"] if self.recompute else []
         return ", ".join([axes, *extras, f"micro-batch {self.micro_batch} x {self.micro_batches}"])
 
     def mesh(self) -> str:
         """As --mesh takes it."""
-        return (
-            ",".join(
-                f"{name}={getattr(self, name)}"
-                for name in ("data", "pipe", "model", "expert")
-                if getattr(self, name) > 1
-            )
-            or "data=1"
-        )
+        return ",".join(f"{name}={size}" for name, size in self.axes().items() if size > 1) or "data=1"

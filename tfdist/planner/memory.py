@@ -16,9 +16,9 @@ from tfdist.planner.shapes import ModelShape, Part, Weight
 
 _WORKING_TENSORS = 2  # of the largest size, that a layer's backward pass holds besides what was saved
 _UPDATE_TENSORS = 2  # of a variable's size, that the update rule holds on its way
-# Packs in memory on their way, besides what is kept, by ZeRO stage: one that comes, one that goes; at stage 2 two of
-# each, and at stage 3 none, where layers take their place.
-_PACKS = (2, 2, 4, 0)
+# Buckets of gradients in memory on their way, besides what is kept, by ZeRO stage: one that comes, one that goes; at
+# stage 2 two of each, and at stage 3 none, where layers take their place.
+_BUCKETS = (2, 2, 4, 0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Recipe:
 
 
 KERAS = Recipe(copy=4.0)
-ZERO_PAPER = Recipe(2, 2, 4, 4)  # 16-bit weights and gradients, float32 master weights and Adam: 16 bytes a parameter
+# 16-bit weights and gradients, float32 master weights and Adam: 16 bytes a parameter
+ZERO_PAPER = Recipe(parameter=2, gradient=2, slot=4, master=4)
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,12 @@ class States:
 def shard_states(parameters: float, slots: float, recipe: Recipe, zero: int, devices: int) -> States:
     """`parameters` elements with `slots` elements of optimizer state, on each of `devices` data-parallel devices."""
     assert zero in (0, 1, 2, 3), zero
+    master = recipe.master + (recipe.copy if zero in (1, 2) else 0)
     return States(
-        recipe.parameter * parameters / (devices if zero >= 3 else 1),
-        recipe.gradient * parameters / (devices if zero >= 2 else 1),
-        recipe.slot * slots / (devices if zero >= 1 else 1),
-        (recipe.master + (recipe.copy if zero in (1, 2) else 0)) * parameters / (devices if zero >= 1 else 1),
+        parameters=recipe.parameter * parameters / (devices if zero >= 3 else 1),
+        gradients=recipe.gradient * parameters / (devices if zero >= 2 else 1),
+        optimizer=recipe.slot * slots / (devices if zero >= 1 else 1),
+        master=master * parameters / (devices if zero >= 1 else 1),
     )
 
 
@@ -112,75 +114,134 @@ class Memory:
         }
 
 
+@dataclass(frozen=True)
+class Held:
+    """Activations, in bytes."""
+
+    by_part: list[float]  # what each part holds when the backward pass begins
+    working: float  # what the largest layer works with
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_part)
+
+
 def memory(
     model: ModelShape, config: Config, layout: Layout, reserved: float = 0.0, recipe: Recipe = KERAS, copies: int = 0
 ) -> Memory:
     """The fullest device of a layout. `copies`: of what travels, in what carries it."""
-    stages = model.stages(layout.pipe)
-    found = [
-        _stage_memory(parts, stage, config, layout, reserved, recipe, copies) for stage, parts in enumerate(stages)
+    stages = [
+        Stage(index, parts, config, layout, recipe).memory(reserved, copies)
+        for index, parts in enumerate(model.stages(layout.pipe))
     ]
-    return max(found, key=lambda each: each.peak)
+    return max(stages, key=lambda stage: stage.peak)
 
 
-def _stage_memory(
-    parts: Sequence[Part], stage: int, config: Config, layout: Layout, reserved: float, recipe: Recipe, copies: int
-) -> Memory:
-    elements = sum(part.repeat * layout.elements(part) for part in parts)
-    slots = sum(
-        part.repeat * slot_elements(config.optimizer, weight) / layout.divisor(weight.axis)
-        for part in parts
-        for weight in part.weights
-    )
-    states = shard_states(elements, slots, recipe, layout.zero, layout.replicas)
-    constants = 4.0 * sum(part.repeat * part.constants for part in parts)
-    held, working = saved_bytes(parts, layout, stage)
-    largest = max(
-        (elements / layout.divisor(axis) for part in parts for axis, elements in part.largest_weights.items()),
-        default=0,
-    )
-    layer = recipe.parameter * max((layout.elements(part) for part in parts), default=0)
-    pack = min(max(config.strategy.pack_mb * 2**20, recipe.gradient * largest), recipe.gradient * elements)
-    packs, transport = (
-        (_PACKS[layout.zero] * pack, copies * (layer if layout.zero >= 3 else pack))
-        if layout.replicas > 1
-        else (0.0, 0.0)
-    )
-    # Of stage 3: the layer in use and the one on its way, a gradient whole and as received, and the shards of what they
-    # are made of or become.
-    gathered = (4 + 3 / layout.replicas) * layer if layout.zero >= 3 else 0.0
-    # Of several micro-batches, sums are kept, to which each layer's gradient is added as soon as it is there.
-    accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
-    # Nothing is updated before all gradients are judged, and what is updated travels afterwards.
-    updating = states.gradients + max(
-        packs, _UPDATE_TENSORS * recipe.slot * largest / (layout.replicas if layout.zero else 1)
-    )
-    backward = accumulated + _backward_peak(parts, held, working, layout, recipe, states.gradients, packs)
-    steady = states.parameters + states.optimizer + states.master + constants + transport + gathered + reserved
-    buffers = (
-        constants
-        + transport
-        + packs
-        + gathered
-        + working
-        + sum(part.repeat * part.fixed / layout.model for part in parts)
-    )
-    return Memory(
-        states.parameters,
-        states.gradients,
-        states.optimizer,
-        states.master,
-        sum(held),
-        buffers,
-        reserved,
-        steady + max(updating, backward),
-        stage,
-    )
+@dataclass(frozen=True)
+class Stage:
+    """The parts of one stage of the pipeline, and what one of its devices holds of them."""
+
+    index: int
+    parts: Sequence[Part]
+    config: Config
+    layout: Layout
+    recipe: Recipe
+
+    def memory(self, reserved: float, copies: int) -> Memory:
+        """All of it. `reserved` bytes are taken by others; `copies` as in `memory`."""
+        layout, recipe, parts = self.layout, self.recipe, self.parts
+        states, held = self._states(), saved_bytes(parts, layout, self.index)
+        constants = 4.0 * sum(part.repeat * part.constants for part in parts)
+        layer = recipe.parameter * max((layout.elements(part) for part in parts), default=0)
+        bucket = self._bucket()
+        buckets = transport = 0.0
+        if layout.replicas > 1:
+            buckets = _BUCKETS[layout.zero] * bucket
+            transport = copies * (layer if layout.zero >= 3 else bucket)
+        # Of stage 3: the layer in use and the one on its way, a gradient whole and as received, and the shards of what
+        # they are made of or become.
+        gathered = (4 + 3 / layout.replicas) * layer if layout.zero >= 3 else 0.0
+        # Nothing is updated before all gradients are judged, and what is updated travels afterwards.
+        update = _UPDATE_TENSORS * recipe.slot * self._largest_weight() / (layout.replicas if layout.zero else 1)
+        updating = states.gradients + max(buckets, update)
+        # Of several micro-batches, sums are kept, to which each layer's gradient is added as soon as it is there.
+        accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
+        backward = accumulated + self._backward_peak(held, states.gradients, buckets)
+        steady = states.parameters + states.optimizer + states.master + constants + transport + gathered + reserved
+        return Memory(
+            parameters=states.parameters,
+            gradients=states.gradients,
+            optimizer=states.optimizer,
+            master=states.master,
+            activations=held.total,
+            buffers=constants + transport + buckets + gathered + held.working + self._fixed(),
+            reserved=reserved,
+            peak=steady + max(updating, backward),
+            stage=self.index,
+        )
+
+    def _elements(self) -> float:
+        return sum(part.repeat * self.layout.elements(part) for part in self.parts)
+
+    def _states(self) -> States:
+        slots = sum(
+            part.repeat * slot_elements(self.config.optimizer, weight) / self.layout.divisor(weight.axis)
+            for part in self.parts
+            for weight in part.weights
+        )
+        return shard_states(self._elements(), slots, self.recipe, self.layout.zero, self.layout.replicas)
+
+    def _largest_weight(self) -> float:
+        """Elements of the largest variable."""
+        return max(
+            (
+                elements / self.layout.divisor(axis)
+                for part in self.parts
+                for axis, elements in part.largest_weights.items()
+            ),
+            default=0,
+        )
+
+    def _bucket(self) -> float:
+        """Bytes of gradients that travel together: --pack_mb, or a variable that is larger; at most all."""
+        gradient = self.recipe.gradient
+        asked = max(self.config.strategy.pack_mb * 2**20, gradient * self._largest_weight())
+        return min(asked, gradient * self._elements())
+
+    def _fixed(self) -> float:
+        return sum(part.repeat * part.fixed / self.layout.model for part in self.parts)
+
+    def _backward_peak(self, held: Held, gradients: float, buckets: float) -> float:
+        """The backward pass goes through the parts from the last: their gradients appear, their activations go.
+
+        Repetitions of a part change both by the same step, so that the highest point is at the first or at the last of
+        them. `gradients`: bytes that are kept of them.
+        """
+        layout, fixed = self.layout, self._fixed()
+        left, grown, peak = held.total, 0.0, 0.0
+        for part, bytes_held in zip(reversed(self.parts), reversed(held.by_part), strict=True):
+            working = held.working if layout.recompute else _working_bytes(part, layout)
+            gradient = self.recipe.gradient * layout.elements(part)
+            for first in (True, False):
+                released = 0.0 if first else bytes_held * (part.repeat - 1) / part.repeat
+                grown += gradient * (1 if first else part.repeat - 1)
+                if layout.zero >= 2:  # shards, and at stage 2 what becomes of them: whole, and received
+                    shown = min((2 if buckets else 1) * grown, gradients + buckets)
+                elif layout.micro_batches > 1:
+                    shown = gradient
+                else:
+                    shown = grown + min(grown, buckets)
+                peak = max(peak, left - released + shown + working + fixed)
+            left -= bytes_held
+        return peak
 
 
-def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int = 0) -> tuple[list[float], float]:
-    """(bytes of activations that each part holds when the backward pass begins, bytes that the largest layer works
-    with).
+def _working_bytes(part: Part, layout: Layout) -> float:
+    return _WORKING_TENSORS * part.largest * layout.micro_batch / layout.model
+
+
+def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int = 0) -> Held:
+    """The activations of a stage.
 
     Stage k of a pipeline of p holds min(micro-batches, p - k) micro-batches (1F1B: Narayanan et al. 2019). With
     recompute a block holds its input alone, and one block at a time is computed again (Chen et al. 2016,
@@ -191,43 +252,12 @@ def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int = 0) -> tuple[
         return (part.saved - part.divided + part.divided / layout.model) * layout.micro_batch
 
     in_flight = min(layout.micro_batches, layout.pipe - stage) if layout.pipe > 1 else 1
-    working = max((_WORKING_TENSORS * part.largest * layout.micro_batch / layout.model for part in parts), default=0.0)
+    working = max((_working_bytes(part, layout) for part in parts), default=0.0)
     if not layout.recompute:
-        return [part.repeat * whole(part) * in_flight for part in parts], working
-    again = max((whole(part) for part in parts if part.block), default=0.0)
-    return [
-        part.repeat * (part.output * layout.micro_batch if part.block else whole(part)) * in_flight for part in parts
-    ], working + again
-
-
-def _backward_peak(
-    parts: Sequence[Part],
-    held: Sequence[float],
-    working: float,
-    layout: Layout,
-    recipe: Recipe,
-    gradients: float,
-    packs: float,
-) -> float:
-    """The backward pass goes through the parts from the last: their gradients appear, their activations go.
-
-    Repetitions of a part change both by the same step, so that the highest point is at the first or at the last of
-    them.
-    """
-    fixed = sum(part.repeat * part.fixed / layout.model for part in parts)
-    left, grown, peak = sum(held), 0.0, 0.0
-    for part, bytes_held in zip(reversed(parts), reversed(held), strict=True):
-        own = _WORKING_TENSORS * part.largest * layout.micro_batch / layout.model if not layout.recompute else working
-        for first in (True, False):
-            times = 1 if first else part.repeat - 1
-            released = 0.0 if first else bytes_held * (part.repeat - 1) / part.repeat
-            grown += recipe.gradient * layout.elements(part) * times
-            if layout.zero >= 2:  # shards, and at stage 2 what becomes of them: whole, and received
-                shown = min((2 if packs else 1) * grown, gradients + packs)
-            elif layout.micro_batches > 1:
-                shown = recipe.gradient * layout.elements(part)
-            else:
-                shown = grown + min(grown, packs)
-            peak = max(peak, left - released + shown + own + fixed)
-        left -= bytes_held
-    return peak
+        return Held([part.repeat * whole(part) * in_flight for part in parts], working)
+    recomputed = max((whole(part) for part in parts if part.block), default=0.0)
+    kept = [part.output * layout.micro_batch if part.block else whole(part) for part in parts]
+    return Held(
+        [part.repeat * bytes_kept * in_flight for part, bytes_kept in zip(parts, kept, strict=True)],
+        working + recomputed,
+    )

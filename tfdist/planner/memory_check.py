@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.config import Config
+from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import MemoryShortError
 from tfdist.control.memory_amounts import MACHINE, PROCESS, amounts
+from tfdist.control.strategies import asked_for
 from tfdist.planner import formulas, shapes
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS, States, shard_states, slot_elements
@@ -33,7 +35,6 @@ from tfdist.runtime.mesh import Mesh
 
 _LIMITS = ((resource.RLIMIT_DATA, "RLIMIT_DATA (ulimit -d)"), (resource.RLIMIT_AS, "RLIMIT_AS (ulimit -v)"))
 _NO_LIMIT = 2**60  # cgroups of version 1 write about 2^63 for none
-_SHARDED = ("sgd", "momentum", "adam", "adamw", "lion")  # optimizers that --zero can share out
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,14 @@ def check_by_formula(config: Config, cluster: Cluster) -> None:
     if model is None:
         return
     layout = Layout(data=cluster.size)
-    if config.strategy.strategy == "mesh":
+    if asked_for(config.strategy.strategy).mesh:
         mesh = Mesh.parse(config.parallel.mesh, cluster.size)
         layout = Layout(
-            **{axis: mesh.degree(axis) for axis in ("data", "pipe", "model", "expert")}, zero=config.parallel.zero
+            data=mesh.degree("data"),
+            pipe=mesh.degree("pipe"),
+            model=mesh.degree("model"),
+            expert=mesh.degree("expert"),
+            zero=config.parallel.zero,
         )
     limits = host_limits(cluster)
     check(
@@ -118,9 +123,7 @@ def least_states(config: Config, layout: Layout, weights: Iterable[tuple[Weight,
         / layout.pipe
     )
     states = shard_states(elements, slots, KERAS, layout.zero, layout.replicas)
-    if (
-        layout.zero == 1 and config.batch.accumulation <= 1
-    ):  # a gradient may have been scattered before the next one is there
+    if layout.zero == 1 and config.batch.accumulation <= 1:  # a gradient may be scattered before the next one is there
         states = dataclasses.replace(states, gradients=states.gradients / layout.replicas)
     return states
 
@@ -140,8 +143,8 @@ def _sentence(
 
 def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], limit: MemoryLimit) -> str:
     """The least change that would make it fit."""
-    mesh = "" if config.strategy.strategy == "mesh" else "--strategy=mesh "
-    if config.optimizer.optimizer not in _SHARDED:
+    mesh = "" if asked_for(config.strategy.strategy).mesh else "--strategy=mesh "
+    if config.optimizer.optimizer not in ELEMENTWISE_OPTIMIZERS:  # which --zero cannot share out
         return (
             "use an optimizer that --zero can share out (sgd, momentum, adam, adamw, lion) with --strategy=mesh"
             " --zero=3 on more workers, or a smaller model"

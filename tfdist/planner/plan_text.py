@@ -77,8 +77,8 @@ def _memory(plan: Plan, best: Estimate) -> list[str]:
         + "  (gradients grow while activations go)"
     )
     if plan.model.blocks:
-        again = figures.recompute_table(plan, best.layout)
-        lines.append(f"  activations {gigabytes(again['kept'])}, with recompute {gigabytes(again['recomputed'])}")
+        held = figures.recompute_table(plan, best.layout)
+        lines.append(f"  activations {gigabytes(held['kept'])}, with recompute {gigabytes(held['recomputed'])}")
     return lines
 
 

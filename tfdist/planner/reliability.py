@@ -64,12 +64,12 @@ def reliability(
     stall = checkpoint / (copy_gbs * 1e9) if asynchronous else write
     interval = max(daly_interval(stall, mtbf), write if asynchronous else 0.0)
     return Reliability(
-        mtbf,
-        checkpoint,
-        write,
-        stall,
-        interval,
-        young_interval(stall, mtbf),
-        stall / (interval + stall),
-        min(1.0, (interval / 2 + restart) / mtbf),
+        mtbf=mtbf,
+        checkpoint=checkpoint,
+        write=write,
+        stall=stall,
+        interval=interval,
+        young=young_interval(stall, mtbf),
+        saving=stall / (interval + stall),
+        lost=min(1.0, (interval / 2 + restart) / mtbf),
     )

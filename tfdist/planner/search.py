@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
@@ -56,6 +57,7 @@ def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
             for expert in _divisors(devices // pipe // tensor)
         ]
     )
+    recomputes = [wish.recompute] if wish.recompute is not None else [False, True] if model.blocks else [False]
     for mesh in meshes:
         problem = _problem(plan, mesh)
         if problem:
@@ -63,14 +65,11 @@ def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
                 raise ConfigError(problem)
             continue
         replicas = mesh.get("data", 1) * mesh.get("expert", 1)
-        for micro_batch, micro_batches in _batches(plan.config, replicas, mesh.get("pipe", 1)):
-            for zero in [wish.zero] if wish.zero is not None else range(4) if replicas > 1 else [0]:
-                for recompute in (
-                    [wish.recompute] if wish.recompute is not None else [False, True] if model.blocks else [False]
-                ):
-                    yield Layout(
-                        **mesh, zero=zero, recompute=recompute, micro_batch=micro_batch, micro_batches=micro_batches
-                    )
+        zeros = [wish.zero] if wish.zero is not None else range(4) if replicas > 1 else [0]
+        for division in _divisions(plan.config, replicas):
+            for zero in zeros:
+                for recompute in recomputes:
+                    yield Layout(**mesh, **division._asdict(), zero=zero, recompute=recompute)
 
 
 def _problem(plan: Plan, mesh: dict[str, int]) -> str:
@@ -101,22 +100,29 @@ def _divisors(n: int) -> list[int]:
     return [size for size in range(1, n + 1) if n % size == 0]
 
 
-def _batches(config: Config, replicas: int, pipe: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, micro-batches) for a number of replicas. What the flags fix is kept; with --global_batch alone,
-    every division into powers of two is tried."""
+class Division(NamedTuple):
+    """Of a global batch."""
+
+    micro_batch: int
+    micro_batches: int
+
+
+def _divisions(config: Config, replicas: int) -> Iterator[Division]:
+    """For a number of replicas. What the flags fix is kept; with --global_batch alone, every division into powers of
+    two is tried."""
     batch = config.batch
     if batch.global_batch and not batch.micro_batch and not batch.accumulation:
         accumulation = 1
         while accumulation * replicas <= batch.global_batch:
             if batch.global_batch % (accumulation * replicas) == 0 or accumulation == 1:
-                yield -(-batch.global_batch // (accumulation * replicas)), accumulation
+                yield Division(-(-batch.global_batch // (accumulation * replicas)), accumulation)
             accumulation *= 2
         return
     try:
         found = plan_batch(batch, replicas)
     except ConfigError:
         return  # with another number of replicas it may do
-    yield found.micro_batch, found.accumulation
+    yield Division(found.micro_batch, found.accumulation)
 
 
 def search(plan: Plan, wish: Wish = Wish()) -> tuple[list[Estimate], list[str]]:  # noqa: B008 - frozen
@@ -158,14 +164,14 @@ def _complexity(found: Estimate) -> tuple:
 
 
 def _reason(plan: Plan, found: Estimate, best: Estimate, everything: list[Estimate]) -> str:
-    room = plan.hardware.memory_gb * 1e9
+    available = plan.hardware.memory_gb * 1e9
     costs = {
         "the pipeline's bubble": found.step.bubble,
         "traffic inside the model": found.step.tensor,
         "gradients that the backward pass does not hide": found.step.exposed,
         "the update": found.step.update,
     }
-    cost = max(costs, key=costs.get)
+    cost = max(costs, key=lambda name: costs[name])
     share = costs[cost] / found.step.total
     pieces = [
         (
@@ -176,20 +182,13 @@ def _reason(plan: Plan, found: Estimate, best: Estimate, everything: list[Estima
         f"{found.memory.peak / 1e9:.3g} of {plan.hardware.memory_gb:g} GB",
         f"it loses most to {cost}, {share:.1%} of a step" if share > 0.005 else "it computes nearly all the time",
     ]
-    simpler = dataclasses.replace(found.layout, zero=0)
-    if (
-        found.layout.zero
-        and (other := next((each for each in everything if each.layout == simpler), None))
-        and other.memory.peak > room
+    for name, simpler in (
+        ("ZeRO", dataclasses.replace(found.layout, zero=0)),
+        ("recompute", dataclasses.replace(found.layout, recompute=False)),
     ):
-        pieces.append(f"without ZeRO it would need {other.memory.peak / 1e9:.3g} GB")
-    kept = dataclasses.replace(found.layout, recompute=False)
-    if (
-        found.layout.recompute
-        and (other := next((each for each in everything if each.layout == kept), None))
-        and other.memory.peak > room
-    ):
-        pieces.append(f"without recompute it would need {other.memory.peak / 1e9:.3g} GB")
+        other = next((each for each in everything if each.layout == simpler), None)
+        if other and simpler != found.layout and other.memory.peak > available:
+            pieces.append(f"without {name} it would need {other.memory.peak / 1e9:.3g} GB")
     return "; ".join(pieces)
 
 

@@ -132,13 +132,12 @@ def from_json(values: Mapping[str, Any], tokens: int = 1) -> ModelShape:
         Part(
             part["name"],
             tuple(Weight(path, tuple(shape), "expert" if "expert" in path else "") for path, shape in part["weights"]),
-            part["constants"],
-            part["flops"],
-            sum(part["saved"]),
-            0.0,
-            max(part["saved"], default=0.0),
-            part["fixed"],
-            part["output"],
+            constants=part["constants"],
+            flops=part["flops"],
+            saved=sum(part["saved"]),
+            largest=max(part["saved"], default=0.0),
+            fixed=part["fixed"],
+            output=part["output"],
         )
         for part in values["parts"]
     )
@@ -184,5 +183,5 @@ def sample_of(config: Config, shape: str = "", outputs: int = 0) -> Sample | Non
             )
         if not outputs and not found:
             raise ConfigError(f"--input_shape={shape} needs --outputs=N, the number of classes or tokens.")
-        found = Sample(sizes, outputs or found.outputs)
+        found = Sample(sizes, outputs or (found.outputs if found else 0))
     return Sample(found.shape, outputs) if found and outputs else found

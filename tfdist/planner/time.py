@@ -10,6 +10,7 @@ until --calibrate replaces them by measured figures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfdist.config import Config
 from tfdist.planner.communication import Group, all_reduce_seconds, all_to_all, pass_seconds
@@ -57,62 +58,65 @@ def step_time(
     slowest = max(sum(part.repeat * part.flops for part in parts) for parts in stages)
     passes = 4 if layout.recompute and any(part.block for part in model.parts) else 3
     rate = hardware.tflops(config.precision.precision) * 1e12 * hardware.efficiency
-    crowding = hardware.crowding(
-        layout.devices
-    )  # of all there is to do: on shared processors launches and copies are work, too
+    crowding = hardware.crowding(layout.devices)  # of all: on shared processors launches and copies are work, too
     one = passes * slowest * layout.micro_batch / layout.model / rate * crowding
-    compute, bubble = one * layout.micro_batches, one * (layout.pipe - 1)
-    seconds, name = gradient_seconds(stages, layout, hardware, algorithm)
-    seconds *= crowding
+    traffic = gradient_traffic(stages, layout, hardware, algorithm)
+    seconds = traffic.seconds * crowding
     # Each micro-batch's backward pass can hide the traffic of stages 2 and 3, the last one's that of stages 0 and 1.
     windows = layout.micro_batches if layout.zero >= 2 else 1
     exposed = max(seconds - hardware.overlap * one * 2 / passes * windows, seconds * 0.02)
     return StepTime(
-        compute,
-        bubble,
-        _inner_seconds(stages, config, layout, hardware) * crowding,
-        seconds,
-        exposed if seconds else 0.0,
-        _update_seconds(stages, config, layout, hardware) * crowding,
-        hardware.step_ms * 1e-3 * crowding,
-        name,
+        compute=one * layout.micro_batches,
+        bubble=one * (layout.pipe - 1),
+        tensor=_inner_seconds(stages, layout, hardware) * crowding,
+        gradients=seconds,
+        exposed=exposed if seconds else 0.0,
+        update=_update_seconds(stages, config, layout, hardware) * crowding,
+        fixed=hardware.step_ms * 1e-3 * crowding,
+        algorithm=traffic.algorithm,
     )
 
 
-def gradient_seconds(
+def gradient_bytes(stages: list[list[Part]], layout: Layout) -> float:
+    """What the fullest stage sends."""
+    return KERAS.gradient * max(sum(part.repeat * layout.elements(part) for part in parts) for parts in stages)
+
+
+class GradientTraffic(NamedTuple):
+    """How gradients and sharded states travel."""
+
+    seconds: float  # a step
+    algorithm: str
+
+
+def gradient_traffic(
     stages: list[list[Part]], layout: Layout, hardware: Hardware, algorithm: str = "auto"
-) -> tuple[float, str]:
-    """(seconds a step, algorithm) of the traffic over the data axis, float32."""
+) -> GradientTraffic:
+    """The traffic over the data axis, float32."""
     group = Group.of(layout.replicas, layout.pipe * layout.model, hardware)
-    size = KERAS.gradient * max(sum(part.repeat * layout.elements(part) for part in parts) for parts in stages)
+    size = gradient_bytes(stages, layout)
     if layout.replicas == 1:
-        return 0.0, "none"
+        return GradientTraffic(0.0, "none")
     if layout.zero == 0:
         times = all_reduce_seconds(group, size, hardware)
-        name = min(times, key=times.get) if algorithm == "auto" else algorithm
-        return times[name], name
+        name = min(times, key=lambda each: times[each]) if algorithm == "auto" else algorithm
+        return GradientTraffic(times[name], name)
     once = pass_seconds(group, size, hardware)
     # 1: reduce-scatter of gradients, all-gather of parameters; 2: the first after each micro-batch; 3: the parameters
     # also twice in each micro-batch, for the forward and the backward pass.
     passes = {1: 2, 2: layout.micro_batches + 1, 3: 3 * layout.micro_batches}[layout.zero]
-    return passes * once, "reduce-scatter and all-gather"
+    return GradientTraffic(passes * once, "reduce-scatter and all-gather")
 
 
-def _inner_seconds(stages: list[list[Part]], config: Config, layout: Layout, hardware: Hardware) -> float:
+def _inner_seconds(stages: list[list[Part]], layout: Layout, hardware: Hardware) -> float:
     """Traffic that stands in the way of the next operation."""
     seconds = 0.0
     blocks = max((sum(part.repeat for part in parts if part.block) for parts in stages), default=0)
     output = max((part.output for parts in stages for part in parts if part.block), default=0.0) * layout.micro_batch
-    if (
-        layout.model > 1
-    ):  # two all-reduces forward and two backward for each block (Shoeybi et al. 2019), two more if recomputed
-        group = Group.of(layout.model, 1, hardware)
-        seconds += (
-            blocks
-            * (6 if layout.recompute else 4)
-            * min(all_reduce_seconds(group, output, hardware).values())
-            * layout.micro_batches
-        )
+    if layout.model > 1:
+        # Two all-reduces forward and two backward for each block (Shoeybi et al. 2019), two more if recomputed.
+        each = min(all_reduce_seconds(Group.of(layout.model, 1, hardware), output, hardware).values())
+        seconds += blocks * (6 if layout.recompute else 4) * each * layout.micro_batches
     if layout.pipe > 1:
         group = Group.of(layout.pipe, layout.model, hardware)
         link = group.flat(hardware)
@@ -135,10 +139,8 @@ def _update_seconds(stages: list[list[Part]], config: Config, layout: Layout, ha
             for weight in part.weights
         )
 
-    moved = sum(
-        moved_by(part) for part in max(stages, key=lambda parts: sum(part.repeat * part.parameters for part in parts))
-    )
-    return moved / (layout.replicas if layout.zero else 1) / (hardware.memory_gbs * 1e9)
+    largest = max(stages, key=lambda parts: sum(part.repeat * part.parameters for part in parts))
+    return sum(map(moved_by, largest)) / (layout.replicas if layout.zero else 1) / (hardware.memory_gbs * 1e9)
 
 
 def mfu(model: ModelShape, config: Config, layout: Layout, hardware: Hardware, seconds: float) -> float:

@@ -11,24 +11,40 @@ Legend: T tokens, D width, F = 4 D, H heads, s bytes of the compute type.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
 from tfdist.planner.shapes import ModelShape, Part, Sample, Weight
 
-TRANSFORMERS = {"tiny": (2, 64, 4), "small": (6, 384, 6), "gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16)}
-VITS = {"tiny": (12, 192, 3), "small": (12, 384, 6), "base": (12, 768, 12)}
+
+class Size(NamedTuple):
+    """The size of a stack of blocks."""
+
+    layers: int
+    width: int
+    heads: int
+
+    def with_own(self, layers: int | None, width: int | None, heads: int | None) -> Size:
+        """What the user has given goes first."""
+        return Size(layers or self.layers, width or self.width, heads or self.heads)
 
 
-def _stack(
-    sizes: dict[str, tuple[int, int, int]], size: str, layers: int | None, width: int | None, heads: int | None
-) -> tuple[int, int, int]:
-    named_layers, named_width, named_heads = sizes[size]
-    return layers or named_layers, width or named_width, heads or named_heads
+TRANSFORMERS = {
+    "tiny": Size(2, 64, 4),
+    "small": Size(6, 384, 6),
+    "gpt2": Size(12, 768, 12),
+    "gpt2-medium": Size(24, 1024, 16),
+}
+VITS = {"tiny": Size(12, 192, 3), "small": Size(12, 384, 6), "base": Size(12, 768, 12)}
 
 
-def block(layers: int, tokens: int, width: int, heads: int, s: int, dropout: float) -> Part:
+def blocks(size: Size, tokens: int, s: int, dropout: float) -> Part:
     """All blocks of a stack, one part with `repeat`. See the file's first lines."""
-    row, wide, scores = tokens * width, 4 * tokens * width, heads * tokens * tokens
+    width = size.width
+    row, wide, scores = tokens * width, 4 * tokens * width, size.heads * tokens * tokens
+    norms = 2 * ((8 + s) * row + 12 * tokens)
     attention = 4 * s * row + scores * (4 + (s if s < 4 or dropout else 0) + (1 if dropout else 0))
-    mlp_saved = 5 * s * wide
+    mlp = 5 * s * wide
     # Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) divides attention by heads and the mlp by columns.
     weights = (
         Weight("attention_qkv/kernel", (width, 3 * width), "model"),
@@ -39,103 +55,111 @@ def block(layers: int, tokens: int, width: int, heads: int, s: int, dropout: flo
         Weight("mlp_up/bias", (4 * width,), "model"),
         Weight("mlp_down/kernel", (4 * width, width), "model"),
         Weight("mlp_down/bias", (width,)),
-        *(Weight(f"norm_{index}/{name}", (width,)) for index in (1, 2) for name in ("gamma", "beta")),
+        *_norm("norm_1", width),
+        *_norm("norm_2", width),
     )
     return Part(
         "block",
         weights,
         flops=2.0 * tokens * 12 * width**2 + 4.0 * tokens * tokens * width,
-        saved=2 * ((8 + s) * row + 12 * tokens) + attention + mlp_saved + (2 * row if dropout else 0),
-        divided=attention - s * row + mlp_saved,
+        saved=norms + attention + mlp + (2 * row if dropout else 0),
+        divided=attention - s * row + mlp,
         largest=max(s * wide, 4 * scores),
         fixed=12 * width**2 * s if s < 4 else 0,
         output=s * row,
         block=True,
-        repeat=layers,
+        repeat=size.layers,
     )
 
 
-def transformer(
-    sample: Sample,
-    s: int,
-    size: str = "tiny",
-    layers: int | None = None,
-    width: int | None = None,
-    heads: int | None = None,
-    dropout: float = 0.0,
-    context: int | None = None,
-    vocabulary: int | None = None,
-    tied: bool = True,
-) -> ModelShape:
+def _norm(name: str, width: int) -> list[Weight]:
+    return [Weight(f"{name}/gamma", (width,)), Weight(f"{name}/beta", (width,))]
+
+
+@dataclass(frozen=True)
+class Transformer:
     """models/transformer.py."""
-    count, wide, head_count = _stack(TRANSFORMERS, size, layers, width, heads)
-    tokens, vocabulary = sample.shape[0], vocabulary or sample.outputs
-    embed = Part(
-        "embed",
-        (
-            Weight("embed_tokens/embeddings", (vocabulary, wide), "model"),
-            Weight("embed_positions/embeddings", (context or tokens, wide)),
-        ),
-        saved=4 * tokens + (tokens * wide if dropout else 0),
-        output=s * tokens * wide,
-    )
-    head = Part(
-        "head",
-        (
-            Weight("final_norm/gamma", (wide,)),
-            Weight("final_norm/beta", (wide,)),
-            *(() if tied else (Weight("embed_tokens/reverse", (wide, vocabulary), "model"),)),
-        ),
-        flops=2.0 * tokens * wide * vocabulary,
-        saved=(8 + s) * tokens * wide + 20 * tokens + 4 * tokens * vocabulary,
-        divided=4 * tokens * vocabulary,
-        largest=4 * tokens * vocabulary,
-        fixed=s * vocabulary * wide if tied or s < 4 else 0,
-    )
-    return ModelShape(
-        "transformer", (embed, block(count, tokens, wide, head_count, s, dropout), head), tokens, head_count
-    )
+
+    sample_rank: ClassVar[int | None] = 1
+    size: str = "tiny"
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    dropout: float = 0.0
+    context: int | None = None
+    vocabulary: int | None = None
+    tied: bool = True
+
+    def shape(self, sample: Sample, s: int) -> ModelShape:
+        size = TRANSFORMERS[self.size].with_own(self.layers, self.width, self.heads)
+        (tokens,), width, vocabulary = sample.shape, size.width, self.vocabulary or sample.outputs
+        logits = 4 * tokens * vocabulary
+        embed = Part(
+            "embed",
+            (
+                Weight("embed_tokens/embeddings", (vocabulary, width), "model"),
+                Weight("embed_positions/embeddings", (self.context or tokens, width)),
+            ),
+            saved=4 * tokens + (tokens * width if self.dropout else 0),
+            output=s * tokens * width,
+        )
+        head = Part(
+            "head",
+            (
+                *_norm("final_norm", width),
+                *(() if self.tied else (Weight("embed_tokens/reverse", (width, vocabulary), "model"),)),
+            ),
+            flops=2.0 * tokens * width * vocabulary,
+            saved=(8 + s) * tokens * width + 20 * tokens + logits,
+            divided=logits,
+            largest=logits,
+            fixed=s * vocabulary * width if self.tied or s < 4 else 0,
+        )
+        parts = (embed, blocks(size, tokens, s, self.dropout), head)
+        return ModelShape("transformer", parts, tokens, size.heads)
 
 
-def vit(
-    sample: Sample,
-    s: int,
-    size: str = "tiny",
-    patch: int | None = None,
-    layers: int | None = None,
-    width: int | None = None,
-    heads: int | None = None,
-    dropout: float = 0.0,
-    pool: str = "mean",
-) -> ModelShape:
+@dataclass(frozen=True)
+class VisionTransformer:
     """models/vit.py."""
-    count, wide, head_count = _stack(VITS, size, layers, width, heads)
-    side = min(sample.shape[:2])
-    patch = patch or (16 if side >= 128 else 4 if side >= 16 else 2)
-    pixels, channels = sample.shape[0] * sample.shape[1], sample.shape[2]
-    tokens = pixels // patch**2 + (pool == "class")
-    inner = patch * patch * channels
-    embed = Part(
-        "embed",
-        (
-            Weight("embed_patches/kernel", (patch, patch, channels, wide)),
-            Weight("embed_patches/bias", (wide,)),
-            Weight("embed_positions/embeddings", (tokens, wide)),
-            *((Weight("embed_class/embeddings", (1, wide)),) if pool == "class" else ()),
-        ),
-        flops=2.0 * (pixels // patch**2) * inner * wide,
-        saved=s * pixels * channels + (tokens * wide if dropout else 0),
-        output=s * tokens * wide,
-    )
-    head = Part(
-        "head",
-        (
-            Weight("final_norm/gamma", (wide,)),
-            Weight("final_norm/beta", (wide,)),
-            Weight("logits/kernel", (wide, sample.outputs)),
-            Weight("logits/bias", (sample.outputs,)),
-        ),
-        flops=2.0 * wide * sample.outputs,
-        saved=(8 + s) * tokens * wide + 12 * tokens + 4 * wide + 4 * sample.outputs,
-    )
-    return ModelShape("vit", (embed, block(count, tokens, wide, head_count, s, dropout), head), 1, head_count)
+
+    sample_rank: ClassVar[int | None] = 3
+    size: str = "tiny"
+    patch: int | None = None
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    dropout: float = 0.0
+    pool: str = "mean"
+
+    def shape(self, sample: Sample, s: int) -> ModelShape:
+        size = VITS[self.size].with_own(self.layers, self.width, self.heads)
+        (rows, columns, channels), width = sample.shape, size.width
+        side = min(rows, columns)
+        patch = self.patch or (16 if side >= 128 else 4 if side >= 16 else 2)
+        patches = rows * columns // patch**2
+        tokens = patches + (self.pool == "class")
+        embed = Part(
+            "embed",
+            (
+                Weight("embed_patches/kernel", (patch, patch, channels, width)),
+                Weight("embed_patches/bias", (width,)),
+                Weight("embed_positions/embeddings", (tokens, width)),
+                *((Weight("embed_class/embeddings", (1, width)),) if self.pool == "class" else ()),
+            ),
+            flops=2.0 * patches * patch * patch * channels * width,
+            saved=s * rows * columns * channels + (tokens * width if self.dropout else 0),
+            output=s * tokens * width,
+        )
+        head = Part(
+            "head",
+            (
+                *_norm("final_norm", width),
+                Weight("logits/kernel", (width, sample.outputs)),
+                Weight("logits/bias", (sample.outputs,)),
+            ),
+            flops=2.0 * width * sample.outputs,
+            saved=(8 + s) * tokens * width + 12 * tokens + 4 * width + 4 * sample.outputs,
+        )
+        parts = (embed, blocks(size, tokens, s, self.dropout), head)
+        return ModelShape("vit", parts, 1, size.heads)

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from tfdist import build
+from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control import lease
 from tfdist.control.cluster import Cluster
@@ -16,6 +17,7 @@ from tfdist.data.batch_plan import plan_batch
 from tfdist.run.health import BETWEEN_STEPS, HealthMonitor
 from tfdist.run.session import Session
 from tfdist.runtime import parameter_server
+from tfdist.runtime.factory import resolve_strategy
 from tfdist.telemetry.events import Event
 from tfdist.training.loop import LoopHooks, LoopSchedule, TrainResult
 from tfdist.training.optimizer import make_optimizer
@@ -55,7 +57,10 @@ def resolve(config: Config, cluster: Cluster) -> Config:
     """The batch arithmetic as numbers: the chief composes as the only replica, but the slices count as replicas."""
     plan = plan_batch(config.batch, slices(config, cluster))
     return config.replace(
-        strategy="parameter_server", global_batch=plan.global_batch, accumulation=plan.accumulation, micro_batch=0
+        strategy=resolve_strategy(config, cluster),
+        global_batch=plan.global_batch,
+        accumulation=plan.accumulation,
+        micro_batch=0,
     ).validate()
 
 
@@ -88,9 +93,11 @@ class ServerSession(Session):
             job.objective,
             input_pipeline.batch_fetch(
                 split,
-                seed=self.config.run.seed,
-                shuffle=self.config.data.shuffle,
-                augment=augment.load_augmentation(self.config.data.augment),
+                input_pipeline.Reading(
+                    seed=self.config.run.seed,
+                    shuffle=self.config.data.shuffle,
+                    augment=augment.load_augmentation(self.config.data.augment),
+                ),
             ),
             build.train_dataset(self.config, split, job.plan, 0, 0).element_spec,
             RemoteOptions(
@@ -108,7 +115,7 @@ class ServerSession(Session):
     def _say(self, message: str) -> None:
         self.observer(Event("start", self.first_step, {"message": message}))
         if (
-            any(getattr(layer, "synchronized", False) for layer in self.job.model._flatten_layers())
+            any(getattr(layer, "synchronized", False) for layer in keras_layers.all_layers(self.job.model))
             and self.runtime.workers > 1
         ):
             self.observer(

@@ -2,17 +2,23 @@
 
 A *worker* is a process, a *replica* a copy of the model; a worker holds one or more replicas. A per-replica value is
 one value per replica of this worker; with one replica it is just the value. A new runtime implements this protocol in
-a file of its own and adds a line to factory.py; tests/multi runs one conformance suite over all of them.
+a file of its own, inherits what suits it from RuntimeDefaults (defaults.py), and adds an entry to
+control/strategies.py; tests/multi runs one conformance suite over all of them. Its class has a constructor
+`create(config, cluster)`, which meets the other workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from tfdist.runtime.mesh import Mesh
+    from tfdist.runtime.operations import Collective
 
 
 class Runtime(Protocol):
@@ -26,6 +32,13 @@ class Runtime(Protocol):
     first_replica: int  # global index of this worker's first replica
     # False where another worker, with another part of the same replica, reads the same samples and counts them
     leads: bool
+
+    # What it can do. What must be known before TensorFlow is imported is in control/strategies.py.
+
+    mesh: Mesh | None  # the named axes of its workers; None: it knows replicas only
+    holds_whole_model: bool  # whether a worker's graph has all of a replica's model
+    sums_slices: bool  # whether `all_reduce` takes tf.IndexedSlices
+    compute_workers: int  # other processes that share the batch of a replica; 1: it is computed here
 
     # Inside a tf.function.
 
@@ -47,9 +60,9 @@ class Runtime(Protocol):
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Inside the `fn` of `run`: the sum of each tensor over all replicas. Every replica passes the same shapes.
 
-        Of tf.IndexedSlices with values of a static shape the sum is given as those of all replicas, one after the
-        other: a row may be there several times. bfloat16 travels in two bytes an element, and may come back as float32.
-        A runtime that is not used with training/update.py's DataParallel need not know them.
+        Of tf.IndexedSlices with values of a static shape (if `sums_slices`) the sum is given as those of all replicas,
+        one after the other: a row may be there several times. bfloat16, if the strategy knows --compression=bf16,
+        travels in two bytes an element, and may come back as float32.
         """
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
@@ -67,6 +80,12 @@ class Runtime(Protocol):
     def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """The chief's arrays, bit for bit, on every worker (same shapes and dtypes on all)."""
 
+    def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
+        """The chief's value (of a kind that encoding.py knows) on every worker; that of the others does not count.
+
+        name: for the sentence about what could not be read. Raises ConfigError on all workers for another kind.
+        """
+
     def barrier(self) -> None:
         """Returns when every worker has called it."""
 
@@ -79,6 +98,12 @@ class Runtime(Protocol):
     def reduction_s(self) -> tuple[float, float] | None:
         """Seconds so far in which gradients travelled, and in which nothing else was left to do but to wait for them;
         None: not known.
+        """
+
+    def collectives(self) -> dict[str, Collective]:
+        """name -> collective over all workers' replicas, to be measured; none if workers do not talk to each other.
+
+        The same on every worker; the call itself may be a collective.
         """
 
     def close(self) -> None:

@@ -16,13 +16,12 @@ from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn  # not public, and there is no public way
 
-from tfdist.control.exit_codes import UnsupportedError
+from tfdist.compat import keras_batch_norm
 from tfdist.runtime.base import Runtime
 
-_of_keras = getattr(keras.layers.BatchNormalization, "_moments", None)
 _apart = False
+_weight: tf.Tensor | None = None  # what the rows of this worker count; None: one
 
 
 def synchronize_with(runtime: Runtime) -> None:
@@ -30,20 +29,20 @@ def synchronize_with(runtime: Runtime) -> None:
 
     Raises UnsupportedError for another Keras.
     """
-    if not hasattr(nn, "_compute_moments_sync") or _of_keras is None:
-        raise UnsupportedError(
-            f"Keras {keras.__version__} synchronises BatchNormalization in an unknown way: install keras~=3.15."
-        )
 
-    def of_layer(
-        layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        if mask is None or not layer.synchronized:
-            return _of_keras(layer, inputs, mask)
-        return moments(runtime, inputs, layer._reduction_axes, mask=mask)
+    def with_mask(of_keras: keras_batch_norm.Moments) -> keras_batch_norm.Moments:
+        def of_layer(
+            layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            if mask is None or not layer.synchronized:
+                return of_keras(layer, inputs, mask)
+            return moments(runtime, inputs, keras_batch_norm.reduction_axes(layer), mask=mask)
 
-    nn._compute_moments_sync = lambda x, axes, keepdims: moments(runtime, x, axes, keepdims)
-    keras.layers.BatchNormalization._moments = of_layer
+        return of_layer
+
+    keras_batch_norm.replace_moments(
+        with_mask, synchronized=lambda x, axes, keepdims: moments(runtime, x, axes, keepdims)
+    )
 
 
 @contextlib.contextmanager
@@ -55,6 +54,25 @@ def each_alone() -> Iterator[None]:
         yield
     finally:
         _apart = False
+
+
+_weight: tf.Tensor | None = None  # what the rows of this worker count; None: one
+
+
+@contextlib.contextmanager
+def weighted(weight: tf.Tensor) -> Iterator[None]:
+    """While a forward pass is traced: 0.0 where the rows of this worker are only there to have any, else 1.0."""
+    global _weight
+    _weight = weight
+    try:
+        yield
+    finally:
+        _weight = None
+
+
+def row_weight() -> tf.Tensor | None:
+    """The `weight` of `weighted`; None outside of it."""
+    return _weight
 
 
 def moments(
@@ -69,9 +87,8 @@ def moments(
         count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(mean), x.dtype)
     else:
         count, mean, variance = _masked(x, axes, keepdims, mask)
-    rows_count = getattr(runtime, "rows_count", None)
-    if rows_count is not None:
-        count *= tf.cast(rows_count, x.dtype)
+    if _weight is not None:
+        count *= tf.cast(_weight, x.dtype)
     if _apart:
         return mean, variance
     rows = runtime.gather_row(tf.concat([[count], tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0))

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
-from tfdist.control.user_errors import failure, failure_told, without_internals
+from tfdist.control.user_errors import failure, failure_in_text, without_internals
 from tfdist.runtime.ring_error import MARK, user_error
 
 _PEER_ERRORS = (
@@ -56,11 +56,9 @@ def bad_label(error: BaseException) -> BadLabel | None:
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     """The error as a sentence with its exit code, or None if it is not one that we know."""
-    if isinstance(error, TfdistError):
-        return None
     if isinstance(error, MemoryError):
         return ConfigError(f"Out of memory: lower --micro_batch, or keep less data in memory. Python {failure(error)}")
-    if not isinstance(error, tf.errors.OpError):
+    if isinstance(error, TfdistError) or not isinstance(error, tf.errors.OpError):
         return None
     text = str(error.message)
     if _HOROVOD_DOWN.search(text):
@@ -82,7 +80,7 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return DataError(f"A record of the data cannot be read: {cause(text)}")
     if label := bad_label(error):
         return DataError(label.sentence)
-    if told := failure_told(text):  # by code of the user's own, inside tf.data or the step
+    if told := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
         return DataError(f"A function of your own, which TensorFlow called, {told}")
     if _READING.search(text):
         return DataError(f"The data cannot be read, look at --source and --augment: {cause(text)}")

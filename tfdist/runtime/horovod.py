@@ -17,6 +17,8 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime import horovod_start
+from tfdist.runtime.defaults import RuntimeDefaults
+from tfdist.runtime.operations import Collective
 
 _CHUNK = 1 << 26  # bytes per host collective, to bound its memory
 _LEAST_COMPRESSED = (
@@ -24,12 +26,11 @@ _LEAST_COMPRESSED = (
 )
 
 
-class Horovod:
+class Horovod(RuntimeDefaults):
     """See runtime/base.py."""
 
     name = "horovod"
     local_replicas = 1
-    leads = True
 
     def __init__(self, hvd: ModuleType, group_bytes: int = 1 << 26, compress: bool = False):
         self._hvd = hvd
@@ -151,11 +152,17 @@ class Horovod:
     def barrier(self) -> None:
         self.all_gather(np.zeros(1, np.uint8))
 
-    def waiting_for(self) -> int | None:
-        return None  # Horovod does not tell
-
-    def reduction_s(self) -> tuple[float, float] | None:
-        return None
+    def collectives(self) -> dict[str, Collective]:
+        hvd = self._hvd
+        nccl = hvd.nccl_built() and tf.config.list_logical_devices("GPU")
+        through = "Horovod, NCCL" if nccl else "Horovod, Gloo" if hvd.gloo_enabled() else "Horovod, MPI"
+        return {
+            "all_reduce": Collective(through, lambda x: self.all_reduce([x])[0]),
+            "all_gather": Collective(through, hvd.allgather),
+            "reduce_scatter": Collective(through, lambda x: hvd.reducescatter(x, op=hvd.Sum)),
+            "all_to_all": Collective(through, hvd.alltoall),
+            "broadcast": Collective(through, lambda x: hvd.broadcast(x, 0)),
+        }
 
     def close(self) -> None:
         self._hvd.shutdown()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
@@ -18,3 +20,9 @@ def host_view(variable: tf.Variable | tf.Tensor) -> np.ndarray:
         NotImplementedError,
     ):  # other devices; dtypes that NumPy does not know
         return np.asarray(variable.numpy())
+
+
+def known_dims(shape: tf.TensorShape) -> list[int]:
+    """The dims of a shape that is fully defined."""
+    dims: Any = shape.as_list()
+    return dims

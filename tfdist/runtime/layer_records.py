@@ -3,8 +3,7 @@
 tf.distribute calls the model once for each replica, each in a thread of its own, and goes on with another one wherever
 a collective needs all of them: in the middle of a forward pass, if BatchNormalization is synchronised. All of them
 record in
-the same layer: the losses of one replica were counted with, or cleared by, those of another. The private attributes
-that Keras 3 keeps these records in are named here and nowhere else.
+the same layer: the losses of one replica were counted with, or cleared by, those of another.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 import keras
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import UnsupportedError
 
 
@@ -69,12 +69,11 @@ class _SetPerThread(MutableSet):
 
 def separate_replicas(model: keras.Model) -> None:
     """From now on every thread that calls the model has its own records in all of its layers."""
-    for layer in model._flatten_layers():
-        if not isinstance(layer.__dict__.get("_losses"), list | _ListPerThread) or not isinstance(
-            layer.__dict__.get("_loss_ids"), set | _SetPerThread
-        ):
+    for layer in keras_layers.all_layers(model):
+        losses, loss_ids = keras_layers.loss_records(layer)
+        if not isinstance(losses, list | _ListPerThread) or not isinstance(loss_ids, set | _SetPerThread):
             raise UnsupportedError(
                 f"Keras {keras.__version__} records losses in an unknown way, which several replicas in one process"
                 " cannot share: install keras~=3.15."
             )
-        layer.__dict__.update(_losses=_ListPerThread(), _loss_ids=_SetPerThread())
+        keras_layers.set_loss_records(layer, _ListPerThread(), _SetPerThread())

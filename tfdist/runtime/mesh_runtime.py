@@ -11,26 +11,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
+from tfdist.runtime.base import Runtime
 from tfdist.runtime.collectives import Group
+from tfdist.runtime.defaults import RuntimeDefaults
 from tfdist.runtime.hierarchical import HierarchicalGroup
 from tfdist.runtime.mesh import AXES, REPLICA_AXES, Mesh
-from tfdist.runtime.mirrored import MultiWorker
+from tfdist.runtime.multi_worker import MultiWorker
+from tfdist.runtime.operations import Collective, of_group
 
 _BYTES_AT_ONCE = 1 << 24
 
 
-class MeshRuntime:
+class MeshRuntime(RuntimeDefaults):
     """See runtime/base.py."""
 
     name = "mesh"
     local_replicas = 1
+    holds_whole_model = False
+    sums_slices = False
 
     def __init__(self, mesh: Mesh, cluster: Cluster, world: MultiWorker, timeout: float):
         self.mesh, self._cluster, self._world, self._timeout = mesh, cluster, world, timeout
@@ -70,6 +75,9 @@ class MeshRuntime:
         else:
             hosts = [address.rpartition(":")[0] for address in self._cluster.peers] or [""]
         return HierarchicalGroup(group.ranks, self.rank, hosts, self.group_of)
+
+    def collectives(self) -> dict[str, Collective]:
+        return of_group(self.group_of(range(self.size)))
 
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
@@ -128,14 +136,13 @@ class MeshRuntime:
     def barrier(self) -> None:
         self._world.barrier()
 
-    def waiting_for(self) -> int | None:
-        return None  # TensorFlow's collectives do not tell
-
-    def reduction_s(self) -> tuple[float, float] | None:
-        return None
-
     def close(self) -> None:
         self._world.close()
+
+
+def on_mesh(runtime: Runtime) -> TypeGuard[MeshRuntime]:
+    """Whether parts of a model can be spread over the runtime's axes."""
+    return runtime.mesh is not None
 
 
 class _Replica(tf.distribute.ReplicaContext):

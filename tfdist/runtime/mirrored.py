@@ -1,51 +1,39 @@
-"""Synchronous data parallelism through tf.distribute: MirroredStrategy (the devices of one process) and
-MultiWorkerMirroredStrategy (several processes, each with one or more devices)."""
+"""Synchronous data parallelism through tf.distribute: what its strategies have in common as runtimes, and
+MirroredStrategy, for the devices of one process."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute.values import (
-    PerReplica,  # not public, and there is no public way inside a tf.function
-)
-from tensorflow.python.eager import context
 
+from tfdist.compat.tensorflow_replicas import per_replica
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.packet_filter import own_address_only
 from tfdist.runtime.collective_timeout import Overdue
-from tfdist.runtime.interpreter_lock import interpreter_released
-from tfdist.runtime.orderly_exit import say_goodbye
+from tfdist.runtime.defaults import RuntimeDefaults
 from tfdist.runtime.reducer import RingReducer, suits
-from tfdist.runtime.ring import Ring
-from tfdist.runtime.ring_error import MARK, RingError, user_error
 
-_LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 _CHUNK = 1 << 24  # int32 elements (64 MiB) per host collective, to bound its memory
 
 
-class StrategyRuntime:
+class StrategyRuntime(RuntimeDefaults):
     """A tf.distribute.Strategy as a Runtime; see runtime/base.py."""
 
-    leads = True
+    name = "tf.distribute"
 
     def __init__(
         self,
-        name: str,
         strategy: tf.distribute.Strategy,
         options: tf.distribute.experimental.CommunicationOptions,
         *,
         rank: int,
         size: int,
     ):
-        self.name = name
         self.strategy = strategy
         self.options = options
         self.rank = rank
@@ -70,7 +58,7 @@ class StrategyRuntime:
     def per_replica(self, values: Sequence) -> Any:
         if len(values) == 1:
             return values[0]
-        return tf.nest.map_structure(lambda *leaves: PerReplica(leaves), *values)
+        return tf.nest.map_structure(lambda *leaves: per_replica(leaves), *values)
 
     def local(self, value: Any) -> tuple:
         if self.local_replicas == 1:
@@ -82,41 +70,6 @@ class StrategyRuntime:
 
     def replica_id(self) -> tf.Tensor:
         return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
-
-    def use_ring(self, cluster: Cluster, config: Config) -> None:
-        """From now on float32 tensors are reduced by runtime/ring.py."""
-        patience = config.cluster.heartbeat_timeout
-
-        def exchange(endpoint: str) -> list[str]:
-            rows = self.all_gather(np.frombuffer(endpoint.encode().ljust(_LONGEST_ENDPOINT), np.uint8))
-            return [row.tobytes().decode().strip() for row in rows]
-
-        def is_alive(rank: int) -> bool:
-            try:
-                context.context().check_collective_ops_peer_health(
-                    cluster.task(rank), timeout_in_ms=int(patience * 1000)
-                )
-            except tf.errors.OpError:
-                return False
-            return True
-
-        try:
-            ring = Ring(
-                cluster,
-                exchange,
-                config.strategy.collective_timeout,
-                is_alive,
-                patience,
-                share=config.strategy.communication == "auto",
-            )
-        except RingError as error:
-            raise user_error(str(error)) from error
-        self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
-
-    @property
-    def uses_ring(self) -> bool:
-        """Whether gradients travel through runtime/ring.py."""
-        return self._reducer is not None
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         if self._reducer and all(suits(tensor) for tensor in tensors):
@@ -191,6 +144,8 @@ class StrategyRuntime:
 class Mirrored(StrategyRuntime):
     """All local GPUs, or K virtual CPU devices."""
 
+    name = "mirrored"
+
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> Mirrored:
         if cluster.size > 1:
@@ -213,77 +168,7 @@ class Mirrored(StrategyRuntime):
                 )
         options = communication_options(config.strategy)
         strategy = tf.distribute.MirroredStrategy(devices)
-        return cls("mirrored", strategy, options, rank=0, size=1)
-
-
-class MultiWorker(StrategyRuntime):
-    """MultiWorkerMirroredStrategy. The cluster must have passed control/preflight.py."""
-
-    cluster: Cluster
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        sent = tf.variable_creator_scope(_broadcastable) if self.size > 1 else contextlib.nullcontext()
-        with self.strategy.scope(), sent:
-            yield
-
-    def watch_for_stuck_peers(self, timeout: float) -> None:
-        """From now on a collective that does not end in `timeout` seconds is an error that says so; 0: never."""
-
-        def give_up() -> None:
-            context.context().abort_collective_ops(
-                tf.errors.DEADLINE_EXCEEDED,
-                f"{MARK}rank {self.rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks"
-                f" {', '.join(str(rank) for rank in range(self.size) if rank != self.rank)}, which is stuck or much"
-                " slower.",
-            )
-
-        if timeout and self.size > 1:
-            self._overdue = Overdue(timeout, give_up)
-
-    def close(self) -> None:
-        if self.size > 1:
-            say_goodbye(self.cluster, self.strategy)
-
-    @classmethod
-    def create(cls, config: Config, cluster: Cluster) -> MultiWorker:
-        options = communication_options(config.strategy)
-        if cluster.size > 1:
-            os.environ["TF_CONFIG"] = cluster.tf_config()
-            # The heartbeat is how the death of a peer that cannot say so (SIGSTOP, power, network) is noticed.
-            context.context().configure_coordination_service(
-                service_type="standalone",
-                service_leader=(
-                    "/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0"
-                ),
-                heartbeat_timeout_in_ms=int(config.cluster.heartbeat_timeout * 1000),
-                cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000),
-            )
-        with own_address_only(cluster.address, cluster.peers), interpreter_released():
-            strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-        runtime = cls("multi_worker", strategy, options, rank=cluster.rank, size=cluster.size)
-        runtime.cluster = cluster
-        runtime.watch_for_stuck_peers(config.strategy.collective_timeout)
-        choice = config.strategy.communication
-        suits = cluster.size > 1 and runtime.local_replicas == 1 and not tf.config.list_logical_devices("GPU")
-        if choice == "socket" and not suits:
-            raise ConfigError(
-                "--communication=socket is for several workers of one CPU replica each: use --communication=auto."
-            )
-        if suits and choice in ("auto", "socket"):
-            runtime.use_ring(cluster, config)
-        return runtime
-
-
-def _broadcastable(create: Callable, **arguments: Any) -> tf.Variable:
-    """Makes a variable, of which the chief's initial value goes to all workers."""
-    if arguments.get("dtype") and tf.as_dtype(arguments["dtype"]) == tf.bfloat16:
-        raise ConfigError(
-            f"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable {arguments.get('name') or ''} to"
-            ' other workers: give its layer dtype="mixed_bfloat16", which keeps variables in float32, or use'
-            " --strategy=mesh."
-        )
-    return create(**arguments)
+        return cls(strategy, options, rank=0, size=1)
 
 
 def communication_options(config: StrategyConfig) -> tf.distribute.experimental.CommunicationOptions:

@@ -12,9 +12,10 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.defaults import RuntimeDefaults
 
 
-class OneDevice:
+class OneDevice(RuntimeDefaults):
     """See runtime/base.py."""
 
     name = "one_device"
@@ -23,7 +24,6 @@ class OneDevice:
     replicas = 1
     local_replicas = 1
     first_replica = 0
-    leads = True
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> OneDevice:
@@ -67,9 +67,6 @@ class OneDevice:
 
     def barrier(self) -> None:
         pass
-
-    def waiting_for(self) -> int | None:
-        return None
 
     def reduction_s(self) -> tuple[float, float] | None:
         return 0.0, 0.0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_cluster import wait_until_computed
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
@@ -30,7 +31,7 @@ class ParameterServer(OneDevice):
 
     def __init__(self, cluster: Cluster, config: Config):
         self.cluster = cluster
-        self.workers = len(cluster.spec["worker"])
+        self.workers = self.compute_workers = len(cluster.spec["worker"])
         self.devices = [f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in range(len(cluster.spec["ps"]))]
         await_all(cluster.others("ps", "worker"), config.cluster.startup_timeout)
         self._watch = Watch(cluster.others("ps", "worker"))
@@ -56,7 +57,7 @@ class ParameterServer(OneDevice):
         value = self._coordinator.schedule(function, args=tuple(arguments))
 
         def fetch() -> tuple | None:
-            value._wait_and_maybe_error()  # apart from the fetch, whose errors mean something else
+            wait_until_computed(value)  # apart from the fetch, whose errors mean something else
             try:
                 return value.fetch()
             except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.InvalidArgumentError) as error:

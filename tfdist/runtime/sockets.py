@@ -14,21 +14,20 @@ import math
 import sys
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, PeerLostError
+from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm, rendezvous
-from tfdist.runtime.encoding import Malformed, decode, encode
 from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.one_device import OneDevice
+from tfdist.runtime.operations import OUR_RING, Collective
 from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_error import RingError, user_error
@@ -37,9 +36,8 @@ from tfdist.runtime.ring_error import RingError, user_error
 class Sockets(OneDevice):
     """See runtime/base.py.
 
-    Beyond the protocol: `gather` for rows inside a tf.function, `broadcast_object` on the host, and `rows_count`, a
-    scalar tensor set while a forward pass is traced: 0.0 where the rows of this worker are only there to have any;
-    and `stamp`, set before a step: gathers inside it are an error if it is not the same on all workers.
+    Beyond the protocol: `gather` for rows inside a tf.function, `agree_on` and `leave` for scripts that call
+    tfdist.fit.
     """
 
     name = "sockets"
@@ -61,8 +59,6 @@ class Sockets(OneDevice):
     def __init__(self, config: Config, cluster: Cluster):
         self.cluster, self.rank, self.size = cluster, cluster.rank, cluster.size
         self.replicas, self.first_replica = cluster.size, cluster.rank
-        self.rows_count: tf.Tensor | None = None
-        self.stamp = 0
         self._lock = threading.Lock()
         self._last: dict[str, tf.Operation] = {}
         timeout, patience = config.strategy.collective_timeout, config.cluster.heartbeat_timeout
@@ -131,16 +127,19 @@ class Sockets(OneDevice):
 
         return own(rows)
 
-    def gather(self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+    def gather(
+        self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = (), stamp: Callable[[], int] = lambda: 0
+    ) -> list[tf.Tensor]:
         """The rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
 
         Without a gradient. All gathers of one graph run in the order in which they were traced, the same everywhere.
         same: tensors that must be equal on all workers; if their checksums are not, that is an error.
+        stamp: gives, each time that the gather runs, a number that must be the same on all workers as well.
         """
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         with tf.control_dependencies(self._previous()):
             rows = tf.numpy_function(
-                functools.partial(self._exchange_rows, len(tensors)),
+                functools.partial(self._exchange_rows, len(tensors), stamp),
                 [*tensors, *same],
                 [tensor.dtype for tensor in tensors],
             )
@@ -157,9 +156,9 @@ class Sockets(OneDevice):
             return []
         return [op for op in self._last.values() if op.graph is tf.compat.v1.get_default_graph()]
 
-    def _exchange_rows(self, count: int, *arrays: np.ndarray) -> list[np.ndarray]:
+    def _exchange_rows(self, count: int, stamp_of: Callable[[], int], *arrays: np.ndarray) -> list[np.ndarray]:
         arrays, same = arrays[:count], arrays[count:]
-        stamp = self.stamp
+        stamp = stamp_of()
         for array in same:
             data = repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array)
             stamp = zlib.crc32(data, stamp)
@@ -195,27 +194,8 @@ class Sockets(OneDevice):
             offset += array.nbytes
         return received
 
-    def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
-        """The chief's value (see encoding.py) on every worker; that of the others does not count.
-
-        Raises ConfigError on all workers if it is of no kind that can be sent.
-        """
-        problem, data = None, b""
-        if self.rank == 0:
-            try:
-                data = encode([value])
-            except ConfigError as error:  # all must hear of it: they would wait
-                problem, data = error, encode(str(error))
-        try:
-            found = decode(self._host_gather(data, name)[0])
-        except Malformed as error:
-            raise PeerLostError(
-                f"What rank 0 has sent as {name} cannot be read ({printable(str(error))}): give all workers the same"
-                " version of tfdist."
-            ) from None
-        if isinstance(found, str):
-            raise problem or ConfigError(printable(found))
-        return found[0]
+    def _broadcast_bytes(self, data: bytes, name: str) -> bytes:
+        return self._host_gather(data, name)[0]
 
     def barrier(self) -> None:
         self._host_gather(b"", "barrier")
@@ -228,6 +208,13 @@ class Sockets(OneDevice):
                     f"Rank {self.rank} is at {call}, rank {rank} at {printable(bytes(other).decode(errors='replace'))}:"
                     " all workers must make the same calls of tfdist, with the same arguments, in the same order."
                 )
+
+    def collectives(self) -> dict[str, Collective]:
+        return {
+            "all_reduce": Collective(OUR_RING, lambda x: self.all_reduce([x])[0]),
+            "all_gather": Collective(OUR_RING, lambda x: self.gather([x])[0]),
+            "broadcast": Collective(OUR_RING, on_host=lambda array: self.broadcast([array])[0]),
+        }
 
     def leave(self) -> None:
         """Tells the neighbour that this script has come to its end, in case it waits for this worker."""

@@ -1,20 +1,27 @@
 """What a run tells about itself: events, and the observers that receive them.
 
-| kind    | when                              | values (names carry units where they have any)                                    |
-|---------|-----------------------------------|-----------------------------------------------------------------------------------|
-| start   | once per attempt                  | message, parameters, config_digest, replicas, workers, flags, data/*; seconds since the process began: startup_s, of which import_s, build_s, restore_s |
-| restore | after resuming                    | message                                                                           |
-| train   | every --log_every steps           | train/loss, train/METRIC, train/learning_rate, train/gradient_norm, train/loss_scale, train/skipped_steps, perf/steps_per_s, perf/samples_per_s, perf/compute_s, perf/slowest_compute_s, perf/slowest_rank, perf/tokens_per_s, perf/model_flops_per_s, perf/mfu, perf/scaling_efficiency (those that are known, see rates.py), data/consumed_samples, data/epoch, memory/host_bytes, memory/host_peak_bytes, memory/device_bytes, memory/device_peak_bytes, pause/evaluation_s, pause/saving_s (training stood still for it since the last); with parameter servers staleness/mean, staleness/max, staleness/dropped and updates by staleness, staleness/0, staleness/1, ... |
-| phases  | at a log line, if a call was sampled since (--phase_every) | seconds per step since the last: phase/NAME_s, which add up to the wall time (phases.py); overlap/gradient_sync_s: reduction that the backward pass hid; phase_steps: how many steps |
-| verdict | when it is new or has changed, and at the end | message: what holds the run up (verdict.py); final                                 |
-| eval    | after an evaluation               | eval/loss, eval/METRIC, eval/samples                                              |
-| save    | when a snapshot has been written  | message, save/bytes, save/write_s, save/step                                      |
-| backup  | when a backup has been written     | save/bytes, save/write_s, save/step                                               |
-| trace   | when a trace has been written     | message, trace/first_step, trace/folder                                           |
-| warning | when something needs attention    | message                                                                           |
-| regroup | instead of end, when workers come or go without a restart (--elastic) | message                                              |
-| end     | once, unless killed               | stopped, train_s, eval/*                                                          |
-| error   | instead of end, if there was time | message                                                                           |
+start    once per attempt: message, parameters, config_digest, replicas, workers, flags, data/*; seconds since the
+         process began: startup_s, of which import_s, build_s, restore_s
+restore  after resuming: message
+train    every --log_every steps: train/loss, train/METRIC, train/learning_rate, train/gradient_norm, train/loss_scale,
+         train/skipped_steps, perf/steps_per_s, perf/samples_per_s, perf/compute_s, perf/slowest_compute_s,
+         perf/slowest_rank, perf/tokens_per_s, perf/model_flops_per_s, perf/mfu, perf/scaling_efficiency (those that are
+         known, see rates.py), data/consumed_samples, data/epoch, memory/host_bytes, memory/host_peak_bytes,
+         memory/device_bytes, memory/device_peak_bytes, pause/evaluation_s, pause/saving_s (training stood still for it
+         since the last); with parameter servers staleness/mean, staleness/max, staleness/dropped and updates by
+         staleness, staleness/0, staleness/1, ...
+phases   at a log line, if a call was sampled since (--phase_every): seconds per step since the last: phase/NAME_s,
+         which add up to the wall time (phases.py); overlap/gradient_sync_s: reduction that the backward pass hid;
+         phase_steps: how many steps
+verdict  when it is new or has changed, and at the end: message: what holds the run up (verdict.py); final
+eval     after an evaluation: eval/loss, eval/METRIC, eval/samples
+save     when a snapshot has been written: message, save/bytes, save/write_s, save/step
+backup   when a backup has been written: save/bytes, save/write_s, save/step
+trace    when a trace has been written: message, trace/first_step, trace/folder
+warning  when something needs attention: message
+regroup  instead of end, when workers come or go without a restart (--elastic): message
+end      once, unless killed: stopped, train_s, eval/*
+error    instead of end, if there was time: message
 """
 
 from __future__ import annotations

@@ -4,18 +4,16 @@ Everything comes from logs/rank-0.jsonl, over all attempts. The life begins when
 was started and ends with the last event; `account` cuts it into spans that lie end to end, so the parts always add up
 to it.
 
-| part       | what the time went into                                                                                   |
-|------------|-----------------------------------------------------------------------------------------------------------|
-| train      | steps that were kept                                                                                      |
-| lost       | steps that were done again or never kept, and going back from bad numbers                                 |
-| restart    | from the last event before a death to the first new step: failure, down, start-up and first step together |
-| startup    | starting a process that follows no death: imports, building, restoring, opening the data                  |
-| trace      | tracing and compiling: what the first steps of an attempt took longer than the same number of later ones   |
-| evaluation | training stood still for an evaluation                                                                     |
-| saving     | training stood still for a snapshot or a backup                                                            |
-| results    | after the last snapshot: export, picture, summary                                                          |
-| idle       | after a finished training, until somebody trained on                                                       |
-| other      | what the log does not explain                                                                              |
+train       steps that were kept
+lost        steps that were done again or never kept, and going back from bad numbers
+restart     from the last event before a death to the first new step: failure, down, start-up and first step together
+startup     starting a process that follows no death: imports, building, restoring, opening the data
+trace       tracing and compiling: what the first steps of an attempt took longer than the same number of later ones
+evaluation  training stood still for an evaluation
+saving      training stood still for a snapshot or a backup
+results     after the last snapshot: export, picture, summary
+idle        after a finished training, until somebody trained on
+other       what the log does not explain
 
 Between two train events the log tells the seconds of training (steps / perf/steps_per_s) and of each pause
 (pause/NAME_s). After the last train event of an attempt it tells steps and times only: those steps are taken at the

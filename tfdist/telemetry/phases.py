@@ -1,16 +1,16 @@
 """What the seconds of a step go to, per worker: means over the steps since the last account.
 
-| phase          | what                                                                                                          |
-|----------------|---------------------------------------------------------------------------------------------------------------|
-| data_wait      | waiting for the next batch                                                                                    |
-| host_to_device | copying it to the device; 0 on a CPU                                                                          |
-| forward        | forward pass and loss (with tensor parallelism, pipelines and synchronised BatchNorm also what they communicate) |
-| backward       | until the last gradient is there                                                                              |
-| gradient_sync  | from then until all gradients are reduced: what the backward pass does not hide, and waiting for slower workers |
-| optimizer      | until the weights are updated                                                                                 |
-| other          | entering and leaving the training function, logging, all else between its calls                               |
-| checkpoint     | training stood still for a snapshot or a backup                                                               |
-| evaluation     | training stood still for an evaluation                                                                        |
+data_wait       waiting for the next batch
+host_to_device  copying it to the device; 0 on a CPU
+forward         forward pass and loss (with tensor parallelism, pipelines and synchronised BatchNorm also what they
+                communicate)
+backward        until the last gradient is there
+gradient_sync   from then until all gradients are reduced: what the backward pass does not hide, and waiting for slower
+                workers
+optimizer       until the weights are updated
+other           entering and leaving the training function, logging, all else between its calls
+checkpoint      training stood still for a snapshot or a backup
+evaluation      training stood still for an evaluation
 
 They lie end to end and add up to the wall time. Reduction that the backward pass hides is no phase: it is told beside
 them as overlap. Checkpoint, evaluation and, where our own ring reduces, gradient_sync are measured always, the rest in
@@ -72,28 +72,27 @@ class PhaseMeter:
     @property
     def overlap_s(self) -> float | None:
         """Per step: reduction behind the backward pass; None: not known, or there is none to hide."""
-        if (
-            not self._all
-            or any(call.travel_s is None or call.sync_s is None for call in self._all)
-            or not any(call.travel_s for call in self._all)
-        ):
+        known = [
+            (call.travel_s, call.sync_s) for call in self._all if call.travel_s is not None and call.sync_s is not None
+        ]
+        if len(known) < len(self._all) or not any(travel_s for travel_s, _ in known):
             return None
-        return max(0.0, sum(call.travel_s - call.sync_s for call in self._all)) / sum(call.steps for call in self._all)
+        return max(0.0, sum(travel_s - sync_s for travel_s, sync_s in known)) / sum(call.steps for call in self._all)
 
     def seconds(self) -> np.ndarray | None:
         """float64 [len(PHASES)]: seconds per step since `begin`; None if no call was sampled."""
-        sampled = [call for call in self._all if call.phases_s is not None]
+        sampled = [(call.wall_s, call.phases_s) for call in self._all if call.phases_s is not None]
         if not sampled:
             return None
         steps, calls_s = sum(call.steps for call in self._all), sum(call.wall_s for call in self._all)
         found = np.zeros(len(PHASES))
-        found[:IN_CALL] = np.maximum(sum(call.phases_s for call in sampled), 0.0)
-        found[OTHER] = max(0.0, sum(call.wall_s for call in sampled) - found.sum())
-        sync_s = None if any(call.sync_s is None for call in self._all) else sum(call.sync_s for call in self._all)
-        if sync_s is None:
+        found[:IN_CALL] = np.maximum(sum(phases_s for _, phases_s in sampled), 0.0)
+        found[OTHER] = max(0.0, sum(wall_s for wall_s, _ in sampled) - found.sum())
+        reduced = [call.sync_s for call in self._all if call.sync_s is not None]
+        if len(reduced) < len(self._all):
             found *= calls_s / max(found.sum(), 1e-12)
         else:
-            sync_s = min(sync_s, calls_s)
+            sync_s = min(sum(reduced), calls_s)
             found[SYNC] = 0.0
             found *= (calls_s - sync_s) / max(found.sum(), 1e-12)
             found[SYNC] = sync_s

@@ -53,9 +53,10 @@ class Profiler:
         if self._since is None:
             self._open.append(None)
             return
-        from tensorflow.profiler.experimental import Trace
+        import tensorflow as tf
 
-        scope = Trace("train", step_num=self._run.step(), _r=1) if name in _STEPS else Trace(name)
+        trace = tf.profiler.experimental.Trace
+        scope = trace("train", step_num=self._run.step(), _r=1) if name in _STEPS else trace(name)
         self._open.append(scope)
         scope.__enter__()
 
@@ -66,21 +67,24 @@ class Profiler:
             self._stop()
 
     def _maybe_start(self, step: int) -> None:
-        planned = self._steps is not None and self._steps[0] <= step < self._steps[1]
+        planned = self._steps if self._steps and self._steps[0] <= step < self._steps[1] else None
         if not planned and not self._asked:
             return
-        from tensorflow.profiler.experimental import ProfilerOptions, start
+        import tensorflow as tf
 
         # Python's own calls would hide the rest.
-        start(str(self.folder), ProfilerOptions(host_tracer_level=2, python_tracer_level=0, device_tracer_level=1))
+        options = tf.profiler.experimental.ProfilerOptions(
+            host_tracer_level=2, python_tracer_level=0, device_tracer_level=1
+        )
+        tf.profiler.experimental.start(str(self.folder), options)
         self._asked, self._since = False, step
-        self._until = self._steps[1] if planned else step + 1
+        self._until = planned[1] if planned else step + 1
 
     def _stop(self) -> None:
-        from tensorflow.profiler.experimental import stop
+        import tensorflow as tf
 
         since, self._since = self._since, None
-        stop()
+        tf.profiler.experimental.stop()
         step = self._run.step()
         self._tell(
             Event(

@@ -1,15 +1,14 @@
 """A Prometheus endpoint per worker: http://HOST:PORT/metrics with the port --prometheus_port + local rank.
 
-| name                                      | type    | what                                                                   |
-|-------------------------------------------|---------|------------------------------------------------------------------------|
-| tfdist_run_info{run_id,config_digest}     | gauge   | 1                                                                      |
-| tfdist_attempt, tfdist_step               | gauge   | how often the run was started before; the last step that was told       |
-| tfdist_train_loss, tfdist_perf_..., ...   | gauge   | the numbers of the last events, with _ for / (telemetry/events.py)     |
-| tfdist_events_total{kind}                 | counter | events, for example warnings                                           |
-| tfdist_section_seconds_total{section}     | counter | time in finished steps, evaluations, saves, restores                   |
-| tfdist_section_active{section}            | gauge   | 1 for the section that the worker is in                                |
-| tfdist_section_start_time_seconds         | gauge   | Unix time at which it entered or left a section last: since when a worker hangs |
-| process_...                               | ...     | memory, processor time, open files of the process                      |
+tfdist_run_info{run_id,config_digest}    gauge: 1
+tfdist_attempt, tfdist_step              gauge: how often the run was started before; the last step that was told
+tfdist_train_loss, tfdist_perf_..., ...  gauge: the numbers of the last events, with _ for / (telemetry/events.py)
+tfdist_events_total{kind}                counter: events, for example warnings
+tfdist_section_seconds_total{section}    counter: time in finished steps, evaluations, saves, restores
+tfdist_section_active{section}           gauge: 1 for the section that the worker is in
+tfdist_section_start_time_seconds        gauge: Unix time at which it entered or left a section last: since when a
+                                         worker hangs
+process_...                              memory, processor time, open files of the process
 
 All but process_... carry the label rank. An example of a Grafana dashboard: scripts/grafana_dashboard.json.
 """
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 from tfdist.control.exit_codes import StartupError
 from tfdist.telemetry.events import Event
@@ -36,7 +36,7 @@ class PrometheusEndpoint:
         self._registry = self._client.CollectorRegistry()
         self._client.ProcessCollector(registry=self._registry)
         self._rank, self._run = str(run.rank), run
-        self._gauges: dict[str, object] = {}
+        self._gauges: dict[str, Any] = {}
         labels = {"registry": self._registry}
         self._events = self._client.Counter("tfdist_events", "Events by kind.", ["kind", "rank"], **labels)
         self._seconds = self._client.Counter(

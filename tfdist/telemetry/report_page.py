@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 
+from tfdist.telemetry import life_plots, plot_style
 from tfdist.telemetry import report_plots as plots
 from tfdist.telemetry.goodput import PARTS
 from tfdist.telemetry.report_text import WORDS, restart_detail
@@ -16,13 +17,30 @@ _UNTOLD = "–"
 
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto; max-width: 1160px; padding: 24px 20px 60px; }
-h1 { font-size: 24px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 8px; border-bottom: 1px solid #ddd; padding-bottom: 4px; } h3 { font-size: 15px; margin: 18px 0 4px; }
+body {
+  font: 15px/1.5 system-ui, sans-serif;
+  color: #222;
+  background: #fff;
+  margin: 0 auto;
+  max-width: 1160px;
+  padding: 24px 20px 60px;
+}
+h1 { font-size: 24px; margin: 0; }
+h2 { font-size: 18px; margin: 36px 0 8px; border-bottom: 1px solid #ddd; padding-bottom: 4px; }
+h3 { font-size: 15px; margin: 18px 0 4px; }
 p { margin: 4px 0; } .note { color: #666; font-size: 13px; }
-table { border-collapse: collapse; font-size: 14px; } th, td { text-align: left; padding: 3px 18px 3px 0; vertical-align: top; border-bottom: 1px solid #eee; }
-th { font-weight: 600; } td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } td.text { overflow-wrap: break-word; }
-.scroll { overflow-x: auto; } .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(420px, 100%), 1fr)); gap: 8px 20px; }
-figure { margin: 8px 0; } figure.wide { overflow-x: auto; } figure.wide svg { min-width: 760px; } figcaption { font-weight: 600; font-size: 14px; } svg { width: 100%; height: auto; display: block; }
+table { border-collapse: collapse; font-size: 14px; }
+th, td { text-align: left; padding: 3px 18px 3px 0; vertical-align: top; border-bottom: 1px solid #eee; }
+th { font-weight: 600; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.text { overflow-wrap: break-word; }
+.scroll { overflow-x: auto; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(420px, 100%), 1fr)); gap: 8px 20px; }
+figure { margin: 8px 0; }
+figure.wide { overflow-x: auto; }
+figure.wide svg { min-width: 760px; }
+figcaption { font-weight: 600; font-size: 14px; }
+svg { width: 100%; height: auto; display: block; }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
 tr.error td, tr.warning td { background: #fdf3f2; } tr.warning td { background: #fdf8e8; }
 details { margin: 8px 0; } summary { cursor: pointer; } code { font-size: 13px; }
@@ -81,7 +99,7 @@ def _summary(runs: Sequence[RunLog]) -> str:
         _table(
             ["", *(run.name for run in runs)],
             rows,
-            colors=[None, *(plots.color(number) for number in range(len(runs)))],
+            colors=[None, *(plot_style.color(number) for number in range(len(runs)))],
         ),
     )
 
@@ -98,7 +116,7 @@ def _goodput(runs: Sequence[RunLog]) -> str:
             ]
             rows.append(
                 [
-                    f'<span class="key" style="background:{plots.PART_COLORS[part]}"></span>{escape(word)}',
+                    f'<span class="key" style="background:{plot_style.PART_COLORS[part]}"></span>{escape(word)}',
                     *cells,
                     f'<span class="note">{escape(meaning)}</span>',
                 ]
@@ -112,7 +130,7 @@ def _goodput(runs: Sequence[RunLog]) -> str:
     ]
     return _section(
         "Goodput",
-        _figure(plots.goodput_bars(runs), wide=True),
+        _figure(life_plots.goodput_bars(runs), wide=True),
         _table(["", *(run.name for run in runs), ""], rows, numbers=range(1, len(runs) + 1), raw=True),
         *details,
     )
@@ -134,11 +152,12 @@ def _time_line(runs: Sequence[RunLog]) -> str:
         ]
     table = _table(["run", "attempt", "after", "step", "reason"], rows, numbers=(1, 2, 3))
     table = (
-        f"<details{' open' if len(rows) <= 10 else ''}><summary>{counted(len(rows), 'restart')}</summary>{table}</details>"
+        f"<details{' open' if len(rows) <= 10 else ''}><summary>{counted(len(rows), 'restart')}</summary>"
+        f"{table}</details>"
         if rows
         else '<p class="note">No restarts.</p>'
     )
-    return _section("Time line and restarts", _figure(plots.time_line(runs), wide=True), table)
+    return _section("Time line and restarts", _figure(life_plots.time_line(runs), wide=True), table)
 
 
 def _curves(runs: Sequence[RunLog]) -> str:
@@ -244,7 +263,8 @@ def _section(title: str, *parts: str) -> str:
 
 
 def _figure(svg: str, caption: str = "", wide: bool = False) -> str:
-    return f"<figure{' class=wide' if wide else ''}>{f'<figcaption>{escape(caption)}</figcaption>' if caption else ''}{svg}</figure>"
+    title = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"<figure{' class=wide' if wide else ''}>{title}{svg}</figure>"
 
 
 def _grid(panels: Sequence[tuple[str, str]]) -> str:

@@ -5,8 +5,10 @@ Written with TensorBoard's own package.
 
 from __future__ import annotations
 
+from importlib import import_module
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.trackers import Run
@@ -30,10 +32,9 @@ class TensorBoardObserver:
     """
 
     def __init__(self, folder: Path, resumed_step: int, *, forgets: bool = True, run: Run | None = None):
-        from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._proto = event_pb2
+        self._proto = _messages("event")
         self._writer = EventFileWriter(str(folder), flush_secs=5)
         self._run, self._forgets, self._last = run, forgets, resumed_step
         self._histograms_every = run.flags.get("histograms_every", 0) if run else 0
@@ -46,8 +47,7 @@ class TensorBoardObserver:
         self._writer.add_event(self._proto.Event(step=step, session_log=session))
 
     def __call__(self, event: Event) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
+        Summary = _messages("summary").Summary
         if event.kind == "train":
             self._on_train(event)
         scalars = [
@@ -68,13 +68,17 @@ class TensorBoardObserver:
                 )
             )
         if self._run and event.kind in ("start", "end"):
-            self._hyper_parameters(event)
+            self._hyper_parameters(self._run, event)
         self._writer.flush()  # so that a killed process loses nothing that it has told
 
     def _on_train(self, event: Event) -> None:
         if event.step <= self._last and self._forgets:  # after a rollback
             self._forget(event.step)
-        elif self._histograms_every and event.step // self._histograms_every > self._last // self._histograms_every:
+        elif (
+            self._run
+            and self._histograms_every
+            and event.step // self._histograms_every > self._last // self._histograms_every
+        ):
             from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
             for name, value in self._run.weights().items():
@@ -85,23 +89,23 @@ class TensorBoardObserver:
                 )
         self._last = event.step
 
-    def _hyper_parameters(self, event: Event) -> None:
+    def _hyper_parameters(self, run: Run, event: Event) -> None:
         """Flags at the start; that the run has ended well at its end, and not before: TensorBoard keeps the first that
         it reads.
         """
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+        from tensorboard.plugins.hparams import metadata
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         if event.kind == "start":
-            summary = hparams_pb(dict(self._run.flags), trial_id=self._run.run_id, start_time_secs=event.time)
+            summary = hparams_pb(dict(run.flags), trial_id=run.run_id, start_time_secs=event.time)
         elif not event.values.get("stopped"):
-            data = plugin_data_pb2.HParamsPluginData(
-                session_end_info=plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=event.time)
-            )
-            summary = Summary(
+            summary, plugin = _messages("summary"), import_module("tensorboard.plugins.hparams.plugin_data_pb2")
+            status = import_module("tensorboard.plugins.hparams.api_pb2").STATUS_SUCCESS
+            end = plugin.SessionEndInfo(status=status, end_time_secs=event.time)
+            data = plugin.HParamsPluginData(session_end_info=end)
+            summary = summary.Summary(
                 value=[
-                    Summary.Value(
+                    summary.Summary.Value(
                         tag=metadata.SESSION_END_INFO_TAG,
                         metadata=metadata.create_summary_metadata(data),
                         tensor=metadata.NULL_TENSOR,
@@ -116,12 +120,16 @@ class TensorBoardObserver:
         self._writer.close()
 
 
+def _messages(name: str) -> Any:
+    """TensorBoard's protocol buffers of one file, which no type checker knows."""
+    return import_module(f"tensorboard.compat.proto.{name}_pb2")
+
+
 def _text(tag: str, text: str):
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.types_pb2 import DT_STRING
     from tensorboard.plugins.text.metadata import create_summary_metadata
 
     indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown for "as it is"
-    tensor = TensorProto(dtype=DT_STRING, string_val=[indented.encode()])
-    return Summary.Value(tag=tag, metadata=create_summary_metadata(display_name=tag, description=""), tensor=tensor)
+    tensor = _messages("tensor").TensorProto(dtype=_messages("types").DT_STRING, string_val=[indented.encode()])
+    return _messages("summary").Summary.Value(
+        tag=tag, metadata=create_summary_metadata(display_name=tag, description=""), tensor=tensor
+    )

@@ -3,15 +3,14 @@
 Judged from the phases of all workers (phases.py), as shares of the time without evaluations. All workers take part in
 each step, so the time is the same for all, and what one does longer the others spend waiting in gradient_sync:
 
-| verdict     | its share of the time                                                                              |
-|-------------|----------------------------------------------------------------------------------------------------|
-| storage     | the longest checkpoint of any worker                                                               |
-| slow rank   | what the slowest worker takes for forward, backward, optimizer and other beyond the median of the others |
-| input       | the longest data wait and host to device of any worker: with readers that are equally slow, the others read ahead while they wait for the last one |
-| communication | the shortest gradient_sync of any worker: there nobody is waited for any more                    |
-| compute     | forward, backward pass and optimizer, median of the workers                                        |
-| host        | other, median of the workers                                                                       |
-| nothing     | none of these has MOST of it                                                                       |
+storage        the longest checkpoint of any worker
+slow rank      what the slowest worker takes for forward, backward, optimizer and other beyond the median of the others
+input          the longest data wait and host to device of any worker: with readers that are equally slow, the others
+               read ahead while they wait for the last one
+communication  the shortest gradient_sync of any worker: there nobody is waited for any more
+compute        forward, backward pass and optimizer, median of the workers
+host           other, median of the workers
+nothing        none of these has MOST of it
 
 The largest of the first four is the verdict if it is LEAST or more, else the larger of the next two if that is MOST or
 more.

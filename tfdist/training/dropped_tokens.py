@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.training.objectives import Objective, Scores
 
 METRIC = "dropped_fraction"
@@ -20,7 +21,9 @@ def with_dropped(objective: Objective, model: keras.Model) -> Objective:
     """`objective` with the metric `dropped_fraction`: of all choices of tokens for experts, the part that was dropped,
     the mean over blocks. The objective itself if the model has no experts."""
     noted: dict[str, tf.Tensor] = {}
-    routers = [layer for layer in model._flatten_layers(include_self=False) if layer.name.endswith("_router_dropped")]
+    routers = [
+        layer for layer in keras_layers.all_layers(model, include_self=False) if layer.name.endswith("_router_dropped")
+    ]
     for layer in routers:
         _note(layer, noted)
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_variables
 from tfdist.runtime.base import Runtime
 
 
@@ -18,7 +19,7 @@ class ForwardState:
 
     def __init__(self, runtime: Runtime, model: keras.Model):
         self.runtime = runtime
-        known = {id(variable._value) for variable in model.variables}  # those of --zero=3 have none
+        known = {id(keras_variables.stored_value(one)) for one in model.variables}  # those of --zero=3 have none
         others = [
             variable
             for variable in tf.train.TrackableView(model).descendants()

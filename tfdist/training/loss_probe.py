@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
+
 MEAN, SUM = "mean", "sum"
 UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"
 ROWS = 4  # that are tried, each alone and all together
@@ -28,7 +30,7 @@ class Probe:
     """A model that is run on a few rows without leaving a trace in it."""
 
     def __init__(self, model: keras.Model, x: Any, take: Take, count: int):
-        self.model, self.layers = model, list(model._flatten_layers())
+        self.model, self.layers = model, list(keras_layers.all_layers(model))
         self.rows = [number % count for number in range(ROWS)]
         self.x, self._take = x, take
         self.weights = [variable.numpy() for variable in model.trainable_variables]
@@ -38,7 +40,7 @@ class Probe:
             [
                 _LEAST_TOLERANCE,
                 *(
-                    8 * float(np.finfo(each.as_numpy_dtype).eps) if each != tf.bfloat16 else 2**-4
+                    8 * float(np.finfo(each.name).eps) if each != tf.bfloat16 else 2**-4
                     for each in types
                     if each.is_floating
                 ),
@@ -65,9 +67,9 @@ class Probe:
                 layer.add_loss = self._recorder(number)
                 changed.append((layer, "add_loss"))
                 if (
-                    getattr(layer, "_call_has_training_arg", False)
+                    keras_layers.takes_training(layer)
                     and "call" not in vars(layer)
-                    and all(map(is_of_keras, layer._flatten_layers()))
+                    and all(map(is_of_keras, keras_layers.all_layers(layer)))
                 ):
                     layer.call = _not_training(layer.call)
                     changed.append((layer, "call"))
@@ -78,7 +80,7 @@ class Probe:
             for variable, value in kept:
                 variable.assign(value)
 
-    def _recorder(self, number: int) -> Callable[[Any], None]:
+    def _recorder(self, number: int) -> Callable:
         def add_loss(loss: Any) -> None:
             for each in keras.tree.flatten(loss):
                 place = sum(key[0] == number for key, _ in self._added)
@@ -92,7 +94,7 @@ class Probe:
             for variable, value in zip(self.model.non_trainable_variables, self.states, strict=True)
         ]
         self._added = []
-        options = {"training": training} if self.model._call_has_training_arg else {}
+        options = {"training": training} if keras_layers.takes_training(self.model) else {}
         self.model.stateless_call([*map(tf.constant, weights)], [*map(tf.constant, states)], x, **options)
         return self._added
 
@@ -148,12 +150,12 @@ class Probe:
         def look(draw: int) -> list[dict[Key, float]]:
             return [self.values(batch, weights, draw, training) for batch in batches]
 
-        first, again = look(0), self.values(batches[ROWS], weights, 1, training)
+        first, redrawn = look(0), self.values(batches[ROWS], weights, 1, training)
         keys = first[ROWS].keys()
         if any(one.keys() != keys for one in first):
             return dict.fromkeys(keys, OTHER)
         result = {key: _verdict([one[key] for one in first], self.tolerance) for key in keys}
-        random = [key for key in keys if again.get(key) != first[ROWS][key] and result[key] == OTHER]
+        random = [key for key in keys if redrawn.get(key) != first[ROWS][key] and result[key] == OTHER]
         if random:
             draws = [first, *(look(draw) for draw in range(1, _DRAWS))]
             result |= {

@@ -17,8 +17,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_optimizers
 from tfdist.config import OptimizerConfig, parse_args
-from tfdist.control.exit_codes import ConfigError, UnsupportedError
+from tfdist.control.exit_codes import ConfigError
 
 
 class FusedAdam(keras.optimizers.Adam):
@@ -35,7 +36,9 @@ class FusedAdam(keras.optimizers.Adam):
         if self.amsgrad or isinstance(gradient, tf.IndexedSlices) or tf.as_dtype(variable.dtype) != tf.float32:
             super().update_step(gradient, variable, learning_rate)
             return
-        index, step = self._get_variable_index(variable), tf.cast(self.iterations + 1, tf.float32)
+        index = self._get_variable_index(variable)
+        # Keras' types are those of any backend.
+        step = tf.cast(self.iterations + 1, tf.float32)  # type: ignore[reportCallIssue, reportOptionalOperand]
         var, m, v = (
             (each.value if isinstance(each, keras.Variable) else each).handle
             for each in (variable, self._momentums[index], self._velocities[index])
@@ -65,6 +68,9 @@ OPTIMIZERS = {
     "adafactor": keras.optimizers.Adafactor,
     "muon": keras.optimizers.Muon,
 }
+
+# What `config.ELEMENTWISE_OPTIMIZERS` are instances of, and no other.
+ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion)
 
 # Keras arguments that would act on local gradients or deadlock, and the flag that does the same right.
 OWN_FLAGS = {
@@ -126,9 +132,7 @@ def _check_numbers(config: OptimizerConfig, options: dict[str, Any]) -> None:
 
 def switch_off_reduction(optimizer: keras.Optimizer) -> keras.Optimizer:
     """Makes `optimizer.apply` take gradients that are already summed over all replicas."""
-    if not callable(getattr(optimizer, "_all_reduce_sum_gradients", None)):
-        raise UnsupportedError(f"Keras {keras.__version__} reduces gradients in an unknown way: install keras~=3.15.")
-    optimizer._all_reduce_sum_gradients = list
+    keras_optimizers.switch_off_reduction(optimizer)
     return optimizer
 
 
@@ -157,7 +161,7 @@ def subtract_by_assignment(optimizer: keras.Optimizer) -> None:
 
 def ema_variables(optimizer: keras.Optimizer) -> list:
     """The moving averages of the trainable variables, in their order; empty without --ema."""
-    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+    return keras_optimizers.moving_averages(optimizer)
 
 
 @contextlib.contextmanager

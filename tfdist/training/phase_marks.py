@@ -20,12 +20,37 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-DATA, DEVICE, FORWARD, BACKWARD, START, LOCAL, REDUCED = range(7)  # the first four come for each micro-batch
-COUNT = 7
+from tfdist.training.dtypes import Gradient
+from tfdist.training.replica_gradients import Accumulated
+
+
+class MarkSums(NamedTuple):
+    """The marks of a call, each added up over its steps (and micro-batches): seconds since the base."""
+
+    of_micro_batches: tf.Tensor  # float64: DATA, DEVICE, FORWARD, BACKWARD
+    of_steps: tf.Tensor  # float64: START, LOCAL, REDUCED
+
+    @classmethod
+    def none(cls) -> MarkSums:
+        return cls(tf.zeros([4], tf.float64), tf.zeros([3], tf.float64))
+
+
+class MarkTimes(NamedTuple):
+    """The same on the host."""
+
+    data: float
+    device: float
+    forward: float
+    backward: float
+    start: float
+    local: float
+    reduced: float
+    total: float  # seconds from the first START to the end of the last step
 
 
 class Marks:
@@ -35,20 +60,17 @@ class Marks:
       base: float64 [], Unix seconds near to the call's begin: differences from it stay exact. 0: the call is not
       sampled.
       timed: whether TensorFlow's own clock may be used.
-      on: False: there are no marks in the graph at all.
       on_device: whether the tensors are on a GPU.
     """
 
-    def __init__(self, base: tf.Tensor, timed: bool = True, on: bool = True, on_device: bool = False):
-        self.base, self.timed, self.on, self.on_device = base, timed, on, on_device
-        self.always = on and timed and not on_device
+    def __init__(self, base: tf.Tensor, timed: bool, on_device: bool):
+        self.base, self.timed, self.on_device = base, timed, on_device
+        self.always = timed and not on_device
 
     def __call__(self, after: Sequence[tf.Tensor]) -> tf.Tensor:
         """float64 []: Unix seconds when all of `after` are there (on a GPU: when the last one is); anything in calls
         that are not sampled.
         """
-        if not self.on:
-            return tf.constant(0.0, tf.float64)
         with tf.control_dependencies(after):
             if self.always:
                 return tf.timestamp()
@@ -84,27 +106,34 @@ def is_sampled(number: int, every: int) -> bool:
     return at == (min(1, every - 1) if row == 0 else random.Random(row).randrange(every))
 
 
-def gradients_last(local: Sequence[tuple[list, tf.Tensor]]) -> list[tf.Tensor]:
+def values_of(gradient: Gradient) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def gradients_last(local: Sequence[Accumulated]) -> list[tf.Tensor]:
     """All that the replicas hold after their backward pass; what is computed last, the first variable's gradient, is
     last.
     """
-    return [getattr(tensor, "values", tensor) for gradients, sums in local for tensor in (sums, *gradients[::-1])]
+    return [values_of(tensor) for each in local for tensor in (each.sums, *each.of_added[::-1], *each.gradients[::-1])]
 
 
-def in_step(sums: np.ndarray, wait_s: float | None) -> np.ndarray:
+def in_step(times: MarkTimes, wait_s: float | None) -> np.ndarray:
     """float64 [6]: the seconds of data wait, host to device, forward, backward, gradient synchronisation and optimizer.
 
-    Args:
-      sums: float64 [COUNT + 1], the marks of a call, each added up over its steps (and micro-batches), and the seconds
-      from
-        the first START to the end of the last step.
-      wait_s: gradient synchronisation, where the runtime knows it better; None: it does not.
+    `wait_s`: gradient synchronisation, where the runtime knows it better; None: it does not.
     """
-    data, device, forward, backward, start, local, reduced, total = sums
     # Every micro-batch but the first begins where the one before it ends.
-    begins = start + backward - local
+    begins = times.start + times.backward - times.local
+    backward, local = times.backward, times.local
     if wait_s is not None:
-        backward, local = backward + reduced - wait_s - local, reduced - wait_s
+        backward, local = backward + times.reduced - wait_s - local, times.reduced - wait_s
     return np.array(
-        [data - begins, device - data, forward - device, backward - forward, reduced - local, total - (reduced - start)]
+        [
+            times.data - begins,
+            times.device - times.data,
+            times.forward - times.device,
+            backward - times.forward,
+            times.reduced - local,
+            times.total - (times.reduced - times.start),
+        ]
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, fields
 
 
-class Requests(NamedTuple):
+@dataclass(frozen=True)
+class Requests:
     """What a worker may ask for; summed over workers in the reduction that is there anyway."""
 
     save: bool = False
@@ -13,5 +14,5 @@ class Requests(NamedTuple):
     leave: bool = False  # end this group of workers, to form another
 
 
-SIGNALS = Requests._fields
+REQUESTS = tuple(field.name for field in fields(Requests))
 NOTHING = Requests()

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from tfdist.telemetry.phases import Call
-from tfdist.training.requests import SIGNALS, Requests
+from tfdist.training.requests import REQUESTS, Requests
 
 FIRST_SUMS = ("loss", "weight", "regularization")  # over samples, before those of the metrics
 _HEAD = ("gradient_norm", "loss_scale", "skipped", "bad", "compute_s")
 
 
-class StepOutput(NamedTuple):
+@dataclass(frozen=True)
+class StepOutput:
     """Results of n steps, the same on every worker."""
 
     step: int  # the counter after them
-    means: dict[
-        str, float
-    ]  # loss and metrics, weighted means over the n global batches but for those that were skipped; NaN if all were
+    # Loss and metrics, weighted means over the n global batches but for those that were skipped; NaN if all were.
+    means: dict[str, float]
     weight: float  # sum of the weights: samples, or tokens
     gradient_norm: float  # of the last step, before clipping
-    loss_scale: float
-    skipped: int  # of the n steps, those without an update because a gradient was not finite
-    finite: bool  # whether loss and (where computed) gradients of all n steps were
-    sums: dict[str, float]  # loss and metrics times weight, over the n global batches
-    signals: dict[str, bool]  # whether any worker asked
-    step_s: float  # seconds per step in the call before this one, by the chief's clock; 0: not known yet
-    compute_s: np.ndarray  # float64 [workers]: of these, how long each worker computed without waiting for others
+    loss_scale: float = 1.0
+    skipped: int = 0  # of the n steps, those without an update because a gradient was not finite
+    finite: bool = True  # whether loss and (where computed) gradients of all n steps were
+    sums: dict[str, float] = field(default_factory=dict)  # loss and metrics times weight, over the n global batches
+    signals: dict[str, bool] = field(default_factory=dict)  # whether any worker asked
+    step_s: float = 0.0  # seconds per step in the call before this one, by the chief's clock; 0: not known yet
+    # float64 [workers]: of these, how long each worker computed without waiting for others.
+    compute_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
     call: Call | None = None  # where the seconds of this call went on this worker
 
 
-def means_of(sums: dict[str, float], weight: float) -> dict[str, float]:
+def means_of(sums: Mapping[str, float], weight: float) -> dict[str, float]:
     """Sums of values times weights -> the values' means; NaN if nothing was counted.
 
     Regularization only if there is any.
@@ -60,40 +63,41 @@ class Fields:
 
 
 class Layout:
-    """The vectors of a step: `batch`, sums over samples; `told`, what workers tell each other; `head`, what is the same
-    anyway.
+    """The vectors of a step: `sums` over samples; `signals`, what workers tell each other; `head`, what is the same on
+    all anyway; `vector`, all of them.
     """
 
     def __init__(self, metrics: tuple[str, ...], workers: int):
-        self.batch = Fields((*FIRST_SUMS, *metrics))
-        self.told = Fields((*SIGNALS, "step_s", *(f"compute_s of {rank}" for rank in range(workers))))
+        self.sums = Fields((*FIRST_SUMS, *metrics))
+        self.signals = Fields((*REQUESTS, "step_s", *(f"compute_s of {rank}" for rank in range(workers))))
         self.head = Fields(_HEAD)
-        self.packed = Fields((*self.head.names, *self.batch.names, *self.told.names))
+        self.vector = Fields((*self.head.names, *self.sums.names, *self.signals.names))
         self._shown = ("loss", "regularization", *metrics)
         self._workers = workers
 
-    def told_by(self, rank: int, signals: Requests, step_s: float, compute_s: float) -> np.ndarray:
-        """float32: what worker `rank` tells; over workers these are summed."""
-        said = {**signals._asdict(), f"compute_s of {rank}": compute_s, **({"step_s": step_s} if rank == 0 else {})}
-        return np.array([said.get(name, 0.0) for name in self.told.names], np.float32)
+    def signals_of(self, rank: int, requests: Requests, step_s: float, compute_s: float) -> np.ndarray:
+        """float32: those of worker `rank`; over workers they are summed."""
+        own = {**dataclasses.asdict(requests), f"compute_s of {rank}": compute_s}
+        if rank == 0:
+            own["step_s"] = step_s
+        return np.array([own.get(name, 0.0) for name in self.signals.names], np.float32)
 
-    def output(self, step: int, packed: np.ndarray, n: int, call: Call) -> StepOutput:
-        """Of the `packed` results of n steps."""
-        found = self.packed.read(packed)
+    def output(self, step: int, vector: np.ndarray, call: Call) -> StepOutput:
+        """Of the `vector` of a call."""
+        found = self.vector.read(vector)
         shown = {name: found[name] for name in self._shown}
         means = means_of(shown, found["weight"])
-        compute_s = np.array([found[f"compute_s of {rank}"] for rank in range(self._workers)]) / n
         return StepOutput(
-            step,
-            means,
-            found["weight"],
-            found["gradient_norm"],
-            found["loss_scale"],
-            int(found["skipped"]),
-            not found["bad"],
-            {name: shown[name] for name in means},
-            {name: bool(found[name]) for name in SIGNALS},
-            found["step_s"] / n,
-            compute_s,
-            call,
+            step=step,
+            means=means,
+            weight=found["weight"],
+            gradient_norm=found["gradient_norm"],
+            loss_scale=found["loss_scale"],
+            skipped=int(found["skipped"]),
+            finite=not found["bad"],
+            sums={name: shown[name] for name in means},
+            signals={name: bool(found[name]) for name in REQUESTS},
+            step_s=found["step_s"] / call.steps,
+            compute_s=np.array([found[f"compute_s of {rank}"] for rank in range(self._workers)]) / call.steps,
+            call=call,
         )

@@ -6,31 +6,53 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
-from tfdist.training.objectives import Objective, Scores
+from tfdist.training.objectives import Objective
+from tfdist.training.scores import Scores
+from tfdist.training.step_output import FIRST_SUMS
+
+
+class Summed(NamedTuple):
+    """Of a micro-batch."""
+
+    loss: tf.Tensor  # sum_i w_i * loss_i
+    weight: tf.Tensor  # sum_i w_i
+    share: tf.Tensor | float  # of the global batch
+    added: tf.Tensor  # what layers add
+    sums: tf.Tensor  # step_output.FIRST_SUMS and those of the metrics
+
+    def weighted_mean(self, expected: float) -> tf.Tensor:
+        """Where `added` is the same on all replicas: their sum is E / W times the mean loss and what is added."""
+        return (self.loss + self.weight * self.added) / expected
 
 
 class Total(NamedTuple):
     """Of a micro-batch."""
 
     differentiated: tf.Tensor
-    added: (
-        tf.Tensor | None
-    )  # what layers add, where it must be differentiated by itself: weights of samples do not count for it
-    sums: tf.Tensor  # step_output.FIRST_SUMS and those of the metrics
+    # What layers add, where it must be differentiated by itself: weights of samples do not count for it.
+    added: tf.Tensor | None
+    sums: tf.Tensor
 
 
 def expected_weight(plan: BatchPlan, scores: Scores) -> float:
     """E: the sum of weights of a global batch in which every weight is 1. `scores`: specs."""
-    return float(plan.global_batch * np.prod(scores.weights.shape[1:], dtype=np.int64))
+    of_a_sample = scores.weights.shape[1:].num_elements()
+    if of_a_sample is None:
+        raise ConfigError(
+            f"The objective gives weights of shape {scores.weights.shape}, of which only the first dim may be unknown:"
+            " give samples of one shape."
+        )
+    return float(plan.global_batch * of_a_sample)
 
 
 def rows_of(w: tf.Tensor) -> tf.Tensor | float:
     """How many rows a micro-batch with these weights has."""
-    return tf.cast(tf.shape(w)[0], tf.float32) if w.shape[0] is None else float(w.shape[0])
+    rows = w.shape.as_list()[0]
+    return tf.cast(tf.shape(w)[0], tf.float32) if rows is None else float(rows)
 
 
 def added_by_rows(model: keras.Model) -> bool:
@@ -38,46 +60,47 @@ def added_by_rows(model: keras.Model) -> bool:
     return len(model.losses) > sum(variable.regularizer is not None for variable in model.trainable_variables)
 
 
+class SummedLoss:
+    """(outputs, y, w, losses) -> Summed. `losses`: what layers added."""
+
+    def __init__(self, objective: Objective, metric_names: tuple[str, ...], global_batch: int):
+        self.objective, self.metric_names, self.global_batch = objective, metric_names, global_batch
+
+    def __call__(self, outputs: Any, y: Any, w: tf.Tensor, losses: Sequence[tf.Tensor]) -> Summed:
+        scores = self.objective(outputs, y, w)
+        loss = tf.reduce_sum(scores.losses * scores.weights)
+        weight = tf.reduce_sum(scores.weights)
+        metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.metric_names]
+        share, added = rows_of(w) / self.global_batch, _sum(losses)
+        return Summed(loss, weight, share, added, tf.stack([loss, weight, share * added, *metrics]))
+
+
 class TotalLoss:
     """(outputs, y, w, scale) -> Total, of the model's last call; see step.py.
 
-    `weighted`: not every weight is known to be 1.
+    `expected`: E. `weighted`: not every weight is known to be 1.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        objective: Objective,
-        metric_names: tuple[str, ...],
-        global_batch: int,
-        expected: float,
-        weighted: bool,
-    ):
-        self.model, self.objective, self.metric_names = model, objective, metric_names
-        self.global_batch, self.expected, self.weighted = global_batch, expected, weighted
+    def __init__(self, model: keras.Model, summed: SummedLoss, expected: float, weighted: bool):
+        self.model, self.summed, self.expected, self.weighted = model, summed, expected, weighted
+        self.sums_count = len(FIRST_SUMS) + len(summed.metric_names)
 
     def __call__(
         self, outputs: Any, y: Any, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor] | None = None
     ) -> Total:
         """losses: what was added; None: what the model's layers have recorded."""
         by_rows = bool(losses) if losses is not None else added_by_rows(self.model)
-        losses = self.model.losses if losses is None else losses
-        scores = self.objective(outputs, y, w)
-        loss = tf.reduce_sum(scores.losses * scores.weights)
-        weight = tf.reduce_sum(scores.weights)
-        metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.metric_names]
-        share, added = rows_of(w) / self.global_batch, _sum(losses)
-        sums = tf.stack([loss, weight, share * added, *metrics])
+        found = self.summed(outputs, y, w, self.model.losses if losses is None else losses)
         if not self.weighted:  # E / W is 1
-            return Total((loss / self.expected + share * added) * scale, None, sums)
+            return Total((found.loss / self.expected + found.share * found.added) * scale, None, found.sums)
         if not by_rows:
-            return Total((loss + weight * added) / self.expected * scale, None, sums)  # the same on all replicas
-        return Total(loss / self.expected * scale, share * added * scale, sums)
+            return Total(found.weighted_mean(self.expected) * scale, None, found.sums)
+        return Total(found.loss / self.expected * scale, found.share * found.added * scale, found.sums)
 
     def of_added(self, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor]) -> Total:
         """The same of a part of the model that adds `losses`, and of which no outputs are known."""
-        added = rows_of(w) / self.global_batch * _sum(losses)
-        sums = tf.stack([0.0, 0.0, added, *[0.0] * len(self.metric_names)])
+        added = rows_of(w) / self.summed.global_batch * _sum(losses)
+        sums = tf.stack([0.0, 0.0, added, *[0.0] * len(self.summed.metric_names)])
         return Total(added * scale, added * scale if self.weighted else None, sums)
 
 

@@ -3,7 +3,8 @@
 The step (step.py) computes and decides; an `Update` knows where gradients, optimizer state and parameters live. The one
 here is data parallelism: everything is whole on every replica. training/parallel/ has those that share things out.
 
-A *piece* is what an Update makes of the gradient of one variable: the gradient itself, or this rank's shard of it.
+A *piece* is what an Update makes of the gradient of one variable: the gradient itself (a tensor, or slices), or this
+rank's shard of it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
 
 from tfdist.runtime.base import Runtime
-from tfdist.training.dtypes import global_norm
+from tfdist.training.dtypes import Gradient, global_norm
 from tfdist.training.optimizer import ema_variables, subtract_by_assignment, swapped_in, updates_rows
 
 
@@ -27,34 +28,47 @@ class Update(Protocol):
     @property
     def variables(self) -> dict[str, tf.Variable]:
         """State of its own that must be saved."""
+        ...
 
     def sources(self) -> list[tf.Variable]:
         """What the step differentiates with respect to."""
+        ...
 
-    def keep(self, gradients: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+    def keep(self, gradients: list[Gradient]) -> list[Gradient]:
         """On one replica: of the gradients of a micro-batch, what is added up over micro-batches: tensors, if there are
         several.
         """
+        ...
 
-    def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def travels_as_rows(self, gradient: Gradient) -> bool:
+        """Whether `keep` leaves it as slices."""
+        ...
+
+    def reduce(self, kept: list, sums: tf.Tensor, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
         """On one replica: (pieces of the gradients' sum over replicas, [*sums over replicas, *signals over all
         workers]).
         """
+        ...
 
-    def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+    def norm(self, pieces: Sequence) -> tf.Tensor:
         """float32 []: the global norm of the gradient, the same on every worker; finite exactly if every element is."""
+        ...
 
-    def apply(self, pieces: list[tf.Tensor]) -> None:
+    def apply(self, pieces: list) -> None:
         """On one replica: updates the weights."""
+        ...
 
     def weight_norm(self) -> tf.Tensor:
         """float32 []: the global norm of the weights, the same on every worker."""
+        ...
 
     def figures(self) -> dict[str, float]:
         """Between steps: what it has to tell at a log line."""
+        ...
 
     def averaged(self) -> AbstractContextManager:
         """Within it, the weights are their moving averages, if there are any. Every worker must enter it."""
+        ...
 
 
 class DataParallel:
@@ -63,7 +77,7 @@ class DataParallel:
     `slices`: the gradient of a table of which few rows were looked up stays tf.IndexedSlices on its way to the other
     replicas, and, where the optimizer leaves the other rows as they are, in the update. Not on GPUs, which would add up
     rows that are there several times in another order on every replica.
-    `small`: all other gradients travel as bfloat16.
+    `bfloat16`: all other gradients travel as such.
     """
 
     def __init__(
@@ -72,16 +86,13 @@ class DataParallel:
         model: keras.Model,
         optimizer: keras.Optimizer,
         slices: bool = False,
-        small: bool = False,
+        bfloat16: bool = False,
     ):
         self.runtime, self.model, self.optimizer, self.slices = runtime, model, optimizer, slices
-        self.small = small and runtime.replicas > 1
+        self.bfloat16 = bfloat16 and runtime.replicas > 1
         if slices and updates_rows(optimizer):
             subtract_by_assignment(optimizer)
-        self._bytes = (
-            0,
-            0,
-        )  # that a replica sends of a step's gradients, and would send without `small`; known once `reduce` was traced
+        self._sent_bytes = self._whole_bytes = 0  # of a step's gradients by a replica; known once `reduce` was traced
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -90,12 +101,12 @@ class DataParallel:
     def sources(self) -> list[tf.Variable]:
         return [variable.value for variable in self.model.trainable_variables]
 
-    def keep(self, gradients: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+    def keep(self, gradients: list[Gradient]) -> list[Gradient]:
         return [
             gradient if self.travels_as_rows(gradient) else tf.convert_to_tensor(gradient) for gradient in gradients
         ]
 
-    def travels_as_rows(self, gradient: tf.Tensor | tf.IndexedSlices) -> bool:
+    def travels_as_rows(self, gradient: Gradient) -> bool:
         """Whether the rows of all replicas are no more than the table has: then they are at most half of what an
         all-reduce sends.
         """
@@ -106,14 +117,14 @@ class DataParallel:
             or not gradient.values.shape.is_fully_defined()
         ):
             return False
-        return self.runtime.replicas * gradient.values.shape[0] <= (gradient.shape[0] or 0) < 2**31
+        return self.runtime.replicas * (gradient.values.shape[0] or 0) <= (gradient.shape[0] or 0) < 2**31
 
-    def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        # The small tensor goes last: it depends on the forward pass alone but must not hold up the first pack.
+    def reduce(self, kept: list, sums: tf.Tensor, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
+        # The sums go last: they depend on the forward pass alone but must not hold up the first bucket.
         travel = [
-            tf.cast(piece, tf.bfloat16) if self.small and isinstance(piece, tf.Tensor) else piece for piece in kept
+            tf.cast(piece, tf.bfloat16) if self.bfloat16 and isinstance(piece, tf.Tensor) else piece for piece in kept
         ]
-        self._bytes = self._count(travel), self._count(kept)
+        self._sent_bytes, self._whole_bytes = self._count(travel), self._count(kept)
         reduced = self.runtime.all_reduce([*travel, tf.concat([sums, signals], 0)])
         summed = rows_once if updates_rows(self.optimizer) else tf.convert_to_tensor
         return [
@@ -121,7 +132,7 @@ class DataParallel:
             for piece, own in zip(reduced[:-1], kept, strict=True)
         ], reduced[-1]
 
-    def _count(self, pieces: Sequence[tf.Tensor | tf.IndexedSlices]) -> int:
+    def _count(self, pieces: Sequence[Gradient]) -> int:
         """Bytes of gradients; of slices, of the rows that are there and their numbers."""
         return sum(
             (
@@ -132,21 +143,22 @@ class DataParallel:
             for piece, variable in zip(pieces, self.sources(), strict=True)
         )
 
-    def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+    def norm(self, pieces: Sequence) -> tf.Tensor:
         return global_norm(pieces)
 
-    def apply(self, pieces: list[tf.Tensor]) -> None:
+    def apply(self, pieces: list) -> None:
         self.optimizer.apply(pieces, self.model.trainable_variables)
 
     def weight_norm(self) -> tf.Tensor:
         return global_norm(self.sources())
 
     def figures(self) -> dict[str, float]:
-        return (
-            dict(zip(("compression/sent_bytes", "compression/whole_bytes"), map(float, self._bytes), strict=True))
-            if self.small
-            else {}
-        )
+        if not self.bfloat16:
+            return {}
+        return {
+            "compression/sent_bytes": float(self._sent_bytes),
+            "compression/whole_bytes": float(self._whole_bytes),
+        }
 
     def averaged(self) -> AbstractContextManager:
         averages = ema_variables(self.optimizer)
@@ -154,46 +166,43 @@ class DataParallel:
 
 
 def compiled(differentiate: Callable, update: Update) -> Callable:
-    """`differentiate`, which returns (gradients, sums), compiled with XLA. Slices that travel as such keep the static
-    shapes that they lose on the way out of XLA."""
-    shapes: list[tuple[tf.TensorShape, tf.TensorShape] | None] = []  # of the rows, and of the table
+    """`differentiate`, which returns a nest of gradients and other tensors, compiled with XLA. Slices that travel as
+    such keep the static shapes that they lose on the way out of XLA."""
+    shapes: list[_SlicesShape | None] = []  # None of all but such slices
 
-    def inside(*args: tf.Tensor) -> tuple[list, tf.Tensor]:
-        gradients, sums = differentiate(*args)
+    def inside(*args: tf.Tensor) -> Any:
+        found = differentiate(*args)
+        leaves = tf.nest.flatten(found)
         shapes[:] = [
-            (
-                (gradient.values.shape, gradient.shape)
-                if isinstance(update, DataParallel) and update.travels_as_rows(gradient)
-                else None
-            )
-            for gradient in gradients
+            _SlicesShape(leaf.values.shape, leaf.shape) if update.travels_as_rows(leaf) else None for leaf in leaves
         ]
-        return [
-            gradient if shape else tf.convert_to_tensor(gradient)
-            for gradient, shape in zip(gradients, shapes, strict=True)
-        ], sums
+        leaves = [leaf if shape else tf.convert_to_tensor(leaf) for leaf, shape in zip(leaves, shapes, strict=True)]
+        return tf.nest.pack_sequence_as(found, leaves)
 
     function = tf.function(inside, autograph=False, jit_compile=True)
 
-    def outside(*args: tf.Tensor) -> tuple[list, tf.Tensor]:
-        gradients, sums = function(*args)
-        return [
-            (
-                tf.IndexedSlices(
-                    tf.ensure_shape(gradient.values, shape[0]),
-                    tf.ensure_shape(gradient.indices, shape[0][:1]),
-                    tf.constant(shape[1].as_list()),
-                )
-                if shape
-                else gradient
-            )
-            for gradient, shape in zip(gradients, shapes, strict=True)
-        ], sums
+    def outside(*args: tf.Tensor) -> Any:
+        found = function(*args)
+        leaves = tf.nest.flatten(found)
+        leaves = [shape.given_to(leaf) if shape else leaf for leaf, shape in zip(leaves, shapes, strict=True)]
+        return tf.nest.pack_sequence_as(found, leaves)
 
     return outside
 
 
-def scaled(piece: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+class _SlicesShape(NamedTuple):
+    rows: tf.TensorShape  # of all values
+    table: tf.TensorShape
+
+    def given_to(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        return tf.IndexedSlices(
+            tf.ensure_shape(slices.values, self.rows),
+            tf.ensure_shape(slices.indices, self.rows[:1]),
+            tf.constant([size or 0 for size in self.table]),
+        )
+
+
+def scaled(piece: Gradient, factor: tf.Tensor) -> Gradient:
     """piece * factor"""
     factor = tf.cast(factor, piece.dtype)
     if isinstance(piece, tf.IndexedSlices):

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tfdist import launch
-from tfdist.control import cluster, terminal
 from tfdist.control import job as job_module
-from tfdist.control.cluster import divide_cores, divide_gpus, visible_gpus
+from tfdist.control import machine_shares, terminal
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
 from tfdist.control.launcher import LocalJob, PortReservation
+from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 from tfdist.control.terminal import LineReader
 from tfdist.control.worker_count import WorkerCount
@@ -304,7 +304,7 @@ def test_twenty_workers(tmp_path):
         ]
 
 
-# -- the evaluator -------------------------------------------------------------------------------------------------------
+# -- the evaluator -----------------------------------------------------------------------------------------------------
 
 
 def evaluator(tmp_path, code):
@@ -370,7 +370,7 @@ def test_the_evaluator_ends_with_workers_that_fail(tmp_path):
     assert result.code == 42 and result.exit_codes["evaluator"] == -signal.SIGTERM
 
 
-# -- who gets what -------------------------------------------------------------------------------------------------------
+# -- who gets what -----------------------------------------------------------------------------------------------------
 
 
 def test_environment_of_the_workers(tmp_path):
@@ -432,7 +432,7 @@ def test_cores_are_divided_evenly(monkeypatch, cores, workers, sizes):
 def test_hardware_threads_of_a_core_stay_together(monkeypatch):
     """Eight CPUs of four cores, numbered as Linux does: 0 and 4 are the same core."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(cluster, "_topology", lambda cpu, name: cpu % 4 if name == "core_id" else 0)
+    monkeypatch.setattr(machine_shares, "_topology", lambda cpu, name: cpu % 4 if name == "core_id" else 0)
     assert divide_cores(2) == [{0, 4, 1, 5}, {2, 6, 3, 7}]
 
 
@@ -468,7 +468,7 @@ def test_too_few_gpus_are_told(tmp_path):
     assert "2 workers share 1 GPU" in output.getvalue()
 
 
-# -- ports ---------------------------------------------------------------------------------------------------------------
+# -- ports -------------------------------------------------------------------------------------------------------------
 
 
 RESERVE = (
@@ -507,7 +507,7 @@ def test_reserved_ports_stay_ours():
     reservation.close()
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
 import signal
@@ -519,7 +519,9 @@ from tfdist.control.launcher import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 logs = Path(sys.argv[2])
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored if the tests themselves run under nohup
-sys.exit(launch.run(Supervisor(lambda workers: LocalJob([sys.executable, sys.argv[1]], workers, logs, grace=float(sys.argv[3])), RestartPolicy(3), lambda: -1, WorkerCount(2, 2)), logs))
+def job(workers):
+    return LocalJob([sys.executable, sys.argv[1]], workers, logs, grace=float(sys.argv[3]))
+sys.exit(launch.run(Supervisor(job, RestartPolicy(3), lambda: -1, WorkerCount(2, 2)), logs))
 """
 
 
@@ -700,7 +702,7 @@ def test_a_worker_that_breaks_again_and_again_stops_the_job(tmp_path):
     made, output = job(
         tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(1)\ntime.sleep(60)\n", workers=1, servers=1
     )
-    made._comebacks.wait, made._comebacks.most = 0.0, 2
+    made._restarts.wait, made._restarts.most = 0.0, 2
     result = run(made)
     assert (
         result.code == 1

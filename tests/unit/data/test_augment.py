@@ -80,12 +80,10 @@ def test_a_sample_changes_from_epoch_to_epoch_but_not_with_the_number_of_replica
             list(
                 input_pipeline.train_dataset(
                     split,
+                    input_pipeline.Reading(seed=0, shuffle=False, augment=augment.load_augmentation(augmentation)),
                     plan=BatchPlan(6, 1, replicas),
                     replica=r,
-                    seed=0,
-                    shuffle=False,
                     consumed=0,
-                    augment=augment.load_augmentation(augmentation),
                 )
                 .take(5)
                 .as_numpy_iterator()
@@ -111,12 +109,10 @@ def test_user_function(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="must return"):
         input_pipeline.train_dataset(
             split,
+            input_pipeline.Reading(seed=0, shuffle=True, augment=augment.load_augmentation("my_augment:wrong")),
             plan=BatchPlan(6, 1, 1),
             replica=0,
-            seed=0,
-            shuffle=True,
             consumed=0,
-            augment=augment.load_augmentation("my_augment:wrong"),
         )
 
 
@@ -155,10 +151,10 @@ def test_an_augmentation_that_is_none(tmp_path, monkeypatch):
     ):
         input_pipeline.train_dataset(
             split,
+            input_pipeline.Reading(
+                seed=0, shuffle=True, augment=augment.load_augmentation("wrong_augmentations:fails")
+            ),
             plan=BatchPlan(3, 1, 1),
             replica=0,
-            seed=0,
-            shuffle=True,
             consumed=0,
-            augment=augment.load_augmentation("wrong_augmentations:fails"),
         )

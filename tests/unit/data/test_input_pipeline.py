@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError
-from tfdist.data import input_pipeline, order
+from tfdist.data import input_pipeline, order, streams
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources.split import Split, array_split
 
@@ -36,7 +36,11 @@ def micro_batches(
     split: Split, plan: BatchPlan, replica: int, count: int, *, seed=3, shuffle=True, consumed=0, **options
 ) -> list:
     dataset = input_pipeline.train_dataset(
-        split, plan=plan, replica=replica, seed=seed, shuffle=shuffle, consumed=consumed, **options
+        split,
+        input_pipeline.Reading(seed=seed, shuffle=shuffle, **options),
+        plan=plan,
+        replica=replica,
+        consumed=consumed,
     )
     return [tuple(part.numpy() for part in batch) for batch in dataset.take(count)]
 
@@ -111,7 +115,7 @@ def test_labels_and_weights_go_with_their_samples():
     weights = np.arange(97, dtype=np.float32)[:, None] + np.array([0.0, 0.5], np.float32)
     split = array_split("weighted", ({"a": np.arange(97), "b": np.arange(97) * 2}, np.arange(97) * 3, weights))
     for x, y, w in input_pipeline.train_dataset(
-        split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0
+        split, input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(10, 1, 1), replica=0, consumed=0
     ).take(20):
         assert (x["b"] == 2 * x["a"]).numpy().all() and (y == 3 * x["a"]).numpy().all()
         np.testing.assert_array_equal(w, weights[x["a"].numpy()])
@@ -121,7 +125,9 @@ def test_static_shapes():
     split = array_split("images", (np.zeros([9, 4, 4, 1], np.float32), np.zeros(9, np.int32)))
     for accumulation, replicas, rows in [(1, 2, 6), (2, 3, 2), (1, 5, None), (5, 1, None)]:
         plan = BatchPlan(12, accumulation, replicas)
-        dataset = input_pipeline.train_dataset(split, plan=plan, replica=0, seed=0, shuffle=True, consumed=0)
+        dataset = input_pipeline.train_dataset(
+            split, input_pipeline.Reading(seed=0, shuffle=True), plan=plan, replica=0, consumed=0
+        )
         x, y, w = dataset.element_spec
         assert (x.shape.as_list(), y.shape.as_list(), w.shape.as_list()) == ([rows, 4, 4, 1], [rows], [rows])
         assert w.dtype == tf.float32
@@ -197,7 +203,7 @@ def test_order_does_not_depend_on_the_global_seed_which_differs_between_workers(
 
 @pytest.mark.parametrize(("limit", "value"), [("STREAM_WINDOW", 8), ("STREAM_WINDOW_BYTES", 8 * (8 + 4))])
 def test_stream_longer_than_a_window(monkeypatch, limit, value):
-    monkeypatch.setattr(input_pipeline, limit, value)
+    monkeypatch.setattr(streams, limit, value)
     found = global_batches(stream(30), 10, 1, 2, 6).reshape(2, 30)
     np.testing.assert_array_equal(np.sort(found, axis=1), np.tile(np.arange(30), (2, 1)))
     assert (found[0] != found[1]).any() and (found // 8 == np.arange(30) // 8).all()
@@ -220,7 +226,7 @@ def test_a_stream_keeps_its_cut_when_it_goes_on_with_other_workers(monkeypatch, 
     """The same global batches, with the same augmentation, as on the workers that it began with; so each sample once a
     pass.
     """
-    monkeypatch.setattr(input_pipeline, "STREAM_WINDOW", window)
+    monkeypatch.setattr(streams, "STREAM_WINDOW", window)
 
     def draw(x, y, seeds):
         return tf.stack([tf.cast(x, tf.float32), order.uniform(seeds, 0)], 1), y
@@ -246,7 +252,7 @@ def test_a_stream_keeps_its_cut_when_it_goes_on_with_other_workers(monkeypatch, 
     def in_any_order(batches):
         return [sorted(map(tuple, batch)) for batch in batches.tolist()]
 
-    assert input_pipeline.stream_cut(split, BatchPlan(24, 1, cut)) == cut
+    assert streams.stream_cut(split, BatchPlan(24, 1, cut)) == cut
     whole = run(cut, 1, 4, 0)
     assert in_any_order(np.concatenate([run(cut, 1, 1, 0), run(replicas, accumulation, 3, 24)])) == in_any_order(whole)
     np.testing.assert_array_equal(np.sort(whole[:2, :, 0].reshape(-1)), np.arange(48))
@@ -260,7 +266,7 @@ def test_a_stream_keeps_its_cut_when_it_goes_on_with_other_workers(monkeypatch, 
 
 def test_a_stream_is_cut_only_into_equal_parts_of_a_batch():
     split = stream(48, stream_shards=4)
-    assert [input_pipeline.stream_cut(split, BatchPlan(24, 1, replicas)) for replicas in (1, 2, 3, 4, 5, 6)] == [
+    assert [streams.stream_cut(split, BatchPlan(24, 1, replicas)) for replicas in (1, 2, 3, 4, 5, 6)] == [
         1,
         2,
         3,
@@ -268,11 +274,7 @@ def test_a_stream_is_cut_only_into_equal_parts_of_a_batch():
         1,
         1,
     ]
-    assert (
-        input_pipeline.stream_cut(split, BatchPlan(24, 5, 2))
-        == input_pipeline.stream_cut(numbered(48), BatchPlan(24, 1, 2))
-        == 1
-    )
+    assert streams.stream_cut(split, BatchPlan(24, 5, 2)) == streams.stream_cut(numbered(48), BatchPlan(24, 1, 2)) == 1
     with pytest.raises(DataError, match="has read the stream in 4 parts.* 3 files now"):
         micro_batches(stream(48, stream_shards=3), BatchPlan(24, 1, 2), 0, 1, cut=4)
 
@@ -309,7 +311,9 @@ def test_augmentation_sees_the_same_seeds_at_any_number_of_replicas():
 
 def test_options():
     for dataset in (
-        input_pipeline.train_dataset(numbered(9), plan=BatchPlan(3, 1, 1), replica=0, seed=0, shuffle=True, consumed=0),
+        input_pipeline.train_dataset(
+            numbered(9), input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(3, 1, 1), replica=0, consumed=0
+        ),
         input_pipeline.eval_dataset(numbered(9), batch=3, replica=0, replicas=1)[0],
     ):
         assert dataset.options().deterministic
@@ -318,7 +322,7 @@ def test_options():
 
 def test_iterates_inside_a_tf_function():
     dataset = input_pipeline.train_dataset(
-        numbered(97), plan=BatchPlan(8, 1, 1), replica=0, seed=0, shuffle=True, consumed=0
+        numbered(97), input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(8, 1, 1), replica=0, consumed=0
     )
 
     @tf.function

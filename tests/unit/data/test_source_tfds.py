@@ -121,7 +121,9 @@ def test_random_order_through_the_pipeline(prepared):
     split = load(data_dir, source_args="name=tiny_images,memory_mb=0,x=id")
     batches = [
         list(
-            input_pipeline.train_dataset(split, plan=BatchPlan(10, 1, 3), replica=r, seed=0, shuffle=True, consumed=0)
+            input_pipeline.train_dataset(
+                split, input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(10, 1, 3), replica=r, consumed=0
+            )
             .take(3)
             .as_numpy_iterator()
         )
@@ -153,12 +155,10 @@ def test_images_of_varying_size(prepared):
         return
     dataset = input_pipeline.train_dataset(
         split,
+        input_pipeline.Reading(seed=0, shuffle=True, augment=augment.load_augmentation("random_resized_crop")),
         plan=BatchPlan(6, 1, 1),
         replica=0,
-        seed=0,
-        shuffle=True,
         consumed=0,
-        augment=augment.load_augmentation("random_resized_crop"),
     )
     for x, y, _ in dataset.take(2).as_numpy_iterator():
         assert x.shape == (6, 16, 16, 3)

@@ -67,7 +67,11 @@ def test_through_the_pipeline_every_record_comes_once(folder):
     batches = [
         list(
             input_pipeline.train_dataset(
-                split, plan=BatchPlan(10, 1, 3), replica=r, seed=0, shuffle=True, consumed=10**6 * 30
+                split,
+                input_pipeline.Reading(seed=0, shuffle=True),
+                plan=BatchPlan(10, 1, 3),
+                replica=r,
+                consumed=10**6 * 30,
             )
             .take(3)
             .as_numpy_iterator()
@@ -122,12 +126,10 @@ def test_encoded_images(tmp_path):
     np.testing.assert_allclose(x.numpy()[1, 8, [0, -1], 0], [0.71, 0.29], atol=0.03)
     cropped = input_pipeline.train_dataset(
         split,
+        input_pipeline.Reading(seed=0, shuffle=False, augment=augment.load_augmentation("random_resized_crop")),
         plan=BatchPlan(2, 1, 1),
         replica=0,
-        seed=0,
-        shuffle=False,
         consumed=0,
-        augment=augment.load_augmentation("random_resized_crop"),
     )
     seen = np.concatenate([x for x, _, _ in cropped.take(30).as_numpy_iterator()])
     assert seen.shape == (60, 16, 16, 3) and len({i.tobytes() for i in seen}) > 50
@@ -217,7 +219,9 @@ def test_stream_takes_every_record_once(folder, replicas):
         [
             x
             for x, _, _ in (
-                input_pipeline.train_dataset(split, plan=plan, replica=r, seed=0, shuffle=False, consumed=0)
+                input_pipeline.train_dataset(
+                    split, input_pipeline.Reading(seed=0, shuffle=False), plan=plan, replica=r, consumed=0
+                )
                 .take(steps)
                 .as_numpy_iterator()
             )

@@ -136,7 +136,9 @@ def test_random_access_object():
     split = load("rows")
     assert (split.size, split.num_classes) == (20, 4)
     assert values(split, 19, 0, 0) == ({"v": [[38, 39], [0, 1], [0, 1]], "i": [19, 0, 0]}, [3, 0, 0])
-    dataset = input_pipeline.train_dataset(split, plan=BatchPlan(10, 1, 2), replica=1, seed=0, shuffle=True, consumed=0)
+    dataset = input_pipeline.train_dataset(
+        split, input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(10, 1, 2), replica=1, consumed=0
+    )
     assert dataset.element_spec[0]["v"].shape == (5, 2) and dataset.element_spec[2].shape == (5,)
     assert len(next(iter(dataset))[0]["i"]) == 5
     weighted = load("weighted_rows")
@@ -147,9 +149,9 @@ def test_dataset_is_a_stream():
     split = load("dataset")
     assert split.size is None and len(list(split.stream(0, 1))) == 20 and len(list(split.stream(1, 3))) == 7
     batches = list(
-        input_pipeline.train_dataset(split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0).take(
-            2
-        )
+        input_pipeline.train_dataset(
+            split, input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(10, 1, 1), replica=0, consumed=0
+        ).take(2)
     )
     assert sorted(np.concatenate([x[:, 0] for x, _, _ in batches]).tolist()) == list(range(0, 40, 2))
 
@@ -269,10 +271,11 @@ import tensorflow as tf
 tf.config.experimental.enable_op_determinism()
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.config import DataConfig
-from tfdist.data import pipeline
+from tfdist.data.input_pipeline import Reading, train_dataset
 from tfdist.data.sources.load_split import load_split
 split = load_split(DataConfig(source="user_data_module:rows"), "train")
-dataset = pipeline.train_dataset(split, plan=BatchPlan(10, 1, 1), replica=0, seed=0, shuffle=True, consumed=0, threads=3)
+reading = Reading(seed=0, shuffle=True, threads=3)
+dataset = train_dataset(split, reading, plan=BatchPlan(10, 1, 1), replica=0, consumed=0)
 print(sum(int(tf.reduce_sum(x["i"])) for x, _, _ in dataset.take(2)))
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}

@@ -52,7 +52,9 @@ def test_synthetic_tokens():
 
 def test_fixed_synthetic_repeats_one_batch():
     split = load_split(DataConfig(source="synthetic", source_args="shape=(3,),classes=2,fixed=True"), "train")
-    dataset = input_pipeline.train_dataset(split, plan=BatchPlan(4, 1, 1), replica=0, seed=0, shuffle=True, consumed=0)
+    dataset = input_pipeline.train_dataset(
+        split, input_pipeline.Reading(seed=0, shuffle=True), plan=BatchPlan(4, 1, 1), replica=0, consumed=0
+    )
     a, b = (x for x, _, _ in dataset.take(2).as_numpy_iterator())
     np.testing.assert_array_equal(a, b)
 

@@ -124,7 +124,8 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
 from tfdist import train
 try:
-    train.main(["--source=text", "--model=transformer", f"--model_args=size={sys.argv[1]}", "--objective=next_token", "--global_batch=1", "--steps=1", "--strategy=nothing"])
+    flags = ["--source=text", "--objective=next_token", "--global_batch=1", "--steps=1", "--strategy=nothing"]
+    train.main(["--model=transformer", f"--model_args=size={sys.argv[1]}", *flags])
 except ValueError as error:
     print(error.exit_code.value, error, "tensorflow" in sys.modules)
 """

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import PeerLostError
-from tfdist.runtime.mirrored import StrategyRuntime
+from tfdist.runtime.multi_worker import MultiWorker
 from tfdist.runtime.reducer import RingReducer, _Site
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_error import RingError
@@ -362,7 +362,7 @@ def test_a_neighbour_that_does_not_come_is_a_lost_peer(monkeypatch):
         with pytest.raises(
             PeerLostError, match=r"^127.0.0.1:\d+ cannot be reached .*: open the ephemeral ports .* Look at the log"
         ):
-            StrategyRuntime.use_ring(SimpleNamespace(rank=0, size=2, all_gather=gather), place(0, 2), Config())
+            MultiWorker.use_ring(SimpleNamespace(rank=0, size=2, all_gather=gather), place(0, 2), Config())
 
 
 def test_a_length_beyond_all_bounds_is_no_reason_to_take_memory():

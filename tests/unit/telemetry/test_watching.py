@@ -12,9 +12,10 @@ import urllib.request
 import pytest
 
 from tests.e2e.job import free_ports
-from tfdist.config import Config, parse_profile_steps, parse_ranks
+from tfdist.config import Config, parse_profile_steps
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedError
+from tfdist.control.ranks import parse_ranks
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.profiler import Profiler
 from tfdist.telemetry.trackers import Run
@@ -100,7 +101,8 @@ def test_local_ranks():
     peers = ("a:1", "b:1", "a:2", "[::1]:5", "a:3")
     assert [Cluster("worker", rank, rank, 5, peers).local_rank for rank in range(5)] == [0, 0, 1, 0, 2]
     assert (
-        Cluster().local_rank == 0 and Cluster("worker", 3, 3, 4, started_by="mpirun", told_local_rank=1).local_rank == 1
+        Cluster().local_rank == 0
+        and Cluster("worker", 3, 3, 4, started_by="mpirun", launcher_local_rank=1).local_rank == 1
     )
     assert Cluster("evaluator", 0, -1, 2, peers[:2]).local_rank == 0
 
@@ -232,8 +234,8 @@ def test_flags_of_traces():
     assert (
         parse_profile_steps("100:110") == (100, 110)
         and parse_profile_steps("") is None
-        and parse_ranks("all") is None
-        and parse_ranks("0,3") == {0, 3}
+        and parse_ranks("profile_ranks", "all") is None
+        and parse_ranks("profile_ranks", "0,3") == {0, 3}
     )
     for flags, sentence in (
         ({"profile_steps": "110:100"}, "--profile_steps=110:100 must be FIRST:LAST"),

@@ -13,7 +13,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.runtime.mirrored import _broadcastable
+from tfdist.runtime.multi_worker import _broadcastable
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.dtypes import as_summands, global_norm
 from tfdist.training.objectives import classification
@@ -23,7 +23,8 @@ from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.recompute import recomputed
 from tfdist.training.parallel.zero import Zero3Update, ZeroUpdate
 from tfdist.training.precision import LossScale
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import Parallelism, StepOptions
 from tfdist.training.update import DataParallel, scaled
 
 RANDOM = np.random.default_rng(0)
@@ -70,7 +71,7 @@ def data_parallel(model, rule):
 UPDATES = {
     "one_device": data_parallel,
     "mesh": mesh_update(MeshUpdate, 0),
-    "mesh, one pack each": mesh_update(MeshUpdate, 0, pack_bytes=0),
+    "mesh, one bucket each": mesh_update(MeshUpdate, 0, bucket_bytes=0),
     "compression": mesh_update(MeshUpdate, 0, compression="topk", compression_after=100),
     "zero 1": mesh_update(ZeroUpdate, 1),
     "zero 2": mesh_update(ZeroUpdate, 2),
@@ -109,7 +110,9 @@ def test_variables_of_several_dtypes_are_trained_as_by_keras(name, accumulation)
     # Of an unknown number of rows: kernels' gradients have no static shape.
     spec = (tf.TensorSpec([None, 4, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))
     options = StepOptions(plan, 0, clip_norm=0.5)
-    step = TrainStep(runtime, model, rule, classification(), LossScale(PrecisionConfig()), options, spec, update)
+    step = TrainStep(
+        runtime, model, rule, classification(), LossScale(PrecisionConfig()), options, spec, Parallelism(update)
+    )
     output = step([iter(tf.data.Dataset.from_tensor_slices((X, Y, W)).batch(BATCH // accumulation))], STEPS)
     expected, norm = expected_weights(accumulation, 0.5)
     held = update.shards if name == "zero 3" else model.trainable_variables

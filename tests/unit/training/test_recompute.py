@@ -255,11 +255,15 @@ from tfdist import build
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 
-config = Config().replace(strategy="one_device", steps=1, source="synthetic", source_args="task=text,vocab=64,samples=64,eval_samples=4", sequence_length=128,
-                          model="transformer", model_args="layers=12,width=64,heads=4", global_batch=64, optimizer="sgd", recompute=sys.argv[1])
+config = Config().replace(
+    strategy="one_device", steps=1, global_batch=64, optimizer="sgd", recompute=sys.argv[1], sequence_length=128,
+    source="synthetic", source_args="task=text,vocab=64,samples=64,eval_samples=4",
+    model="transformer", model_args="layers=12,width=64,heads=4",
+)
 job = build.compose(config, build.start_runtime(config, Cluster()))
 job.step(job.iterators(0), 1)
-# Not ru_maxrss, in which a process inherits what its parent needed: a test process that has run other tests needs more than this.
+# Not ru_maxrss, in which a process inherits what its parent needed: a test process that has run other tests needs
+# more than this.
 print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 """
 

@@ -9,13 +9,15 @@ from tfdist.config import OptimizerConfig, PrecisionConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.one_device import OneDevice
+from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import classification
 from tfdist.training.optimizer import FusedAdam, make_optimizer
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.requests import Requests
 from tfdist.training.schedule import Schedule
 from tfdist.training.seeds import reseed, seed_states
-from tfdist.training.step import StepOptions, TrainStep
+from tfdist.training.step import TrainStep
+from tfdist.training.step_options import StepOptions
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(96, 6)).astype("float32")
@@ -55,7 +57,7 @@ def make_step(
     rule.build(model.trainable_variables)
     spec = (tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))
     plan = BatchPlan(batch, accumulation, 1)
-    return TrainStep(
+    return (MeasuredStep if options.get("phase_every") else TrainStep)(
         OneDevice(), model, rule, classification(), LossScale(config), StepOptions(plan, 0, **options), spec
     )
 

@@ -21,13 +21,13 @@ OPTIMIZERS = {
 }
 
 
-def make_update(optimizer="sgd", rows=8, replicas=1, slices=True, small=False):
+def make_update(optimizer="sgd", rows=8, replicas=1, slices=True, bfloat16=False):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Input([3], dtype="int32"), keras.layers.Embedding(rows, 2)])
     runtime, rule = OneDevice(), switch_off_reduction(OPTIMIZERS[optimizer]())
     runtime.replicas = replicas
     rule.build(model.trainable_variables)
-    return DataParallel(runtime, model, rule, slices, small)
+    return DataParallel(runtime, model, rule, slices, bfloat16)
 
 
 def gradient(rows=8):
@@ -105,7 +105,7 @@ def test_the_update_is_that_of_the_tensor(optimizer):
     ids=["slices stay float32", "tensors halve"],
 )
 def test_the_bytes_told_are_those_that_travel(slices, sent, whole):
-    update = make_update(replicas=2, slices=slices, small=True)
+    update = make_update(replicas=2, slices=slices, bfloat16=True)
     update.reduce(update.keep([gradient()]), tf.zeros([1]), tf.zeros([1]))
     assert update.figures() == {"compression/sent_bytes": sent, "compression/whole_bytes": whole}
 
@@ -114,7 +114,9 @@ OFTEN_THE_SAME_ROWS = """
 import keras, numpy as np, tensorflow as tf
 from tests.unit.training.test_update import make_update
 random = np.random.default_rng(0)
-slices = tf.IndexedSlices(tf.constant(random.normal(size=(50_000, 2)), tf.float32), tf.constant(random.integers(0, 1000, 50_000)), tf.constant([100_000, 2], tf.int64))
+values, rows = random.normal(size=(50_000, 2)), random.integers(0, 1000, 50_000)
+shape = tf.constant([100_000, 2], tf.int64)
+slices = tf.IndexedSlices(tf.constant(values, tf.float32), tf.constant(rows), shape)
 found = set()
 for _ in range(20):
     update = make_update(rows=100_000)

@@ -30,7 +30,7 @@ def load(config: DataConfig, split: str) -> Split:
 def _read() -> tuple[np.ndarray, np.ndarray]:
     """The file itself: importing scikit-learn takes a second."""
     package = find_spec("sklearn")
-    if package is None:
+    if package is None or not package.submodule_search_locations:
         raise UnsupportedError("--source=digits needs scikit-learn: run `pip install scikit-learn`.")
     table = np.loadtxt(
         Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz",

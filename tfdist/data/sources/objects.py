@@ -47,7 +47,7 @@ class _Items:
     """The items of an object, as rows of columns. spec: of one of them."""
 
     def __init__(self, name: str, data: Any):
-        self.name, self.data, self.structure = name, data, None
+        self.name, self.data = name, data
         self.structure = self._item(0)
         samples = [self._parts(int(index)) for index in sampled_rows(len(data))]
         self.places = [str(place) for place in places(self.structure)]

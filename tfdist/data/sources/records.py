@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError
 
+Rows = Sequence[int] | np.ndarray  # numbers of records
 _HEADER = struct.Struct("<QI")
 _FRAME = _HEADER.size + 4  # bytes of a record that are not data
 SLOW_INDEX_SECONDS = 5.0  # an index that took longer is kept beside the files
@@ -48,12 +49,12 @@ class RecordFiles:
         """Keeps only these records (int64 indices), in this order."""
         self.offsets, self.files = self.offsets[rows], self.files[rows]
 
-    def read(self, indices: Sequence[int]) -> list[bytes]:
+    def read(self, indices: Rows) -> list[bytes]:
         """The data of these records. Safe to call from several threads."""
         return [_read(self.paths[self.files[i]], int(self.offsets[i])) for i in indices]
 
 
-def read_in_graph(read: Callable[[Sequence[int]], list[bytes]], indices: tf.Tensor) -> tf.Tensor:
+def read_in_graph(read: Callable[[Rows], list[bytes]], indices: tf.Tensor) -> tf.Tensor:
     """`read` as an operation: int64 [n] -> string [n]. read must be a function of the indices alone."""
 
     def as_objects(rows: np.ndarray) -> np.ndarray:

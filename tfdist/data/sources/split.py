@@ -23,6 +23,11 @@ Sample = tuple  # (x, y) or (x, y, w): nests of tensors; w, the weight, is float
 SPLITS = ("train", "eval")
 
 
+def missing(*_: Any) -> Any:
+    """What a split has in place of a way of reading that it lacks."""
+    raise NotImplementedError("A split is read by its `fetch` if it has a size, else by its `stream`.")
+
+
 @dataclass(frozen=True)
 class Split:
     """The samples of one split, without an order.
@@ -50,10 +55,10 @@ class Split:
     name: str
     size: int | None
     element_spec: tuple
-    fetch: Callable[[tf.Tensor], Sample] | None = None
+    fetch: Callable[[tf.Tensor], Sample] = missing
     num_classes: int | None = None
     info: dict[str, Any] = field(default_factory=dict)
-    stream: Callable[[int, int], tf.data.Dataset] | None = None
+    stream: Callable[[int, int], tf.data.Dataset] = missing
     stream_shards: int = 1
     fetch_cropped: Callable[[tf.Tensor, tf.Tensor], Sample] | None = None
     cheap: bool = False
@@ -62,17 +67,23 @@ class Split:
     contents: Callable[[], list[int]] | None = None
 
     @property
+    def length(self) -> int:
+        """`size`, of a split that has one."""
+        assert self.size is not None, self.name
+        return self.size
+
+    @property
     def sample_bytes(self) -> int:
         """Memory of one sample; a string counts as one byte."""
         return sum(math.prod(spec.shape) * spec.dtype.size for spec in tf.nest.flatten(self.element_spec))
 
     def check(self) -> Split:
         """Returns self, or raises DataError if the split is empty or not usable."""
-        if self.size is None and self.stream is None:
+        if self.size is None and self.stream in (missing, None):
             raise DataError(
                 f"{self.name} has neither a size nor a stream: a source must set size and fetch, or stream."
             )
-        if self.size is not None and (self.size < 1 or self.fetch is None):
+        if self.size is not None and (self.size < 1 or self.fetch in (missing, None)):
             raise DataError(f"{self.name} has no samples: check --source, --source_args and --data_dir.")
         if not isinstance(self.element_spec, tuple) or len(self.element_spec) not in (2, 3):
             raise DataError(f"{self.name} must yield (x, y) or (x, y, w), not {self.element_spec}.")
@@ -99,7 +110,7 @@ def read_options(config: DataConfig, defaults: Mapping[str, Any]) -> dict[str, A
                 f"--source_args: {name}={value!r} must be of type {kind.__name__}, for example"
                 f" {name}={defaults[name]!r}."
             )
-        if kind is int and value < 0:
+        if isinstance(value, int) and kind is int and value < 0:
             raise ConfigError(f"--source_args: {name}={value} must not be negative.")
     return {**defaults, **given}
 
@@ -172,5 +183,5 @@ def places(nest: Any, names: Sequence[str] = "xyw") -> list[str]:
     elif isinstance(nest, tuple | list):
         parts = [(part, names[at] if names == "xyw" else f"{names}[{at}]") for at, part in enumerate(nest)]
     else:
-        return [names]
+        return ["".join(names)]
     return [place for part, name in parts for place in places(part, name)]

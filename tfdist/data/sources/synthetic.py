@@ -61,7 +61,7 @@ def load(config: DataConfig, split: str) -> Split:
 def _images(shape: tuple[int, ...], classes: int, seed: int) -> Callable[[tf.Tensor], Sample]:
     length = math.prod(shape)
     with tf.device("/cpu:0"):
-        noise = on_host(tf.random.stateless_normal([length + NOISE_OFFSETS], [seed, 20]))
+        noise = on_host(tf.random.stateless_normal([length + NOISE_OFFSETS], (seed, 20)))
 
     def fetch(indices: tf.Tensor) -> Sample:
         seeds = order.element_seeds(indices, seed)

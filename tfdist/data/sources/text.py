@@ -28,6 +28,7 @@ import os
 import posixpath
 import sysconfig
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -142,13 +143,14 @@ def _corpora(data_dir: str, pattern: tuple, eval_pattern: tuple, max_bytes: int,
         chosen = dict.fromkeys(SPLITS, list(texts))
     if max_bytes:
         data = {"train": data["train"][:max_bytes], "eval": data["eval"][: max(max_bytes // 20, length + 1)]}
-    for name, part in data.items():
+    parts: dict[Any, Any] = dict(data)
+    for name, part in parts.items():
         if len(part) <= length:
             raise DataError(
                 f"{where} has {len(part)} bytes of text for {name}, too few for --sequence_length={length}: add text,"
                 " or lower it."
             )
-    return {name: Corpus(part, len(chosen[name]), skipped) for name, part in data.items()}
+    return {name: Corpus(part, len(chosen[name]), skipped) for name, part in parts.items()}
 
 
 def _files(data_dir: str, pattern: tuple) -> list[tuple[str, str]]:
@@ -193,9 +195,10 @@ def _matches(name: str, patterns: tuple) -> bool:
 
 def _patterns(name: str, value: object) -> tuple[str, ...]:
     values = tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
-    if not all(isinstance(item, str) for item in values):
+    patterns = tuple(item for item in values if isinstance(item, str))
+    if len(patterns) < len(values):
         raise ConfigError(
             f"--source_args: {name}={value!r} must be a file name pattern or a list of them, for example "
             f"{name}=['*.txt','*.md']."
         )
-    return values
+    return patterns

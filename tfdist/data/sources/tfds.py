@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,9 @@ from tfdist.config import DataConfig
 from tfdist.control.exit_codes import DataError, UnsupportedError
 from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
-from tfdist.data.sources.records import RecordFiles, read_in_graph
+from tfdist.data.sources.records import RecordFiles, Rows, read_in_graph
 from tfdist.data.sources.split import Sample, Split, array_split, read_options, scaled, scaled_spec
+from tfdist.runtime.host import known_dims
 
 DEFAULTS = {
     "name": "",
@@ -89,7 +90,8 @@ def load(config: DataConfig, split: str) -> Split:
         )
 
     def fetch(indices: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
-        return decoder.finish(*decoder.stored(read_in_graph(read, indices)), seeds)
+        x, y = decoder.stored(read_in_graph(read, indices))
+        return decoder.finish(x, y, seeds)
 
     cropped = fetch if decoder.image_size else None
     return Split(
@@ -141,7 +143,7 @@ class _Decoder:
     @property
     def stored_bytes(self) -> float:
         """Memory of one sample as it is kept; infinite for encoded images."""
-        return math.inf if self.image_size else sum(math.prod(s.shape) * s.dtype.size for s in self._stored_spec)
+        return math.inf if self.image_size else sum(s.shape.num_elements() * s.dtype.size for s in self._stored_spec)
 
     def pick(self, example: dict[str, tf.Tensor]) -> Sample:
         x, y = example[self.x], example[self.y]
@@ -159,7 +161,7 @@ class _Decoder:
         """(x, y) as stored -> as trained on; images are randomly cropped if there are seeds int32 [n, 2]."""
         if not self.image_size:
             return scaled(x), y
-        size, channels = self.spec[0].shape[1:]
+        size, channels = known_dims(self.spec[0].shape)[1:]
         x = images.decode(x, size, channels) if seeds is None else images.decode_cropped(x, seeds, size, channels)
         return x, y
 
@@ -215,7 +217,7 @@ def _chosen_splits(builder: Any, options: dict[str, Any]) -> dict[str, str]:
     return chosen
 
 
-def _reader(tfds: Any, builder: Any, split: str) -> Callable[[Sequence[int]], list[bytes]] | None:
+def _reader(tfds: Any, builder: Any, split: str) -> Callable[[Rows], list[bytes]] | None:
     """A function from row numbers to serialized records, or None if the format has no random access."""
     formats = tfds.core.FileFormat
     if builder.info.file_format is formats.ARRAY_RECORD:

@@ -14,8 +14,8 @@ Options:
               No [SHAPE] means one number.
   classes     number of classes or vocabulary size, if y is an integer
   train, eval file name patterns; default *train*, and *eval*, *val* or *test*
-  stream      True: read the files from front to back instead (see input_pipeline.py for what is lost); a replica reads only
-              its own files if there are at least as many files as replicas
+  stream      True: read the files from front to back instead (see input_pipeline.py for what is lost); a replica
+              reads only its own files if there are at least as many files as replicas
   compression GZIP or ZLIB; only with stream=True
 """
 
@@ -25,6 +25,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
@@ -67,7 +68,7 @@ def load(config: DataConfig, split: str) -> Split:
     features = {field.feature: field.parser for field in (x, y)}
 
     def parse(records: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
-        parsed = tf.io.parse_example(records, features)
+        parsed: dict[str, Any] = tf.io.parse_example(records, features)
         return scaled(x.decode(parsed, seeds)), y.decode(parsed, None)
 
     if options["stream"]:
@@ -198,10 +199,12 @@ def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
 
 
 def _stream(paths: list[str], compression: str, parse: Callable) -> Callable[[int, int], tf.data.Dataset]:
+    compression_type: Any = compression
+
     def stream(shard: int, shards: int) -> tf.data.Dataset:
         files = tf.data.Dataset.from_tensor_slices(paths).shard(shards, shard)
         records = files.interleave(
-            lambda path: tf.data.TFRecordDataset(path, compression),
+            lambda path: tf.data.TFRecordDataset(path, compression_type),
             cycle_length=4,
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,

@@ -37,7 +37,7 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.control.user_errors import failure_told
+from tfdist.control.user_errors import failure_in_text
 from tfdist.data.contents import checksums
 from tfdist.data.sources.objects import object_split
 from tfdist.data.sources.split import Split, array_split
@@ -72,8 +72,9 @@ def load(config: DataConfig, split: str) -> Split:
         )
     found = _split(name, pair[split == "eval"])
     # Classes are counted over both, since one split may lack the last of them.
-    classes = [_count_classes(part) for part in pair]
-    return found if None in classes else dataclasses.replace(found, num_classes=max(classes))
+    counts = [_count_classes(part) for part in pair]
+    classes = [count for count in counts if count is not None]
+    return dataclasses.replace(found, num_classes=max(classes)) if len(classes) == len(counts) else found
 
 
 # What a function that returns both splits has returned for "train", until "eval" is asked for: a split that it draws
@@ -157,7 +158,7 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
     try:
         first, again = checksums(split), checksums(split)
     except tf.errors.OpError as error:
-        reason = failure_told(str(error.message)) or f"cannot be read: {cause(str(error.message))}"
+        reason = failure_in_text(str(error.message)) or f"cannot be read: {cause(str(error.message))}"
         raise DataError(f"--source: {name}, a tf.data.Dataset, {reason}") from error
     if not any(a == b for a, b in zip(first, again, strict=False)):
         raise DataError(

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
-from keras.src.backend.common.global_state import get_global_attribute  # not public: whether a layer is being called
 
+from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 
 
@@ -24,8 +24,8 @@ def refuse_assigned(model: keras.Model, variables: Iterable[keras.Variable], fla
     for variable in variables:
         owners = [
             layer.name
-            for layer in model._flatten_layers(include_self=False)
-            if any(own is variable for own in layer._trainable_variables)
+            for layer in keras_layers.all_layers(model, include_self=False)
+            if any(own is variable for own in keras_layers.own_trainable_variables(layer))
         ]
         variable.assign = _refusing(
             variable.assign,
@@ -37,10 +37,8 @@ def refuse_assigned(model: keras.Model, variables: Iterable[keras.Variable], fla
 
 def _refusing(assign: Any, sentence: str) -> Any:
     def refusing(value: Any) -> Any:
-        if get_global_attribute("current_call_ctx") is not None:
-            error = ConfigError(sentence)
-            error._keras_call_info_injected = True  # Keras shall not put its words around it
-            raise error
+        if keras_layers.is_inside_a_call():
+            raise keras_layers.keep_message(ConfigError(sentence))
         return assign(value)
 
     return refusing

@@ -1,8 +1,8 @@
 """Stage 3 of ZeRO in the model: layers hold shards, and put their variables together while they are called.
 
-Each layer with trainable variables of its own gathers them when it is called, and lets go of them afterwards; in the
-backward pass it gathers again, and the gradients leave it as reduce-scattered shards. Without more, TensorFlow would
-start all gathers at once, as none waits for data. So the gather of a layer waits for the input of the layer called
+Each layer with trainable variables of its own gathers them when it is called, and frees them afterwards; in the
+backward pass it gathers once more, and the gradients leave it as reduce-scattered shards. TensorFlow would start all
+gathers at once, as none waits for data. So the gather of a layer waits for the input of the layer called
 before it: one layer's parameters are on the way while another's are in use, and no more are held. The backward pass
 does the same in reverse, and there a gather also waits for the shards of the gradients of the layer before last, lest a
 pass that runs ahead of the network fill memory with whole gradients.
@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers, keras_variables
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel.recompute import recomputed
@@ -33,10 +34,8 @@ def gather_layers(
     shard_of = {id(variable): shard for variable, shard in zip(variables, shards, strict=True)}
     group_of = {id(variable): group for variable, group in zip(variables, groups, strict=True)}
     turns = {False: _Turn(), True: _Turn()}
-    for layer in model._flatten_layers(
-        include_self=True
-    ):  # Keras has no public way into layers that are attributes of layers
-        own = [variable for variable in layer._trainable_variables if id(variable) in shard_of]
+    for layer in keras_layers.all_layers(model):
+        own = [variable for variable in keras_layers.own_trainable_variables(layer) if id(variable) in shard_of]
         if own:
             _gather_when_called(layer, own, [shard_of[id(variable)] for variable in own], group_of[id(own[0])], turns)
     for variable in variables:
@@ -48,18 +47,19 @@ def gather_layers(
 
 
 def _gather_when_called(
-    layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict
+    layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict[bool, _Turn]
 ) -> None:
     layout = Layout([variable.shape for variable in own], group)
     states = layer.non_trainable_variables
     inner = layer.call
 
     def call(*arguments: Any, **options: Any) -> Any:
-        def bind(values: list[tf.Tensor], again: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
-            with tf.control_dependencies(turns[again].take(first)):
+        def bind(values: list[tf.Tensor], is_second: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
+            with tf.control_dependencies(turns[is_second].take(first)):
                 # In the layer's compute type: half as many bytes travel, and it would round them to it anyway.
                 values = [
-                    tf.identity(variable._maybe_autocast(value)) for variable, value in zip(own, values, strict=True)
+                    tf.identity(keras_variables.autocast(variable, value))
+                    for variable, value in zip(own, values, strict=True)
                 ]
             return list(zip(own, layout.gather(values), strict=True))
 
@@ -70,7 +70,7 @@ def _gather_when_called(
             states,
             layer,
             bind,
-            turns[True].sends,
+            turns[True].note_gradients,
         )
 
     layer.call = call
@@ -91,7 +91,7 @@ class _Turn:
         self._before = mine
         return earlier or [mine]
 
-    def sends(self, shards: list[tf.Tensor]) -> None:
+    def note_gradients(self, shards: list[tf.Tensor]) -> None:
         """The gradients of the layer whose turn it is."""
         self._sent = [*self._sent[-1:], shards[0]]
 
@@ -104,4 +104,4 @@ def forbid_use(variable: keras.Variable, sentence: str) -> None:
     def initializer(*_: Any, **__: Any) -> tf.Tensor:
         raise ConfigError(sentence)
 
-    variable._value, variable._initializer = None, initializer
+    keras_variables.empty(variable, initializer)

@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import (
-    get_keras_mask,  # not public: how tensors carry masks
-    set_keras_mask,
-)
 
+from tfdist.compat.keras_tensors import carry_mask, functional_of, inputs_in_order, mask_of, node_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.recompute import recomputed
@@ -30,7 +27,7 @@ class Segment(NamedTuple):
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     masks: tuple[tuple[int, int], ...] = ()  # (place of a tensor in `takes`, place of its mask)
-    again: bool = False  # computed again in the backward pass
+    recompute: bool = False  # computed a second time in the backward pass, not kept
 
 
 class Cut(NamedTuple):
@@ -85,13 +82,13 @@ def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variabl
     flag = f"--recompute={kind}"
     cut = cut_into_blocks(model, flag) if kind == "block" else cut_out_attention(model, flag)
     wanted = blocks(model, flag)
-    segments = computed_again(
+    segments = with_recompute(
         model, cut.segments, wanted if kind == "block" else [f"{name}_joined" for name in wanted], flag
     )
-    functional = getattr(model, "_functional", None) or model  # that of a Sequential
+    functional = functional_of(model)
 
     def call(inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        given = functional._standardize_inputs(inputs)  # a list, whatever structure they come in
+        given = inputs_in_order(functional, inputs)
         tensors = run(segments, dict(zip(cut.inputs, given, strict=True)), training, storage)
         outputs = keras.tree.pack_sequence_as(functional.output, [tensors[name] for name in cut.outputs])
         return outputs[0] if isinstance(outputs, list | tuple) and len(outputs) == 1 else outputs  # as Keras gives them
@@ -99,23 +96,23 @@ def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variabl
     model.call = call
 
 
-def computed_again(model: keras.Model, segments: Sequence[Segment], names: Sequence[str], flag: str) -> list[Segment]:
+def with_recompute(model: keras.Model, segments: Sequence[Segment], names: Sequence[str], flag: str) -> list[Segment]:
     """Those called `names` are computed again in the backward pass.
 
     Weights that layers set in these are a ConfigError.
     """
-    again = [segment._replace(again=segment.gives[0] in names) for segment in segments]
+    chosen = [segment._replace(recompute=segment.gives[0] in names) for segment in segments]
     refuse_assigned(
         model,
         {
             id(variable): variable
-            for segment in again
-            if segment.again
+            for segment in chosen
+            if segment.recompute
             for variable in segment.part.trainable_variables
         }.values(),
         flag,
     )
-    return again
+    return chosen
 
 
 def run(
@@ -134,7 +131,7 @@ def run(
     for segment in segments:
         given = [tensors[name] for name in segment.takes]
         one = _runner(segment, training)
-        if segment.again and training:
+        if segment.recompute and training:
             parameters = [storage.get(id(variable), variable) for variable in segment.part.trainable_variables]
             # Losses go to a layer, which shares them with the whole model: a functional model takes none.
             given = recomputed(one, given, parameters, segment.part.non_trainable_variables, segment.part.layers[-1])
@@ -151,7 +148,7 @@ def run(
 def _runner(segment: Segment, training: bool | None) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
     def one(given: list[tf.Tensor]) -> list[tf.Tensor]:
         for place, mask in segment.masks:
-            set_keras_mask(given[place], given[mask])
+            carry_mask(given[place], given[mask])
         return tf.nest.flatten(segment.part(given if len(given) > 1 else given[0], training=training))
 
     return one
@@ -174,8 +171,7 @@ def _cut(model: keras.Model, ends: Mapping[str, Any]) -> Cut:
         while waiting:
             tensor = waiting.pop()
             if id(tensor) not in made_in:
-                operation, place, _ = tensor._keras_history
-                node = operation._inbound_nodes[place]
+                node = node_of(tensor)
                 made_in |= {id(output): number for output in node.output_tensors}
                 makes |= {id(output): output for output in node.output_tensors}
                 uses |= {id(source): source for source in node.input_tensors}
@@ -213,7 +209,7 @@ def _cut(model: keras.Model, ends: Mapping[str, Any]) -> Cut:
 
 def _masks(tensors: Sequence[Any]) -> dict[int, Any]:
     """The masks that Keras has given some of these symbolic tensors."""
-    return {id(mask): mask for mask in map(get_keras_mask, tensors) if mask is not None}
+    return {id(mask): mask for mask in map(mask_of, tensors) if mask is not None}
 
 
 def _segment(inputs: list, outputs: list, takes: tuple[str, ...], gives: tuple[str, ...]) -> Segment:
@@ -224,7 +220,5 @@ def _segment(inputs: list, outputs: list, takes: tuple[str, ...], gives: tuple[s
         lambda inputs, previous_mask: None,
     )  # its layers say what masks its outputs have
     places = {id(tensor): place for place, tensor in enumerate(inputs)}
-    masks = [
-        (place, places[id(mask)]) for place, tensor in enumerate(inputs) if (mask := get_keras_mask(tensor)) is not None
-    ]
+    masks = [(place, places[id(mask)]) for place, tensor in enumerate(inputs) if (mask := mask_of(tensor)) is not None]
     return Segment(part, takes, gives, tuple(masks))

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_variables
 from tfdist.runtime.collectives import Group
 from tfdist.training.dtypes import of_each_dtype
 
@@ -92,9 +93,7 @@ def named_like(whole: keras.Variable, value: np.ndarray) -> keras.Variable:
     at which Keras' optimizers look for what does not decay."""
     folder = whole.value.name.rpartition("/")[0]
     with tf.name_scope(f"{folder}/") if folder else contextlib.nullcontext():
-        variable = keras.Variable(value, dtype=whole.dtype, name=whole.name, autocast=whole._autocast)
-    variable._path = whole.path
-    return variable
+        return keras_variables.like(whole, value)
 
 
 def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> dict[int, int]:
@@ -112,16 +111,3 @@ def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variab
     optimizer.build(variables)
     del optimizer.add_variable_from_reference
     return owners
-
-
-def buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Indices in groups of about `most` elements, from the last: the backward pass makes the last gradients first."""
-    result: list[list[int]] = [[]]
-    total = 0
-    for index in reversed(range(len(sizes))):
-        if result[-1] and total + sizes[index] > most:
-            result.append([])
-            total = 0
-        result[-1].append(index)
-        total += sizes[index]
-    return result

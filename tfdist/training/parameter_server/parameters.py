@@ -19,9 +19,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_optimizers
+from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
 
-ELEMENTWISE = ("sgd", "momentum", "adam", "adamw", "lion")  # their updates of a piece are the piece of their update
+ELEMENTWISE = ELEMENTWISE_OPTIMIZERS  # their updates of a piece are the piece of their update
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,7 @@ class Parameters:
 
             optimizer.add_variable_from_reference = recording
             optimizer.build([value for value in self._values if id(value) in own])
-        # Keras' `assign(self + 1)` loses updates when several workers make it at the same time; the operation does not.
-        iterations = optimizer._iterations
-        iterations.assign_add = iterations.value.assign_add
+        keras_optimizers.count_steps_atomically(optimizer)
         return optimizer
 
     # -- inside a tf.function --------------------------------------------------------------------------------------

@@ -44,7 +44,9 @@ def make_step(job, piece_bytes=400, batch=None, kind=Parameters, **options):
         piece_bytes,
     )
     parameters.push(0)
-    batch = batch or input_pipeline.batch_fetch(job.train_split, seed=config.run.seed, shuffle=True)
+    batch = batch or input_pipeline.batch_fetch(
+        job.train_split, input_pipeline.Reading(seed=config.run.seed, shuffle=True)
+    )
     plan = dataclasses.replace(job.plan, replicas=options.pop("slices", 1))
     spec = build.train_dataset(config, job.train_split, job.plan, 0, 0).element_spec
     return RemoteStep(
@@ -183,7 +185,7 @@ def test_staleness_divides_the_learning_rate():
 
 def test_what_is_not_finite_changes_nothing():
     job = make_job(optimizer="sgd")
-    plain = input_pipeline.batch_fetch(job.train_split, seed=0, shuffle=True)
+    plain = input_pipeline.batch_fetch(job.train_split, input_pipeline.Reading(seed=0, shuffle=True))
     step = make_step(job, batch=lambda positions: (plain(positions)[0] * float("nan"), *plain(positions)[1:]))
     before = job.model.get_weights()
     result = call(step, step.update, 0, 0)

@@ -1,0 +1,39 @@
+"""How Keras' BatchNormalization takes its moments, and how to give it others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+from keras.src.backend.tensorflow import nn
+
+from tfdist.control.exit_codes import UnsupportedError
+
+MOMENTS = "_moments"  # the method (layer, inputs, mask) -> (mean, variance) that a layer or the class may have replaced
+Moments = Callable[..., tuple]
+
+_of_keras: Moments | None = getattr(keras.layers.BatchNormalization, MOMENTS, None)
+
+
+def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
+    """All axes but the one of the channels. Relies on `BatchNormalization._reduction_axes`; without it moments over
+    several workers cannot be taken.
+    """
+    axes = layer._reduction_axes
+    assert axes is not None, "the layer is built"
+    return axes
+
+
+def replace_moments(with_mask: Callable[[Moments], Moments], synchronized: Moments) -> None:
+    """From now on every BatchNormalization of the process takes its moments from `with_mask(Keras' own method)`, and
+    what Keras itself asks for, if `synchronized=True` and there is no mask, is `synchronized(x, axes, keepdims)`.
+
+    Relies on `BatchNormalization._moments`, and on keras.src's `_compute_moments_sync`, which it calls. Raises
+    UnsupportedError if one is gone: statistics would silently be those of one worker.
+    """
+    if not hasattr(nn, "_compute_moments_sync") or _of_keras is None:
+        raise UnsupportedError(
+            f"Keras {keras.__version__} synchronises BatchNormalization in an unknown way: install keras~=3.15."
+        )
+    nn._compute_moments_sync = synchronized
+    keras.layers.BatchNormalization._moments = with_mask(_of_keras)

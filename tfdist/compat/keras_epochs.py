@@ -1,0 +1,61 @@
+"""The iterators over epochs of Keras' TensorFlow trainer, which it hands to no callback, and what they read from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator as EpochIterator
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+__all__ = ["EpochIterator"]
+
+
+def validation_iterator(model: keras.Model) -> EpochIterator | None:
+    """The one that `fit` has made for its validations, if it has. Relies on `Trainer._eval_epoch_iterator`; without it
+    a resumed run's validation data begins anew.
+    """
+    return getattr(model, "_eval_epoch_iterator", None)
+
+
+def set_validation_iterator(model: keras.Model, iterator: EpochIterator) -> None:
+    """What `fit` uses for its next validations. Relies on `Trainer._eval_epoch_iterator`."""
+    model._eval_epoch_iterator = iterator
+
+
+def validates_after(model: keras.Model, epoch: int, frequency: Any) -> bool:
+    """Whether `fit` validates after this epoch. Relies on `Trainer._should_eval`."""
+    return model._should_eval(epoch, frequency)
+
+
+def batches_in_an_epoch(iterator: EpochIterator) -> int | None:
+    """Where the data was found to end; None as long as that is not known. Relies on `EpochIterator._num_batches`."""
+    return iterator._num_batches
+
+
+def batches_read(iterator: EpochIterator) -> int:
+    """In this epoch. Relies on `EpochIterator._steps_seen`."""
+    return iterator._steps_seen
+
+
+def present_pass(iterator: EpochIterator) -> Iterator | None:
+    """The iterator over the data that goes on into the next epoch. Relies on `EpochIterator._current_iterator`."""
+    return iterator._current_iterator
+
+
+def dataset_of(adapter: Any) -> tf.data.Dataset | None:
+    """The dataset that a fit reads, if it reads one. Relies on keras.src's `TFDatasetAdapter._dataset`."""
+    return adapter._dataset if isinstance(adapter, TFDatasetAdapter) else None
+
+
+def reads_arrays(adapter: Any) -> bool:
+    """Whether a fit reads arrays in memory. Relies on keras.src's `ArrayDataAdapter`."""
+    return isinstance(adapter, ArrayDataAdapter)
+
+
+def shuffles_arrays(adapter: Any) -> bool:
+    """Whether it does, and shuffles them. Relies on `ArrayDataAdapter._shuffle`."""
+    return reads_arrays(adapter) and bool(adapter._shuffle)

@@ -1,0 +1,89 @@
+"""What Keras keeps of its layers under private names: those inside each other, variables, losses, how they are called.
+
+Keras has no public way to a layer that is an attribute of a layer (`model.layers` is the first level only), and none to
+what one layer owns without the layers in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras.src.backend.common.global_state import get_global_attribute
+
+
+def all_layers(model: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
+    """The model's layers at any depth, each once. Relies on `Layer._flatten_layers`; without it no layer is found that
+    has to be synchronised, cut, sharded or refused.
+    """
+    return model._flatten_layers(include_self=include_self)
+
+
+def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Those of the layer without the layers in it. Relies on `Layer._trainable_variables`, a list that Keras' tracker
+    fills; without it ZeRO-3 does not know which layer gathers a variable.
+    """
+    return layer._trainable_variables
+
+
+def own_metrics(layer: keras.Layer) -> list[keras.metrics.Metric]:
+    """Relies on `Layer._metrics`; without it metrics that a call updates count this worker's rows only."""
+    return layer._metrics
+
+
+def own_seed_generators(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
+    """Relies on `Layer._seed_generators`; without it generators are broadcast once more when they are first used."""
+    return layer._seed_generators
+
+
+def recorded_losses(layer: keras.Layer) -> list[Any]:
+    """What `add_loss` has put down since the record was cleared: Keras' own list, to be changed in place. Relies on
+    `Layer._losses`; without it losses that a model adds are of this worker's rows, and are not summed.
+    """
+    return layer._losses
+
+
+def loss_records(layer: keras.Layer) -> tuple[Any, Any]:
+    """(the losses, their ids) that the layer has put down; None for one that it does not keep. Relies on
+    `Layer._losses`, a list, and `Layer._loss_ids`, a set, both in the instance.
+    """
+    return layer.__dict__.get("_losses"), layer.__dict__.get("_loss_ids")
+
+
+def set_loss_records(layer: keras.Layer, losses: Any, loss_ids: Any) -> None:
+    """Gives the layer other containers for them. Without these names the replicas of one process mix their losses."""
+    layer.__dict__.update(_losses=losses, _loss_ids=loss_ids)
+
+
+def takes_training(layer: keras.Layer) -> bool:
+    """Whether its call has an argument `training`. Relies on `Layer._call_has_training_arg`; without it layers are
+    tried as in inference, and a loss of theirs that is random cannot be judged.
+    """
+    return getattr(layer, "_call_has_training_arg", False)
+
+
+def stored_kernel(layer: keras.Layer) -> keras.Variable:
+    """The variable of a Dense or EinsumDense layer, where `layer.kernel` may be computed from it. Relies on `_kernel`;
+    without it these layers cannot be cut for the `model` and `expert` axes.
+    """
+    return layer._kernel
+
+
+def stored_embeddings(layer: keras.Layer) -> keras.Variable:
+    """The table of an Embedding, likewise. Relies on `_embeddings`."""
+    return layer._embeddings
+
+
+def is_inside_a_call() -> bool:
+    """Whether some layer is being called. Relies on the global attribute "current_call_ctx"; without it a weight that a
+    layer sets in its forward pass is not noticed, and a copy of it would be trained.
+    """
+    return get_global_attribute("current_call_ctx") is not None
+
+
+def keep_message(error: Exception) -> Exception:
+    """The error, around whose sentence Keras shall not put its own words. Relies on `_keras_call_info_injected`;
+    without it the sentence is longer, and nothing else changes.
+    """
+    error._keras_call_info_injected = True  # pyright: ignore[reportAttributeAccessIssue] - how Keras marks errors
+    return error

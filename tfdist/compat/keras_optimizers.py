@@ -1,0 +1,40 @@
+"""What Keras' optimizers keep under private names."""
+
+from __future__ import annotations
+
+import keras
+
+from tfdist.control.exit_codes import UnsupportedError
+
+
+def switch_off_reduction(optimizer: keras.Optimizer) -> None:
+    """Makes `optimizer.apply` take gradients as they are, already summed over replicas. Relies on
+    `Optimizer._all_reduce_sum_gradients`, which `apply` calls. Raises UnsupportedError if it is gone; if `apply` no
+    longer calls it, gradients are summed twice, and the parity tests with several replicas fail.
+    """
+    if not callable(getattr(optimizer, "_all_reduce_sum_gradients", None)):
+        raise UnsupportedError(f"Keras {keras.__version__} reduces gradients in an unknown way: install keras~=3.15.")
+    optimizer._all_reduce_sum_gradients = list
+
+
+def moving_averages(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """Of the trainable variables, in their order, with use_ema=True; else none. Relies on
+    `Optimizer._model_variables_moving_average`; without it --ema cannot be evaluated.
+    """
+    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+
+
+def count_steps_atomically(optimizer: keras.Optimizer) -> None:
+    """`iterations` counts with one operation of TensorFlow's: Keras' `assign(self + 1)` loses updates when several
+    workers make it at the same time. Relies on `Optimizer._iterations`, and that `apply` calls its `assign_add`;
+    without it the asynchronous parameter server counts too few steps.
+    """
+    iterations = optimizer._iterations
+    iterations.assign_add = iterations.value.assign_add
+
+
+def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable:
+    """What holds a learning rate that can be set. Raises AttributeError where there is none: under a schedule. Relies
+    on `Optimizer._learning_rate`; without it a callback's change on one worker is not taken over by the others.
+    """
+    return optimizer._learning_rate

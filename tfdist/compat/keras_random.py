@@ -1,0 +1,27 @@
+"""Keras' global random state: the generator of all that is drawn without one, and the seeds of new generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import keras
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
+
+# The module in which the function called `MAKE_DEFAULT_SEED` gives a SeedGenerator without a seed its first state; to
+# be replaced for a time. Without it workers begin with seeds of their own, and draw differently where they must not.
+SEEDS: ModuleType = seed_generator
+MAKE_DEFAULT_SEED = "make_default_seed"
+
+
+def make_default_seed() -> Callable[[], int]:
+    """The function that stands there now."""
+    return getattr(SEEDS, MAKE_DEFAULT_SEED)
+
+
+def global_seed_generator() -> keras.random.SeedGenerator | None:
+    """The one of all that is drawn without a generator, if it has been made. Relies on the global attribute
+    GLOBAL_SEED_GENERATOR of keras.src.random.seed_generator.
+    """
+    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)

@@ -1,0 +1,83 @@
+"""What Keras' Trainer (`compile`, `fit`) keeps under private names: how it builds a model, what was compiled, where a
+fit begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras.src import backend
+from keras.src.losses.losses import LossFunctionWrapper
+
+
+def build_for(model: keras.Model, batch: Any) -> None:
+    """Builds model, compiled losses and metrics, and optimizer, as `fit` would at its first batch. Relies on
+    `Trainer._symbolic_build`; without it variables are made inside the first step, where workers cannot agree on them.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+def build_for_inputs(model: keras.Model, x: Any) -> None:
+    """Builds the model alone, by calling it on symbols like x. Relies on keras.src's `compute_output_spec`, which has
+    no public name.
+    """
+    backend.compute_output_spec(model, x)
+
+
+def compile_identity(model: keras.Model) -> Any:
+    """An object that is another one after each `compile`; None before the first. Relies on `Trainer._compile_config`;
+    without it steps that were traced for an earlier `compile` would go on.
+    """
+    return model._compile_config if model.compiled else None
+
+
+def compiled_losses(model: keras.Model) -> list[keras.losses.Loss | None]:
+    """The losses that `compile` was given, flat; None for outputs without one. Relies on `Trainer._compile_loss` and
+    `CompileLoss._flat_losses`; without them every worker gathers all outputs.
+    """
+    compiled = model._compile_loss
+    return [] if compiled is None else [loss for _, loss, _, _ in compiled._flat_losses or []]
+
+
+def compiled_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics that `compile` was given. Relies on `Trainer._compile_metrics`."""
+    compiled = model._compile_metrics
+    return [] if compiled is None else compiled.metrics
+
+
+def has_metrics_of_its_own(model: keras.Model) -> bool:
+    """Whether the model has metrics beside the compiled ones and the mean of its loss, which Keras updates. Relies on
+    `Trainer._loss_tracker` and `_compile_metrics`.
+    """
+    keras_own = (getattr(model, "_loss_tracker", None), model._compile_metrics, *compiled_metrics(model))
+    return not all(any(metric is other for other in keras_own) for metric in model.metrics)
+
+
+def is_made_of_a_function(value: Any) -> bool:
+    """Whether it is exactly what Keras makes of a function that is given as a loss. Relies on keras.src's
+    `LossFunctionWrapper`, which has no public name.
+    """
+    return type(value) is LossFunctionWrapper
+
+
+def function_and_options(wrapper: Any) -> tuple[Any, dict[str, Any]]:
+    """(the function, its options) of a loss or metric that wraps one. Relies on `fn` (losses), `_fn` (metrics) and
+    `_fn_kwargs`.
+    """
+    function = wrapper._fn if isinstance(wrapper, keras.metrics.MeanMetricWrapper) else getattr(wrapper, "fn", None)
+    return function, wrapper._fn_kwargs
+
+
+def begin_at(model: keras.Model, epoch: int | None) -> None:
+    """Tells the running `fit` at which epoch to begin, from a callback's on_train_begin; None: as it was told. Relies
+    on `Trainer._initial_epoch`, which Keras' own BackupAndRestore sets; without it a resumed fit begins anew.
+    """
+    model._initial_epoch = epoch
+
+
+def built_under_a_strategy(model: keras.Model) -> bool:
+    """Whether the model was made inside a tf.distribute strategy's scope. Relies on `_distribute_strategy`; without it
+    such a model fails inside TensorFlow instead of with a sentence.
+    """
+    return getattr(model, "_distribute_strategy", None) is not None

@@ -1,0 +1,75 @@
+"""Keras' variables from inside: their value without autocast, their parts replaced, their names kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
+
+
+def stored_value(variable: keras.Variable) -> tf.Variable | None:
+    """TensorFlow's variable in it, or None after `empty`. Relies on `Variable._value`."""
+    return variable._value
+
+
+def empty(variable: keras.Variable, refuse: Callable[..., Any]) -> None:
+    """Sets the variable's memory free; who uses it afterwards, outside of a scope that gives it a value, gets what
+    `refuse` raises. Relies on `Variable._value` and `_initializer`, which is asked where there is no value; without
+    them ZeRO-3 holds whole variables.
+    """
+    variable._value, variable._initializer = None, refuse
+
+
+def replace_value(variable: keras.Variable, value: tf.Variable) -> None:
+    """From now on the Keras variable is this one, of another shape. Relies on `Variable._shape` and `_initialize`;
+    without them no layer can be cut.
+    """
+    variable._shape = tuple(value.shape)
+    variable._initialize(value)
+
+
+def like(whole: keras.Variable, value: Any) -> keras.Variable:
+    """A Keras variable of another value that has the type, the name, the path and the autocast of `whole`. Relies on
+    `Variable._autocast` and `_path`; without the path slots get other names, and snapshots do not fit.
+    """
+    variable = keras.Variable(value, dtype=whole.dtype, name=whole.name, autocast=whole._autocast)
+    variable._path = whole.path
+    return variable
+
+
+def autocast(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+    """The value in the type in which the variable would be read here. Relies on `Variable._maybe_autocast`; without it
+    ZeRO-3 sends float32 where the layer computes in half the bytes.
+    """
+    return variable._maybe_autocast(value)
+
+
+def value_without_autocast(variable: keras.Variable) -> Any:
+    """The value in the type in which it is stored. Relies on keras.src's `AutocastScope`; there is no public way."""
+    with AutocastScope(None):
+        return variable.value
+
+
+def autocast_dtype() -> str | None:
+    """The compute type in force where a layer is called. Relies on keras.src's `get_autocast_scope`."""
+    scope = get_autocast_scope()
+    return scope.dtype if scope else None
+
+
+@contextlib.contextmanager
+def autocast_to(dtype: str | None) -> Iterator[None]:
+    """Within it variables are read in this compute type; None: as they are. In an AutocastScope(None) those of any type
+    would say that they are float32, and be computed with, and kept, as such.
+
+    Relies on keras.src's `AutocastScope` and the global attribute "autocast_scope"; without them a second forward pass
+    computes in another type than the first.
+    """
+    with AutocastScope(dtype):
+        if dtype is None:
+            global_state.set_global_attribute("autocast_scope", None)
+        yield

@@ -1,0 +1,189 @@
+"""The checks across fields: what contradicts itself is a ConfigError that names the flag, its value and the fix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tfdist.config.options import parse_args, parse_profile_steps
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.ranks import parse_ranks
+from tfdist.control.strategies import asked_for
+
+if TYPE_CHECKING:
+    from tfdist.config.configuration import Config
+
+
+class OnlyFor(NamedTuple):
+    """A flag that means something under one strategy only, and the value with which it says nothing."""
+
+    flag: str
+    off: Any
+
+
+MESH_ONLY = (
+    OnlyFor("mesh", ""),
+    OnlyFor("zero", 0),
+    OnlyFor("pipe_chunks", 1),
+    OnlyFor("pipe_cut", ""),
+    OnlyFor("offload", "none"),
+    OnlyFor("all_reduce", "flat"),
+    OnlyFor("sequence_parallel", False),
+)
+PARAMETER_SERVER_ONLY = (
+    OnlyFor("ps_mode", "async"),
+    OnlyFor("max_staleness", -1),
+    OnlyFor("staleness_scaling", False),
+    OnlyFor("backup_workers", 0),
+)
+
+
+def check_across_fields(config: Config) -> None:
+    """Raises ConfigError if fields, each of which is valid by itself, do not go together."""
+    _check_length(config)
+    _check_model(config)
+    _check_schedule(config)
+    _check_strategy(config)
+    _check_parallel(config)
+    _check_artifacts(config)
+    _check_texts(config)
+    _check_servers(config)
+
+
+def _check_length(config: Config) -> None:
+    run = config.run
+    if run.steps and run.epochs:
+        raise ConfigError(f"--steps={run.steps} and --epochs={run.epochs:g} both say when to end: give one of them.")
+    if not run.steps and not run.epochs:
+        raise ConfigError("Neither --steps nor --epochs is given: say how long to train, for example --epochs=10.")
+
+
+def _check_model(config: Config) -> None:
+    ema, smoothing = config.optimizer.ema, config.model.label_smoothing
+    if ema >= 1:
+        raise ConfigError(f"--ema={ema:g} must be below 1: use for example --ema=0.999, or 0 for none.")
+    if smoothing >= 1:
+        raise ConfigError(f"--label_smoothing={smoothing:g} must be below 1: use for example 0.1.")
+    if config.model.jit_compile and config.model.jit_tune:
+        raise ConfigError("--jit_compile uses XLA, --jit_tune measures whether it pays: give one of them.")
+
+
+def _check_schedule(config: Config) -> None:
+    schedule = config.schedule
+    if schedule.min_learning_rate_ratio > 1:
+        raise ConfigError(f"--min_learning_rate_ratio={schedule.min_learning_rate_ratio:g} must be at most 1.")
+    if not 0 < schedule.decay_fraction <= 1:
+        raise ConfigError(f"--decay_fraction={schedule.decay_fraction:g} must be above 0 and at most 1.")
+    decay_end = schedule.decay_steps or config.run.steps
+    if decay_end and schedule.warmup_steps >= decay_end and schedule.schedule != "constant":
+        raise ConfigError(
+            f"--warmup_steps={schedule.warmup_steps} leaves no step to decay before step {decay_end}: lower it, or"
+            " raise --steps or --decay_steps."
+        )
+
+
+def _check_strategy(config: Config) -> None:
+    strategy = config.strategy
+    if strategy.virtual_devices and strategy.strategy not in ("auto", "mirrored"):
+        raise ConfigError(
+            f"--virtual_devices={strategy.virtual_devices} is for --strategy=mirrored, not {strategy.strategy}: drop"
+            " one of them."
+        )
+
+
+def _check_parallel(config: Config) -> None:
+    parallel, strategy = config.parallel, config.strategy.strategy
+    if parallel.zero > 3:
+        raise ConfigError(f"--zero={parallel.zero} is not a stage: use 0, 1, 2 or 3.")
+    for flag, off in MESH_ONLY:
+        value = getattr(parallel, flag)
+        if value != off and strategy != "mesh":
+            raise ConfigError(
+                f"--{flag}={value} is for --strategy=mesh, not {strategy}: add --strategy=mesh, or drop it."
+            )
+    if strategy != "auto":
+        check_compression(config, strategy)
+    if parallel.workers_per_host and parallel.all_reduce != "hierarchical":
+        raise ConfigError(
+            f"--workers_per_host={parallel.workers_per_host} is for --all_reduce=hierarchical, not"
+            f" {parallel.all_reduce}: drop one of them."
+        )
+    if parallel.all_reduce != "flat" and (parallel.zero or parallel.compression != "none"):
+        other = f"--zero={parallel.zero}" if parallel.zero else f"--compression={parallel.compression}"
+        raise ConfigError(
+            f"--all_reduce={parallel.all_reduce} is for gradients that are whole on all workers and travel as they are,"
+            f" which {other} changes: drop one of them."
+        )
+
+
+def check_compression(config: Config, strategy: str) -> None:
+    """Whether gradients can travel as --compression says, on the strategy that --strategy has come to."""
+    kind, can = config.parallel.compression, asked_for(strategy)
+    if kind != "none" and kind not in can.compression:
+        raise ConfigError(f"--compression={kind} is not for --strategy={strategy}: {can.compression_fix}.")
+
+
+def _check_artifacts(config: Config) -> None:
+    best, export = config.checkpoint.keep_best, config.export.export
+    if best and not best.startswith(("min:", "max:")):
+        raise ConfigError(f"--keep_best={best} must start with min: or max:, for example max:accuracy.")
+    if best and config.loop.eval_every < 0:
+        raise ConfigError(f"--keep_best={best} needs evaluations, but --eval_every=-1 turns them off.")
+    formats = set(export.split(","))
+    if not formats <= {"keras", "saved_model", "none"} or ("none" in formats and len(formats) > 1):
+        raise ConfigError(f"--export={export} must be keras, saved_model, keras,saved_model or none.")
+
+
+def _check_texts(config: Config) -> None:
+    """Whether the fields that hold a small language of their own can be read."""
+    parse_profile_steps(config.telemetry.profile_steps)
+    parse_ranks("profile_ranks", config.telemetry.profile_ranks)
+    parse_args("source_args", config.data.source_args)
+    parse_args("model_args", config.model.model_args)
+    parse_args("optimizer_args", config.optimizer.optimizer_args)
+
+
+def _check_servers(config: Config) -> None:
+    """What a parameter-server run cannot do, and what only such a run can."""
+    servers, strategy = config.servers, config.strategy.strategy
+    for flag, off in PARAMETER_SERVER_ONLY:
+        value = getattr(servers, flag)
+        if value != off and strategy not in ("auto", "parameter_server"):
+            raise ConfigError(f"--{flag}={value} is for --strategy=parameter_server, not {strategy}: drop one of them.")
+    if servers.ps_mode == "async" and servers.backup_workers:
+        raise ConfigError(
+            f"--backup_workers={servers.backup_workers} is for --ps_mode=sync: asynchronous workers do not wait for"
+            " each other."
+        )
+    if servers.ps_mode == "sync" and (servers.max_staleness >= 0 or servers.staleness_scaling):
+        raise ConfigError(
+            "--max_staleness and --staleness_scaling are for --ps_mode=async: with sync no gradient is stale."
+        )
+    if strategy == "parameter_server":
+        _check_parameter_server_run(config)
+
+
+def _check_parameter_server_run(config: Config) -> None:
+    """What no run on parameter servers can do."""
+    if config.precision.precision == "float16":
+        raise ConfigError("--precision=float16 needs a loss scale that all workers share: use --precision=bfloat16.")
+    if config.optimizer.optimizer == "adafactor":
+        raise ConfigError(
+            "--optimizer=adafactor keeps its state in a way that parameter servers cannot divide: use another"
+            " optimizer."
+        )
+    if config.model.jit_compile or config.model.jit_tune:
+        flag = "jit_compile" if config.model.jit_compile else "jit_tune"
+        raise ConfigError(f"--{flag}: XLA cannot compile what reads from parameter servers: drop it.")
+    if config.loop.on_nan == "rollback":
+        raise ConfigError(
+            "--on_nan=rollback is not available with --strategy=parameter_server: use --on_nan=stop or skip."
+        )
+    if config.checkpoint.backup_dir:
+        raise ConfigError(
+            f"--backup_dir={config.checkpoint.backup_dir} is not available with --strategy=parameter_server: use"
+            " --save_every."
+        )
+    if config.run.deterministic and config.servers.ps_mode == "async":
+        raise ConfigError(
+            "--deterministic cannot hold with --ps_mode=async, whose updates come in any order: use --ps_mode=sync."
+        )

@@ -1,0 +1,90 @@
+"""How an option is declared and checked, and how the text of one is read.
+
+A field made with `option()` is also a command-line flag of the same name (flags.py reads the fields), so a new flag is
+one such line and one line in tests/unit/flag_surface.txt.
+
+Fields marked `identity=True` count towards `Config.digest()`: they are those that change the numbers a run computes
+(model, data order, global batch, optimizer, ...). What only changes where or how fast the numbers are computed
+(strategy, number of workers, micro-batch, paths, logging, saving) does not count, so that a run may be resumed on
+another cluster.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from typing import Any
+
+from tfdist.control.exit_codes import ConfigError
+
+
+def option(
+    default: Any, help: str, *, choices: tuple[str, ...] = (), identity: bool = False, least: float | None = None
+) -> Any:
+    """Declares a field that is also a flag: its help text, its allowed values, whether it is part of the identity."""
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": choices, "identity": identity, "least": least}
+    )
+
+
+_LARGEST = 2**63 - 1  # what a tensor can hold
+
+
+def check_option(field: dataclasses.Field, value: Any) -> None:
+    """Raises ConfigError if a flag's value is not among its choices, or too small."""
+    choices, least = field.metadata["choices"], field.metadata["least"]
+    if choices and value not in choices:
+        raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
+    if isinstance(value, float) and math.isinf(value) or type(value) is int and abs(value) > _LARGEST:
+        raise ConfigError(f"--{field.name}={value} is too large: give a number that can be counted to.")
+    if least is not None and not value >= least:  # also catches NaN
+        raise ConfigError(f"--{field.name}={value} is too small: it must be at least {least:g}.")
+
+
+def parse_profile_steps(text: str) -> tuple[int, int] | None:
+    """(first, last) of --profile_steps; None if it is empty. Raises ConfigError."""
+    if not text:
+        return None
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise ConfigError(f"--profile_steps={text} must be FIRST:LAST with FIRST below LAST, for example 100:110.")
+    return int(first), int(last)
+
+
+def parse_args(flag: str, text: str) -> dict[str, Any]:
+    """Reads `key=value,key=value` into {key: Python literal or string}; commas inside brackets or quotes do not split.
+
+    Raises ConfigError if a piece has no `=`.
+    """
+    result: dict[str, Any] = {}
+    for piece in _split_outside_brackets(text):
+        key, equals, value = piece.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ConfigError(
+                f"--{flag}={text}: {piece.strip()!r} is not key=value; write for example size=tiny,dropout=0.1."
+            )
+        try:
+            result[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            result[key.strip()] = value.strip()
+    return result
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    pieces, depth, quote, current = [], 0, "", ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        if char == "," and depth == 0 and not quote:
+            pieces.append(current)
+            current = ""
+        else:
+            current += char
+    return [piece for piece in [*pieces, current] if piece.strip()]

@@ -1,0 +1,130 @@
+"""The options of a run around its steps: how long it is, what it saves, what it leaves behind, what it shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfdist.config.options import option
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole."""
+
+    run_dir: str = option("runs/default", "Folder of this run: logs, checkpoints, exports. An existing one is resumed.")
+    steps: int = option(0, "Optimizer steps to train in all. 0: taken from --epochs.", least=0)
+    epochs: float = option(0.0, "Passes over the training data, instead of --steps.", least=0)
+    seed: int = option(0, "Seed of weights, data order, dropout and augmentation.", identity=True, least=0)
+    deterministic: bool = option(False, "Bitwise repeatable: deterministic kernels, slower on GPUs.")
+    dry_run: bool = option(False, "Print the resolved configuration and the batch arithmetic, then stop.")
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """How often the outer loop does what, in steps."""
+
+    steps_per_loop: int = option(
+        0, "Steps inside one tf.function call. 0: up to the next boundary, at most 100.", least=0
+    )
+    log_every: int = option(20, "Steps between two log lines.", least=1)
+    eval_every: int = option(0, "Steps between two evaluations. 0: at the end only; -1: never.", least=-1)
+    on_nan: str = option(
+        "stop",
+        "What a NaN or infinite loss or gradient does (float16 overflow is handled by the loss scale). skip: no update"
+        " in that step; rollback: back to the last snapshot, and past the batches since then.",
+        choices=("stop", "skip", "rollback"),
+    )
+    max_rollbacks: int = option(3, "Rollbacks of --on_nan=rollback after which the run stops.", least=0)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Snapshots: when to save, what to keep, what to trust."""
+
+    save_every: int = option(0, "Steps between two snapshots. 0: by --save_minutes and at the end only.", least=0)
+    save_minutes: float = option(15.0, "Minutes between two snapshots, by the chief's clock. 0: off.", least=0)
+    save_final: bool = option(True, "Save when training ends.")
+    keep: int = option(3, "Newest snapshots kept.", least=1)
+    keep_every: int = option(0, "Every snapshot whose step is a multiple of this is kept for ever. 0: none.", least=0)
+    keep_best: str = option(
+        "", "Keep also the snapshot that is best by this evaluation metric, for example min:loss or max:accuracy."
+    )
+    async_save: bool = option(
+        True, "Write snapshots in a background thread; training waits only for the copy to host memory."
+    )
+    backup_dir: str = option(
+        "",
+        "Folder of a short-lived backup beside the snapshots, on a fast local disk or in memory; only the chief uses"
+        " it. Empty: none.",
+    )
+    backup_every: int = option(0, "Steps between two backups. 0: at the end of each epoch.", least=0)
+    double_backup: bool = option(False, "Keep the backup before the last one as well.")
+    delete_backup: bool = option(True, "Delete the backup when training has finished.")
+    elastic_commit_every: int = option(
+        0,
+        "With --elastic of tfdist.launch: least steps between two copies of the state in every worker's memory. 0: a"
+        " copy after every call of the training function (at most 100 steps, about 5 s).",
+        least=0,
+    )
+    resume: str = option(
+        "auto",
+        "auto: from the newest valid snapshot if there is one; never: refuse a run folder that has one; must: fail"
+        " without one.",
+        choices=("auto", "never", "must"),
+    )
+    allow_config_change: bool = option(False, "Resume although the configuration's digest differs.")
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What is left for others at the end."""
+
+    export: str = option("keras,saved_model", "Formats exported at the end: keras, saved_model, both, or none.")
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """What is shown, and where."""
+
+    progress: str = option(
+        "auto",
+        "Progress on the console: a bar on a terminal, plain lines elsewhere.",
+        choices=("auto", "bar", "plain", "none"),
+    )
+    trackers: str = option(
+        "tensorboard",
+        "Where the chief tracks the run: some of tensorboard, csv, mlflow, wandb, or package.module:function; none.",
+    )
+    phase_every: int = option(
+        10,
+        "Of as many calls of the training function one measures the phases of its steps; on a CPU, without"
+        " --deterministic, each does, which costs less. 0: none.",
+        least=0,
+    )
+    peak_tflops: float = option(
+        0.0,
+        "Peak of one device in the compute type, TFLOP/s, for the MFU. 0: from the planner's table, by the name of the"
+        " GPU.",
+        least=0,
+    )
+    scaling_baseline: str = option(
+        "",
+        "What scaling efficiency is against: samples per second of one worker, or the folder of a run of one worker."
+        " Empty: none is told.",
+    )
+    histograms_every: int = option(
+        0, "Steps between two histograms of the weights in TensorBoard, taken at log lines. 0: none.", least=0
+    )
+    prometheus_port: int = option(
+        0, "Every worker serves its numbers to Prometheus at this port + its rank on its machine. 0: not.", least=0
+    )
+    opentelemetry: bool = option(
+        False, "Every worker sends spans by OpenTelemetry; the OTEL_ environment variables say where to."
+    )
+    profile_steps: str = option(
+        "",
+        "FIRST:LAST: trace from step FIRST to step LAST, for TensorBoard's profile plugin. SIGUSR2 traces the next call"
+        " at any time.",
+    )
+    profile_ranks: str = option("0", "Ranks that trace: all, or some such as 0,1.")
+    plot: bool = option(True, "Draw RUN_DIR/curves.png at the end.")

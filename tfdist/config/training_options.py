@@ -1,0 +1,129 @@
+"""The options that say what is computed: batch, data, model, precision, optimizer, learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfdist.config.options import option
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """global batch = micro-batch x accumulation x replicas. Give any two; the third follows."""
+
+    global_batch: int = option(
+        0, "Samples per optimizer step over all workers. 0: follows from the others.", identity=True, least=0
+    )
+    micro_batch: int = option(
+        0,
+        "Samples per replica in one forward pass; beside --global_batch, at most. 0: follows from the others.",
+        least=0,
+    )
+    accumulation: int = option(0, "Micro-batches per optimizer step. 0: follows from the others.", least=0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on, in which order."""
+
+    source: str = option("digits", "Data source: a registered name or package.module:function.", identity=True)
+    source_args: str = option("", "Options of the source, key=value,key=value.", identity=True)
+    data_dir: str = option("", "Where the source finds its files, if it needs any.")
+    sequence_length: int = option(128, "Tokens per sample of a text source.", identity=True, least=1)
+    shuffle: bool = option(True, "Permute the samples anew in each epoch.", identity=True)
+    augment: str = option(
+        "none", "Augmentation of training samples: none, a registered name or package.module:function.", identity=True
+    )
+    eval_batch: int = option(0, "Samples per replica in one evaluation step. 0: the micro-batch.", least=0)
+    eval_samples: int = option(0, "Evaluate on the first N samples only. 0: all.", least=0)
+    reader_threads: int = option(0, "Batches fetched at the same time. 0: tf.data tunes it.", least=0)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is trained."""
+
+    model: str = option(
+        "cnn", "Model: a registered name or package.module:function returning a Keras 3 model.", identity=True
+    )
+    model_args: str = option(
+        "", "Options of the model, key=value,key=value, for example size=tiny,dropout=0.1.", identity=True
+    )
+    objective: str = option(
+        "auto",
+        "Loss and metrics: auto, classification, next_token, regression or package.module:function.",
+        identity=True,
+    )
+    label_smoothing: float = option(
+        0.0, "Label smoothing of the classification objective, 0 to 1.", identity=True, least=0
+    )
+    sync_batchnorm: bool = option(True, "BatchNormalization takes its statistics over all replicas.", identity=True)
+    jit_compile: bool = option(False, "Compile the forward and backward pass with XLA.")
+    jit_tune: bool = option(
+        False,
+        "Measure at the start whether --jit_compile makes steps faster, and set it so; the run remembers the answer.",
+    )
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Compute type, and the dynamic loss scale of float16 (Micikevicius et al. 2018, arXiv:1710.03740)."""
+
+    precision: str = option(
+        "float32", "Compute type; variables stay float32.", choices=("float32", "bfloat16", "float16"), identity=True
+    )
+    loss_scale_initial: float = option(32768.0, "First loss scale of float16.", identity=True, least=1)
+    loss_scale_growth_steps: int = option(
+        2000, "The loss scale doubles after this many steps without overflow.", identity=True, least=1
+    )
+
+
+# Rules that treat every element on its own, so that a part is updated as the same elements of the whole would be.
+ELEMENTWISE_OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lion")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The update rule."""
+
+    optimizer: str = option(
+        "adamw",
+        "Update rule.",
+        choices=(*ELEMENTWISE_OPTIMIZERS, "lamb", "adafactor", "muon"),
+        identity=True,
+    )
+    optimizer_args: str = option(
+        "", "Options of the Keras optimizer, key=value,key=value, for example beta_2=0.95.", identity=True
+    )
+    weight_decay: float = option(
+        0.0, "Decoupled weight decay per step, times the learning rate.", identity=True, least=0
+    )
+    weight_decay_exclude: str = option(
+        "bias,gamma,beta", "Variables whose name contains one of these are not decayed.", identity=True
+    )
+    clip_norm: float = option(0.0, "Clip the reduced gradient to this global norm. 0: off.", identity=True, least=0)
+    ema: float = option(
+        0.0,
+        "Decay of an exponential moving average of the weights, used in evaluation and export. 0: off.",
+        identity=True,
+        least=0,
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning rate over the steps."""
+
+    learning_rate: float = option(1e-3, "Peak learning rate.", identity=True, least=0)
+    schedule: str = option(
+        "constant",
+        "Shape after the warm-up. wsd: warm-up, stable, linear decay.",
+        choices=("constant", "linear", "cosine", "wsd"),
+        identity=True,
+    )
+    warmup_steps: int = option(0, "Steps of linear warm-up from 0.", identity=True, least=0)
+    decay_steps: int = option(0, "Step at which the decay ends. 0: the last step of the run.", identity=True, least=0)
+    decay_fraction: float = option(0.1, "Part of --decay_steps in which wsd decays.", identity=True, least=0)
+    min_learning_rate_ratio: float = option(
+        0.0, "Learning rate at the end of the decay, as a part of the peak.", identity=True, least=0
+    )

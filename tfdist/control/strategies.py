@@ -1,0 +1,69 @@
+"""The registry of strategies: where the Runtime of each is, and what must be known before TensorFlow is imported.
+
+A new strategy is a file with a class that implements the protocol in runtime/base.py, and an entry here. What a runtime
+can do once it has started is an attribute or a method of that protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfdist.control.exit_codes import ConfigError
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What --strategy=NAME means."""
+
+    runtime: str  # "module:Class"; Class.create(config, cluster) makes the runtime
+    several_workers: bool = True  # whether it can have more than one
+    parameter_servers: bool = False  # whether workers send gradients to servers, and not to each other
+    mesh: bool = False  # whether workers have coordinates of named axes (--mesh)
+    finds_workers: bool = False  # without addresses: whether horovodrun or mpirun may start it
+    restarts_in_process: bool = False  # whether a process can leave one group of workers and join another
+    compression: tuple[str, ...] = ()  # the kinds of --compression that it knows
+    compression_fix: str = "drop it"  # what to do instead of the other kinds
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether workers exchange data among each other."""
+        return self.several_workers and not self.parameter_servers
+
+
+_OTHER_COMPRESSION = "use --compression=bf16, or --strategy=mesh"
+STRATEGIES: dict[str, Strategy] = {
+    "one_device": Strategy("tfdist.runtime.one_device:OneDevice", several_workers=False),
+    "mirrored": Strategy(
+        "tfdist.runtime.mirrored:Mirrored",
+        several_workers=False,
+        compression=("bf16",),
+        compression_fix=_OTHER_COMPRESSION,
+    ),
+    "multi_worker": Strategy(
+        "tfdist.runtime.multi_worker:MultiWorker", compression=("bf16",), compression_fix=_OTHER_COMPRESSION
+    ),
+    "horovod": Strategy(
+        "tfdist.runtime.horovod:Horovod",
+        finds_workers=True,
+        restarts_in_process=True,
+        compression_fix="use --horovod_compression=fp16",
+    ),
+    "sockets": Strategy("tfdist.runtime.sockets:Sockets", compression=("bf16",), compression_fix=_OTHER_COMPRESSION),
+    "mesh": Strategy(
+        "tfdist.runtime.mesh_runtime:MeshRuntime", mesh=True, compression=("fp16", "bf16", "int8", "topk", "powersgd")
+    ),
+    "parameter_server": Strategy("tfdist.runtime.parameter_server:ParameterServer", parameter_servers=True),
+}
+_UNDECIDED = Strategy("", several_workers=False, compression_fix=_OTHER_COMPRESSION)
+
+
+def strategy_named(name: str) -> Strategy:
+    """Raises ConfigError if there is none."""
+    if name not in STRATEGIES:
+        raise ConfigError(f"--strategy={name} is not one of auto, {', '.join(STRATEGIES)}.")
+    return STRATEGIES[name]
+
+
+def asked_for(name: str) -> Strategy:
+    """What is certain of --strategy=NAME before the cluster is known: of auto, and of what is none, nothing."""
+    return STRATEGIES.get(name, _UNDECIDED)

@@ -1,0 +1,56 @@
+"""How a run reads its samples, and the shape of the batches that it makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfdist.data.augment import Augmentation
+from tfdist.data.sources.split import Sample
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a run reads a split, the same on all replicas.
+
+    augment: see augment.py. threads: batches made at the same time; 0: tf.data tunes it.
+    cut: of a stream, into how many shards it is cut; None: as `streams.stream_cut` says.
+    """
+
+    seed: int
+    shuffle: bool
+    augment: Augmentation | None = None
+    threads: int = 0
+    cut: int | None = None
+
+
+def as_is(function: Callable) -> Callable:
+    """The function as it is, not rewritten by AutoGraph, which would hide our errors behind one of its own."""
+    return tf.autograph.experimental.do_not_convert(function)
+
+
+def weighted(sample: Sample, rows: int | tf.Tensor) -> Sample:
+    """(x, y) -> (x, y, ones [rows]); (x, y, w) stays."""
+    return sample if len(sample) == 3 else (*sample, tf.ones([rows], tf.float32))
+
+
+def masked(w: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
+    """w with 0 in the rows (first dim) that are not real. `where`, not a product: the weight there may be anything."""
+    real = tf.reshape(real, tf.concat([tf.shape(real), tf.ones([tf.rank(w) - 1], tf.int32)], 0))
+    return tf.where(real, tf.cast(w, tf.float32), 0.0)
+
+
+def shaper(rows: int | None, spec: tuple | None) -> Callable[..., Sample]:
+    """(x, y, w) -> the same with static shapes, which Python sources lose: `rows`, then as in `spec` if given."""
+
+    def shaped(x, y, w):
+        if spec is None:
+            tf.nest.map_structure(lambda t: t.set_shape([rows, *t.shape[1:]]), (x, y, w))
+        else:
+            full = (*spec, tf.TensorSpec([], tf.float32))[:3]
+            tf.nest.map_structure(lambda t, s: t.set_shape([rows, *s.shape]), (x, y, w), full)
+        return x, y, w
+
+    return shaped

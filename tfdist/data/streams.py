@@ -1,0 +1,145 @@
+"""Streams: what a source can only be read from front to back. They know no order.
+
+The stream is shuffled within windows of STREAM_WINDOW samples (fewer if they are large), repeated, and cut by position,
+so that the global batches are the same at any number of replicas; every replica reads (and decodes) all of it, and
+`consumed` is reached by reading on. If the stream can be cut into enough shards (files), each replica reads and repeats
+its own: less reading, but which samples make a batch then depends on `cut`, the number of shards, and shards of
+different length end their passes at different times. A run keeps its cut: with another number of replicas, each reads
+all the shards and takes its part of the same batches. A cut anew would begin in the middle of other shards: some
+samples would come twice in a pass, others never.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist.control.exit_codes import DataError
+from tfdist.data import augment as augmentation
+from tfdist.data import order
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.reading import Reading, as_is, masked, shaper, weighted
+from tfdist.data.sources.split import Sample, Split
+
+STREAM_WINDOW = 1024  # samples of a stream that are kept in memory and shuffled among themselves
+STREAM_WINDOW_BYTES = 2**28  # fewer, if they would take more memory
+
+
+def stream_cut(split: Split, plan: BatchPlan) -> int:
+    """Into how many streams a run with this plan cuts a split: into as many as there are replicas, if it is a stream of
+    files enough and they take equal parts of each batch; else 1, which is not at all."""
+    can = split.size is None and 1 < plan.replicas <= split.stream_shards and plan.even
+    return plan.replicas if can else 1
+
+
+def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
+    """The micro-batches of a stream: numbered samples, the replica's own among them, cut to the plan's lengths."""
+    seed, shuffle, augment = reading.seed, reading.shuffle, reading.augment
+    cut = stream_cut(split, plan) if reading.cut is None else reading.cut
+    bounds = [plan.slice(micro, replica) for micro in range(plan.accumulation)]
+    lengths = [stop - start for start, stop in bounds]
+    if plan.global_batch % cut or (cut > 1 and cut > split.stream_shards):
+        raise DataError(
+            f"{split.name}: this run has read the stream in {cut} parts, one for each worker that it began with, but"
+            f" there are {split.stream_shards} files now and --global_batch={plan.global_batch}: go on with the files,"
+            " and the batch, that it began with."
+        )
+    if cut == plan.replicas and plan.even:
+        numbered = _shard(split, replica, cut, seed, shuffle, consumed // cut)
+    else:
+        starts, stops = (list(ends) for ends in zip(*bounds, strict=True))
+
+        def is_own(position: tf.Tensor, _) -> tf.Tensor:
+            offset = tf.math.floormod(position, plan.global_batch)
+            return tf.reduce_any((offset >= starts) & (offset < stops))
+
+        own = ordered_stream(split, plan, seed, shuffle, consumed, cut).enumerate().filter(as_is(is_own))
+        numbered = own.map(lambda _, numbered: numbered)
+
+    shaped = shaper(plan.micro_batch if plan.even else None, split.element_spec if augment is None else None)
+
+    def finish(numbers: tf.Tensor, sample: Sample) -> Sample:
+        if augment is not None:
+            sample = augmentation.apply(augment, sample, order.element_seeds(numbers, seed), split.name)
+        return shaped(*weighted(sample, tf.shape(numbers)[0]))
+
+    batched = (
+        numbered.batch(sum(lengths)).rebatch(tf.constant(lengths, tf.int64))
+        if len(set(lengths)) > 1
+        else numbered.batch(lengths[0])
+    )
+    return batched.map(as_is(finish), num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _shard(split: Split, shard: int, cut: int, seed: int, shuffle: bool, own: int) -> tf.data.Dataset:
+    """One of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample). No two shards
+    share a number, so that no two samples share an augmentation."""
+    stream = split.stream(shard, cut)
+    if not list(stream.take(1)):  # repeated, it would end at once, on this replica alone
+        raise DataError(
+            f"{split.name} has no samples for replica {shard} of {cut}: check --source_args and --data_dir."
+        )
+    endless = _window_shuffled(stream, split.sample_bytes, seed) if shuffle else stream.repeat()
+    return endless.enumerate().skip(own).map(lambda i, sample: (i * cut + shard, sample))
+
+
+def ordered_stream(split: Split, plan: BatchPlan, seed: int, shuffle: bool, consumed: int, cut: int) -> tf.data.Dataset:
+    """All the shards of a stream as one, (number, sample): global batch after global batch, each with equal parts of
+    all shards, from `consumed` on.
+    """
+    shards = [_shard(split, shard, cut, seed, shuffle, consumed // cut) for shard in range(cut)]
+    if cut == 1:
+        return shards[0]
+    # Of a global batch: those of the first micro-batch, then those of the second, as `cut` replicas take them.
+    parts = plan.accumulation * cut
+    rows = plan.global_batch // (parts if plan.global_batch % parts == 0 else cut)
+    return tf.data.Dataset.choose_from_datasets(
+        shards,
+        tf.data.Dataset.range(cut).flat_map(lambda shard: tf.data.Dataset.from_tensors(shard).repeat(rows)).repeat(),
+    )
+
+
+def _window_shuffled(stream: tf.data.Dataset, sample_bytes: int, seed: int) -> tf.data.Dataset:
+    """The stream, endless, each window of it in an order made of (seed, number of the window).
+
+    Not Dataset.shuffle: its order depends on TensorFlow's global seed as well, which may differ between workers; they
+    would then take some samples twice and others never.
+    """
+    size = max(1, min(STREAM_WINDOW, STREAM_WINDOW_BYTES // max(1, sample_bytes)))
+
+    def shuffled(number: tf.Tensor, window: Sample) -> Sample:
+        rows = tf.shape(tf.nest.flatten(window)[0], tf.int64)[0]
+        keys = order.element_seeds(number * size + tf.range(rows), seed)[:, 0]
+        permutation = tf.argsort(keys, stable=True)
+        return tf.nest.map_structure(lambda t: tf.gather(t, permutation), window)
+
+    windows = stream.batch(size).repeat().enumerate()
+    return windows.map(as_is(shuffled)).unbatch()
+
+
+def stream_length(split: Split, limit: int) -> int:
+    stream = split.stream(0, 1)
+    known = int(stream.cardinality())
+    if known == tf.data.INFINITE_CARDINALITY and not limit:
+        raise DataError(f"{split.name} is an endless stream: set --eval_samples, the number of samples to evaluate on.")
+    if known < 0:
+        stream = stream.take(limit) if limit else stream
+        known = int(stream.reduce(tf.constant(0, tf.int64), lambda count, _: count + 1))
+    size = min(limit or known, known)
+    if size < 1:
+        raise DataError(f"{split.name} is an empty stream: check --source, --source_args and --data_dir.")
+    return size
+
+
+def stream_eval(split: Split, size: int, steps: int, batch: int, replica: int, width: int) -> tf.data.Dataset:
+    stream = split.stream(0, 1)
+    padded = stream.take(size).concatenate(stream.take(1).repeat()).take(steps * width).enumerate()
+
+    def finish(index: tf.Tensor, sample: Sample) -> Sample:
+        x, y, w = weighted(sample, batch)
+        return x, y, masked(w, index < size)
+
+    def is_own(index: tf.Tensor, _) -> tf.Tensor:
+        return tf.equal(tf.math.floormod(index, width) // batch, replica)
+
+    own = padded.filter(as_is(is_own))
+    return own.batch(batch, drop_remainder=True).map(as_is(finish))

@@ -1,0 +1,65 @@
+"""What is the same for most runtimes: values of the protocol's capabilities, and objects made of arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfdist.control.exit_codes import ConfigError, PeerLostError
+from tfdist.control.terminal import printable
+from tfdist.runtime.encoding import Malformed, decode, encode
+
+if TYPE_CHECKING:
+    from tfdist.runtime.mesh import Mesh
+    from tfdist.runtime.operations import Collective
+
+
+class RuntimeDefaults:
+    """To inherit from; see runtime/base.py. The rest of the protocol is the runtime's own."""
+
+    rank: int
+    leads = True
+    mesh: Mesh | None = None
+    holds_whole_model = True
+    sums_slices = True
+    compute_workers = 1
+
+    def collectives(self) -> dict[str, Collective]:
+        return {}
+
+    def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
+        problem, data = None, b""
+        if self.rank == 0:
+            try:
+                data = encode([value])
+            except ConfigError as error:  # all must hear of it: they would wait
+                problem, data = error, encode(str(error))
+        try:
+            found = decode(self._broadcast_bytes(data, name))
+        except Malformed as error:
+            raise PeerLostError(
+                f"What rank 0 has sent as {name} cannot be read ({printable(str(error))}): give all workers the same"
+                " version of tfdist."
+            ) from None
+        if isinstance(found, str):
+            raise problem or ConfigError(printable(found))
+        return found[0]
+
+    def _broadcast_bytes(self, data: bytes, name: str) -> bytes:
+        """The chief's bytes, of which the other workers do not know the length."""
+        length = int(self.all_gather(np.array([len(data)], np.int64))[0, 0])
+        mine = np.frombuffer(data, np.uint8) if self.rank == 0 else np.zeros(length, np.uint8)
+        return self.broadcast([mine])[0].tobytes()
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        raise NotImplementedError
+
+    def waiting_for(self) -> int | None:
+        return None
+
+    def reduction_s(self) -> tuple[float, float] | None:
+        return None

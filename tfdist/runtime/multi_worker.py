@@ -1,0 +1,145 @@
+"""Synchronous data parallelism of several processes through MultiWorkerMirroredStrategy, each with one or more devices.
+
+On CPUs gradients travel through our own ring (ring.py) instead of TensorFlow's collectives, if --communication lets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import tensorflow_cluster
+from tfdist.compat.tensorflow_interpreter_lock import interpreter_released
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.packet_filter import own_address_only
+from tfdist.runtime.collective_timeout import Overdue
+from tfdist.runtime.collectives import Group
+from tfdist.runtime.mirrored import StrategyRuntime, communication_options
+from tfdist.runtime.operations import OUR_RING, Collective, of_group, through_tensorflow
+from tfdist.runtime.orderly_exit import say_goodbye
+from tfdist.runtime.reducer import RingReducer
+from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_error import MARK, RingError, user_error
+
+_LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
+
+
+class MultiWorker(StrategyRuntime):
+    """MultiWorkerMirroredStrategy. The cluster must have passed control/preflight.py."""
+
+    name = "multi_worker"
+    cluster: Cluster
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        sent = tf.variable_creator_scope(_broadcastable) if self.size > 1 else contextlib.nullcontext()
+        with self.strategy.scope(), sent:
+            yield
+
+    def use_ring(self, cluster: Cluster, config: Config) -> None:
+        """From now on float32 tensors are reduced by runtime/ring.py."""
+        patience = config.cluster.heartbeat_timeout
+
+        def exchange(endpoint: str) -> list[str]:
+            rows = self.all_gather(np.frombuffer(endpoint.encode().ljust(_LONGEST_ENDPOINT), np.uint8))
+            return [row.tobytes().decode().strip() for row in rows]
+
+        def is_alive(rank: int) -> bool:
+            return tensorflow_cluster.is_healthy(cluster.task(rank), patience)
+
+        try:
+            ring = Ring(
+                cluster,
+                exchange,
+                config.strategy.collective_timeout,
+                is_alive,
+                patience,
+                share=config.strategy.communication == "auto",
+            )
+        except RingError as error:
+            raise user_error(str(error)) from error
+        self._reducer = RingReducer(ring, int(config.strategy.pack_mb * 2**20))
+
+    @property
+    def uses_ring(self) -> bool:
+        """Whether gradients travel through runtime/ring.py."""
+        return self._reducer is not None
+
+    def collectives(self) -> dict[str, Collective]:
+        """all_reduce and all_gather are those of tf.distribute, or the ring where gradients travel through it; it has no
+        others, so the others are TensorFlow's bare operations, which know one replica per worker."""
+        found = {}
+        if self.local_replicas == 1:
+            tasks = [self.cluster.task(rank) for rank in range(self.size)]
+            nccl = bool(tf.config.list_logical_devices("GPU"))
+            found = of_group(Group(range(self.size), self.rank, tasks=tasks, nccl=nccl))
+        return {
+            **found,
+            "all_reduce": Collective(
+                OUR_RING if self.uses_ring else through_tensorflow(), lambda x: self.all_reduce([x])[0]
+            ),
+            "all_gather": Collective(
+                through_tensorflow(),
+                lambda x: tf.distribute.get_replica_context().all_gather(x, axis=0, options=self.options),
+            ),
+        }
+
+    def watch_for_stuck_peers(self, timeout: float) -> None:
+        """From now on a collective that does not end in `timeout` seconds is an error that says so; 0: never."""
+
+        def give_up() -> None:
+            tensorflow_cluster.abort_collectives(
+                f"{MARK}rank {self.rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks"
+                f" {', '.join(str(rank) for rank in range(self.size) if rank != self.rank)}, which is stuck or much"
+                " slower.",
+            )
+
+        if timeout and self.size > 1:
+            self._overdue = Overdue(timeout, give_up)
+
+    def close(self) -> None:
+        if self.size > 1:
+            say_goodbye(self.cluster, self.strategy)
+
+    @classmethod
+    def create(cls, config: Config, cluster: Cluster) -> MultiWorker:
+        options = communication_options(config.strategy)
+        if cluster.size > 1:
+            os.environ["TF_CONFIG"] = cluster.tf_config()
+            tensorflow_cluster.configure_coordination_service(
+                "/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0",
+                heartbeat_s=config.cluster.heartbeat_timeout,
+                register_s=config.cluster.startup_timeout,
+            )
+        with own_address_only(cluster.address, cluster.peers), interpreter_released():
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        runtime = cls(strategy, options, rank=cluster.rank, size=cluster.size)
+        runtime.cluster = cluster
+        runtime.watch_for_stuck_peers(config.strategy.collective_timeout)
+        choice = config.strategy.communication
+        suits = cluster.size > 1 and runtime.local_replicas == 1 and not tf.config.list_logical_devices("GPU")
+        if choice == "socket" and not suits:
+            raise ConfigError(
+                "--communication=socket is for several workers of one CPU replica each: use --communication=auto."
+            )
+        if suits and choice in ("auto", "socket"):
+            runtime.use_ring(cluster, config)
+        return runtime
+
+
+def _broadcastable(create: Callable, **arguments: Any) -> tf.Variable:
+    """Makes a variable, of which the chief's initial value goes to all workers."""
+    if arguments.get("dtype") and tf.as_dtype(arguments["dtype"]) == tf.bfloat16:
+        raise ConfigError(
+            f"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable {arguments.get('name') or ''} to"
+            ' other workers: give its layer dtype="mixed_bfloat16", which keeps variables in float32, or use'
+            " --strategy=mesh."
+        )
+    return create(**arguments)

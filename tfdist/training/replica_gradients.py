@@ -1,0 +1,132 @@
+"""What a replica computes of a step: the gradients and sums of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.base import Runtime
+from tfdist.training.added_losses import SumsAsMeans
+from tfdist.training.backward_order import weights_first
+from tfdist.training.dtypes import as_summands
+from tfdist.training.seeds import reseed, seed_states
+from tfdist.training.step_options import Parallelism, StepOptions
+from tfdist.training.total_loss import Total, TotalLoss, rows_of
+from tfdist.training.update import Gradient, Update, compiled
+
+
+class Accumulated(NamedTuple):
+    """Of one replica: what is added up over micro-batches and then, once, over all replicas; see step.py."""
+
+    gradients: list[Gradient]
+    of_added: list[Gradient]  # those of what layers add, where that is differentiated by itself; else []
+    sums: tf.Tensor
+
+
+def ones_of(total: Total) -> tf.Tensor:
+    """What the backward pass begins with."""
+    return tf.ones_like(total.differentiated)
+
+
+class ReplicaGradients:
+    """From micro-batches to gradients. All methods are for `Runtime.run`.
+
+    `begin_backward`: makes what the backward pass begins with, once the forward pass is done.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: keras.Model,
+        total: TotalLoss,
+        update: Update,
+        options: StepOptions,
+        parallelism: Parallelism,
+    ):
+        self.runtime, self.model, self.total, self.update, self.options = runtime, model, total, update, options
+        self.pipeline, self.added = parallelism.pipeline, parallelism.added or SumsAsMeans(())
+        self.seeds = seed_states(model)
+        self.begin_backward: Callable[[Total], tf.Tensor] = ones_of
+        self._differentiate = compiled(self._gradients, update) if options.jit_compile else self._gradients
+
+    def of_micro_batch(self, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor, batch: tuple) -> Accumulated:
+        reseed(self.seeds, self.options.seed, step, micro, self.runtime.replica_id())
+        x, y, w = batch
+        gradients, of_added, sums = self._differentiate(x, y, w, scale)
+        return Accumulated(self._kept(gradients), self._kept(of_added), sums)
+
+    def plus_micro_batch(
+        self, accumulated: Accumulated, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor, batch: tuple
+    ) -> Accumulated:
+        """`accumulated` and what comes of one more micro-batch."""
+        more = self.of_micro_batch(step, micro, scale, batch)
+        return tf.nest.map_structure(lambda a, b: a + b, accumulated, more)
+
+    def of_pipeline(self, step: tf.Tensor, scale: tf.Tensor, *batches: tuple) -> Accumulated:
+        """Of all micro-batches of a step, at once."""
+        assert self.pipeline is not None
+        replica = self.runtime.replica_id()
+        with self._counting(batches[0][2]):
+            gradients, sums = self.pipeline(
+                batches,
+                lambda micro: reseed(self.seeds, self.options.seed, step, tf.constant(micro), replica),
+                lambda outputs, y, w, losses: _in_one_pass(self.total(outputs, y, w, scale, losses)),
+                lambda w, losses: _in_one_pass(self.total.of_added(w, scale, losses)),
+                self.total.sums_count,
+            )
+        return Accumulated(self.update.keep(gradients), [], sums)
+
+    def _kept(self, gradients: list[Gradient]) -> list[Gradient]:
+        return self.update.keep(gradients) if gradients else []
+
+    def _counting(self, w: tf.Tensor):
+        """See SumsAsMeans. `w`: the weights of a micro-batch."""
+        return self.added.counting(self.options.plan.global_batch / rows_of(w))
+
+    def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> Accumulated:
+        """Of a micro-batch, as the tape gives them."""
+        sources = self.update.sources()
+        with self._counting(w):
+            with tf.GradientTape(persistent=True) as tape:
+                total = self.total(self.model(x, training=True), y, w, scale)
+            begin = self.begin_backward(total)
+            found = [
+                [] if part is None else tape.gradient(part, sources, [begin])  # None: it does not depend on that source
+                for part in (total.differentiated, total.added)
+            ]
+            del tape
+        _check_connected([*found[0], *found[1]])
+        gradients, of_added = (as_summands(_with_zeros(part, sources), sources) if part else [] for part in found)
+        if not self.options.jit_compile:
+            weights_first(gradients, begin)
+        return Accumulated(gradients, of_added, total.sums)
+
+
+def _check_connected(gradients: list[Gradient | None]) -> None:
+    """Without any gradient (of whole numbers, behind a stop_gradient) a run would go on and learn nothing."""
+    if all(gradient is None for gradient in gradients):
+        raise ConfigError(
+            "The loss depends on none of the model's trainable variables: let --model and --objective compute it from them"
+            " in floats, without stop_gradient."
+        )
+
+
+def _with_zeros(gradients: list[Gradient | None], sources: Sequence) -> list[Gradient]:
+    return [
+        tf.zeros_like(source) if gradient is None else gradient
+        for gradient, source in zip(gradients, sources, strict=True)
+    ]
+
+
+def _in_one_pass(total: Total) -> tuple[tf.Tensor, tf.Tensor]:
+    """(What a pipeline differentiates, the sums.)"""
+    if total.added is not None:
+        raise ConfigError(
+            "Losses that layers add, and regularizers, do not go with weighted samples, or an --objective of your"
+            " own, on a mesh with pipe= yet, whose stages differentiate once: drop one of them."
+        )
+    return total.differentiated, total.sums

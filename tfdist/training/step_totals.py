@@ -1,0 +1,51 @@
+"""What is added up over the steps of a call, inside its tf.function."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfdist.training.step_output import Layout
+
+
+class Totals(NamedTuple):
+    """Of steps."""
+
+    sums: tf.Tensor  # float64: `Layout.sums` of the steps that took place, then `Layout.signals`
+    gradient_norm: tf.Tensor  # float32: of the last step
+    compute_s: tf.Tensor  # float64
+    skipped: tf.Tensor  # int32
+    bad: tf.Tensor  # bool
+
+    @classmethod
+    def of_no_step(cls, layout: Layout) -> Totals:
+        size = len(layout.sums.names) + len(layout.signals.names)
+        zero = tf.constant(0.0, tf.float64)
+        return cls(tf.zeros([size], tf.float64), tf.constant(0.0), zero, tf.constant(0), tf.constant(False))
+
+    def plus(self, step: Totals) -> Totals:
+        return Totals(
+            self.sums + step.sums,
+            step.gradient_norm,
+            self.compute_s + step.compute_s,
+            self.skipped + step.skipped,
+            tf.logical_or(self.bad, step.bad),
+        )
+
+    def vector(self, layout: Layout, loss_scale: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
+        """float64: `Layout.vector`, in one tensor, so that one copy brings it. `bad`: whatever the steps say."""
+        head = {
+            "gradient_norm": self.gradient_norm,
+            "loss_scale": loss_scale,
+            "skipped": self.skipped,
+            "bad": tf.logical_or(self.bad, bad),
+            "compute_s": self.compute_s,
+        }
+        return tf.concat([tf.stack([tf.cast(head[name], tf.float64) for name in layout.head.names]), self.sums], 0)
+
+
+def shown_sums(layout: Layout, sums: tf.Tensor) -> tf.Tensor:
+    """`Layout.sums` of a step, all times weights: regularization, which has none, counts with the step's."""
+    weight = layout.sums.of(sums, "weight")
+    return sums * tf.stack([weight if name == "regularization" else 1.0 for name in layout.sums.names])
