@@ -52,6 +52,9 @@ def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> P
     if "--version" in argv:
         print(f"tfdist {metadata_version('tfdist') or 'from source'}")
         raise SystemExit(0)
+    for arg in argv:
+        if arg.encode(errors="replace").decode() != arg:  # bytes of another encoding, which flags.txt could not hold
+            raise ConfigError(f"{ascii(arg)} is not text in UTF-8: write it anew.")
     values = _define(components)
     try:
         rest = values(["tfdist", *expand_flagfiles(argv)])[1:]

@@ -219,9 +219,7 @@ def test_models_that_cannot_be_spread():
     with pytest.raises(ConfigError, match=r"Trainer has no call\(\).*tfdist.spread\(inner_model"):
         refuse_unsupported(Trainer())
     with pytest.raises(ConfigError, match="is stateful"):
-        refuse_unsupported(
-            keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True)])
-        )
+        refuse_unsupported(keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True)]))
     refuse_unsupported(keras.Sequential([keras.Input((3, 2)), keras.layers.LSTM(2)]))
 
 
