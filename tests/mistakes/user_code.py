@@ -514,7 +514,7 @@ def function(chance: random.Random) -> Mistake:
     used = PARTS[part]
     assert used.text.count(old) == 1, (part, old)
     module = MINE.replace(used.text, used.text.replace(old, new))
-    arguments = [*TRAIN, *used.flags, *_setting(chance)]
+    arguments = [*TRAIN, *used.flags, *_setting(part, chance)]
     surely = 0 not in codes and 130 not in codes
     return one(
         f"own {part}",
@@ -529,7 +529,7 @@ def function(chance: random.Random) -> Mistake:
     )
 
 
-def _setting(chance: random.Random) -> list[str]:
+def _setting(part: str, chance: random.Random) -> list[str]:
     """Other ways to the same code."""
     return chance.choice(
         [
@@ -543,7 +543,7 @@ def _setting(chance: random.Random) -> list[str]:
             ["--precision=bfloat16"],
             ["--noshuffle"],
             ["--strategy=mirrored", "--virtual_devices=2"],
-            ["--epochs=1", "--steps=0"],
+            ["--epochs=1", "--steps=0"] if part != "stream" else [],  # of which no number of samples is known
             ["--ema=0.9"],
         ]
     )

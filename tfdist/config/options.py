@@ -16,6 +16,7 @@ import dataclasses
 import math
 from typing import Any
 
+from tfdist.control.command_parser import check_least
 from tfdist.control.exit_codes import ConfigError
 
 
@@ -38,8 +39,8 @@ def check_option(field: dataclasses.Field, value: Any) -> None:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
     if isinstance(value, float) and math.isinf(value) or type(value) is int and abs(value) > _LARGEST:
         raise ConfigError(f"--{field.name}={value} is too large: give a number that can be counted to.")
-    if least is not None and not value >= least:  # also catches NaN
-        raise ConfigError(f"--{field.name}={value} is too small: it must be at least {least:g}.")
+    if least is not None:
+        check_least(field.name, value, least)
 
 
 def parse_profile_steps(text: str) -> tuple[int, int] | None:

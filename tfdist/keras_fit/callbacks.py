@@ -14,6 +14,7 @@ from tfdist.compat import keras_optimizers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.fit_callback import FitCallback
+from tfdist.keras_fit.joining import has_peers
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.sockets import Sockets
@@ -41,7 +42,7 @@ def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[kera
             " keras.callbacks.EarlyStopping()."
         )
     given = epoch_backup.replace(given, runtime)
-    if runtime.size == 1:
+    if not has_peers(runtime):
         return given
     last = [callback for callback in given if isinstance(callback, epoch_backup.EpochBackup)]  # after what they decide
     given = [callback for callback in given if callback not in last]

@@ -19,7 +19,7 @@ from tfdist.control.ranks import parse_ranks
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.profiler import Profiler
 from tfdist.telemetry.trackers import Run
-from tfdist.training.traced_schedule import TracedSchedule
+from tfdist.training.loop_schedule import LoopSchedule
 
 TRAIN = Event("train", 20, {"train/loss": 0.5, "perf/samples_per_s": 100.0})
 
@@ -221,13 +221,13 @@ def test_traces_of_given_steps_and_on_demand(tmp_path, signals):
 
 
 def test_traced_steps_are_calls_of_their_own():
-    schedule = TracedSchedule(40, log_every=20, eval_every=0, save_every=0, traced=(23, 26))
+    schedule = LoopSchedule(40, log_every=20, eval_every=0, save_every=0, traced=(23, 26))
     steps, step = [], 0
     while step < 40:
         step = schedule.next_boundary(step)
         steps.append(step)
     assert steps == [20, 23, 24, 25, 26, 40]
-    assert TracedSchedule(40, 20, 0, 0).next_boundary(20) == 40
+    assert LoopSchedule(40, 20, 0, 0).next_boundary(20) == 40
 
 
 def test_flags_of_traces():
