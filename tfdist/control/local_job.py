@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tfdist.control import token
-from tfdist.control.exit_codes import StartupError
+from tfdist.control.exit_codes import ConfigError, StartupError
 from tfdist.control.job import Job, JobOptions, Relay
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.preflight import PortReservation
@@ -76,7 +76,13 @@ class LocalJob(Job[LocalWorker]):
         gpus, warning = self._divide_gpus()
         if warning:
             self.say(f"tfdist: warning: {warning}")
-        self._ports = PortReservation(self.count)
+        try:
+            self._ports = PortReservation(self.count)
+        except OSError as error:
+            raise ConfigError(
+                f"--workers={self._trainer_count} needs a port for each of {self.count} processes ({error.strerror}): use"
+                " fewer."
+            ) from None
         try:
             for rank in range(self.started_at_once):
                 self._spawn(self._name(rank), rank, self.command, gpus[rank])

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from tfdist.compat import keras_optimizers
+from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.joining import has_peers
@@ -35,6 +36,11 @@ def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[kera
         if callbacks
         else []
     )
+    if wrong := next((one for one in given if not isinstance(one, keras.callbacks.Callback)), None):
+        raise ConfigError(
+            f"callbacks=[...] holds {wrong!r:.80}, which is no keras.callbacks.Callback: give objects, such as"
+            " keras.callbacks.EarlyStopping()."
+        )
     given = epoch_backup.replace(given, runtime)
     if not has_peers(runtime):
         return given
