@@ -33,7 +33,7 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
 }
 
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
-AGAIN = 3  # other data for a case's graph
+AGAIN = 5  # other data for a case's graph
 MOVABLE = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2", "multi_worker:3", "horovod:2")  # on which any run can go on
 
 
