@@ -139,7 +139,7 @@ def found_of(only: str) -> dict[str, dict]:
 
 def run(number: int, row: Row, twin: bool = False) -> dict:
     """What rank 0 of a row's job measured."""
-    from tfdist.control.launcher import LocalJob
+    from tfdist.control.local_job import LocalJob
 
     output = io.StringIO()
     environment = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -168,7 +168,7 @@ def measure(row: Row) -> None:
     from tests.parity.mesh_worker import bytes_held
     from tfdist import build
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.planner import formulas, shapes
     from tfdist.planner.hardware import DEVICES
     from tfdist.planner.layout import Layout

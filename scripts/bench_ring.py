@@ -37,7 +37,7 @@ def main() -> None:
         return
     root = str(Path(__file__).resolve().parents[1])
     sys.path.insert(0, root)
-    from tfdist.control.launcher import LocalJob
+    from tfdist.control.local_job import LocalJob
 
     print(f"{'MB':>24}" + "".join(f"{size:>9}" for size in sizes))
     for communication, pack in ROWS:
@@ -78,7 +78,7 @@ def measure(communication: str, pack_mb: float, sizes: list[int], repeats: int) 
 
     from tfdist import build
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
 
     config = Config().replace(communication=communication, pack_mb=pack_mb)
     runtime = build.start_runtime(config, resolve_cluster(os.environ))

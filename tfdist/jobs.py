@@ -20,10 +20,12 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from tfdist import flags
 from tfdist.config import Config
 from tfdist.control import exit_codes, jobspecs
+from tfdist.control.command_parser import CommandParser, check_least, split_at_dashes
 from tfdist.control.exit_codes import ConfigError
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, with room for -workers-0-N
@@ -34,8 +36,8 @@ _PORT = 2222
 
 
 def main(argv: list[str]) -> int:
-    at = argv.index("--") if "--" in argv else len(argv)
-    options, train = _parse(argv[:at]), argv[at + 1 :]
+    own, train = split_at_dashes(argv)
+    options = _parse(own)
     if options.kind == "dockerfile":
         text = jobspecs.render("dockerfile", vars(options))
     else:
@@ -181,24 +183,22 @@ def _name_of(config: Config) -> str:
     return re.sub(r"[^a-z0-9]+", "-", Path(config.run.run_dir).name.lower()).strip("-")[:53] or "tfdist"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ConfigError(
-            f"{message}: write `python -m tfdist.jobs slurm|kubernetes|tfjob|dockerfile [flags] -- <flags of"
-            " tfdist.train>`; `--help` lists them."
+class _Parser(CommandParser):
+    """Of the command, and of each kind of file."""
+
+    def __init__(self, **options: Any):
+        hint = (
+            "write `python -m tfdist.jobs slurm|kubernetes|tfjob|dockerfile [flags] -- <flags of tfdist.train>`;"
+            " `--help` lists them"
         )
+        super().__init__(hint, **options)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(
-        allow_abbrev=False,
-        prog="python -m tfdist.jobs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _Parser(prog="python -m tfdist.jobs", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, parser_class=_Parser)
     made = {
-        kind: kinds.add_parser(kind, help=text, allow_abbrev=False)
+        kind: kinds.add_parser(kind, help=text)
         for kind, text in (
             ("slurm", "a batch script for sbatch"),
             ("kubernetes", "an Indexed Job, or with --jobset a JobSet"),
@@ -211,19 +211,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             "--write", dest="output_file", default="", metavar="FILE", help="write there, not to the terminal"
         )
         if kind != "dockerfile":
-            sub.add_argument("--name", default="", help="of the job (default: the last part of --run_dir)")
-            sub.add_argument("--gpus", type=int, default=0, help="GPUs of each worker (default 0)")
-            sub.add_argument("--cpus", type=int, default=4, help="cores of each worker (default 4)")
-            sub.add_argument("--grace", type=int, default=120, help="seconds to save in after SIGTERM (default 120)")
-            sub.add_argument(
-                "--max_restarts",
-                type=int,
-                default=10,
-                help=(
-                    "restarts after errors; those after saving on request do not count where the engine can tell"
-                    " (default 10)"
-                ),
-            )
+            _job_flags(sub)
     _slurm_flags(made["slurm"])
     for kind in ("kubernetes", "tfjob"):
         _kubernetes_flags(made[kind])
@@ -232,15 +220,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="a JobSet, which starts all workers again together; without it an Indexed Job",
     )
-    made["dockerfile"].add_argument(
-        "--base", default="python:3.12-slim", help="image to build on (default python:3.12-slim)"
-    )
-    made["dockerfile"].add_argument("--image", default="tfdist:latest", help="name, for the comment")
-    made["dockerfile"].add_argument("--mount", default="/runs", help="where the volume for runs goes (default /runs)")
-    made["dockerfile"].add_argument(
-        "--cuda", nargs="?", const=' "tensorflow[and-cuda]~=2.21.0"', default="", help="with TensorFlow's CUDA packages"
-    )
+    _dockerfile_flags(made["dockerfile"])
     options = parser.parse_args(argv)
+    _check(options)
+    return options
+
+
+def _check(options: argparse.Namespace) -> None:
     for name, least in (
         ("nodes", 1),
         ("per_node", 1),
@@ -250,12 +236,32 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         ("grace", 1),
         ("max_restarts", 0),
     ):
-        if getattr(options, name, least) < least:
-            raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
+        check_least(name, getattr(options, name, least), least)
     for name, value in vars(options).items():
         if isinstance(value, str) and "\n" in value and name != "setup":
             raise ConfigError(f"--{name} holds a line break: write it in one line.")
-    return options
+
+
+def _job_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", default="", help="of the job (default: the last part of --run_dir)")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs of each worker (default 0)")
+    parser.add_argument("--cpus", type=int, default=4, help="cores of each worker (default 4)")
+    parser.add_argument("--grace", type=int, default=120, help="seconds to save in after SIGTERM (default 120)")
+    parser.add_argument(
+        "--max_restarts",
+        type=int,
+        default=10,
+        help="restarts after errors; those after saving on request do not count where the engine can tell (default 10)",
+    )
+
+
+def _dockerfile_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", default="python:3.12-slim", help="image to build on (default python:3.12-slim)")
+    parser.add_argument("--image", default="tfdist:latest", help="name, for the comment")
+    parser.add_argument("--mount", default="/runs", help="where the volume for runs goes (default /runs)")
+    parser.add_argument(
+        "--cuda", nargs="?", const=' "tensorflow[and-cuda]~=2.21.0"', default="", help="with TensorFlow's CUDA packages"
+    )
 
 
 def _slurm_flags(parser: argparse.ArgumentParser) -> None:
