@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 FACTOR, OTHERS, UNITS = 20.0, 2.0, 32.0
+PART = 0.05  # of the largest weight: so large a small weight's summands may be
 LARGEST = 1e5  # a run that has come to such numbers has diverged
 EPSILON = float(np.finfo(np.float32).eps)
 
@@ -32,14 +33,16 @@ class Difference:
 
 
 def granted(single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray], least: float = 0.0) -> dict[str, float]:
-    """name -> the difference that rounding explains. least: a part of the largest value that is granted anyway.
+    """name -> the difference that rounding explains. least: a part of the largest value that is granted anyway; what is small
+    may be the difference of large values, each of which is rounded.
 
     What is infinite or beyond LARGEST in the oracle, or not the same in both precisions, tells nothing.
     """
     rounding = {name: _largest(single[name] - double[name]) for name in double}
     weights = max((value for name, value in rounding.items() if name.startswith("model/")), default=0.0)
+    largest = max((_largest(value) for name, value in double.items() if name.startswith("model/")), default=0.0)
     return {name: FACTOR * rounding[name] + (OTHERS * weights if name.startswith("model/") and rounding[name] else FACTOR * weights * 0.1)
-            + (UNITS * EPSILON + least) * max(_largest(double[name]), 1e-3) if _tells(single[name], double[name]) else np.inf for name in double}
+            + UNITS * EPSILON * max(_largest(double[name]), 1e-3) + least * max(_largest(double[name]), PART * largest) if _tells(single[name], double[name]) else np.inf for name in double}
 
 
 def differences(found: Mapping[str, np.ndarray], single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray],

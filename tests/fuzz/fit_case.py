@@ -75,7 +75,7 @@ def _fitted(case: Mapping[str, Any], model: keras.Model, functions: Any, double:
     if "class_weight" in fit:
         options["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.0}
     options["callbacks"] = [CALLBACKS[name]() for name in fit.get("callbacks", ())]
-    keras.utils.set_random_seed(case["seed"])
+    (keras.utils.set_random_seed if fit.get("shuffle") else keras_settings.seed)(case["seed"])
     history = functions.fit(model, **_given(case, parts), **options, verbose=0)
     found = {f"loss/{name}": np.array(values, np.float64) for name, values in history.history.items()}
     found |= {f"model/{index:04d}": np.asarray(variable.value).astype(np.float64) for index, variable in enumerate(once(model.variables)) if is_number(variable)}
@@ -93,7 +93,7 @@ def _model(case: Mapping[str, Any], double: bool) -> keras.Model:
     policy = POLICIES[case["compile"].get("precision", "float32")]
 
     def build(double: bool) -> keras.Model:
-        keras.utils.set_random_seed(case["seed"])
+        keras_settings.seed(case["seed"])
         keras.config.set_dtype_policy("float64" if double else policy)
         return models.build(case["model"], double)
 

@@ -42,7 +42,7 @@ class Reference:
         self.scale = float(self.options.get("loss_scale_initial", 32768.0)) if self.options.get("precision") == "float16" else 1.0
 
     def _model(self, double: bool) -> keras.Model:
-        keras.utils.set_random_seed(self.options.get("seed", 0))
+        keras_settings.seed(self.options.get("seed", 0))
         keras.config.set_dtype_policy("float64" if double else POLICIES[self.options.get("precision", "float32")])
         return models.build(self.case["model"], double)
 

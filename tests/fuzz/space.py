@@ -33,7 +33,7 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
 }
 
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
-AGAIN = 3  # other data for a case's graph
+AGAIN = 5  # other data for a case's graph
 MOVABLE = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2", "multi_worker:3", "horovod:2")  # on which any run can go on
 
 
@@ -49,7 +49,7 @@ def draw(seed: int, number: int, runtimes: Sequence[str]) -> dict[str, Any]:
     while True:
         case = _fit(chance, runtime) if runtime.startswith("fit") else _train(chance, runtime)
         if not conflicts(case):
-            return _with_again(chance, case)
+            return _with_again(chance, case) | ({"optimized": True} if chance.random() < 0.25 else {})
 
 
 def parts(case: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -243,6 +243,7 @@ def features(case: Mapping[str, Any]) -> list[str]:
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
     for data in (case["data"], *case.get("again", ())):
         found += [f"data:{name}" for name in data if name not in ("size", "source", "weights", "draw")] + [f"source:{data['source']}", f"weights:{data['weights']}"]
+    found += ["option:graph_optimized"] if case.get("optimized") else []
     found += fit_space.features(case) if case["kind"] == "fit" else _train_features(case)
     return sorted(set(found))
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.fuzz import compare, fixed, space
+from tests.fuzz import compare, faults, fixed, space
 from tests.fuzz.coverage import Coverage, allowed_pairs, cases
 from tests.fuzz.fleet import judge_all
 from tests.fuzz.pool import Pool
@@ -36,6 +36,12 @@ def test_fixed_cases():
     assert sum(bool(verdict.refused) for verdict in verdicts) <= 15
     # Half precision rounds as much as a fault may change; of the others most must be able to show a small difference.
     assert sum(verdict.rough > 1e-3 for verdict in verdicts if not rounds_to_half(verdict.case)) <= 30
+
+
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_a_fault_changes_one_place(name):
+    fault = faults.FAULTS[name]
+    assert (faults.REPOSITORY / "tfdist" / fault.file).read_text().count(fault.text) == 1
 
 
 def test_a_seed_draws_the_same_cases_again():

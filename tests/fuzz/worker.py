@@ -19,16 +19,17 @@ COLLECT_EVERY = 5  # cases; Python itself would collect in the middle of tracing
 
 def answer(case: dict[str, Any], runtimes) -> dict[str, Any]:
     """What came of a case: {"parts": for each of its data {"arrays", ...}}, {"refused": error class, "sentence"} or {"failed": the error}."""
-    from tests.fuzz import fit_case, servers_case, train_case
+    from tests.fuzz import fit_case, keras_settings, servers_case, train_case
     from tfdist.control.exit_codes import TfdistError
 
     try:
         runtime = runtimes.get(case)
-        if case["kind"] == "fit":
-            return fit_case.on_workers(case, runtime)
-        if case["runtime"].startswith("parameter_server"):
-            return servers_case.run(case, runtime, runtimes.cluster)
-        return train_case.run(case, runtime)
+        with keras_settings.optimized(case.get("optimized", False)):
+            if case["kind"] == "fit":
+                return fit_case.on_workers(case, runtime)
+            if case["runtime"].startswith("parameter_server"):
+                return servers_case.run(case, runtime, runtimes.cluster)
+            return train_case.run(case, runtime)
     except TfdistError as error:
         return {"refused": type(error).__name__, "sentence": str(error)}
     except Exception as error:
