@@ -77,6 +77,7 @@ class Job:
         self.workers: list[Worker] = []
         self._lock = threading.Lock()
         self._kill_at: float | None = None  # set: the workers have been asked to end; 0: they are being killed
+        self._asked_to_stop = False  # from outside, and before any worker failed
 
     # -- what a kind of job does its own way ---------------------------------------------------------------------------
 
@@ -172,11 +173,16 @@ class Job:
         period.
         """
         if self._kill_at is None:
+            self._asked_to_stop = not any(worker.code for worker in self.workers if worker.rank is not None)
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._kill_at is None:
             self._kill_at = time.monotonic() + self.grace
             self.forward(signal.SIGTERM)
 
     def _stop_after_failure(self) -> None:
-        self.request_stop()
+        self._stop()
         self._kill_at = min(self._kill_at, time.monotonic() + _FAILURE_GRACE_SECONDS)
 
     def forward(self, number: int) -> None:
@@ -212,6 +218,8 @@ class Job:
                 else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
             )
         cause = min(failed, key=lambda worker: (root_cause_order(worker), worker.ended_at))
+        if self._asked_to_stop and (early := _ended_before_they_could_save(failed)):
+            return JobResult(ExitCode.PREEMPTED, f"the job was asked to stop before {early} could save", codes)
         return JobResult(
             cause.code if cause.code > 0 else ExitCode.PEER_LOST,
             describe(cause),
@@ -219,6 +227,13 @@ class Job:
             () if cause.shown else tuple(cause.last_lines),
             cause.rank,
         )
+
+
+def _ended_before_they_could_save(failed: list[Worker]) -> str:
+    """The workers that SIGTERM killed, as it does while they start, and scripts always; "" if one failed otherwise."""
+    killed = [worker.name for worker in failed if worker.code == -signal.SIGTERM]
+    consequences = (-signal.SIGTERM, ExitCode.PREEMPTED, ExitCode.PEER_LOST, ExitCode.STARTUP)
+    return " and ".join(killed) if all(worker.code in consequences for worker in failed) else ""
 
 
 class Relay:

@@ -192,7 +192,7 @@ class LocalJob(Job):
             ]:
                 self._bring_back(worker)
         elif now - chief.ended_at > _CHIEF_GONE_SECONDS:
-            self.request_stop()  # a worker that is only starting would wait for a chief
+            self._stop()  # a worker that is only starting would wait for a chief
 
     def _is_borne(self, worker: Worker) -> bool:
         return bool(self._comebacks) and self._comebacks.waits(worker.name) and self.workers[0].code is None

@@ -33,6 +33,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode
 
 FILE = "lease.json"
+_NAME = "--run_dir"
 JOB_VARIABLE = "TFDIST_JOB_ID"  # the launcher's name for all attempts of a job
 _RENEW_SECONDS = 2.0
 _DEAD_SECONDS = 20.0  # without renewal
@@ -97,9 +98,9 @@ def job_identity(environ: Mapping[str, str], cluster: Cluster) -> str:
 
 
 @contextlib.contextmanager
-def held(folder: Path, job: str) -> Iterator[None]:
+def held(folder: Path, job: str, name: str = _NAME) -> Iterator[None]:
     """The lease of `folder` for the time of the context. Raises ConfigError if another job holds it."""
-    lease = Lease(folder, job)
+    lease = Lease(folder, job, name=name)
     lease.take()
     try:
         yield
@@ -120,11 +121,11 @@ def refuse_if_held(folder: Path) -> None:
 class Lease:
     """The lease of one folder, as its chief has it.
 
-    on_loss: called in a thread when another has taken it over; ends the process.
+    on_loss: called in a thread when another has taken it over; ends the process. name: the user's, for the folder.
     """
 
-    def __init__(self, folder: Path, job: str, on_loss: Callable[[str], None] | None = None):
-        self._folder, self._path, self.owner = folder, folder / FILE, Owner.myself(job)
+    def __init__(self, folder: Path, job: str, on_loss: Callable[[str], None] | None = None, name: str = _NAME):
+        self._folder, self._path, self.owner, self._name = folder, folder / FILE, Owner.myself(job), name
         self._on_loss, self._released = on_loss or _end, threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfdist-lease", daemon=True)
 
@@ -145,7 +146,7 @@ class Lease:
                     self._remove(text)
                     continue
                 if owner and (now - begun > _TO_END_SECONDS if owner.is_here() else renewed):
-                    raise _refusal(self._folder, owner)
+                    raise _refusal(self._folder, owner, self._name)
                 if owner and not owner.is_here() and not said:
                     said = True
                     print(
@@ -157,7 +158,7 @@ class Lease:
                 time.sleep(_LOOK_SECONDS)
         except OSError as error:
             raise ConfigError(
-                f"--run_dir={self._folder} cannot be used ({error.strerror}: {error.filename}): choose a folder that"
+                f"{self._name}={self._folder} cannot be used ({error.strerror}: {error.filename}): choose a folder that"
                 " can be read and written, or make room there."
             ) from None
         self._thread.start()
@@ -277,10 +278,10 @@ def _end(sentence: str) -> None:
     os._exit(ExitCode.CONFIG)
 
 
-def _refusal(folder: Path, owner: Owner | None) -> ConfigError:
+def _refusal(folder: Path, owner: Owner | None, name: str = _NAME) -> ConfigError:
     who = owner.describe() if owner else "another process"
     return ConfigError(
-        f"--run_dir={folder} is in use by another job ({who}): choose another folder, or end that job first."
+        f"{name}={folder} is in use by another job ({who}): choose another folder, or end that job first."
     )
 
 

@@ -20,7 +20,7 @@ from tfdist.control.preflight import wait_for_peers
 from tfdist.control.startup_deadline import connecting
 from tfdist.control.token import with_token
 from tfdist.keras_fit.arrays import shuffle_alike
-from tfdist.keras_fit.callbacks import arrange
+from tfdist.keras_fit.callbacks import arrange, backup_held
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.keras_fit.refusals import refuse_what_cannot_be_spread
@@ -162,16 +162,17 @@ def fit(
         "validation_freq": validation_freq,
     }
     _agree_on(runtime, "fit", arguments)
-    arranged = arrange(callbacks, runtime, model)
-    backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
-    if runtime.size > 1 or backup is not None:
-        x, y = shuffle_alike(runtime, x, y, arguments, backup)
-    return _spread(
-        runtime,
-        model,
-        "fit",
-        lambda: model.fit(x, y, verbose=verbose if runtime.rank == 0 else 0, callbacks=arranged, **arguments),
-    )
+    with backup_held(callbacks, runtime):
+        arranged = arrange(callbacks, runtime, model)
+        backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
+        if runtime.size > 1 or backup is not None:
+            x, y = shuffle_alike(runtime, x, y, arguments, backup)
+        return _spread(
+            runtime,
+            model,
+            "fit",
+            lambda: model.fit(x, y, verbose=verbose if runtime.rank == 0 else 0, callbacks=arranged, **arguments),
+        )
 
 
 def evaluate(

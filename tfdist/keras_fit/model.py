@@ -21,8 +21,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_batch_norm, keras_layers, keras_trainer
+from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_trainer
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.tuning import untuned
 from tfdist.keras_fit import own_rows, variables
 from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.forward import SpreadCall
@@ -86,6 +87,8 @@ class DistributedModel:
             for layer in keras_layers.all_layers(model):
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
+            data = keras_epochs.data_changed(untuned)
+            stack.enter_context(replaced(keras_epochs.EpochIterator, keras_epochs.DATA, data))
             for kind, name in _LOOPS.items():
                 stack.enter_context(replaced(model, name, self._function(kind)))
             yield

@@ -120,7 +120,10 @@ def cause(text: str) -> str:
     text = re.sub(r"^(?:.*?Error in user-defined function passed to .*?: )", "", text.strip(), count=1, flags=re.DOTALL)
     lines = (
         re.sub(
-            r"\{\{[^}]*\}\}|\[\[.*?\]\]|\[Op:\w+\].*$|^Graph execution error:|^Detected at node .*", "", line
+            r"\{\{[^}]*\}\}|\[\[.*?\]\]|\[Op:\w+\].*$|^Graph execution error:|^Detected at node .*"
+            r"|^\s*File \".*\", line \d+, in .*",
+            "",
+            line,
         ).strip()
         for line in text.splitlines()
     )

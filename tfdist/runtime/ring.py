@@ -50,6 +50,7 @@ _BLOCK = struct.Struct(
 _SEND_BYTES = 1 << 20
 _LARGEST_BLOCK = 1 << 36
 _MEETING_SECONDS, _ATTEMPT_SECONDS = 60.0, 20.0
+_LOOKS = 4  # at a neighbour that is silent, in the time after which it counts as dead
 _GOODBYE = "end"  # in the place of what is gathered
 _TOKEN, _NOTHING = memoryview(b"."), memoryview(b"")
 
@@ -309,7 +310,10 @@ class Ring:
     def _wait(self, poll: select.poll, silent: int) -> None:
         start = time.monotonic()
         self.waiting_for = silent
-        while not poll.poll(1000 * min(self.patience, self.timeout or self.patience)):
+        # Looked at more than once in that time, or a neighbour that is silent since a moment after the last look, or
+        # whose last pulse came late, would be found out after twice as long.
+        look = 1000 * min(self.patience / _LOOKS, self.timeout or self.patience)
+        while not poll.poll(look):
             if self.timeout and time.monotonic() - start >= self.timeout:
                 raise RingError(f"{MARK}rank {silent} was silent for {self.timeout:g} s (--collective_timeout).")
             if not self.is_alive(silent):
