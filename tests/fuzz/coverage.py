@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tests.fuzz import known, space
 
 CANDIDATES, SPACING, LOOKED_AT = 8, 1000, 30_000
+ELSEWHERE = 3  # other runtimes that see the same job, for which the oracle is computed once
 
 
 class Coverage:
-    """Counts of what was drawn."""
+    """Counts of what was drawn. file: to which they are added at the end of a run, and from which the next one goes on."""
 
-    def __init__(self):
+    def __init__(self, file: str = ""):
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.runtimes: Counter[str] = Counter()
+        self.file = Path(file) if file else None
+        if self.file and self.file.exists():
+            told = json.loads(self.file.read_text())
+            self.runtimes.update(told["runtimes"])
+            self.pairs.update({tuple(pair.split(" on ")): count for pair, count in told["pairs"].items()})
+
+    def write(self) -> None:
+        if self.file:
+            pairs = {" on ".join(pair): count for pair, count in sorted(self.pairs.items())}
+            self.file.write_text(json.dumps({"runtimes": dict(sorted(self.runtimes.items())), "pairs": pairs}, indent=0))
 
     def add(self, case: Mapping[str, Any]) -> None:
-        self.runtimes[case["runtime"]] += 1
+        self.runtimes[case["runtime"]] += len(space.parts(case))
         self.pairs.update((feature, case["runtime"]) for feature in space.features(case))
 
     def rarity(self, case: Mapping[str, Any]) -> float:
@@ -52,14 +65,16 @@ def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
 
 
 def cases(seed: int, runtimes: Sequence[str], coverage: Coverage, first: int = 0, with_known: bool = False) -> Iterator[dict[str, Any]]:
-    """Endless cases from number `first` on, the same for the same seed and runtimes; of some candidates the one with the rarest pairs."""
+    """Endless cases from job `first` on, the same for the same seed, runtimes and counts; of some candidates the one with the rarest pairs."""
     number = 0
     while True:
         runtime = runtimes[number % len(runtimes)]
         draws = (space.draw(seed, number * SPACING + index, [runtime]) for index in range(SPACING))
         candidates = list(itertools.islice((case for case in draws if with_known or not known.why(case)), CANDIDATES))
         best = max(candidates, key=coverage.rarity)
-        coverage.add(best)
-        if number >= first:
-            yield best
+        others = sorted((case for case in space.elsewhere(best, runtimes) if with_known or not known.why(case)), key=coverage.rarity, reverse=True)
+        for case in (best, *others[:ELSEWHERE]):
+            coverage.add(case)
+            if number >= first:
+                yield case
         number += 1

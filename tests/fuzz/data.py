@@ -15,7 +15,7 @@ EVAL_SIZE = 13
 def arrays(case: Mapping[str, Any], split: str = "train") -> tuple:
     """(x, y) or (x, y, w) of a split."""
     data, model = case["data"], case["model"]
-    random = np.random.default_rng([case["seed"], split == "train"])
+    random = np.random.default_rng([case["seed"], split == "train", data.get("draw", 0)])
     size = data["size"] if split == "train" else EVAL_SIZE
     table = 300 if model.get("embedding") == "embedding_large" else VOCABULARY
     x = _inputs(model["inputs"], size, table, data, random)

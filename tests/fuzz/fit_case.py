@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz import data, keras_settings, models
+from tests.fuzz import data, keras_settings, models, space
 from tests.fuzz.oracle import POLICIES, is_number, once
 
 FLOAT = {False: "float32", True: "float64"}
@@ -48,16 +48,23 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def run(case: Mapping[str, Any], functions: Any, double: bool = False, eager: bool = False) -> dict[str, np.ndarray]:
-    """functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not."""
+def run(case: Mapping[str, Any], functions: Any, double: bool = False, eager: bool = False) -> list[dict[str, np.ndarray]]:
+    """One model, fitted to each of the case's data, one after the other.
+
+    functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not.
+    """
     with keras_settings.restored():
         return _run(case, functions, double, eager)
 
 
-def _run(case: Mapping[str, Any], functions: Any, double: bool, eager: bool) -> dict[str, np.ndarray]:
-    keras.backend.clear_session()
+def _run(case: Mapping[str, Any], functions: Any, double: bool, eager: bool) -> list[dict[str, np.ndarray]]:
+    keras_settings.forget_names()
     model = _model(case, double)
     _compile(case, model, eager)
+    return [_fitted(part, model, functions, double) for part in space.parts(case)]
+
+
+def _fitted(case: Mapping[str, Any], model: keras.Model, functions: Any, double: bool) -> dict[str, np.ndarray]:
     fit, parts = case["fit"], _cast(data.arrays(case), double)
     validation = _cast(data.arrays(case, "eval"), double)
     options: dict[str, Any] = {name: fit[name] for name in ("epochs", "initial_epoch", "steps_per_epoch", "validation_freq") if name in fit}
@@ -72,7 +79,7 @@ def _run(case: Mapping[str, Any], functions: Any, double: bool, eager: bool) -> 
     history = functions.fit(model, **_given(case, parts), **options, verbose=0)
     found = {f"loss/{name}": np.array(values, np.float64) for name, values in history.history.items()}
     found |= {f"model/{index:04d}": np.asarray(variable.value).astype(np.float64) for index, variable in enumerate(once(model.variables)) if is_number(variable)}
-    if case["fit"].get("evaluate"):
+    if fit.get("evaluate") and case.get("evaluate", True):
         x, y, *w = validation
         scores = functions.evaluate(model, x, y, sample_weight=w[0] if w else None, batch_size=5, return_dict=True, verbose=0)
         found |= {f"eval/{name}": np.array(value, np.float64) for name, value in scores.items()}
@@ -178,10 +185,10 @@ def on_workers(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
 
     api._runtime = runtime  # that this process has joined already
     with large_outputs(bool(case["fit"].get("large"))):
-        return {"arrays": run(case, tfdist), "replicas": []}
+        return {"parts": [{"arrays": arrays, "replicas": []} for arrays in run(case, tfdist)]}
 
 
-def references(case: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(plain Keras in the precision of the case, in float64)"""
+def references(case: Mapping[str, Any]) -> list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """For each of the case's data: (plain Keras in the precision of the case, in float64)."""
     eager = case["model"]["head"] != "dict"  # Keras 3.15 counts the first batch twice in the shown losses of several outputs, when it runs eagerly
-    return run(case, keras.Model, eager=eager), run(case, keras.Model, double=True, eager=eager)
+    return list(zip(run(case, keras.Model, eager=eager), run(case, keras.Model, double=True, eager=eager), strict=True))

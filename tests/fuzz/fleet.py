@@ -19,7 +19,7 @@ def judge_all(cases: Iterable[dict[str, Any]], pool: Pool, at_a_time: int = AHEA
     from tests.fuzz import fit_case, oracle  # noqa: F401 - before what is there already is frozen
 
     gc.collect()
-    gc.freeze()  # Keras collects garbage with each case, which would look through all of TensorFlow
+    gc.freeze()  # a collection need not look through all of TensorFlow
     waiting: queue.Queue = queue.Queue(at_a_time)
     done: queue.Queue = queue.Queue()
 

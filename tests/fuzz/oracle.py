@@ -25,7 +25,7 @@ class Reference:
     def __init__(self, case: Mapping[str, Any], double: bool = False, turned: bool = False):
         """turned: the rows of each micro-batch are taken in reverse, which changes nothing but the rounding."""
         self.case, self.options, self.double, self.turned = case, case["options"], double, turned
-        keras.backend.clear_session()
+        keras_settings.forget_names()
         keras.config.set_floatx("float32")
         initial = self._model(False)
         self.float = "float64" if double else "float32"
@@ -77,7 +77,7 @@ class Reference:
             found[f"norm/{call}"] = np.array(norm)
         found["skipped"] = np.array(float(skipped))
         found |= {f"model/{index:04d}": variable.numpy().astype("float64") for index, variable in enumerate(once(self.model.variables)) if is_number(variable)}
-        return found | self._evaluate()
+        return found | (self._evaluate() if self.case.get("evaluate", True) else {})
 
     def _step(self, rows: np.ndarray, step: int) -> tuple[float, float, float, bool]:
         """(sum of losses, sum of weights, norm, whether all was finite)."""

@@ -21,7 +21,7 @@ from tests.fuzz.space import group_of
 from tests.fuzz.worker import KEY
 from tfdist.control.launcher import LocalJob
 
-START_SECONDS, CASE_SECONDS, OTHERS_SECONDS = 120.0, 120.0, 20.0
+START_SECONDS, CASE_SECONDS, OTHERS_SECONDS = 240.0, 80.0, 40.0
 
 
 class Group:
@@ -54,9 +54,9 @@ class Group:
                     answers[rank] = connection.recv()
                 except (EOFError, ConnectionError):
                     answers[rank] = {"failed": f"the process of rank {rank} ended: {self._last_words(rank)}", "gone": True}
-            if any("arrays" not in found for found in answers.values()):
+            if any("parts" not in found for found in answers.values()):
                 deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
-        return [answers.get(rank, {"failed": f"rank {rank} did not answer", "gone": True}) for rank in range(len(self._connections))]
+        return [answers.get(rank, {"failed": f"rank {rank} did not answer: {self._last_words(rank)}", "gone": True}) for rank in range(len(self._connections))]
 
     def _last_words(self, rank: int) -> str:
         log = Path(self._folder.name) / f"worker-{rank}.log"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import given
+from tests.fuzz import given, keras_settings
 from tests.fuzz.train_case import config_of
 
 
@@ -33,7 +33,7 @@ def run(case: dict[str, Any], runtime: Any, cluster: Any) -> dict[str, Any]:
     from tfdist.training.parameter_server.remote_step import RemoteOptions, RemoteStep
     from tfdist.training.requests import NOTHING
 
-    keras.backend.clear_session()
+    keras_settings.forget_names()
     given.case = case
     config = parameter_server_session.resolve(config_for(case), cluster)
     job = build.compose(config, runtime)
@@ -53,4 +53,4 @@ def run(case: dict[str, Any], runtime: Any, cluster: Any) -> dict[str, Any]:
     found = {f"loss/{call}": np.array(values["train/loss"]) for call, values in enumerate(told)}
     found |= {f"model/{index:04d}": np.asarray(variable.value).astype(np.float64) for index, variable in enumerate(job.model.variables) if keras.backend.is_float_dtype(variable.dtype)}
     found |= {f"eval/{name}": np.array(value) for name, value in job.evaluator()().items() if name != "samples"}
-    return {"arrays": found, "replicas": [], "problems": []}
+    return {"parts": [{"arrays": found, "replicas": [], "problems": []}]}

@@ -23,7 +23,7 @@ def shrink(verdict: Verdict, judge: Callable[[dict], Verdict], seconds: float = 
         for case in reductions(verdict.case):
             if time.monotonic() > deadline:
                 break
-            if space.conflicts(case):
+            if any(space.conflicts(part) for part in space.parts(case)):
                 continue
             found = judge(case)
             if found.bad and kind_of(found) == kind:
@@ -48,6 +48,8 @@ def reductions(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         change(other)
         return other
 
+    for data in (case["data"], *case["again"]) if "again" in case else ():
+        yield changed(lambda other, data=data: (other.pop("again"), other.update(data=data)))
     blocks = case["model"]["blocks"]
     for index in range(len(blocks)):
         if len(blocks) > 1:

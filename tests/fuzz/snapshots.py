@@ -35,6 +35,16 @@ def restore(job, folder: str) -> list:
     return job.iterators(recovery.position(step))
 
 
+def revert(job, state, arrays: Mapping[str, np.ndarray]) -> None:
+    """All state as the chief's `arrays` have it, as Recovery.restore does it. A collective."""
+    if job.runtime.rank == 0:
+        arrays = state.fitted(arrays)
+    else:
+        arrays = {key: np.zeros(shape, dtype) for key, (_, shape, dtype) in state.table().items()}
+    keys = sorted(arrays)
+    state.assign(dict(zip(keys, job.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
+
+
 def unlike(first: Mapping[str, np.ndarray], second: Mapping[str, Any]) -> list[str]:
     """The names of what is not bit for bit the same."""
     return [name for name, value in first.items() if name.startswith(("model/", "optimizer/")) and not np.array_equal(value, second[name], equal_nan=True)]

@@ -1,13 +1,15 @@
 """What can be drawn, and which of it goes together.
 
-A case is a dict that JSON can hold: {"kind", "seed", "runtime", "model", "data", "options", "calls"}. A *feature* is a text
-such as "block:batch_norm" or "option:ema"; coverage.py counts how often each was drawn with each runtime.
+A case is a dict that JSON can hold: {"kind", "seed", "runtime", "model", "data", "options", "calls"}. Most of its cost is that
+its graph is traced, so "again" lists other data, on which the same graph is run once more, each time from the first weights on
+(tfdist.fit: from those that it has come to). A *feature* is a text such as "block:batch_norm" or "option:ema"; coverage.py counts
+how often each was drawn with each runtime.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.fuzz import fit_space, mesh_space, models
@@ -31,6 +33,7 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
 }
 
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
+AGAIN = 3  # other data for a case's graph
 MOVABLE = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2", "multi_worker:3", "horovod:2")  # on which any run can go on
 
 
@@ -46,7 +49,52 @@ def draw(seed: int, number: int, runtimes: Sequence[str]) -> dict[str, Any]:
     while True:
         case = _fit(chance, runtime) if runtime.startswith("fit") else _train(chance, runtime)
         if not conflicts(case):
-            return case
+            return _with_again(chance, case)
+
+
+def parts(case: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The case with each of its data alone. Only the first is evaluated, which is to trace another graph."""
+    alone = {name: value for name, value in case.items() if name != "again"}
+    return [alone, *({**alone, "data": data, "evaluate": False} for data in case.get("again", ()))]
+
+
+def elsewhere(job: Mapping[str, Any], runtimes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The same job on each other runtime that it is allowed on; the oracle is the same."""
+    if "moved" in job:
+        return
+    for runtime in runtimes:
+        if runtime == job["runtime"] or runtime.startswith("fit") != (job["kind"] == "fit"):
+            continue
+        case = {**job, "runtime": runtime}
+        if job["kind"] == "train":
+            case["options"] = options = {name: value for name, value in job["options"].items() if name not in MESH_ONLY}
+            if runtime.startswith("mesh") and mesh_space.can_shard(case) and "builtin" not in job["model"]:
+                case["options"] = options = options | {"zero": random.Random(f"{job['seed']}/{runtime}").choice([0, 1, 2, 3])}
+            if options["global_batch"] < options["accumulation"] * replicas_of(runtime, options):
+                continue
+            if runtime.startswith("parameter_server"):
+                if "resumed" in case:
+                    continue
+                case.pop("again", None)
+        if not any(conflicts(part) for part in parts(case)):
+            yield case
+
+
+def _with_again(chance: random.Random, case: dict[str, Any]) -> dict[str, Any]:
+    if "resumed" in case or "moved" in case or case["runtime"].startswith("parameter_server"):
+        return case
+    again: list[dict[str, Any]] = []
+    for number in range(1, 1 + AGAIN):
+        for _ in range(20):
+            data = draw_data(chance, case["model"]) | {"draw": number}
+            if case["kind"] == "fit" or data["source"] == "dataset":
+                data["source"] = case["data"]["source"]
+            # Whether there are weights at all is part of the graph.
+            alike = (data["weights"] == "none", data["weights"].startswith("token")) == (case["data"]["weights"] == "none", case["data"]["weights"].startswith("token"))
+            if alike and not conflicts({**case, "data": data}):
+                again.append(data)
+                break
+    return case | ({"again": again} if again else {})
 
 
 def _maybe(chance: random.Random, probability: float, value: Any, otherwise: Any = None) -> Any:
@@ -64,7 +112,8 @@ def _train(chance: random.Random, runtime: str) -> dict[str, Any]:
     options["global_batch"] = chance.randint(least, max(least, 12))
     if data["source"] == "dataset":
         options["shuffle"] = False
-    case = {"kind": "train", "seed": chance.randrange(10**6), "runtime": runtime, "model": model, "data": data,
+    evaluate = {} if chance.random() < 0.4 else {"evaluate": False}
+    case = evaluate | {"kind": "train", "seed": chance.randrange(10**6), "runtime": runtime, "model": model, "data": data,
             "options": {name: value for name, value in sorted(options.items()) if value is not None}, "calls": chance.choice([[3], [1, 2], [2, 1], [1, 1, 1], [2]])}
     again = chance.random()
     if len(case["calls"]) > 1 and not runtime.startswith("parameter_server"):
@@ -189,10 +238,11 @@ def _moved_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
 
 def features(case: Mapping[str, Any]) -> list[str]:
     """What was drawn, for the counts."""
-    model, data = case["model"], case["data"]
+    model = case["model"]
     found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
-    found += [f"data:{name}" for name in data if name not in ("size", "source", "weights")] + [f"source:{data['source']}", f"weights:{data['weights']}"]
+    for data in (case["data"], *case.get("again", ())):
+        found += [f"data:{name}" for name in data if name not in ("size", "source", "weights", "draw")] + [f"source:{data['source']}", f"weights:{data['weights']}"]
     found += fit_space.features(case) if case["kind"] == "fit" else _train_features(case)
     return sorted(set(found))
 
@@ -204,6 +254,7 @@ def _train_features(case: Mapping[str, Any]) -> list[str]:
     found += ["option:accumulation"] if options["accumulation"] > 1 else []
     found += ["option:unshuffled"] if options.get("shuffle") is False else []
     found += ["option:steps_per_loop"] if max(case["calls"]) > 1 else []
+    found += ["oracle:evaluated"] if case.get("evaluate", True) else []
     found += ["oracle:resumed"] if "resumed" in case else ["oracle:moved"] if "moved" in case else []
     found += mesh_space.features(case) if case["runtime"].startswith("mesh") else []
-    return found + (["data:uneven"] if options["global_batch"] % (options["accumulation"] * replicas_of(case["runtime"], options)) else [])
+    return found + (["batch:uneven"] if options["global_batch"] % (options["accumulation"] * replicas_of(case["runtime"], options)) else [])

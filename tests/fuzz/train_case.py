@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import given, snapshots
+from tests.fuzz import given, keras_settings, snapshots, space
 from tests.fuzz.oracle import is_number, once
 
 
@@ -29,16 +29,16 @@ def config_of(case: Mapping[str, Any]):
 
 
 def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
-    """{"arrays": name -> array, "replicas": a digest of the weights of each local replica, "problems": sentences}"""
+    """For each of the case's data: {"arrays": name -> array, "replicas": a digest of the weights of each local replica, "problems": sentences}"""
     if not case.get("resumed"):
-        return _part(case, runtime, case.get("phase", {}))
-    whole = _part(case, runtime, {})
+        return {"parts": _parts(case, runtime, case.get("phase", {}))}
+    [whole] = _parts(case, runtime, {})
     folder = _shared(runtime, tempfile.mkdtemp(prefix="tfdist-fuzz-"))
-    _part(case, runtime, {"save": folder})
-    again = _part(case, runtime, {"load": folder})
+    _parts(case, runtime, {"save": folder})
+    [again] = _parts(case, runtime, {"load": folder})
     different = snapshots.unlike(whole["state"], again["state"])
     problem = [f"stopped and resumed, {len(different)} variables are not bit for bit those of an undisturbed run: {', '.join(different[:4])}"] if different else []
-    return {**whole, "problems": problem}
+    return {"parts": [{**whole, "problems": problem}]}
 
 
 def _shared(runtime: Any, folder: str) -> str:
@@ -46,40 +46,49 @@ def _shared(runtime: Any, folder: str) -> str:
     return runtime.broadcast([np.frombuffer(folder.encode().ljust(200), np.uint8)])[0].tobytes().decode().strip()
 
 
-def _part(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> dict[str, Any]:
-    import keras
-
+def _parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One job, with each of the case's data."""
     from tfdist import build
     from tfdist.artifacts.state import WholeState, collect
+
+    keras_settings.forget_names()
+    first, *others = space.parts(case)
+    given.case = first
+    job = build.compose(config_of(case), runtime)
+    state = job.state or WholeState(collect(job.model, job.optimizer, job.step.variables))
+    begin = state.to_host() if others else {}
+    found = [_trained(job, state, first, phase)]
+    for other in others:
+        given.case = other
+        job.train_split, job.eval_split = build._load_splits(job.config, runtime)
+        snapshots.revert(job, state, begin)
+        found.append(_trained(job, state, other, {}))
+    return found
+
+
+def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> dict[str, Any]:
     from tfdist.runtime.weight_check import check_weights
 
-    keras.backend.clear_session()
-    given.case = case
-    job = build.compose(config_of(case), runtime)
     iterators = snapshots.restore(job, phase["load"]) if "load" in phase else job.iterators(0)
     first = 1 if "load" in phase else 0
     calls = case["calls"][first:1 if "save" in phase else None]
     outputs = [job.step(iterators, count) for count in calls]
     if "save" in phase:
         snapshots.save(job, phase["save"], calls[0])
-    whole = job.state or WholeState(collect(job.model, job.optimizer, job.step.variables))
-    check_weights(runtime, whole.held(), "at the end")
+    check_weights(job.runtime, state.held(), "at the end")
     found = {f"loss/{call}": np.array(output.means["loss"]) for call, output in enumerate(outputs, first)}
     found |= {f"norm/{call}": np.array(output.gradient_norm) for call, output in enumerate(outputs, first)}
     if not phase:
         found["skipped"] = np.array(float(sum(output.skipped for output in outputs)))
-    state = _state(job)
-    found |= {name: np.asarray(value).astype(np.float64) for name, value in state.items() if name.startswith("model/") and value.dtype.kind != "i"}
+    arrays = _without_seeds(state.to_host())
+    found |= {name: np.asarray(value).astype(np.float64) for name, value in arrays.items() if name.startswith("model/") and value.dtype.kind != "i"}
     found |= {f"eval/{name}": np.array(value) for name, value in job.evaluator()().items() if name != "samples"} if case.get("evaluate", True) and not phase.get("save") else {}
-    return {"arrays": found, "replicas": digests(job.model) if _is_whole(job, case) else [], "state": state if case.get("resumed") else {}, "problems": []}
+    return {"arrays": found, "replicas": digests(job.model) if _is_whole(job, case) else [], "state": arrays if case.get("resumed") else {}, "problems": []}
 
 
-def _state(job) -> dict[str, np.ndarray]:
-    """The model's and the optimizer's variables by their places, whole; without the seeds, which are made anew in each step."""
-    from tfdist.artifacts import state
-
-    whole = job.state.to_host() if job.state is not None else state.to_host(state.collect(job.model, job.optimizer, job.step.variables))
-    return {name: value for name, value in whole.items() if not name.startswith("model/") or value.dtype.kind != "i"}
+def _without_seeds(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Without the seeds, which are made anew in each step."""
+    return {name: value for name, value in arrays.items() if not name.startswith("model/") or value.dtype.kind != "i"}
 
 
 def _is_whole(job, case: Mapping[str, Any]) -> bool:

@@ -6,13 +6,13 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tests.fuzz import compare
+from tests.fuzz import compare, space
 from tests.fuzz.pool import Pool
 from tests.fuzz.space import MESH_ONLY
 
@@ -38,7 +38,7 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
     refused: str = ""  # an allowed refusal
     rough: float = 0.0  # the difference that is granted to weights
-    seconds: float = 0.0
+    cpu: float = 0.0  # seconds of a core, of all ranks and the oracle
 
     @property
     def bad(self) -> bool:
@@ -47,10 +47,7 @@ class Verdict:
 
 def judge(case: Mapping[str, Any], pool: Pool) -> Verdict:
     """Runs one case from beginning to end."""
-    begun = time.monotonic()
-    verdict = conclude(case, answers_of(case, pool))
-    verdict.seconds = time.monotonic() - begun
-    return verdict
+    return conclude(case, answers_of(case, pool))
 
 
 def answers_of(case: Mapping[str, Any], pool: Pool) -> list[dict[str, Any]]:
@@ -59,43 +56,60 @@ def answers_of(case: Mapping[str, Any], pool: Pool) -> list[dict[str, Any]]:
         return pool.run(dict(case))
     with tempfile.TemporaryDirectory(prefix="tfdist-fuzz-") as folder:
         before = pool.run({**case, "phase": {"save": folder}})
-        if any("arrays" not in answer for answer in before):
+        if any("parts" not in answer for answer in before):
             return before
         options = {name: value for name, value in case["options"].items() if name not in MESH_ONLY}
         answers = pool.run({**case, "runtime": case["moved"], "phase": {"load": folder}, "options": options})
-    return [{**answer, "arrays": {**before[0]["arrays"], **answer["arrays"]}} if "arrays" in answer else answer for answer in answers]
+    for part in (part for answer in answers for part in answer.get("parts", ())):
+        part["arrays"] = {**before[0]["parts"][0]["arrays"], **part["arrays"]}
+    return answers
 
 
 def conclude(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict:
     """Computes the oracle, and compares."""
+    begun = time.process_time()
+    verdict = _compared(case, answers)
+    verdict.cpu = time.process_time() - begun + sum(answer.get("cpu", 0.0) for answer in answers)
+    return verdict
+
+
+def _compared(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict:
     verdict = Verdict(case)
     if not _answered(verdict, answers):
         if case["kind"] == "fit" and (why := _refused_by_keras(case)):
             return Verdict(case, refused=why)
         return verdict
     try:
-        single, double = references(case)
+        expected = references(case)
     except Exception as error:
         if case["kind"] != "fit":
             raise
         # Keras itself does not take this case, whatever tfdist makes of it.
         verdict.refused = f"Keras: {type(error).__name__}: {str(error)[:200]}"
         return verdict
-    verdict.problems += [problem for answer in answers for problem in answer.get("problems", [])]
-    _compare_replicas(verdict, answers)
+    for number, part in enumerate(space.parts(case)):
+        problems, rough = _compare_part(part, [answer["parts"][number] for answer in answers], expected[number], lambda number=number: references(case, turned=True)[number][0])
+        verdict.problems += [f"with data {number}: {problem}" if number else problem for problem in problems]
+        verdict.rough = max(verdict.rough, rough)
+    return verdict
+
+
+def _compare_part(case: Mapping[str, Any], answers: list[dict[str, Any]], expected: tuple[Arrays, Arrays], turned: Callable[[], Arrays]) -> tuple[list[str], float]:
+    """(what is wrong with one of the case's data, the difference that is granted to weights). turned: the oracle in another order of adding."""
+    problems = [problem for answer in answers for problem in answer.get("problems", [])] + _unlike_replicas(answers)
+    single, double = expected
     silent = _not_told(case)
     single, double = ({name: value for name, value in run.items() if not name.startswith(silent)} if silent else run for run in (single, double))
     least = COMPRESSED if "compression" in case.get("options", {}) else 0.0
     bounds = compare.granted(single, double, least)
     found = compare.differences(answers[0]["arrays"], single, double, bounds)
     if found and case["kind"] == "train":  # perhaps this case is one that doubles rounding errors: look at another order of adding
-        turned, _ = references(case, turned=True)
-        more = compare.granted({name: turned[name] for name in double}, double, least)
+        other = turned()
+        more = compare.granted({name: other[name] for name in double}, double, least)
         bounds = {name: max(bound, more[name]) for name, bound in bounds.items()}
         found = compare.differences(answers[0]["arrays"], single, double, bounds)
-    verdict.rough = max((bound for name, bound in bounds.items() if name.startswith("model/")), default=0.0)
-    verdict.problems += [str(difference) for difference in sorted(found, key=lambda difference: -difference.by / difference.granted)[:4]]
-    return verdict
+    problems += [str(difference) for difference in sorted(found, key=lambda difference: -difference.by / difference.granted)[:4]]
+    return problems, max((bound for name, bound in bounds.items() if name.startswith("model/")), default=0.0)
 
 
 def _refused_by_keras(case: Mapping[str, Any]) -> str:
@@ -120,40 +134,44 @@ def _not_told(case: Mapping[str, Any]) -> tuple[str, ...]:
     return (*(("skipped",) if "moved" in case else ()), *(() if case.get("evaluate", True) else ("eval/",)))
 
 
-def _compare_replicas(verdict: Verdict, answers: list[dict[str, Any]]) -> None:
+def _unlike_replicas(answers: list[dict[str, Any]]) -> list[str]:
+    problems = []
     digests = [digest for answer in answers for digest in answer["replicas"]]
     if len(set(digests)) > 1:
-        verdict.problems.append(f"the replicas' weights differ: {[digest[:6] for digest in digests]}")
+        problems.append(f"the replicas' weights differ: {[digest[:6] for digest in digests]}")
     for rank, answer in enumerate(answers[1:], 1):
         unlike = [name for name, value in answers[0]["arrays"].items() if name in answer["arrays"] and not np.array_equal(value, answer["arrays"][name], equal_nan=True)]
         if unlike:
-            verdict.problems.append(f"rank {rank} has other {', '.join(unlike[:5])} than rank 0")
+            problems.append(f"rank {rank} has other {', '.join(unlike[:5])} than rank 0")
+    return problems
 
 
-_known: dict[str, tuple[Arrays, Arrays]] = {}  # the last few, for cases that differ in the runtime alone
+KEPT = 16
+_known: dict[str, list[tuple[Arrays, Arrays]]] = {}  # the last few, for cases that differ in the runtime alone
 
 
-def references(case: Mapping[str, Any], turned: bool = False) -> tuple[Arrays, Arrays]:
-    """(the oracle in the precision of the case, the oracle in float64)"""
+def references(case: Mapping[str, Any], turned: bool = False) -> list[tuple[Arrays, Arrays]]:
+    """For each of the case's data: (the oracle in the precision of the case, the oracle in float64)."""
     from tests.fuzz import fit_case, oracle
     from tests.fuzz.data_order import order_of
 
-    parts = {name: case.get(name) for name in ("kind", "seed", "model", "data", "calls", "compile", "fit")}
+    parts = {name: case.get(name) for name in ("kind", "seed", "model", "data", "again", "calls", "compile", "fit", "evaluate")}
     options = {name: value for name, value in case.get("options", {}).items() if name not in MESH_ONLY}
     key = json.dumps([parts, options, turned], sort_keys=True)
     if key not in _known:
-        while len(_known) >= 4:
+        while len(_known) >= KEPT:
             _known.pop(next(iter(_known)))
-        _known[key] = fit_case.references(case) if case["kind"] == "fit" else oracle.predict(case, order_of(case), turned)
+        _known[key] = fit_case.references(case) if case["kind"] == "fit" else [oracle.predict(part, order_of(part), turned) for part in space.parts(case)]
     return _known[key]
 
 
 def _answered(verdict: Verdict, answers: list[dict[str, Any]]) -> bool:
     """Whether all ranks have trained; if not, why is said."""
-    failed = [(rank, answer["failed"]) for rank, answer in enumerate(answers) if "failed" in answer]
+    told = sorted(enumerate(answers), key=lambda each: "gone" in each[1])  # first those that can tell why
+    failed = [(rank, answer["failed"]) for rank, answer in told if "failed" in answer]
     refused = [(answer["refused"], answer["sentence"]) for answer in answers if "refused" in answer]
     if failed:
-        verdict.problems.append(f"rank {failed[0][0]} failed:\n{failed[0][1]}")
+        verdict.problems.append(f"rank {failed[0][0]} failed:\n{failed[0][1]}" + (f"\nwhile others refuse: {refused[0]}" if refused else ""))
     elif refused and len(refused) < len(answers):
         verdict.problems.append(f"only some ranks refuse: {refused[0]}")
     elif refused and not allowed(*refused[0]):

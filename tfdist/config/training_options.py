@@ -78,6 +78,10 @@ class PrecisionConfig:
     )
 
 
+# Rules that treat every element on its own, so that a part is updated as the same elements of the whole would be.
+ELEMENTWISE_OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lion")
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The update rule."""
@@ -85,7 +89,7 @@ class OptimizerConfig:
     optimizer: str = option(
         "adamw",
         "Update rule.",
-        choices=("sgd", "momentum", "adam", "adamw", "lion", "lamb", "adafactor", "muon"),
+        choices=(*ELEMENTWISE_OPTIMIZERS, "lamb", "adafactor", "muon"),
         identity=True,
     )
     optimizer_args: str = option(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.config import Config
+from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import MemoryShortError
 from tfdist.control.memory_amounts import MACHINE, PROCESS, amounts
@@ -34,7 +35,6 @@ from tfdist.runtime.mesh import Mesh
 
 _LIMITS = ((resource.RLIMIT_DATA, "RLIMIT_DATA (ulimit -d)"), (resource.RLIMIT_AS, "RLIMIT_AS (ulimit -v)"))
 _NO_LIMIT = 2**60  # cgroups of version 1 write about 2^63 for none
-_SHARDED = ("sgd", "momentum", "adam", "adamw", "lion")  # optimizers that --zero can share out
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _sentence(
 def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], limit: MemoryLimit) -> str:
     """The least change that would make it fit."""
     mesh = "" if asked_for(config.strategy.strategy).mesh else "--strategy=mesh "
-    if config.optimizer.optimizer not in _SHARDED:
+    if config.optimizer.optimizer not in ELEMENTWISE_OPTIMIZERS:  # which --zero cannot share out
         return (
             "use an optimizer that --zero can share out (sgd, momentum, adam, adamw, lion) with --strategy=mesh"
             " --zero=3 on more workers, or a smaller model"

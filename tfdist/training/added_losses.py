@@ -2,11 +2,10 @@
 trying.
 
 What a model adds for the rows of one worker has to become what one process adds for all rows. No formula can tell how
-from
-the loss alone: `mean` over rows, and what does not depend on them, are to be averaged by rows, `sum` is to be added up,
-and of anything else (a maximum, a mean over what a mask leaves, the square of a mean) the parts say nothing about the
-whole. So each is computed for single rows and for the same rows together, at values of the weights that the model does
-not keep.
+from the loss alone: `mean` over rows, and what does not depend on them, are to be averaged by rows, `sum` is to be
+added up, and of anything else (a maximum, a mean over what a mask leaves, the square of a mean) the parts say nothing
+about the whole. So each is computed for single rows and for the same rows together, at values of the weights that the
+model does not keep.
 
 Then `SumsAsMeans` makes a mean over rows of each sum, where it is added: a sum over n of N rows times N / n. So all
 that comes after, recomputation and pipelines for example, has means to deal with and nothing else.
@@ -29,6 +28,7 @@ from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
+from tfdist.training.dtypes import at_least_float32
 from tfdist.training.loss_probe import MEAN, OTHER, SUM, UNKNOWN, Probe, Take, is_of_keras
 
 _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of one value for each row"
@@ -106,27 +106,27 @@ def found_by_the_chief(runtime: Runtime, model: keras.Model, rows: Callable[[], 
     """
     if not may_add(model):
         return SumsAsMeans(())
-    told, layers = b"", list(keras_layers.all_layers(model))
+    message, layers = b"", list(keras_layers.all_layers(model))
     if runtime.rank == 0:
-        told = json.dumps(_told(model, layers, rows())).encode()
-    length = int(runtime.broadcast([np.array(len(told), np.int64)])[0])
-    told = json.loads(runtime.broadcast([np.frombuffer(told.ljust(length), np.uint8)])[0].tobytes())
-    if "refused" in told:
-        raise ConfigError(told["refused"])
+        message = json.dumps(_as_json(model, layers, rows())).encode()
+    length = int(runtime.broadcast([np.array(len(message), np.int64)])[0])
+    found = json.loads(runtime.broadcast([np.frombuffer(message.ljust(length), np.uint8)])[0].tobytes())
+    if "refused" in found:
+        raise ConfigError(found["refused"])
     return SumsAsMeans(
-        [AddedLoss(layers[number], place, scales) for number, place, scales in told["found"]],
-        layers if told["failed"] else (),
-        told["failed"],
+        [AddedLoss(layers[number], place, scales) for number, place, scales in found["found"]],
+        layers if found["failed"] else (),
+        found["failed"],
     )
 
 
-def _told(model: keras.Model, layers: Sequence[keras.Layer], x: Any) -> dict[str, Any]:
+def _as_json(model: keras.Model, layers: Sequence[keras.Layer], x: Any) -> dict[str, Any]:
     """`added_losses`, or why there are none, as what JSON knows."""
     try:
         found = added_losses(model, x)
     except ConfigError as error:
         return {"refused": str(error)}
-    except Exception as error:  # noqa: BLE001 - a model that takes batches of one size only, for example; it may add nothing at all
+    except Exception as error:  # noqa: BLE001 - such as of a model that takes batches of one size; it may add nothing
         return {
             "found": [],
             "failed": (
@@ -178,14 +178,13 @@ class SumsAsMeans:
     def _counting(self, plain: Callable, layer: int, scales: Sequence[str]) -> Callable:
         def add_loss(loss: Any) -> None:
             factor = getattr(self._now, "factor", None)
-            for each in keras.tree.flatten(loss) if factor is not None else ():
-                place = self._now.places.get(layer, 0)
-                self._now.places[layer] = (place + 1) % len(scales)  # every call of the model adds as many
-                if each.dtype in (tf.float16, tf.bfloat16):
-                    each = tf.cast(each, tf.float32)  # noqa: PLW2901 - the product could be too large
-                plain(each * tf.cast(factor, each.dtype) if scales[place] == SUM else each)
             if factor is None:
                 plain(loss)
+                return
+            for term in map(at_least_float32, keras.tree.flatten(loss)):  # else the product could be too large
+                place = self._now.places.get(layer, 0)
+                self._now.places[layer] = (place + 1) % len(scales)  # every call of the model adds as many
+                plain(term * tf.cast(factor, term.dtype) if scales[place] == SUM else term)
 
         return add_loss
 

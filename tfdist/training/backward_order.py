@@ -39,7 +39,7 @@ def weights_first(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.T
     place: dict[int, int] = {}
     for number, end in sorted(ends.items()):
         before = [source._id for source in (*(tensor.op for tensor in end.inputs), *end.control_inputs)]
-        place[number] = max((place.get(each, each) for each in before), default=0)
+        place[number] = max((place.get(each, each or 0) for each in before), default=0)
         for upstream in end.inputs:
             if start.op._id < upstream.op._id == place[number] and upstream.op._id not in ends:
                 for user in upstream.consumers():

@@ -2,8 +2,7 @@
 
 A wrong number of outputs, or a label that no output stands for, would end a run with an error from inside TensorFlow,
 on a GPU with NaN, perhaps only after hours. Softmax outputs where logits are expected, and a batch larger than the
-data, do not end
-it: these are warnings.
+data, do not end it: these are warnings.
 """
 
 from __future__ import annotations
@@ -103,9 +102,10 @@ def _check_labels(config: ModelConfig, split: Split, classes: int | None) -> Non
     if low >= 0 and (classes is None or high < classes):
         return
     wrong = np.argwhere((labels < 0) | (labels >= (classes if classes is not None else high + 1)))
+    known = "from 0 on" if classes is None else f"0 to {classes - 1}"
     raise DataError(
         f"Sample {wrong[0][0]} of {split.name} has the label {labels[tuple(wrong[0])]}, but --model={config.model} has"
-        f" outputs for the classes 0 to {classes - 1} (labels that are none of these: {len(wrong):,}): mend them, raise"
+        f" outputs for the classes {known} (labels that are none of these: {len(wrong):,}): mend them, raise"
         " num_outputs in --model_args, or leave samples and tokens out by a weight of 0 (and any valid label)."
     )
 

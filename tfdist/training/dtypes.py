@@ -16,12 +16,16 @@ Gradient = tf.Tensor | tf.IndexedSlices
 
 def at_least_float32(gradient: Gradient) -> Gradient:
     """The same in float32, if it has fewer bits: no sum or square of it overflows, or loses what is small."""
-    return tf.cast(gradient, tf.float32) if gradient.dtype in (tf.float16, tf.bfloat16) else gradient
+    if gradient.dtype not in (tf.float16, tf.bfloat16):
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(gradient.values, tf.float32), gradient.indices, gradient.dense_shape)
+    return tf.cast(gradient, tf.float32)
 
 
 def as_summands(gradients: Sequence[Gradient], variables: Sequence[tf.Tensor | tf.Variable]) -> list[Gradient]:
     """What a tape gives for `variables`, ready to be added up. Where only a run would tell the shape (a kernel's
-    gradient if the number of rows is not known) it gets the variable's: packs and shards are cut while tracing."""
+    gradient if the number of rows is not known) it gets the variable's: buckets and shards are cut while tracing."""
     for gradient, variable in zip(gradients, variables, strict=True):
         if not isinstance(gradient, tf.IndexedSlices):
             gradient.set_shape(variable.shape)
@@ -30,7 +34,7 @@ def as_summands(gradients: Sequence[Gradient], variables: Sequence[tf.Tensor | t
 
 def zero_summands(variables: Iterable[tf.Variable]) -> list[tf.Tensor]:
     """What `as_summands` of other gradients can be added to."""
-    return [at_least_float32(tf.zeros_like(variable)) for variable in variables]
+    return [tf.convert_to_tensor(at_least_float32(tf.zeros_like(variable))) for variable in variables]
 
 
 def norm_dtype(tensors: Iterable[Gradient | tf.Variable | keras.Variable]) -> tf.DType:

@@ -40,7 +40,7 @@ class Probe:
             [
                 _LEAST_TOLERANCE,
                 *(
-                    8 * float(np.finfo(each.as_numpy_dtype).eps) if each != tf.bfloat16 else 2**-4
+                    8 * float(np.finfo(each.name).eps) if each != tf.bfloat16 else 2**-4
                     for each in types
                     if each.is_floating
                 ),
@@ -80,7 +80,7 @@ class Probe:
             for variable, value in kept:
                 variable.assign(value)
 
-    def _recorder(self, number: int) -> Callable[[Any], None]:
+    def _recorder(self, number: int) -> Callable:
         def add_loss(loss: Any) -> None:
             for each in keras.tree.flatten(loss):
                 place = sum(key[0] == number for key, _ in self._added)
@@ -150,12 +150,12 @@ class Probe:
         def look(draw: int) -> list[dict[Key, float]]:
             return [self.values(batch, weights, draw, training) for batch in batches]
 
-        first, again = look(0), self.values(batches[ROWS], weights, 1, training)
+        first, redrawn = look(0), self.values(batches[ROWS], weights, 1, training)
         keys = first[ROWS].keys()
         if any(one.keys() != keys for one in first):
             return dict.fromkeys(keys, OTHER)
         result = {key: _verdict([one[key] for one in first], self.tolerance) for key in keys}
-        random = [key for key in keys if again.get(key) != first[ROWS][key] and result[key] == OTHER]
+        random = [key for key in keys if redrawn.get(key) != first[ROWS][key] and result[key] == OTHER]
         if random:
             draws = [first, *(look(draw) for draw in range(1, _DRAWS))]
             result |= {

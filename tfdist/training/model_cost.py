@@ -156,31 +156,31 @@ def forward_flops(model: Any, x_spec: Any) -> float:
 
 def count(model: Any, objective: Any, specs: tuple, precision: str = "float32") -> dict[str, Any]:
     """See the file's first lines."""
-    small, large = (trace(model, objective, specs, batch, precision) for batch in _SIZES)
+    fewer, more = (trace(model, objective, specs, batch, precision) for batch in _SIZES)
     step = _SIZES[1] - _SIZES[0]
     weights, constants = defaultdict(list), defaultdict(int)
     for variable in model.variables:
-        name = next((piece for piece in variable.path.split("/") if piece in small), "loss")
+        name = next((piece for piece in variable.path.split("/") if piece in fewer), "loss")
         if any(variable is trained for trained in model.trainable_variables):
             weights[name].append([variable.path, list(variable.shape)])
         else:
             constants[name] += math.prod(variable.shape)
     parts = []
-    for name in small:
+    for name in fewer:
         per_sample = {
-            tensor: (large[name]["saved"].get(tensor, size) - size) / step
-            for tensor, size in small[name]["saved"].items()
+            tensor: (more[name]["saved"].get(tensor, size) - size) / step
+            for tensor, size in fewer[name]["saved"].items()
         }
-        fixed = sum(size - _SIZES[0] * per_sample[tensor] for tensor, size in small[name]["saved"].items())
+        fixed = sum(size - _SIZES[0] * per_sample[tensor] for tensor, size in fewer[name]["saved"].items())
         parts.append(
             {
                 "name": name,
                 "weights": weights[name],
                 "constants": constants[name],
-                "flops": (large[name]["flops"] - small[name]["flops"]) / step,
+                "flops": (more[name]["flops"] - fewer[name]["flops"]) / step,
                 "saved": [size for size in per_sample.values() if size],
                 "fixed": fixed,
-                "output": (large[name]["output"] - small[name]["output"]) / step,
+                "output": (more[name]["output"] - fewer[name]["output"]) / step,
             }
         )
     return {

@@ -25,7 +25,7 @@ def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Spli
     is_tokens = isinstance(x, tf.TensorSpec) and x.dtype.is_integer and len(x.shape) == 1
     return Rates(
         forward_flops=_formula(config, split) or (forward_flops(model, x) if runtime.holds_whole_model else 0.0),
-        tokens=int(x.shape[0]) if is_tokens else 0,
+        tokens=(x.shape.num_elements() or 0) if is_tokens else 0,
         peak_flops=peak_flops(config) * runtime.size * runtime.local_replicas,
         baseline=baseline(config.telemetry.scaling_baseline),
         workers=runtime.size,
@@ -36,11 +36,11 @@ def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Spli
 def _formula(config: Config, split: Split) -> float:
     """Operations of one sample's forward pass by the planner's formula; 0 if there is none."""
     x = split.element_spec[0]
-    if not isinstance(x, tf.TensorSpec):
+    if not isinstance(x, tf.TensorSpec) or not x.shape.is_fully_defined():
         return 0.0
     try:
         shape = shape_of(
-            config, Sample(tuple(x.shape), split.num_classes or 1)
+            config, Sample(tuple(size or 0 for size in x.shape), split.num_classes or 1)
         )  # what gives no number has one among --model_args
     except ConfigError:
         return 0.0
@@ -88,13 +88,13 @@ def baseline(text: str) -> float:
 def memory() -> dict[str, float]:
     """Bytes in use, now and at most so far: of the host and, where there are GPUs, of this worker's fullest one."""
     found = host_memory()
-    told = [
+    devices = [
         tf.config.experimental.get_memory_info(device.name.removeprefix("/device:"))
         for device in tf.config.list_logical_devices("GPU")
     ]
-    if told:
+    if devices:
         found |= {
-            "memory/device_bytes": float(max(each["current"] for each in told)),
-            "memory/device_peak_bytes": float(max(each["peak"] for each in told)),
+            "memory/device_bytes": float(max(each["current"] for each in devices)),
+            "memory/device_peak_bytes": float(max(each["peak"] for each in devices)),
         }
     return found

@@ -19,6 +19,7 @@ from tfdist.training.own_objective import own_objective
 from tfdist.training.scores import Scores
 
 Objective = Callable[[Any, Any, tf.Tensor], Scores]
+Shape = Sequence[int | None] | tf.TensorShape
 
 
 def classification(label_smoothing: float = 0.0) -> Objective:
@@ -106,12 +107,12 @@ def weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
     )
 
 
-def _fit(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
+def _fit(shape: Shape, other: Shape) -> bool:
     """Whether two shapes could be the same: as many dims, and no two that are known to differ."""
     return len(shape) == len(other) and all(a == b or None in (a, b) for a, b in zip(shape, other, strict=True))
 
 
-def scores_spec(model: keras.Model, objective: Objective, batch_spec: tuple) -> Scores:
+def scores_spec(model: keras.Model, objective: Objective, batch_spec: Any) -> Scores:
     """The specs of what `objective` returns for a batch; runs nothing."""
     x, y, w = batch_spec
     try:

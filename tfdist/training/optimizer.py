@@ -33,7 +33,9 @@ class FusedAdam(keras.optimizers.Adam):
         if self.amsgrad or isinstance(gradient, tf.IndexedSlices) or tf.as_dtype(variable.dtype) != tf.float32:
             super().update_step(gradient, variable, learning_rate)
             return
-        index, step = self._get_variable_index(variable), tf.cast(self.iterations + 1, tf.float32)
+        index = self._get_variable_index(variable)
+        # Keras' types are those of any backend.
+        step = tf.cast(self.iterations + 1, tf.float32)  # type: ignore[reportCallIssue, reportOptionalOperand]
         var, m, v = (
             (each.value if isinstance(each, keras.Variable) else each).handle
             for each in (variable, self._momentums[index], self._velocities[index])
@@ -63,6 +65,9 @@ OPTIMIZERS = {
     "adafactor": keras.optimizers.Adafactor,
     "muon": keras.optimizers.Muon,
 }
+
+# What `config.ELEMENTWISE_OPTIMIZERS` are instances of, and no other.
+ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion)
 
 # Keras arguments that would act on local gradients or deadlock, and the flag that does the same right.
 OWN_FLAGS = {

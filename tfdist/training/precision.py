@@ -37,14 +37,13 @@ class LossScale:
         if self.dynamic:
             same_everywhere = tf.VariableAggregation.ONLY_FIRST_REPLICA
             self._scale = tf.Variable(
-                precision.loss_scale_initial,
+                tf.constant(precision.loss_scale_initial, tf.float32),
                 trainable=False,
-                dtype=tf.float32,
                 name="loss_scale",
                 aggregation=same_everywhere,
             )
             self._good_steps = tf.Variable(
-                0, trainable=False, dtype=tf.int64, name="loss_scale_good_steps", aggregation=same_everywhere
+                tf.constant(0, tf.int64), trainable=False, name="loss_scale_good_steps", aggregation=same_everywhere
             )
             self.variables = {"loss_scale": self._scale, "loss_scale_good_steps": self._good_steps}
 

@@ -55,7 +55,8 @@ class ReplicaGradients:
 
     def of_micro_batch(self, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor, batch: tuple) -> Accumulated:
         reseed(self.seeds, self.options.seed, step, micro, self.runtime.replica_id())
-        gradients, of_added, sums = self._differentiate(*batch, scale)
+        x, y, w = batch
+        gradients, of_added, sums = self._differentiate(x, y, w, scale)
         return Accumulated(self._kept(gradients), self._kept(of_added), sums)
 
     def plus_micro_batch(

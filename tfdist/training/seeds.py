@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
+
+# TensorFlow's stubs know it as one of whole numbers.
+_fold_in: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.random.fold_in  # type: ignore[assignment]
 
 
 def seed_states(model: keras.Model) -> list[tf.Variable]:
@@ -17,8 +22,8 @@ def seed_values(count: int, seed: int, step: tf.Tensor, micro: tf.Tensor, replic
     """
     base = tf.constant([seed, 0x7F4A7C15], tf.int64)
     for number in (step, micro, replica) if count else ():
-        base = tf.random.experimental.stateless_fold_in(base, tf.cast(number, tf.int64))
-    return [tf.random.experimental.stateless_fold_in(base, tf.constant(index, tf.int64)) for index in range(count)]
+        base = _fold_in(base, tf.cast(number, tf.int64))
+    return [_fold_in(base, tf.constant(index, tf.int64)) for index in range(count)]
 
 
 def reseed(states: list[tf.Variable], seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> None:

@@ -37,7 +37,7 @@ from tfdist.training.step_options import ALL_ON_EVERY_REPLICA, Parallelism, Step
 from tfdist.training.step_output import Layout, StepOutput
 from tfdist.training.step_totals import Totals, shown_sums
 from tfdist.training.total_loss import SummedLoss, TotalLoss, expected_weight
-from tfdist.training.update import DataParallel, Gradient, scaled
+from tfdist.training.update import DataParallel, Gradient, Update, scaled
 
 
 class Reduced(NamedTuple):
@@ -74,19 +74,20 @@ class TrainStep:
         parallelism: Parallelism = ALL_ON_EVERY_REPLICA,
     ):
         spec = scores_spec(model, objective, batch_spec)
-        metric_names = tuple(sorted(spec.metrics))
-        self.layout = Layout(metric_names, runtime.size)
+        self.metric_names = tuple(sorted(spec.metrics))
+        self.layout = Layout(self.metric_names, runtime.size)
         self._expected_weight = expected_weight(options.plan, spec)
         self.runtime, self.loss_scale, self.options = runtime, loss_scale, options
         self.model, self.optimizer = model, optimizer
         self._copies = bool(tf.config.list_logical_devices("GPU"))  # batches, to a device
         slices = options.plan.accumulation == 1 and not self._copies
-        self.update = parallelism.update or DataParallel(
+        self.update: Update = parallelism.update or DataParallel(
             runtime, model, optimizer, slices=slices, bfloat16=options.bfloat16_gradients
         )
-        summed = SummedLoss(objective, metric_names, options.plan.global_batch)
+        summed = SummedLoss(objective, self.metric_names, options.plan.global_batch)
         total = TotalLoss(model, summed, self._expected_weight, options.weighted)
         self.replica = ReplicaGradients(runtime, model, total, self.update, options, parallelism)
+        self.added = self.replica.added
         self._forward_state = ForwardState(runtime, model)
         if runtime.local_replicas > 1:
             separate_replicas(model)
@@ -98,7 +99,10 @@ class TrainStep:
         self._needs_norm = bool(options.clip_norm) or self._may_skip
         with runtime.scope():
             self.counter = tf.Variable(
-                0, trainable=False, dtype=tf.int64, name="step", aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+                tf.constant(0, tf.int64),
+                trainable=False,
+                name="step",
+                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
             )
         # Without AutoGraph: rewriting what is below took two thirds of the time to the first step.
         self._function = tf.function(self._steps, autograph=False)
@@ -275,7 +279,7 @@ class TrainStep:
         else:
             update()
 
-    # What is told of a step, and of n
+    # What comes out
 
     def _totals(self, reduced: Reduced, norm: tf.Tensor, compute_s: tf.Tensor, finite: tf.Tensor) -> Totals:
         """Of one step."""

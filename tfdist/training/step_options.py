@@ -1,4 +1,4 @@
-"""What the step is told when it is made: of the configuration, and of the parallelism of a run."""
+"""What the step needs to know of the configuration, and of the parallelism of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Parallelism:
     """Which parts of a step are not as on one device. By default every replica holds all of the model."""
 
     update: Update | None = None  # what becomes of gradients; None: data parallelism
-    # Makes the gradients of all micro-batches of a step at once (parallel/pipeline_stages.py); None: one after the other.
+    # Makes the gradients of all micro-batches of a step at once (parallel/pipeline_stages.py); None: one by one.
     pipeline: Callable | None = None
     added: SumsAsMeans | None = None  # makes means over rows of what layers add; None: all are means already
 

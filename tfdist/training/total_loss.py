@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.training.objectives import Objective
 from tfdist.training.scores import Scores
@@ -40,7 +40,13 @@ class Total(NamedTuple):
 
 def expected_weight(plan: BatchPlan, scores: Scores) -> float:
     """E: the sum of weights of a global batch in which every weight is 1. `scores`: specs."""
-    return float(plan.global_batch * math.prod(scores.weights.shape.as_list()[1:]))
+    of_a_sample = scores.weights.shape[1:].num_elements()
+    if of_a_sample is None:
+        raise ConfigError(
+            f"The objective gives weights of shape {scores.weights.shape}, of which only the first dim may be unknown:"
+            " give samples of one shape."
+        )
+    return float(plan.global_batch * of_a_sample)
 
 
 def rows_of(w: tf.Tensor) -> tf.Tensor | float:

@@ -3,7 +3,8 @@
 The step (step.py) computes and decides; an `Update` knows where gradients, optimizer state and parameters live. The one
 here is data parallelism: everything is whole on every replica. training/parallel/ has those that share things out.
 
-A *piece* is what an Update makes of the gradient of one variable: the gradient itself, or this rank's shard of it.
+A *piece* is what an Update makes of the gradient of one variable: the gradient itself (a tensor, or slices), or this
+rank's shard of it.
 """
 
 from __future__ import annotations
@@ -27,38 +28,47 @@ class Update(Protocol):
     @property
     def variables(self) -> dict[str, tf.Variable]:
         """State of its own that must be saved."""
+        ...
 
     def sources(self) -> list[tf.Variable]:
         """What the step differentiates with respect to."""
+        ...
 
     def keep(self, gradients: list[Gradient]) -> list[Gradient]:
         """On one replica: of the gradients of a micro-batch, what is added up over micro-batches: tensors, if there are
         several.
         """
+        ...
 
     def travels_as_rows(self, gradient: Gradient) -> bool:
         """Whether `keep` leaves it as slices."""
         ...
 
-    def reduce(self, kept: list[Gradient], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[Gradient], tf.Tensor]:
+    def reduce(self, kept: list, sums: tf.Tensor, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
         """On one replica: (pieces of the gradients' sum over replicas, [*sums over replicas, *signals over all
         workers]).
         """
+        ...
 
-    def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+    def norm(self, pieces: Sequence) -> tf.Tensor:
         """float32 []: the global norm of the gradient, the same on every worker; finite exactly if every element is."""
+        ...
 
-    def apply(self, pieces: list[tf.Tensor]) -> None:
+    def apply(self, pieces: list) -> None:
         """On one replica: updates the weights."""
+        ...
 
     def weight_norm(self) -> tf.Tensor:
         """float32 []: the global norm of the weights, the same on every worker."""
+        ...
 
     def figures(self) -> dict[str, float]:
         """Between steps: what it has to tell at a log line."""
+        ...
 
     def averaged(self) -> AbstractContextManager:
         """Within it, the weights are their moving averages, if there are any. Every worker must enter it."""
+        ...
 
 
 class DataParallel:
@@ -107,9 +117,9 @@ class DataParallel:
             or not gradient.values.shape.is_fully_defined()
         ):
             return False
-        return self.runtime.replicas * gradient.values.shape[0] <= (gradient.shape[0] or 0) < 2**31
+        return self.runtime.replicas * (gradient.values.shape[0] or 0) <= (gradient.shape[0] or 0) < 2**31
 
-    def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def reduce(self, kept: list, sums: tf.Tensor, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
         # The sums go last: they depend on the forward pass alone but must not hold up the first bucket.
         travel = [
             tf.cast(piece, tf.bfloat16) if self.bfloat16 and isinstance(piece, tf.Tensor) else piece for piece in kept
@@ -133,10 +143,10 @@ class DataParallel:
             for piece, variable in zip(pieces, self.sources(), strict=True)
         )
 
-    def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+    def norm(self, pieces: Sequence) -> tf.Tensor:
         return global_norm(pieces)
 
-    def apply(self, pieces: list[tf.Tensor]) -> None:
+    def apply(self, pieces: list) -> None:
         self.optimizer.apply(pieces, self.model.trainable_variables)
 
     def weight_norm(self) -> tf.Tensor:
@@ -188,7 +198,7 @@ class _SlicesShape(NamedTuple):
         return tf.IndexedSlices(
             tf.ensure_shape(slices.values, self.rows),
             tf.ensure_shape(slices.indices, self.rows[:1]),
-            tf.constant(self.table.as_list()),
+            tf.constant([size or 0 for size in self.table]),
         )
 
 

@@ -51,6 +51,30 @@ def test_round_trip_is_bitwise(store):
         assert read[key].dtype == array.dtype and read[key].tobytes() == array.tobytes(), key
 
 
+def test_everything_is_on_the_disk_before_the_name_that_makes_it_believed(store, monkeypatch):
+    """A machine that loses power keeps what was flushed, and may keep a rename without what it renames."""
+    happened = []
+    fsync, rename = os.fsync, os.rename
+
+    def flushed(descriptor):
+        happened.append(("flushed", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(old, new):
+        happened.append(("renamed", str(new)))
+        files = {f"{old}/{name}" for name in os.listdir(old)}
+        late = files - {path for what, path in happened if what == "flushed"}
+        assert not late, f"{sorted(late)} may be lost though {new} is there"
+        assert happened[-2] == ("flushed", str(old)), "the folder's own list of names"
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    store.write(10, ARRAYS, {})
+    commit = happened.index(("renamed", store.path(10)))
+    assert happened[commit + 1] == ("flushed", str(store.directory))
+
+
 def test_tensorflow_reads_it_with_its_own_tools(store):
     store.write(10, ARRAYS, {})
     store.write(20, ARRAYS, {})

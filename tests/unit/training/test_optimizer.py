@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.training.optimizer import FusedAdam, switch_off_reduction
+from tfdist.config import OptimizerConfig
+from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
+from tfdist.training.optimizer import ELEMENTWISE, OPTIMIZERS, FusedAdam, make_optimizer, switch_off_reduction
+from tfdist.training.schedule import Schedule
 
 OPTIONS = {
     "plain": {},
@@ -96,3 +99,9 @@ def test_the_update_of_replicas_is_one_operation():
     step()
     np.testing.assert_allclose(variable, np.full(4, 0.9), rtol=1e-5)
     assert kinds.count("ResourceApplyAdam") == 1 and "Sqrt" not in kinds
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_elementwise_classes_are_those_of_the_elementwise_names(name):
+    optimizer = make_optimizer(OptimizerConfig(optimizer=name), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+    assert isinstance(optimizer, ELEMENTWISE) == (name in ELEMENTWISE_OPTIMIZERS)

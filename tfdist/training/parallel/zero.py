@@ -27,23 +27,11 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.backward_order import age, made_after
-from tfdist.training.optimizer import swapped_in
+from tfdist.training.optimizer import ELEMENTWISE, swapped_in
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.shards import Layout, shard_variables
-
-# Rules that treat every element on its own, so that a shard is updated as the same elements of the whole would be.
-ELEMENTWISE = (
-    keras.optimizers.SGD,
-    keras.optimizers.Adam,
-    keras.optimizers.Lion,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Adamax,
-    keras.optimizers.Nadam,
-)
 
 # Packs of gradients whose shards have not come, at stage 2. A backward pass that runs ahead of the network would have
 # all in memory.

@@ -20,9 +20,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_optimizers
+from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
 
-ELEMENTWISE = ("sgd", "momentum", "adam", "adamw", "lion")  # their updates of a piece are the piece of their update
+ELEMENTWISE = ELEMENTWISE_OPTIMIZERS  # their updates of a piece are the piece of their update
 
 
 @dataclass(frozen=True)
