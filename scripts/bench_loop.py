@@ -137,7 +137,7 @@ def compose(arguments: argparse.Namespace):
     """A job of the workload on the cluster of TF_CONFIG."""
     from tfdist import build
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
 
     config = Config().replace(
         **WORKLOADS[arguments.workload],

@@ -168,7 +168,7 @@ def measure(row: Row) -> None:
     from tests.parity.mesh_worker import bytes_held
     from tfdist import build
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.planner import formulas, shapes
     from tfdist.planner.hardware import DEVICES
     from tfdist.planner.layout import Layout

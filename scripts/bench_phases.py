@@ -99,7 +99,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     from tfdist import build
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.telemetry.timer import Clock
     from tfdist.training.log_interval import Interval, Watch
 

@@ -78,7 +78,7 @@ def measure(communication: str, pack_mb: float, sizes: list[int], repeats: int) 
 
     from tfdist import build
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
 
     config = Config().replace(communication=communication, pack_mb=pack_mb)
     runtime = build.start_runtime(config, resolve_cluster(os.environ))

@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tfdist.control import exit_codes, versions  # noqa: E402
-from tfdist.control.cluster import worker_environment  # noqa: E402
 from tfdist.control.preflight import PortReservation  # noqa: E402
+from tfdist.control.tf_config import worker_environment  # noqa: E402
 
 FLAGS = [
     "--source=digits",

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
@@ -31,15 +27,12 @@ from tfdist.models.build_model import build_model
 from tfdist.models.embedding_rows import read_rows
 from tfdist.models.fused_batch_norm import fuse_batch_norm
 from tfdist.planner import memory_check
-from tfdist.planner.layout import Layout
 from tfdist.planner.memory_check import MemoryLimits
-from tfdist.planner.shapes import Weight
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
-from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import on_mesh
-from tfdist.training import compatibility
+from tfdist.training import compatibility, composition_checks
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
@@ -83,8 +76,8 @@ class Job:
     objective: Objective
     schedule: Schedule
     step: TrainStep
-    state: ShardedState | None = None  # where the state is spread over a mesh: how to bring it together
     warnings: Sequence[str] = ()  # of what was composed, for the user
+    state: ShardedState | None = None  # where the state is divided over a mesh: how to bring it together
 
     @property
     def stream_cut(self) -> int:
@@ -105,19 +98,30 @@ class Job:
             for index in range(self.runtime.local_replicas)
         ]
 
-    def evaluator(self) -> Evaluator | None:
-        """Evaluates on the evaluation split; None if the source has none."""
-        if self.eval_split is None:
+    def evaluator(self, model: keras.Model | None = None) -> Evaluator | None:
+        """Evaluates on the evaluation split; None if the source has none.
+
+        model: another than the job's, which is evaluated as it is; that of the job with its moving averages.
+        """
+        split, runtime, options = self.eval_split, self.runtime, self.config.data
+        if split is None:
             return None
-        return make_evaluator(
-            self.config,
-            self.runtime,
-            self.model,
-            self.objective,
-            self.eval_split,
-            self.plan.micro_batch,
-            self.step.update.averaged,
-        )
+
+        def datasets() -> tuple[list[tf.data.Dataset], int]:
+            made = [
+                input_pipeline.eval_dataset(
+                    split,
+                    batch=options.eval_batch or self.plan.micro_batch,
+                    replica=runtime.first_replica + index,
+                    replicas=runtime.replicas,
+                    limit=options.eval_samples,
+                )
+                for index in range(runtime.local_replicas)
+            ]
+            return [dataset for dataset, _ in made], made[0][1]
+
+        averaged = contextlib.nullcontext if model else self.step.update.averaged
+        return Evaluator(runtime, model or self.model, self.objective, datasets, averaged)
 
 
 def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None) -> Job:
@@ -135,52 +139,59 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     batch_norm.synchronize_with(runtime)
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
-        _check_compiled(config, runtime, model)
+        composition_checks.check_compiled(config, runtime, model)
         warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch)
         if limits:
-            _check_memory(config, runtime, model, limits)
+            composition_checks.check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
         loss_scale = LossScale(config.precision)
     objective = make_objective(config.model, train_split.element_spec[1])
     added = _added_losses(config, runtime, model, train_split, plan)
-    if on_mesh(runtime):
-        spread = compose_mesh(config, runtime, model, optimizer, objective, plan)
-        objective = spread.objective
+    on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan) if on_mesh(runtime) else None
+    if on_axes:
+        objective = on_axes.objective
     else:
-        spread = None
-        read_rows(model)
-        if runtime.replicas == 1 or not config.model.sync_batchnorm:
-            fuse_batch_norm(model)
-        with runtime.scope():
-            optimizer.build(model.trainable_variables)
-        if config.parallel.recompute != "none":
-            segments.recompute(model, config.parallel.recompute, {})
+        _build_whole(config, runtime, model, optimizer)
     objective = with_dropped(objective, model)
-    batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
     step = (MeasuredStep if config.telemetry.phase_every else TrainStep)(
         runtime,
         model,
         optimizer,
         objective,
         loss_scale,
-        StepOptions(
-            plan=plan,
-            seed=config.run.seed,
-            clip_norm=config.optimizer.clip_norm,
-            jit_compile=config.model.jit_compile,
-            skip_non_finite=config.loop.on_nan == "skip",
-            timed=not config.run.deterministic,
-            phase_every=config.telemetry.phase_every,
-            bfloat16_gradients=config.parallel.compression == "bf16",
-            weighted=len(train_split.element_spec) == 3 or ":" in config.model.objective,
-        ),
-        batch_spec,
-        Parallelism(spread.update, spread.pipeline, added) if spread else Parallelism(added=added),
+        _step_options(config, plan, train_split),
+        batch_spec(config, train_split, plan, runtime.first_replica),
+        Parallelism(on_axes.update, on_axes.pipeline, added) if on_axes else Parallelism(added=added),
     )
-    _check_best(config, step, eval_split)
-    state = ShardedState(runtime, model, optimizer, step.variables, spread.update, spread.parts) if spread else None
-    return Job(
-        config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, state, warnings
+    composition_checks.check_best(config, step.metric_names if eval_split else None)
+    job = Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, warnings)
+    if on_axes and on_mesh(runtime):
+        job.state = ShardedState(runtime, model, optimizer, step.variables, on_axes.update, on_axes.parts)
+    return job
+
+
+def _build_whole(config: Config, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer) -> None:
+    """Makes ready a model and an optimizer that every replica holds all of."""
+    read_rows(model)
+    if runtime.replicas == 1 or not config.model.sync_batchnorm:
+        fuse_batch_norm(model)
+    with runtime.scope():
+        optimizer.build(model.trainable_variables)
+    if config.parallel.recompute != "none":
+        segments.recompute(model, config.parallel.recompute, {})
+
+
+def _step_options(config: Config, plan: BatchPlan, split: Split) -> StepOptions:
+    return StepOptions(
+        plan=plan,
+        seed=config.run.seed,
+        clip_norm=config.optimizer.clip_norm,
+        jit_compile=config.model.jit_compile,
+        skip_non_finite=config.loop.on_nan == "skip",
+        timed=not config.run.deterministic,
+        phase_every=config.telemetry.phase_every,
+        bfloat16_gradients=config.parallel.compression == "bf16",
+        weighted=len(split.element_spec) == 3 or ":" in config.model.objective,
     )
 
 
@@ -231,31 +242,10 @@ def train_dataset(
     )
 
 
-def make_evaluator(
-    config: Config,
-    runtime: Runtime,
-    model: keras.Model,
-    objective: Objective,
-    split: Split,
-    micro_batch: int,
-    averaged: Callable[[], AbstractContextManager] = contextlib.nullcontext,
-) -> Evaluator:
-    """An evaluator of `model` on `split`, spread over the runtime's replicas."""
-
-    def datasets() -> tuple[list[tf.data.Dataset], int]:
-        made = [
-            input_pipeline.eval_dataset(
-                split,
-                batch=config.data.eval_batch or micro_batch,
-                replica=runtime.first_replica + index,
-                replicas=runtime.replicas,
-                limit=config.data.eval_samples,
-            )
-            for index in range(runtime.local_replicas)
-        ]
-        return [dataset for dataset, _ in made], made[0][1]
-
-    return Evaluator(runtime, model, objective, datasets, averaged)
+def batch_spec(config: Config, split: Split, plan: BatchPlan, replica: int) -> tuple:
+    """The spec of a replica's micro-batches (x, y, w)."""
+    spec: Any = train_dataset(config, split, plan, replica, 0).element_spec
+    return spec
 
 
 def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
@@ -271,47 +261,9 @@ def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: S
     return found_by_the_chief(runtime, model, rows)
 
 
-def _check_best(config: Config, step: TrainStep, eval_split: Split | None) -> None:
-    """Whether evaluations have what --keep_best goes by."""
-    best = config.checkpoint.keep_best
-    found = ("loss", *step.metric_names) if eval_split else ()
-    if best and best.partition(":")[2] not in found:
-        raise ConfigError(
-            f"--keep_best={best}: evaluations have no such metric; they have"
-            f" {', '.join(found) or 'none, as --source has no evaluation split'}."
-        )
-
-
-def _check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
-    """XLA cannot compile the collectives of a synchronised BatchNormalization; a frozen one has none."""
-    synchronized = any(
-        getattr(layer, "synchronized", False) and layer.trainable for layer in keras_layers.all_layers(model)
-    )
-    if config.model.jit_compile and synchronized and runtime.replicas > 1:
-        raise ConfigError(
-            "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"
-            " --nosync_batchnorm, or drop --jit_compile."
-        )
-
-
 def memory_limits(cluster: Cluster) -> MemoryLimits:
     """What memory this worker has, once its runtime has started."""
     return memory_check.find_limits(cluster, bool(tf.config.list_physical_devices("GPU")))
-
-
-def _check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: MemoryLimits) -> None:
-    """See planner/memory_check.py.
-
-    Which variables pipe, model and expert divide is decided later: at best all of them.
-    """
-    mesh = runtime.mesh or Mesh.create(data=runtime.replicas)
-    layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
-    memory_check.check(
-        config,
-        layout,
-        [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables],
-        limits,
-    )
 
 
 def start_runtime(config: Config, cluster: Cluster, began: float | None = None) -> Runtime:
@@ -321,18 +273,3 @@ def start_runtime(config: Config, cluster: Cluster, began: float | None = None) 
     """
     prepare_environment(config)
     return create_runtime(config, cluster, began)
-
-
-def run_folder(config: Config) -> Path:
-    """RUN_DIR, made if it is not there. From now on nothing that this process makes can be written by other users."""
-    folder = Path(config.run.run_dir)
-    os.umask(
-        os.umask(0o077) | 0o002
-    )  # what will be loaded again is written by nobody else; who may read it is the user's affair
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--run_dir={folder} cannot be made ({error.strerror}): choose a folder that can be written."
-        ) from None
-    return folder

@@ -24,10 +24,11 @@ from tfdist import flags
 from tfdist.communication.measurement import BUS_FACTOR
 from tfdist.config import Config, option
 from tfdist.control import exit_codes, versions
-from tfdist.control.cluster import Cluster, resolve_cluster
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError
 from tfdist.control.launcher import LocalJob
 from tfdist.control.preflight import Preflight
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.strategies import STRATEGIES, asked_for
 from tfdist.control.token import with_token
 from tfdist.runtime.factory import resolve_strategy

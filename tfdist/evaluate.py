@@ -11,217 +11,27 @@ task type "evaluator" makes `tfdist.train` do the same as --follow.
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-import types
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from tfdist import flags
-from tfdist.artifacts.status import read_status
-from tfdist.config import Config, option
-from tfdist.control import exit_codes, versions
-from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
-from tfdist.control.strategies import asked_for
-
-if TYPE_CHECKING:
-    from tfdist.artifacts.store import Snapshot, SnapshotStore
-    from tfdist.build import Job
-
-_POLL_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """What is evaluated."""
-
-    at_step: int = option(-1, "The step whose snapshot is evaluated. -1: the newest valid one.", least=-1)
-    model_file: str = option("", "A .keras file to evaluate instead of a snapshot.")
-    follow: bool = option(False, "Evaluate every new snapshot until training is over.")
+from tfdist.control import exit_codes
 
 
 def main(argv: list[str]) -> int:
-    given = flags.parse(argv, usage=__doc__, command=EvaluateOptions)
-    versions.check()
-    versions.quiet()
-    if given.command.follow:
-        return follow(given.config, argv)
-    _check_folder(Path(given.config.run.run_dir), given.command)
-    config = run_configuration(given.config, argv)
-    try:
-        _evaluate(config, given.command)
-    except Exception as error:  # TensorFlow's own may have a cause that can be named
-        from tfdist.runtime.errors import explain
+    from tfdist.run import snapshot_evaluation
 
-        found = explain(error, Cluster())
-        if found is None:
-            raise
-        raise found from error
-    return 0
+    return snapshot_evaluation.main(argv, usage=__doc__ or "")
 
 
-def _evaluate(config: Config, options: EvaluateOptions) -> None:
-    if options.model_file:
-        _show(_evaluate_file(_compose(config), options.model_file), options.model_file)
-        return
-    store = _store(config)
-    snapshot = _choose(store, options.at_step)  # before all that takes long
-    _show(_evaluate_snapshot(_compose(config), store, snapshot), store.directory)
+def evaluate(*args: Any, **kwargs: Any) -> Any:
+    """See keras_fit/api.py."""
+    from tfdist.keras_fit import api
 
+    return api.evaluate(*args, **kwargs)
 
-def _check_folder(folder: Path, options: EvaluateOptions) -> None:
-    """Whether there is a run to evaluate. Raises ConfigError."""
-    if not options.model_file and not (folder / "checkpoints").is_dir():
-        what = (
-            "has no snapshots yet"
-            if (folder / flags.FLAGS_FILE).exists()
-            else "holds no run (no flags.txt, no checkpoints)"
-            if folder.is_dir()
-            else "is not there"
-        )
-        raise ConfigError(f"--run_dir={folder} {what}: give the folder of a run, or a --model_file.")
-
-
-def run_configuration(config: Config, argv: list[str]) -> Config:
-    """The run's own flags, with those of `argv` over them."""
-    stored = Path(config.run.run_dir) / flags.FLAGS_FILE
-    if stored.exists():
-        config = flags.parse([f"--flagfile={stored}", *argv], command=EvaluateOptions).config
-    return config.validate()
-
-
-def follow(config: Config, argv: list[str] | None = None) -> int:
-    """Evaluates every new snapshot of a running job; returns when the job is over and its last snapshot is done."""
-    from tfdist.telemetry.events import Event
-    from tfdist.telemetry.jsonl import JsonlObserver, next_attempt
-    from tfdist.telemetry.tensorboard import TensorBoardObserver
-
-    folder = Path(config.run.run_dir)
-    _await_start(folder, config.cluster.startup_timeout)
-    job = _compose(run_configuration(config, argv or []))
-    store, done = _store(config), -1
-    log = folder / "logs" / "evaluator.jsonl"
-    observers = [JsonlObserver(log, run_id=read_status(folder).get("run_id", ""), attempt=next_attempt(log), rank=-1)]
-    if "tensorboard" in config.telemetry.trackers.split(","):
-        observers.append(TensorBoardObserver(folder / "tensorboard" / "evaluator", 0, forgets=False))
-    while True:
-        over = (
-            read_status(folder).get("status") == "finished"
-        )  # read before looking: what is written afterwards is seen next time
-        snapshot, _ = store.newest_valid()
-        if snapshot and snapshot.step > done:
-            values = _evaluate_snapshot(job, store, snapshot)
-            done = snapshot.step
-            _show(values, snapshot.path)
-            for observer in observers:
-                observer(Event("eval", done, {f"eval/{name}": value for name, value in values.items()}))
-        elif over:
-            break
-        else:
-            time.sleep(_POLL_SECONDS)
-    for observer in observers:
-        observer.close()
-    return 0
-
-
-def _await_start(folder: Path, timeout: float) -> None:
-
-    deadline = time.monotonic() + timeout
-    while not read_status(folder):
-        if time.monotonic() > deadline:
-            raise StartupError(
-                f"No run appeared in --run_dir={folder} within {timeout:g} s: start the workers, or raise"
-                " --startup_timeout."
-            )
-        time.sleep(_POLL_SECONDS)
-
-
-def _compose(config: Config) -> Job:
-    from tfdist import build
-
-    # One process evaluates, whatever the run was trained with; the batch only has to fit.
-    batch = config.data.eval_batch or min(config.batch.global_batch or config.batch.micro_batch, 128)
-    alone = config.replace(
-        strategy="auto" if asked_for(config.strategy.strategy).several_workers else config.strategy.strategy,
-        mesh="",
-        zero=0,
-        pipe_chunks=1,
-        pipe_cut="",
-        offload="none",
-        compression="none",
-        all_reduce="flat",
-        sequence_parallel=False,
-        workers_per_host=0,
-        accumulation=0,
-        micro_batch=0,
-        global_batch=config.batch.global_batch or config.batch.micro_batch,
-        eval_batch=batch,
-        jit_compile=False,
-    )
-    job = build.compose(alone, build.start_runtime(alone, Cluster()))
-    if job.eval_split is None:
-        raise ConfigError(f"--source={config.data.source} has no evaluation split: give one that has.")
-    return job
-
-
-def _store(config: Config) -> SnapshotStore:
-    from tfdist.artifacts.store import SnapshotStore
-
-    return SnapshotStore(str(Path(config.run.run_dir) / "checkpoints"))
-
-
-def _choose(store: SnapshotStore, step: int) -> Snapshot:
-    if step >= 0:
-        steps = store.steps()
-        if step not in steps:
-            raise CheckpointError(
-                f"--at_step={step}: {store.directory} has no snapshot of that step; it has"
-                f" {', '.join(map(str, steps)) or 'none'}."
-            )
-        return store.verify(step)
-    snapshot, passed_over = store.newest_valid()
-    for reason in passed_over:
-        print(f"passed over a snapshot: {reason}", file=sys.stderr)
-    if snapshot is None:
-        raise CheckpointError(f"{store.directory} has no valid snapshot: check --run_dir.")
-    return snapshot
-
-
-def _evaluate_snapshot(job: Job, store: SnapshotStore, snapshot: Snapshot) -> dict[str, float]:
-    from tfdist.artifacts import state
-
-    arrays = {
-        key: array for key, array in store.read(snapshot).items() if not key.startswith("train/compression_")
-    }  # for training only
-    state.assign(state.collect(job.model, job.optimizer, job.step.variables), arrays)
-    return {**job.evaluator()(), "step": snapshot.step}
-
-
-def _evaluate_file(job: Job, path: str) -> dict[str, float]:
-    from tfdist import build
-    from tfdist.artifacts.export import load_export
-
-    model = load_export(path)
-    return build.make_evaluator(job.config, job.runtime, model, job.objective, job.eval_split, job.plan.micro_batch)()
-
-
-def _show(values: dict[str, float], origin: str) -> None:
-    print(f"evaluation of {origin}: " + json.dumps(values), flush=True)
-
-
-class _Module(types.ModuleType):
-    """`tfdist.evaluate(model, ...)` is a function of the package; importing this file puts this module in its place."""
-
-    def __call__(self, *args, **kwargs):
-        from tfdist.keras_fit import api
-
-        return api.evaluate(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Module
 
 if __name__ == "__main__":
     exit_codes.run_command(main, sys.argv[1:])
+else:
+    # The package has a function of this name, in whose place an import of this file would put the module.
+    sys.modules[__name__] = evaluate  # type: ignore[assignment] - Python allows any object there

@@ -211,19 +211,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             "--write", dest="output_file", default="", metavar="FILE", help="write there, not to the terminal"
         )
         if kind != "dockerfile":
-            sub.add_argument("--name", default="", help="of the job (default: the last part of --run_dir)")
-            sub.add_argument("--gpus", type=int, default=0, help="GPUs of each worker (default 0)")
-            sub.add_argument("--cpus", type=int, default=4, help="cores of each worker (default 4)")
-            sub.add_argument("--grace", type=int, default=120, help="seconds to save in after SIGTERM (default 120)")
-            sub.add_argument(
-                "--max_restarts",
-                type=int,
-                default=10,
-                help=(
-                    "restarts after errors; those after saving on request do not count where the engine can tell"
-                    " (default 10)"
-                ),
-            )
+            _job_flags(sub)
     _slurm_flags(made["slurm"])
     for kind in ("kubernetes", "tfjob"):
         _kubernetes_flags(made[kind])
@@ -232,15 +220,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="a JobSet, which starts all workers again together; without it an Indexed Job",
     )
-    made["dockerfile"].add_argument(
-        "--base", default="python:3.12-slim", help="image to build on (default python:3.12-slim)"
-    )
-    made["dockerfile"].add_argument("--image", default="tfdist:latest", help="name, for the comment")
-    made["dockerfile"].add_argument("--mount", default="/runs", help="where the volume for runs goes (default /runs)")
-    made["dockerfile"].add_argument(
-        "--cuda", nargs="?", const=' "tensorflow[and-cuda]~=2.21.0"', default="", help="with TensorFlow's CUDA packages"
-    )
+    _dockerfile_flags(made["dockerfile"])
     options = parser.parse_args(argv)
+    _check(options)
+    return options
+
+
+def _check(options: argparse.Namespace) -> None:
     for name, least in (
         ("nodes", 1),
         ("per_node", 1),
@@ -255,7 +241,28 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name, value in vars(options).items():
         if isinstance(value, str) and "\n" in value and name != "setup":
             raise ConfigError(f"--{name} holds a line break: write it in one line.")
-    return options
+
+
+def _job_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", default="", help="of the job (default: the last part of --run_dir)")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs of each worker (default 0)")
+    parser.add_argument("--cpus", type=int, default=4, help="cores of each worker (default 4)")
+    parser.add_argument("--grace", type=int, default=120, help="seconds to save in after SIGTERM (default 120)")
+    parser.add_argument(
+        "--max_restarts",
+        type=int,
+        default=10,
+        help="restarts after errors; those after saving on request do not count where the engine can tell (default 10)",
+    )
+
+
+def _dockerfile_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", default="python:3.12-slim", help="image to build on (default python:3.12-slim)")
+    parser.add_argument("--image", default="tfdist:latest", help="name, for the comment")
+    parser.add_argument("--mount", default="/runs", help="where the volume for runs goes (default /runs)")
+    parser.add_argument(
+        "--cuda", nargs="?", const=' "tensorflow[and-cuda]~=2.21.0"', default="", help="with TensorFlow's CUDA packages"
+    )
 
 
 def _slurm_flags(parser: argparse.ArgumentParser) -> None:

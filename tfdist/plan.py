@@ -52,18 +52,18 @@ def main(argv: list[str]) -> int:
             hardware, runs, lambda other: model_shape(other, _as_flags(other), options.input_shape, options.outputs)
         )
     plan = Plan(
-        config,
-        model,
-        hardware,
-        options.devices,
-        _samples(config, options, model),
-        options.algorithm,
-        bool(options.calibrate),
+        config=config,
+        model=model,
+        hardware=hardware,
+        devices=options.devices,
+        samples=_samples(config, options, model),
+        algorithm=options.algorithm,
+        calibrated=bool(options.calibrate),
     )
     wish = search.Wish(
-        search.parse_mesh(options.mesh),
-        None if options.zero == "auto" else int(options.zero),
-        {"auto": None, "none": False, "blocks": True}[options.recompute],
+        mesh=search.parse_mesh(options.mesh),
+        zero=None if options.zero == "auto" else int(options.zero),
+        recompute={"auto": None, "none": False, "blocks": True}[options.recompute],
     )
     estimates, reasons = search.search(plan, wish)
     if options.json:
@@ -170,6 +170,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [flags] -- <flags of tfdist.train>",
     )
+    _plan_flags(parser)
+    _run_flags(parser)
+    options = parser.parse_args(argv)
+    for name, least in (("devices", 1), ("outputs", 0), ("tokens", 0), ("samples", 0)):
+        if not getattr(options, name) >= least:
+            raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
+    return options
+
+
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    """What is asked."""
     parser.add_argument("--devices", type=int, default=8, help="GPUs in all (default 8)")
     parser.add_argument(
         "--hardware",
@@ -196,6 +207,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         choices=("auto", *ALGORITHMS),
         help="of the gradient all-reduce (default auto: the fastest)",
     )
+
+
+def _run_flags(parser: argparse.ArgumentParser) -> None:
+    """What is known of the run, and where the answer goes."""
     parser.add_argument(
         "--tokens", type=float, default=0, help="tokens to train on in all, for example 1e12 (default: from --steps)"
     )
@@ -222,11 +237,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="also write the plan as JSON; - for the terminal, and nothing else there",
     )
     parser.add_argument("--plot", default="", metavar="FILE.png", help="also draw it")
-    options = parser.parse_args(argv)
-    for name, least in (("devices", 1), ("outputs", 0), ("tokens", 0), ("samples", 0)):
-        if not getattr(options, name) >= least:
-            raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
-    return options
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from tfdist import flags
 from tfdist.artifacts.status import read_status
 from tfdist.config import Config
 from tfdist.control import exit_codes, versions
-from tfdist.control.cluster import Cluster, resolve_cluster
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.strategies import asked_for
 from tfdist.control.token import with_token
 from tfdist.data.batch_plan import check_given, plan_batch
@@ -29,7 +30,7 @@ from tfdist.plugins import check_name
 from tfdist.runtime.factory import resolve_strategy
 
 USAGE = (
-    __doc__
+    (__doc__ or "")
     + """
   python -m tfdist.train --flagfile=flags/digits_cnn.flags
   python -m tfdist.train --source=digits --model=cnn --global_batch=64 --epochs=10 --run_dir=runs/first
@@ -53,21 +54,20 @@ def main(argv: list[str]) -> int:
     versions.check()
     versions.quiet()
     if cluster.role == "evaluator":
-        from tfdist.evaluate import follow
+        from tfdist.run.snapshot_evaluation import follow
 
         return follow(config)
-    if asked_for(
-        resolve_strategy(config, cluster, gpus=lambda: 0)
-    ).parameter_servers:  # which has nothing to do with GPUs
+    strategy = asked_for(resolve_strategy(config, cluster, gpus=lambda: 0))  # they would start TensorFlow
+    if strategy.parameter_servers:
         if cluster.role in ("worker", "ps"):  # they need none of the rest, not even Keras
             from tfdist.runtime import parameter_server
 
             return parameter_server.serve(
                 config, cluster, lambda: read_status(Path(config.run.run_dir)).get("status") == "finished"
             )
-        from tfdist.run import parameter_server_session
+        from tfdist.run import parameter_server_run
 
-        return parameter_server_session.run(config, cluster, flags.main_command(argv))
+        return parameter_server_run.run(config, cluster, flags.main_command(argv))
     if cluster.role == "ps":
         raise ConfigError(
             f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use"
@@ -79,12 +79,11 @@ def main(argv: list[str]) -> int:
         from tfdist.run import elastic
 
         return elastic.run(config, flags.main_command(argv), cluster.secret)
-    with Preflight(
-        cluster, config.cluster.startup_timeout
-    ) as preflight:  # peers are looked for while TensorFlow is imported
+    # Peers are looked for while TensorFlow is imported.
+    with Preflight(cluster, config.cluster.startup_timeout) as preflight:
         versions.import_keras()
         from tfdist.run import session
-    return session.run(config, cluster, flags.main_command(argv), began=preflight.began)
+    return session.run(session.Start(config, cluster, flags.main_command(argv), began=preflight.began))
 
 
 def _check_early(config: Config) -> None:

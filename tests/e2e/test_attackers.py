@@ -21,8 +21,8 @@ import pytest
 from tests.e2e.attacker import Attacker, processes
 from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, start, wait_for
 from tests.unit.control.test_packet_filter import machines_address
-from tfdist.control.cluster import worker_environment
 from tfdist.control.preflight import PortReservation
+from tfdist.control.tf_config import worker_environment
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.job import ENVIRONMENT
-from tfdist.control.cluster import worker_environment
 from tfdist.control.preflight import PortReservation
+from tfdist.control.tf_config import worker_environment
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""A case of tfdist.train with synchronous parameter servers: the chief's part, as run/parameter_server_session.py composes it."""
+"""A case of tfdist.train with synchronous parameter servers: the chief's part, as run/parameter_server_run.py composes it."""
 
 from __future__ import annotations
 
@@ -22,34 +22,30 @@ def run(case: dict[str, Any], runtime: Any, cluster: Any) -> dict[str, Any]:
     import keras
 
     from tfdist import build
-    from tfdist.data import augment, input_pipeline
-    from tfdist.data.batch_plan import plan_batch
-    from tfdist.run import parameter_server_session
+    from tfdist.run import parameter_server_run
     from tfdist.telemetry.timer import Clock
-    from tfdist.training.loop import LoopHooks, LoopSchedule
-    from tfdist.training.optimizer import make_optimizer
-    from tfdist.training.parameter_server.asynchronous import Servers, Synchronous
-    from tfdist.training.parameter_server.parameters import ELEMENTWISE, Parameters
-    from tfdist.training.parameter_server.remote_step import RemoteOptions, RemoteStep
+    from tfdist.training.loop import LoopHooks, train
+    from tfdist.training.loop_schedule import LoopSchedule
+    from tfdist.training.parameter_server.server_steps import Workers
+    from tfdist.training.parameter_server.synchronous import Synchronous
     from tfdist.training.requests import NOTHING
 
     keras_settings.forget_names()
     given.case = case
-    config = parameter_server_session.resolve(config_for(case), cluster)
+    config = parameter_server_run.resolve(config_for(case), cluster)
     job = build.compose(config, runtime)
-    config, split = job.config, job.train_split
-    whole = config.optimizer.optimizer not in ELEMENTWISE
-    parameters = Parameters(job.model, job.optimizer, job.schedule, lambda schedule: make_optimizer(config.optimizer, schedule), runtime.devices,
-                            0 if whole else config.servers.ps_piece_kb * 1024, lambda step: job.step.counter.assign(step))
-    parameters.push(0)
-    batch = input_pipeline.batch_fetch(split, input_pipeline.Reading(seed=config.run.seed, shuffle=config.data.shuffle, augment=augment.load_augmentation("none")))
-    step = RemoteStep(parameters, job.model, job.objective, batch, build.train_dataset(config, split, job.plan, 0, 0).element_spec,
-                      RemoteOptions(plan_batch(config.batch, parameter_server_session.slices(config, cluster)), config.run.seed, config.optimizer.clip_norm))
+    config = job.config
+    schedule = LoopSchedule(config.run.steps, config.loop.log_every, -1, 0, steps_per_loop=1)
+    workers = Workers(runtime.call, runtime.news, lambda step, sentence: None, runtime.compute_workers, 0, config.loop.on_nan == "skip",
+                      lambda step: step * job.plan.global_batch, schedule.next_settled)
+    step = Synchronous(parameter_server_run.remote_step(job, 0), workers, 0)
     told: list[dict] = []
-    hooks = LoopHooks(step=job.step, iterators=[], schedule=LoopSchedule(config.run.steps, config.loop.log_every, -1, 0), global_batch=job.plan.global_batch,
-                  position=lambda number: number * job.plan.global_batch, clock=Clock(), observer=lambda event: told.append(event.values) if event.kind == "train" else None,
-                  told=dict, evaluate=None, save=lambda number: None, backup=lambda number: None, requests=lambda number: NOTHING, section=lambda name: contextlib.nullcontext())
-    Synchronous(hooks, Servers(step, runtime.call, runtime.news, runtime.workers, 0, config.loop.on_nan == "skip")).train(0)
+    hooks = LoopHooks(step=step, iterators=[], schedule=schedule, global_batch=job.plan.global_batch,
+                  position=workers.position, clock=Clock(), observer=lambda event: told.append(event.values) if event.kind == "train" else None,
+                  extra_values=dict, evaluate=None, save=lambda number: None, backup=lambda number: None, requests=lambda number: NOTHING, section=lambda name: contextlib.nullcontext())
+    train(hooks, 0)
+    step.settle(config.run.steps)
+    step.close()
     found = {f"loss/{call}": np.array(values["train/loss"]) for call, values in enumerate(told)}
     found |= {f"model/{index:04d}": np.asarray(variable.value).astype(np.float64) for index, variable in enumerate(job.model.variables) if keras.backend.is_float_dtype(variable.dtype)}
     found |= {f"eval/{name}": np.array(value) for name, value in job.evaluator()().items() if name != "samples"}

@@ -43,7 +43,7 @@ def _in_short(error: Exception) -> str:
 
 def main(port: int, kind: str) -> None:
     from tests.fuzz.runtimes import PATIENCE, Runtimes, prepare_devices
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
 
     cluster = resolve_cluster(os.environ)
     if cluster.rank < 0 or cluster.role != "chief" and "ps" in cluster.spec:

@@ -228,8 +228,8 @@ def count_threads(runtime) -> None:
 def main(argument: str) -> None:
     from tfdist import build
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
     from tfdist.control.exit_codes import TfdistError
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.runtime.errors import explain
 
     fault = {"wrong": leave_one_out, "stuck": get_stuck}.get(argument)

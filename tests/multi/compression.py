@@ -62,7 +62,7 @@ def main(name: str) -> None:
 
     from tfdist import build
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.training.parallel.compression import Compression
 
     base = Config().replace(
@@ -108,7 +108,7 @@ def resumed(folder: str) -> None:
     from tfdist import build
     from tfdist.artifacts.parts import PartedStore
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.training.parallel.sharded_state import ShardedState
 
     base = (

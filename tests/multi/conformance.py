@@ -184,7 +184,7 @@ def check(runtime) -> None:
 
 if __name__ == "__main__":
     from tfdist import build
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.flags import parse
 
     made = build.start_runtime(parse(sys.argv[1:]).config, resolve_cluster(os.environ))

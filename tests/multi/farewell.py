@@ -15,7 +15,7 @@ from tfdist.control.exit_codes import ExitCode
 
 def main(argv: list[str]) -> int:
     from tfdist import build
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.flags import parse
 
     late, seconds, *flags = argv

@@ -61,7 +61,7 @@ def check_batchnorm(runtime) -> None:
 
 if __name__ == "__main__":
     from tfdist import build
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.flags import parse
     from tfdist.runtime.errors import explain
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 # how many threads and cores it has.
 WORKER = """
 import os, pathlib, time
-from tfdist.control.cluster import resolve_cluster
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.preflight import Preflight
 
 cluster = resolve_cluster(os.environ)

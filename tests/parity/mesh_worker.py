@@ -161,7 +161,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
     from tfdist import build
     from tfdist.artifacts.parts import PartedStore
     from tfdist.config import Config
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.runtime.mesh import Mesh
     from tfdist.runtime.mesh_runtime import MeshRuntime
 

@@ -68,7 +68,7 @@ def main(out: Path, rows: list[str], flags: list[str]) -> None:
     import numpy as np
 
     from tfdist import build
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.flags import parse
 
     config = parse(flags).config.replace(**BASE)

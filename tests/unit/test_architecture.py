@@ -119,7 +119,7 @@ def test_only_the_runtime_touches_distribution():
 
 
 # Where a strategy's name may stand: the registry, the choice of one, the checks of the configuration.
-NAMES_OF_STRATEGIES = (PACKAGE / "control/strategies.py", PACKAGE / "runtime/factory.py", PACKAGE / "config.py")
+NAMES_OF_STRATEGIES = ("control/strategies.py", "runtime/factory.py", "config/checks.py")
 
 
 @functools.cache
@@ -166,7 +166,7 @@ def test_nobody_asks_a_runtime_who_it_is():
     wrong = [
         f"{path}:{line}"
         for path in modules()
-        if path not in NAMES_OF_STRATEGIES
+        if path.relative_to(PACKAGE).as_posix() not in NAMES_OF_STRATEGIES
         for line in asks_who_it_is(ast.parse(path.read_text()), in_runtime=room(path) == "runtime")
     ]
     assert not wrong, "\n".join(wrong)
@@ -183,6 +183,69 @@ def test_the_rule_about_runtimes_finds_what_it_should():
     ):
         assert list(asks_who_it_is(ast.parse(line))), line
     assert not list(asks_who_it_is(ast.parse("name = 'mesh'"), in_runtime=True))  # what a runtime is called
+
+
+def private_names_of_others(tree):
+    """Lines that use what TensorFlow, Keras, or an object that this file does not define, keeps to itself."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    used = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name}" for name in names]
+            for name in names:
+                if name.startswith(("tensorflow.python", "keras.src")) or "__internal__" in name:
+                    yield f"{node.lineno}: {name}"
+        elif isinstance(node, ast.Attribute) and node.attr == "__internal__":
+            yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if (
+                isinstance(node.value, ast.Name)
+                and node.value.id in ("self", "cls")
+                and isinstance(node.ctx, ast.Store)
+            ):
+                own.add(node.attr)
+            used.append(node)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            name = getattr(node.args[1], "value", "")
+            if isinstance(name, str) and name.startswith("_") and not name.startswith("__"):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+    for node in used:
+        of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        of_parent = isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super"
+        if node.attr not in own and not of_self and not of_parent:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_private_names_of_others_stand_in_compat():
+    """Python's own may be used, and what a NamedTuple has for everybody."""
+    public = ("os._exit", "sys._getframe", "sys._current_frames", "._replace", "._asdict", "._fields")
+    wrong = [
+        f"{path}:{line}"
+        for path in modules()
+        if room(path) != "compat"
+        for line in private_names_of_others(ast.parse(path.read_text()))
+        if not line.endswith(public)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_about_private_names_finds_what_it_should():
+    for line in (
+        "from tensorflow.python.eager import context",
+        "import keras.src",
+        "from keras.src import backend",
+        "tf.__internal__.autograph",
+        "model._flatten_layers()",
+        "self.iterator._steps_seen",
+        "getattr(strategy.extended, '_collective_keys')",
+    ):
+        assert list(private_names_of_others(ast.parse(line))), line
+    for line in ("self._own", "super()._run()", "def _f(): pass\nmodule._f()"):
+        assert not list(private_names_of_others(ast.parse(line))), line
 
 
 def test_files_say_what_lives_in_them_and_stay_small():

@@ -19,10 +19,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import context  # not public, as what datasets are made of
-from tensorflow.python.framework import op_def_registry
 
-from tfdist.compat import keras_epochs
+from tfdist.compat import keras_epochs, tensorflow_data, tensorflow_random
 from tfdist.compat.keras_epochs import EpochIterator
 from tfdist.control.exit_codes import CheckpointError
 
@@ -202,20 +200,10 @@ def _are_independent(adapter: Any) -> bool:
     read = keras_epochs.dataset_of(adapter)
     if read is not None:
         return all(
-            _kind(dataset) in _INDEPENDENT and all(map(_begins_anew, dataset._functions()))
-            for dataset in _with_inputs(read)
+            tensorflow_data.kind(dataset) in _INDEPENDENT and all(map(_begins_anew, tensorflow_data.functions(dataset)))
+            for dataset in tensorflow_data.with_inputs(read)
         )
     return keras_epochs.reads_arrays(adapter)
-
-
-def _with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    yield dataset
-    for source in dataset._inputs():
-        yield from _with_inputs(source)
-
-
-def _kind(dataset: tf.data.Dataset) -> str:
-    return type(dataset).__name__.lstrip("_")
 
 
 def _begins_anew(function: Any) -> bool:
@@ -223,18 +211,11 @@ def _begins_anew(function: Any) -> bool:
     graph = function.function.graph.as_graph_def()
     nodes = [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
     known = {called.signature.name for called in graph.library.function}
-    for name in {node.op for node in nodes} - known - _ANEW:
-        definition = op_def_registry.get(name)
-        if definition is None or definition.is_stateful:
-            return False
-    return True
+    return not any(map(tensorflow_data.is_stateful, {node.op for node in nodes} - known - _ANEW))
 
 
 def _has_no_seed(adapter: Any) -> bool:
     read = keras_epochs.dataset_of(adapter)
     if read is not None:
-        return any(
-            _kind(dataset) == "ShuffleDataset" and not (int(dataset._seed) or int(dataset._seed2))
-            for dataset in _with_inputs(read)
-        )
-    return keras_epochs.shuffles_arrays(adapter) and context.global_seed() is None
+        return any(map(tensorflow_data.shuffles_without_a_seed, tensorflow_data.with_inputs(read)))
+    return keras_epochs.shuffles_arrays(adapter) and tensorflow_random.global_seed() is None

@@ -19,7 +19,9 @@ def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     """All axes but the one of the channels. Relies on `BatchNormalization._reduction_axes`; without it moments over
     several workers cannot be taken.
     """
-    return layer._reduction_axes
+    axes = layer._reduction_axes
+    assert axes is not None, "the layer is built"
+    return axes
 
 
 def replace_moments(with_mask: Callable[[Moments], Moments], synchronized: Moments) -> None:

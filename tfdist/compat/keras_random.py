@@ -9,8 +9,8 @@ import keras
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
-# The module in which the function called `MAKE_DEFAULT_SEED` gives a SeedGenerator without a seed its first state; to be replaced for
-# a time. Without it workers begin with seeds of their own, and their dropout masks in replicated code differ.
+# The module in which the function called `MAKE_DEFAULT_SEED` gives a SeedGenerator without a seed its first state; to
+# be replaced for a time. Without it workers begin with seeds of their own, and draw differently where they must not.
 SEEDS: ModuleType = seed_generator
 MAKE_DEFAULT_SEED = "make_default_seed"
 

@@ -31,7 +31,9 @@ def node_of(tensor: Any) -> Any:
 
 
 def functional_of(model: keras.Model) -> Any:
-    """The functional model that computes a model: its own, or that in a Sequential. Relies on `Sequential._functional`."""
+    """The functional model that computes a model: itself, or that in a Sequential. Relies on
+    `Sequential._functional`.
+    """
     return getattr(model, "_functional", None) or model
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tfdist.config.options import parse_args, parse_profile_steps, parse_ranks
+from tfdist.config.options import parse_args, parse_profile_steps
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.ranks import parse_ranks
 from tfdist.control.strategies import asked_for
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _check_artifacts(config: Config) -> None:
 def _check_texts(config: Config) -> None:
     """Whether the fields that hold a small language of their own can be read."""
     parse_profile_steps(config.telemetry.profile_steps)
-    parse_ranks(config.telemetry.profile_ranks)
+    parse_ranks("profile_ranks", config.telemetry.profile_ranks)
     parse_args("source_args", config.data.source_args)
     parse_args("model_args", config.model.model_args)
     parse_args("optimizer_args", config.optimizer.optimizer_args)

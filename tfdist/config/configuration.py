@@ -22,6 +22,7 @@ from tfdist.config.training_options import (
     ScheduleConfig,
 )
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.strategies import asked_for
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,20 @@ class Config:
     def replace(self, **values: Any) -> Config:
         """A copy with some options changed, by flag name."""
         return Config.from_flat({**self.flat(), **values})
+
+    def in_one_process(self) -> Config:
+        """What evaluates the run's model in one process, whatever it is trained with: only its batch has to fit."""
+        strategy = self.strategy.strategy
+        batch = self.batch.global_batch or self.batch.micro_batch
+        return dataclasses.replace(
+            self,
+            parallel=ParallelConfig(recompute=self.parallel.recompute),
+            batch=BatchConfig(global_batch=batch),
+        ).replace(
+            strategy="auto" if asked_for(strategy).several_workers else strategy,
+            eval_batch=self.data.eval_batch or min(batch, 128),
+            jit_compile=False,
+        )
 
     def identity(self) -> dict[str, Any]:
         """{flag name: value} of the options that decide what the run computes."""

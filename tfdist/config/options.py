@@ -46,15 +46,6 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def parse_ranks(text: str) -> set[int] | None:
-    """The ranks of --profile_ranks; None for all. Raises ConfigError."""
-    if text == "all":
-        return None
-    if not all(rank.isdecimal() for rank in text.split(",")):
-        raise ConfigError(f"--profile_ranks={text} must be all, or ranks such as 0,1.")
-    return {int(rank) for rank in text.split(",")}
-
-
 def parse_args(flag: str, text: str) -> dict[str, Any]:
     """Reads `key=value,key=value` into {key: Python literal or string}; commas inside brackets or quotes do not split.
 

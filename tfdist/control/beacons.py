@@ -70,10 +70,8 @@ class Beacons:
         self._closed = threading.Event()
         self._socket = _open(bind_address(cluster.address, cluster.peers))
         endpoints = exchange(wire.endpoint(cluster.address.rpartition(":")[0], self._socket))
-        self._seals, self._sending = (
-            datagrams.Seals(cluster.secret, cluster.rank, "beacons", *endpoints),
-            threading.Lock(),
-        )
+        self._seals = datagrams.Seals(cluster.secret, cluster.rank, "beacons", *endpoints)
+        self._sending = threading.Lock()
         marked_only(self._socket, self._seals.mark)
         self._peers = {
             rank: _resolve(endpoint, self._socket.family)
@@ -98,8 +96,8 @@ class Beacons:
         deadline = time.monotonic() + wait
         while True:
             with self._lock:
-                told = [report for report in self._reports.values() if report.error]
-            first = min(told, key=lambda report: (report.secondary, report.error_time), default=None)
+                failed = [report for report in self._reports.values() if report.error]
+            first = min(failed, key=lambda report: (report.secondary, report.error_time), default=None)
             if (first and not first.secondary) or time.monotonic() > deadline:
                 return first
             time.sleep(0.05)
@@ -155,16 +153,16 @@ class Beacons:
 
     def _own(self) -> Report:
         return Report(
-            time.monotonic(),
-            self.watchdog.name,
-            self.watchdog.seconds(),
-            self.watchdog.calls,
-            main_thread_at(),
-            self.waiting_for(),
-            self._error,
-            self._error_time,
-            self._secondary,
-            self.cluster.rank,
+            heard=time.monotonic(),
+            section=self.watchdog.name,
+            seconds=self.watchdog.seconds(),
+            calls=self.watchdog.calls,
+            at=main_thread_at(),
+            waiting_for=self.waiting_for(),
+            error=self._error,
+            error_time=self._error_time,
+            secondary=self._secondary,
+            rank=self.cluster.rank,
         )
 
     def _all(self) -> dict[int, Report]:

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.control.cluster import divide_cores
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
-from tfdist.control.launcher import LocalJob
+from tfdist.control.launcher import LocalJob, Surroundings
 from tfdist.control.membership import Groups
 from tfdist.control.token import VARIABLE, Secret
-from tfdist.control.workers import JobResult, Worker, describe
+from tfdist.control.workers import JobResult, LocalWorker, describe
 
 _LONGEST_WAIT_SECONDS = 60.0
 
@@ -27,8 +26,7 @@ class ElasticJob(LocalJob):
 
     Args:
       workers: the most there can be; `wanted`: how many are started, and kept up; `least`: when fewer are left, they
-      save
-        what they have in memory, and the job ends with PEER_LOST.
+        save what they have in memory, and the job ends with PEER_LOST.
       losses: workers that may be lost in a row without any progress; one more, and the job fails.
     """
 
@@ -54,15 +52,12 @@ class ElasticJob(LocalJob):
         self._over = False  # the run has ended or failed: those who wait are not needed any more
         self._too_few = ""  # set: the sentence with which the job ends
 
-    def _surroundings(
-        self, rank: int | None, gpus: dict[str, str], cores: list[set[int]]
-    ) -> tuple[dict[str, str], set[int] | None]:
-        environment, affinity = super()._surroundings(rank, gpus, cores)
+    def _surroundings(self, rank: int | None, gpus: dict[str, str]) -> Surroundings:
+        surroundings = super()._surroundings(rank, gpus)
         if rank is not None:
-            environment = {
-                name: value for name, value in environment.items() if name != "TF_CONFIG"
-            } | self.groups.invitation(rank)
-        return environment, affinity
+            surroundings.environment.pop("TF_CONFIG", None)
+            surroundings.environment.update(self.groups.invitation(rank))
+        return surroundings
 
     def resize(self, workers: int) -> bool:
         """More or fewer workers from now on, without a restart."""
@@ -75,40 +70,40 @@ class ElasticJob(LocalJob):
         for worker in self.workers:
             self._notice_end(worker)
         self.groups.look()
-        self._bury()
+        self._note_ended()
         stopping = self._kill_at is not None
         if self._over or stopping:
             self.groups.dismiss(only_newcomers=not self._over)
-        if not self._over and self.groups.number:
-            self._let_go()
+        if not self._over and self.groups.generation:
+            self._drop_lost_workers()
             if not stopping:
-                self._fill()
-        self._form()
-        self._end_those_that_hold_up()
+                self._start_missing_worker()
+        self._form_group()
+        self._kill_those_that_hold_up()
         return super().poll()
 
     # -- in one look -----------------------------------------------------------------------------------------------
 
-    def _trainers(self) -> list[Worker]:
+    def _trainers(self) -> list[LocalWorker]:
         return [worker for worker in self.workers if worker.rank is not None]
 
-    def _alive(self) -> list[Worker]:
+    def _alive(self) -> list[LocalWorker]:
         return [worker for worker in self._trainers() if worker.code is None]
 
-    def _was_in_group(self, worker: Worker) -> bool:
+    def _was_in_group(self, worker: LocalWorker) -> bool:
         return worker.process.pid in self._joined
 
-    def _bury(self) -> None:
+    def _note_ended(self) -> None:
         """Those that have ended are in no group."""
         for worker in self._trainers():
-            seat = self.groups.seats.get(worker.rank)
-            if worker.code is not None and seat:
-                self._over |= worker.code == 0 and seat.group > 0 and "dismissed" not in seat.told
-                self.groups.remove(worker.rank)
+            member = self.groups.connected.get(worker.slot)
+            if worker.code is not None and member:
+                self._over |= worker.code == 0 and member.generation > 0 and "dismissed" not in member.sent
+                self.groups.remove(worker.slot)
 
-    def _let_go(self) -> None:
+    def _drop_lost_workers(self) -> None:
         """Of dead workers those without which the job can go on. One that is kept fails the job (LocalJob)."""
-        survivors, left = any(map(self._was_in_group, self._alive())), len(self.groups.seats)
+        survivors, left = any(map(self._was_in_group, self._alive())), len(self.groups.connected)
         for worker in [worker for worker in self._trainers() if worker.code is not None]:
             if worker.code == 0:  # dismissed
                 self._remove(worker)
@@ -116,21 +111,21 @@ class ElasticJob(LocalJob):
                 self._failed_starts += 1
                 self._remove(worker, f"{describe(worker)}, before it could join")
                 self._wait(self._failed_starts)
-            elif survivors and self._may_be_lost(worker.code):
+            elif survivors and self._may_be_lost(worker.exit_code):
                 loss = f"{describe(worker)}; {left} of {self.wanted} workers {'is' if left == 1 else 'are'} left"
                 self._losses += 1
                 self._remove(worker, loss)
                 self._wait(self._losses - 1)
                 if left < self.least and self._kill_at is None:
                     self._too_few = f"{loss}, fewer than --min_workers={self.least}"
-                    self._stop()
+                    self._request_stop(self.options.grace)
 
     def _may_be_lost(self, code: int) -> bool:
         """Whether going on without this worker can help."""
         own_fault = code in set(ExitCode) and (code not in RESTARTABLE or code == ExitCode.PREEMPTED)
         return not own_fault and self._losses < self.most_losses
 
-    def _remove(self, worker: Worker, why: str = "") -> None:
+    def _remove(self, worker: LocalWorker, why: str = "") -> None:
         if why:
             self.say(f"tfdist: {why}.")
         self.workers.remove(worker)
@@ -139,30 +134,25 @@ class ElasticJob(LocalJob):
         """The next worker is started at once after the first failure, later and later after more."""
         self._next_start = time.monotonic() + (min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)) if failures else 0.0)
 
-    def _fill(self) -> None:
-        """Starts workers while fewer run than are wanted."""
-        taken = {worker.rank for worker in self._trainers()}
+    def _start_missing_worker(self) -> None:
+        """One, if fewer run than are wanted."""
+        taken = {worker.slot for worker in self._trainers()}
         if len(taken) >= self.wanted or time.monotonic() < self._next_start:
             return
         slot = min(set(range(self.count)) - taken)
-        cores = divide_cores(self.count) if self.pin else []
         before = len(self.workers)
-        self._spawn(self._name(slot), slot, self.command, self._divide_gpus()[0][slot], cores)
+        self._spawn(self._name(slot), slot, self.command, self._divide_gpus()[0][slot])
         if len(self.workers) > before:
             self.workers[-1].relay.start()
 
-    def _form(self) -> None:
+    def _form_group(self) -> None:
         """A group, if it is time for one; a last one, of whoever is there, that saves and ends when the job is to
         stop.
         """
-        stopping = self._kill_at is not None
-        formed = (
-            None
-            if self._over
-            else self.groups.form(
-                self._ports.addresses, self.wanted, 1 if stopping else self.least, len(self._trainers())
-            )
-        )
+        if self._over:
+            return
+        least = self.least if self._kill_at is None else 1
+        formed = self.groups.form(self._ports.addresses, self.wanted, least, len(self._trainers()))
         if formed is None:
             return
         if formed.step > self._step:
@@ -172,22 +162,18 @@ class ElasticJob(LocalJob):
             self._failed_starts = 0
         ranks = ", ".join(f"{self._name(slot)} is rank {rank}" for rank, slot in enumerate(formed.slots))
         self.say(
-            f"tfdist: group {formed.number}: {ranks}"
+            f"tfdist: group {formed.generation}: {ranks}"
             + (f"; from step {formed.step}, which is in memory" if formed.step >= 0 else "")
         )
 
-    def _end_those_that_hold_up(self) -> None:
+    def _kill_those_that_hold_up(self) -> None:
         """Workers that have not noticed, long after others of their group, that it is broken; and those that wait to
         join a job that has ended."""
-        broken, seats = self.groups.broken_since, self.groups.seats
-        for worker in self._alive():
-            if (
-                broken is not None
-                and time.monotonic() - broken > self.grace
-                and worker.rank in seats
-                and seats[worker.rank].busy
-            ):
-                worker.signal(signal.SIGKILL)
+        broken, connected = self.groups.broken_since, self.groups.connected
+        if broken is not None and time.monotonic() - broken > self.options.grace:
+            for worker in self._alive():
+                if worker.slot in connected and connected[worker.slot].busy:
+                    worker.signal(signal.SIGKILL)
         members = [worker for worker in self._trainers() if self._was_in_group(worker)]
         if members and all(worker.code is not None for worker in members):
             for worker in self._alive():
@@ -200,7 +186,7 @@ class ElasticJob(LocalJob):
         super()._stop_after_failure()
 
     def _all_started(self) -> bool:
-        return self.groups.number > 0 or len(self._trainers()) >= self.started_at_once
+        return self.groups.generation > 0 or len(self._trainers()) >= self.started_at_once
 
     def _result(self) -> JobResult:
         members = [worker for worker in self._trainers() if self._was_in_group(worker)]

@@ -137,13 +137,17 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
     decided.append(code)
     if code == ExitCode.OK:
         raise SystemExit(0)
-    _end_with(decided)
+    _end(code)
 
 
 def _end_with(decided: list[int]) -> None:
     """Ends the process at once, if it has been decided how."""
     if decided:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may be listening any more
-                stream.flush()
-        os._exit(decided[0])
+        _end(decided[0])
+
+
+def _end(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may be listening any more
+            stream.flush()
+    os._exit(code)

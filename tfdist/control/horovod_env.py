@@ -72,7 +72,7 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster | None:
                     f" {launcher}, which sets both."
                 )
             local = _number(environ, f"{prefix}LOCAL_RANK") if f"{prefix}LOCAL_RANK" in environ else 0
-            return Cluster("worker", rank, rank, size, started_by=launcher, told_local_rank=local)
+            return Cluster("worker", rank, rank, size, started_by=launcher, launcher_local_rank=local)
     return None
 
 
@@ -95,7 +95,7 @@ def placement(cluster: Cluster, environ: Mapping[str, str]) -> Placement:
 
 def _of_addresses(cluster: Cluster) -> Placement:
     """From TF_CONFIG. Processes whose addresses have the same host are on one machine."""
-    hosts = [address.rpartition(":")[0] for address in cluster.peers]
+    hosts = cluster.hosts
     if hosts[0].startswith("["):
         raise ClusterError(
             f"--strategy=horovod: {cluster.name(0)} has an IPv6 address, which Horovod's rendezvous cannot use: write a"

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, Generic, TextIO, TypeVar
 
 from tfdist.control import token
 from tfdist.control.exit_codes import ConfigError, ExitCode
@@ -45,36 +46,37 @@ _NOISE = (
 )
 
 
-class Job:
+_Worker = TypeVar("_Worker", bound=Worker)
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """How workers are run and shown, wherever that is."""
+
+    show: set[int] | None = None  # ranks whose output is shown; None for all. The evaluator's always is
+    pin: bool = True  # give each worker cores of its own and as many threads
+    gpus_per_worker: int = 0  # 0: an equal part of those that are there; on Ray none
+    grace: float = 10.0  # seconds between asking a worker to end (SIGTERM) and making it (SIGKILL)
+    environment: Mapping[str, str] | None = None  # in place of this process's own
+    output: TextIO | None = None  # in place of standard output
+
+
+class Job(Generic[_Worker]):
     """Base of the kinds of jobs. They fill `workers` in `start`, relay what each writes through a `Relay`, and say when
     one has ended.
 
     Args:
       count: processes, without an evaluator.
       log_dir: where worker-K.log are written (appended to).
-      show: ranks whose output is shown; None for all.
-      grace: seconds between asking a worker to end (SIGTERM) and making it (SIGKILL).
-      environment, output: in place of this process's own, and of standard output.
     """
 
-    def __init__(
-        self,
-        count: int,
-        log_dir: Path,
-        show: set[int] | None,
-        grace: float,
-        environment: Mapping[str, str] | None,
-        output: TextIO | None,
-    ):
-        self.count, self.log_dir, self.show, self.grace = count, log_dir, show, grace
-        self.environment = {
-            name: value
-            for name, value in (os.environ if environment is None else environment).items()
-            if name != "TF_CONFIG"
-        }
+    def __init__(self, count: int, log_dir: Path, options: JobOptions):
+        self.count, self.log_dir, self.options = count, log_dir, options
+        environment = os.environ if options.environment is None else options.environment
+        self.environment = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
         self.environment[token.VARIABLE] = self.environment.get(token.VARIABLE) or token.make()
-        self.output = output or sys.stdout
-        self.workers: list[Worker] = []
+        self.output = options.output or sys.stdout
+        self.workers: list[_Worker] = []
         self._lock = threading.Lock()
         self._kill_at: float | None = None  # set: the workers have been asked to end; 0: they are being killed
         self._asked_to_stop = False  # from outside, and before any worker failed
@@ -88,14 +90,14 @@ class Job:
     def start_standbys(self) -> None:
         """Starts spare processes for the next job, where there can be any."""
 
-    def _notice_end(self, worker: Worker) -> None:
+    def _notice_end(self, worker: _Worker) -> None:
         """Sets code and ended_at of a worker that has ended, once its output is complete."""
         raise NotImplementedError
 
-    def _tend(self, now: float) -> None:
+    def _handle_ends(self, now: float) -> None:
         """At every look, after the ends have been noticed."""
 
-    def _is_borne(self, worker: Worker) -> bool:
+    def _is_tolerated(self, worker: _Worker) -> bool:
         """Whether the job goes on without this worker, which has failed."""
         return False
 
@@ -139,14 +141,14 @@ class Job:
         for worker in self.workers:
             self._notice_end(worker)
         now = time.monotonic()
-        self._tend(now)
+        self._handle_ends(now)
         trainers = [worker for worker in self.workers if worker.rank is not None]
-        failed = [worker for worker in trainers if worker.code and not self._is_borne(worker)]
+        failed = [worker for worker in trainers if worker.code and not self._is_tolerated(worker)]
         if failed and self._kill_at is None:
             known = any(root_cause_order(worker) == 0 for worker in failed)
             # Where one saved on request (42) the others are saving as well, and a second SIGTERM would cut that short.
             saving = all(worker.code == ExitCode.PREEMPTED for worker in failed)
-            patience = self.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
+            patience = self.options.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
             if now - min(worker.ended_at for worker in failed) > patience or all(
                 worker.code is not None for worker in trainers
             ):
@@ -174,16 +176,15 @@ class Job:
         """
         if self._kill_at is None:
             self._asked_to_stop = not any(worker.code for worker in self.workers if worker.rank is not None)
-        self._stop()
+        self._request_stop(self.options.grace)
 
-    def _stop(self) -> None:
+    def _request_stop(self, grace: float) -> None:
         if self._kill_at is None:
-            self._kill_at = time.monotonic() + self.grace
+            self._kill_at = time.monotonic() + grace
             self.forward(signal.SIGTERM)
 
     def _stop_after_failure(self) -> None:
-        self._stop()
-        self._kill_at = min(self._kill_at, time.monotonic() + _FAILURE_GRACE_SECONDS)
+        self._request_stop(min(self.options.grace, _FAILURE_GRACE_SECONDS))
 
     def forward(self, number: int) -> None:
         """Passes a signal on to every worker."""
@@ -202,30 +203,24 @@ class Job:
         self.forward(signal.SIGKILL)
 
     def _result(self) -> JobResult:
-        codes = {worker.name: worker.code for worker in self.workers}
+        codes = {worker.name: worker.exit_code for worker in self.workers}
         # An evaluator that was stopped with the workers is no failure.
-        failed = (
-            []
-            if self._is_finished()
-            else [
-                worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)
-            ]
-        )
-        if not failed:
-            return (
-                JobResult(ExitCode.OK, "", codes)
-                if self._all_started()
-                else JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
-            )
+        failed = [
+            worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)
+        ]
+        if self._is_finished() or not failed:
+            if self._all_started():
+                return JobResult(ExitCode.OK, "", codes)
+            return JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
         cause = min(failed, key=lambda worker: (root_cause_order(worker), worker.ended_at))
         if self._asked_to_stop and (early := _ended_before_they_could_save(failed)):
             return JobResult(ExitCode.PREEMPTED, f"the job was asked to stop before {early} could save", codes)
         return JobResult(
-            cause.code if cause.code > 0 else ExitCode.PEER_LOST,
-            describe(cause),
-            codes,
-            () if cause.shown else tuple(cause.last_lines),
-            cause.rank,
+            code=cause.exit_code if cause.exit_code > 0 else ExitCode.PEER_LOST,
+            cause=describe(cause),
+            exit_codes=codes,
+            last_lines=() if cause.shown else tuple(cause.last_lines),
+            rank=cause.rank,
         )
 
 
@@ -244,7 +239,8 @@ class Relay:
         self._reader, self._prefix = LineReader(), f"[{worker.name}] "
         self._color = job.output.isatty() and "NO_COLOR" not in job.environment
         if self._color:
-            self._prefix = f"\x1b[{_COLORS[(job.count if worker.rank is None else worker.rank) % len(_COLORS)]}m{self._prefix}\x1b[0m"
+            color = _COLORS[(job.count if worker.rank is None else worker.rank) % len(_COLORS)]
+            self._prefix = f"\x1b[{color}m{self._prefix}\x1b[0m"
 
     def feed(self, data: bytes) -> None:
         """What the worker has written; b"" at the end of it."""

@@ -11,23 +11,32 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, NamedTuple
 
 from tfdist.control import token
-from tfdist.control.cluster import divide_cores, divide_gpus, local_tasks, visible_gpus, worker_environment
 from tfdist.control.exit_codes import StartupError
-from tfdist.control.job import Job, Relay
+from tfdist.control.job import Job, JobOptions, Relay
+from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.preflight import PortReservation
-from tfdist.control.processes import Standbys, is_stopped, spawn
-from tfdist.control.worker_restarts import Comebacks
-from tfdist.control.workers import Worker, describe
+from tfdist.control.processes import Standbys, is_stopped, output_of, spawn
+from tfdist.control.tf_config import local_tasks, worker_environment
+from tfdist.control.worker_restarts import WorkerRestarts
+from tfdist.control.workers import LocalWorker, describe
 
 _CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves when their chief is gone
 
 
-class LocalJob(Job):
+class Surroundings(NamedTuple):
+    """What a process is started in."""
+
+    environment: dict[str, str]
+    cores: set[int] | None  # None: all
+
+
+class LocalJob(Job[LocalWorker]):
     """Starts workers, relays their output, stops all when one fails. An evaluator that fails stops nobody.
 
     Call `start` in a thread that lives as long as the job: the kernel ends the workers when that thread ends.
@@ -35,14 +44,12 @@ class LocalJob(Job):
     Args:
       command: what each worker runs; `evaluator`: what an evaluator beside them runs, if there is to be one.
       log_dir: where worker-K.log are written (appended to).
-      show: ranks whose output is shown; None for all. The evaluator's always is.
-      pin: give each worker cores of its own and as many threads; `gpus_per_worker`: 0 for an equal part of those there
-      are.
       servers: parameter servers; with any, a chief comes before the workers.
       standbys: spare processes that take the workers' places where there are any.
-      grace: seconds between asking a worker to end (SIGTERM) and making it (SIGKILL).
-      environment, output: in place of this process's own, and of standard output.
+      options: fields of JobOptions.
     """
+
+    _ports: PortReservation  # from `start` on
 
     def __init__(
         self,
@@ -51,22 +58,15 @@ class LocalJob(Job):
         log_dir: Path,
         *,
         evaluator: Sequence[str] | None = None,
-        show: set[int] | None = None,
-        pin: bool = True,
-        gpus_per_worker: int = 0,
-        grace: float = 10.0,
-        standbys: Standbys | None = None,
         servers: int = 0,
-        environment: Mapping[str, str] | None = None,
-        output: TextIO | None = None,
+        standbys: Standbys | None = None,
+        **options: Any,
     ):
         self.tasks = local_tasks(workers + 1 + servers if servers else workers, servers)
-        super().__init__(len(self.tasks), log_dir, show, grace, environment, output)
+        super().__init__(len(self.tasks), log_dir, JobOptions(**options))
         self.command, self.evaluator, self.servers, self._trainer_count = list(command), evaluator, servers, workers
-        self.started_at_once = self.count
-        self._comebacks = Comebacks() if servers else None
-        self.pin, self.gpus_per_worker, self.standbys = pin, gpus_per_worker, standbys
-        self._ports: PortReservation | None = None
+        self.started_at_once, self.standbys = self.count, standbys
+        self._restarts = WorkerRestarts() if servers else None
 
     def start(self) -> None:
         """Starts all workers, or none.
@@ -76,13 +76,12 @@ class LocalJob(Job):
         gpus, warning = self._divide_gpus()
         if warning:
             self.say(f"tfdist: warning: {warning}")
-        cores = divide_cores(self.count) if self.pin else []
         self._ports = PortReservation(self.count)
         try:
             for rank in range(self.started_at_once):
-                self._spawn(self._name(rank), rank, self.command, gpus[rank], cores)
+                self._spawn(self._name(rank), rank, self.command, gpus[rank])
             if self.evaluator:
-                self._spawn("evaluator", None, self.evaluator, gpus[self.count], cores)
+                self._spawn("evaluator", None, self.evaluator, gpus[self.count])
         except BaseException:
             self.kill()
             self._ports.close()
@@ -90,13 +89,18 @@ class LocalJob(Job):
         for worker in self.workers:  # only now: forking is safest while there is one thread
             worker.relay.start()
 
+    @cached_property
+    def _cores(self) -> list[set[int]]:
+        """Of each rank; empty if they are not divided."""
+        return divide_cores(self.count) if self.options.pin else []
+
     def _name(self, rank: int) -> str:
-        role, index = self.tasks[rank]
-        return role if role == "chief" else f"{role} {index}"
+        task = self.tasks[rank]
+        return task.role if task.role == "chief" else f"{task.role} {task.index}"
 
     def _divide_gpus(self) -> tuple[list[dict[str, str]], str]:
         """Of each rank, then of the evaluator. A chief and parameter servers have none."""
-        gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainer_count, self.gpus_per_worker)
+        gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainer_count, self.options.gpus_per_worker)
         if self.servers:
             gpus = [
                 {"CUDA_VISIBLE_DEVICES": "-1"},
@@ -106,33 +110,31 @@ class LocalJob(Job):
             ]
         return gpus, warning
 
-    def _bring_back(self, worker: Worker) -> None:
-        """Starts a dead worker of a job with parameter servers again, in its place."""
+    def _restart_worker(self, worker: LocalWorker) -> None:
+        """Starts a dead worker of a job with parameter servers anew, in its place."""
         self.say(f"tfdist: {describe(worker)}; it is started again")
-        cores = divide_cores(self.count) if self.pin else []
-        self._spawn(worker.name, worker.rank, self.command, self._divide_gpus()[0][worker.rank], cores)
-        self.workers[worker.rank] = self.workers.pop()
-        self.workers[worker.rank].relay.start()
+        self._spawn(worker.name, worker.slot, self.command, self._divide_gpus()[0][worker.slot])
+        self.workers[worker.slot] = self.workers.pop()
+        self.workers[worker.slot].relay.start()
 
-    def _spawn(
-        self, name: str, rank: int | None, command: Sequence[str], gpus: dict[str, str], cores: list[set[int]]
-    ) -> None:
+    def _spawn(self, name: str, rank: int | None, command: Sequence[str], gpus: dict[str, str]) -> None:
         if self._kill_at is not None:  # asked to stop while starting
             return
-        environment, affinity = self._surroundings(rank, gpus, cores)
+        surroundings = self._surroundings(rank, gpus)
         log = self.open_log(name, command)
-        process = (
-            self.standbys.take(rank, self.count, environment, command) if self.standbys and rank is not None else None
-        )
+        process = None
+        if self.standbys and rank is not None:
+            process = self.standbys.take(rank, self.count, surroundings.environment, command)
         try:
-            process = process or spawn(command, environment, affinity)
+            process = process or spawn(command, surroundings.environment, surroundings.cores)
         except (OSError, subprocess.SubprocessError) as error:
             log.close()
             raise StartupError(
                 f"{name} cannot be started ({error}): check that {command[0]} can be run, and the limits of this"
                 " machine on processes."
             ) from None
-        worker = Worker(name, rank, process, shown=rank is None or self.show is None or rank in self.show)
+        show = self.options.show
+        worker = LocalWorker(name, rank, shown=rank is None or show is None or rank in show, process=process)
         worker.relay = threading.Thread(
             target=self._relay, args=(worker, log), name=f"tfdist-relay-{name}", daemon=True
         )
@@ -140,10 +142,9 @@ class LocalJob(Job):
         if self._kill_at is not None:  # asked to stop in this very moment
             worker.signal(signal.SIGTERM)
 
-    def _surroundings(
-        self, rank: int | None, gpus: dict[str, str], cores: list[set[int]]
-    ) -> tuple[dict[str, str], set[int] | None]:
-        """The environment and the cores of a worker."""
+    def _surroundings(self, rank: int | None, gpus: dict[str, str]) -> Surroundings:
+        """Of a worker, or (rank None) of the evaluator."""
+        cores = self._cores
         threads = len(cores[rank or 0]) if cores else 0  # the evaluator takes as many, but no cores of its own
         environment = {
             **self.environment,
@@ -152,24 +153,25 @@ class LocalJob(Job):
         }
         if rank is None:  # the evaluator talks to nobody
             environment.pop(token.VARIABLE, None)
-        return environment, cores[rank] if cores and rank is not None else None
+        return Surroundings(environment, cores[rank] if cores and rank is not None else None)
 
     def start_standbys(self) -> None:
         """Starts a spare process for every rank, for a job of the same size that comes after this one."""
+        if self.standbys is None:
+            return
         gpus, _ = self._divide_gpus()
-        cores = divide_cores(self.count) if self.pin else []
         for rank in range(self.count):
-            self.standbys.start(rank, self.count, *self._surroundings(rank, gpus[rank], cores), self.command)
+            self.standbys.start(rank, self.count, *self._surroundings(rank, gpus[rank]), self.command)
 
-    def _relay(self, worker: Worker, log: BinaryIO) -> None:
+    def _relay(self, worker: LocalWorker, log: BinaryIO) -> None:
         relay = Relay(self, worker, log)
-        with worker.process.stdout as pipe:
+        with output_of(worker.process) as pipe:
             data = None
             while data != b"":
                 data = pipe.read1(65536)
                 relay.feed(data)
 
-    def _notice_end(self, worker: Worker) -> None:
+    def _notice_end(self, worker: LocalWorker) -> None:
         if worker.code is None and os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             worker.signal(signal.SIGKILL)  # what it leaves behind; before its number can be given to another process
             worker.process.wait()
@@ -179,23 +181,20 @@ class LocalJob(Job):
             if worker.rank is None and worker.code and self._kill_at is None:
                 self.say(f"tfdist: {describe(worker)}; training goes on")
 
-    def _tend(self, now: float) -> None:
-        """Of a job with parameter servers: brings dead workers back, ends all when the chief is gone."""
-        if not self._comebacks or self._kill_at is not None:
+    def _handle_ends(self, now: float) -> None:
+        """Of a job with parameter servers: starts dead workers anew, ends all when the chief is gone."""
+        if not self._restarts or self._kill_at is not None:
             return
         chief = self.workers[0]
         if chief.code is None:
-            for worker in [
-                worker
-                for worker in self.workers
-                if worker.name.startswith("worker") and self._comebacks.due(worker.name, worker.code)
-            ]:
-                self._bring_back(worker)
+            for worker in list(self.workers):
+                if worker.name.startswith("worker") and self._restarts.due(worker.name, worker.code):
+                    self._restart_worker(worker)
         elif now - chief.ended_at > _CHIEF_GONE_SECONDS:
-            self._stop()  # a worker that is only starting would wait for a chief
+            self._request_stop(self.options.grace)  # a worker that is only starting would wait for a chief
 
-    def _is_borne(self, worker: Worker) -> bool:
-        return bool(self._comebacks) and self._comebacks.waits(worker.name) and self.workers[0].code is None
+    def _is_tolerated(self, worker: LocalWorker) -> bool:
+        return bool(self._restarts and self._restarts.is_pending(worker.name)) and self.workers[0].code is None
 
     def _is_finished(self) -> bool:
         """With parameter servers, the chief's word counts: what becomes of those that it no longer needs is no

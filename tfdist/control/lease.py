@@ -4,7 +4,7 @@ over.
 Two jobs in one folder would write each other's snapshots and logs and both end well. So the chief holds a lease while
 it trains. It says who holds it (host, process, since when) and is renewed every two seconds. An owner is dead
 
-    on the same machine     when there is no process of its number that was started when it says (it has 5 seconds to go)
+    on the same machine     when there is no process of its number that was started when it says (it has 5 s to go)
     on another              when it has not renewed the lease for 20 seconds of the observer's own clock
 
 An owner of the same job (one launcher with its restarts, one Slurm step with its requeues, one list of addresses) has
@@ -20,17 +20,16 @@ import fcntl
 import hashlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode
+from tfdist.control.lease_owner import Owner
 
 FILE = "lease.json"
 _NAME = "--run_dir"
@@ -39,51 +38,6 @@ _RENEW_SECONDS = 2.0
 _DEAD_SECONDS = 20.0  # without renewal
 _TO_END_SECONDS = 5.0  # that an owner on the same machine has, which may have been killed a moment ago
 _LOOK_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Who holds a lease. All are text, so that a lease of any version can be shown."""
-
-    host: str
-    pid: str
-    since: str
-    job: str  # "": nothing to go by
-    machine: str  # changes with every boot and every container: only within one are process numbers comparable
-    started: str  # of the process, in the kernel's ticks
-    id: str
-
-    @classmethod
-    def myself(cls, job: str) -> Owner:
-        pid = str(os.getpid())
-        return cls(
-            socket.gethostname(),
-            pid,
-            time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-            job,
-            _machine(),
-            _started(pid),
-            uuid.uuid4().hex,
-        )
-
-    @classmethod
-    def read(cls, text: str) -> Owner | None:
-        """None if this is no lease."""
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            found = json.loads(text)
-            return cls(**{field.name: str(found[field.name]) for field in fields(cls)})
-        return None
-
-    def describe(self) -> str:
-        return f"process {_printable(self.pid)} on {_printable(self.host)}, since {_printable(self.since)}"
-
-    def is_here(self) -> bool:
-        """Whether it is, or was, on this machine."""
-        return bool(self.machine) and self.machine == _machine()
-
-    def runs_here(self) -> bool:
-        """Of an owner on this machine."""
-        return bool(self.started) and _started(self.pid) == self.started
 
 
 def job_identity(environ: Mapping[str, str], cluster: Cluster) -> str:
@@ -298,25 +252,4 @@ def _read(path: Path) -> str:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(1 << 16)
     except FileNotFoundError:
-        return ""
-
-
-def _printable(text: str) -> str:
-    return "".join(character for character in text[:100] if character.isprintable())
-
-
-def _machine() -> str:
-    """ "": not known."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _started(pid: str) -> str:
-    """When a process was started, in ticks since the boot; "" if there is none, or only what is left of it."""
-    try:
-        status = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
-        return "" if status[0] in "ZX" else status[19]
-    except (OSError, IndexError, ValueError):
         return ""

@@ -17,27 +17,27 @@ from tfdist.control.preflight import answers
 
 _PAUSE_SECONDS = 0.2
 _REPORT_SECONDS = 10.0
-_KNOCKS = 3  # that stay unanswered, in a row, before somebody counts as gone
+_FAILED_PROBES = 3  # that stay unanswered, in a row, before somebody counts as gone
 
 
 class Watch:
-    """Knocks at `addresses` (name -> host:port) every `interval` seconds, in a thread."""
+    """Probes `addresses` (name -> host:port) every `interval` seconds, in a thread."""
 
     def __init__(self, addresses: Mapping[str, str], interval: float = 0.5):
         self.addresses, self.interval = dict(addresses), interval
         self._unanswered = dict.fromkeys(addresses, 0)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._knock, name="tfdist-presence", daemon=True)
+        self._thread = threading.Thread(target=self._probe, name="tfdist-presence", daemon=True)
         self._thread.start()
 
     def gone(self) -> list[str]:
         """The names of those that do not answer any more."""
-        return [name for name, count in self._unanswered.items() if count >= _KNOCKS]
+        return [name for name, count in self._unanswered.items() if count >= _FAILED_PROBES]
 
     def close(self) -> None:
         self._closed.set()
 
-    def _knock(self) -> None:
+    def _probe(self) -> None:
         while not self._closed.wait(self.interval):
             for name, address in self.addresses.items():
                 self._unanswered[name] = 0 if answers(address) else self._unanswered[name] + 1

@@ -7,13 +7,14 @@ place of a rank; then JSON lines:
   worker -> launcher   {"ready": 40, "lost": true}    in no group now, with a copy of the state of step 40 (-1: none);
                                                       lost: its group broke, it did not leave in order
   launcher -> worker   {"group": 3, "workers": ["host:port", ...], "rank": 1}
-                       {"leave": true}                end the group at its next boundary, all together: another is wanted
+                       {"leave": true}                end the group at its next boundary, all together: for another
                        {"broken": true}               a worker of the group has died: do not wait for it
                        {"dismissed": true}            there is no place for this worker any more
 
-A group is formed as soon as nobody is in one any more: those who wait are its members. The one with the newest copy is
-rank 0, the others follow in the order of their last ranks, newcomers come last. So the chief always holds the state to
-go on from, and whatever the chief chooses is taken over by all, as it is when a run goes on from a snapshot.
+A group is formed as soon as nobody is in one any more: those who wait are its members, and a new generation begins.
+The one with the newest copy is rank 0, the others follow in the order of their last ranks, newcomers come last. So the
+chief always holds the state to go on from, and whatever the chief chooses is taken over by all, as it is when a run
+goes on from a snapshot.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tfdist.control import wire
-from tfdist.control.cluster import Cluster, parse_tf_config
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, PeerLostError
+from tfdist.control.reception import Reception
+from tfdist.control.tf_config import parse_tf_config
 from tfdist.control.token import Secret
 
 VARIABLE = "TFDIST_ELASTIC"  # host:port/slot of the launcher's Groups
@@ -39,38 +42,37 @@ _LONGEST_LINE = 65536  # bytes
 
 
 @dataclass
-class Seat:
+class ConnectedWorker:
     """One worker, as the launcher sees it."""
 
     connection: socket.socket
     slot: int  # of the job
-    group: int = 0  # the last that it was in; 0: none yet
+    generation: int = 0  # of the last group that it was in; 0: none yet
     rank: int = -1  # there
-    copy: int | None = None  # set: it waits for a group, with a copy of this step
+    waits: bool = False  # for a group
+    copy: int = -1  # the step of the copy with which it waits; -1: it has none
     lost: bool = False  # it waits since its group broke
-    told: set[str] = field(
-        default_factory=set
-    )  # of "leave", "broken", "dismissed": what it has been told in this group
+    sent: set[str] = field(default_factory=set)  # of "leave", "broken", "dismissed", in this generation
     unread: bytes = b""
 
     @property
     def busy(self) -> bool:
-        return self.group > 0 and self.copy is None
+        return self.generation > 0 and not self.waits
 
-    def tell(self, **message: Any) -> None:
-        """Once per group; to one that is gone it does no harm."""
+    def send(self, **message: Any) -> None:
+        """Once per generation; to one that is gone it does no harm."""
         word = next(iter(message))
-        if word not in self.told:
-            self.told.add(word)
+        if word not in self.sent:
+            self.sent.add(word)
             with contextlib.suppress(OSError):
                 self.connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 @dataclass(frozen=True)
-class Formed:
+class FormedGroup:
     """A new group."""
 
-    number: int
+    generation: int
     slots: tuple[int, ...]  # by rank
     step: int  # of the copy that it goes on from; -1: from a snapshot, or from the beginning
     newcomers: int
@@ -81,97 +83,102 @@ class Groups:
 
     def __init__(self, secret: Secret) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._reception = wire.Reception(
+        self._reception = Reception(
             self._listener, wire.Lock.of(secret, "membership"), _LAUNCHER, lambda slot: slot >= 0
         )
-        self._all: list[Seat] = []
-        self.number = 0  # groups formed
-        self.broken_since: float | None = (
-            None  # monotonic seconds since when some of a broken group wait for others of it
-        )
+        self._all: list[ConnectedWorker] = []
+        self.generation = 0  # groups formed
+        # Monotonic seconds since when some of a broken group wait for others of it.
+        self.broken_since: float | None = None
 
     def invitation(self, slot: int) -> dict[str, str]:
         """What a worker's environment must hold."""
         return {VARIABLE: f"127.0.0.1:{self._listener.getsockname()[1]}/{slot}"}
 
     @property
-    def seats(self) -> dict[int, Seat]:
-        return {seat.slot: seat for seat in self._all}
+    def connected(self) -> dict[int, ConnectedWorker]:
+        """By slot."""
+        return {worker.slot: worker for worker in self._all}
 
     def look(self) -> None:
         """Takes what the workers have said."""
-        self._all += [Seat(arrival.connection, arrival.rank) for arrival in self._reception.poll(0)]
-        for seat in list(self._all):
-            self._read(seat)
-        waits_for_others = any(seat.lost for seat in self._all) and any(seat.busy for seat in self._all)
+        self._all += [ConnectedWorker(arrival.connection, arrival.rank) for arrival in self._reception.poll(0)]
+        for worker in self._all:
+            self._read(worker)
+        waits_for_others = any(worker.lost for worker in self._all) and any(worker.busy for worker in self._all)
         self.broken_since = (self.broken_since or time.monotonic()) if waits_for_others else None
 
-    def _read(self, seat: Seat) -> None:
+    def _read(self, worker: ConnectedWorker) -> None:
         with contextlib.suppress(OSError):
-            seat.unread += seat.connection.recv(_LONGEST_LINE)
-        *lines, seat.unread = seat.unread.split(b"\n")
+            worker.unread += worker.connection.recv(_LONGEST_LINE)
+        *lines, worker.unread = worker.unread.split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError):
                 message = wire.parse_object(line)
                 if type(message.get("ready")) is int and type(message.get("lost")) is bool:
-                    seat.copy, seat.lost, seat.told = message["ready"], message["lost"], set()
-        seat.unread = seat.unread[-_LONGEST_LINE:]
+                    worker.waits, worker.copy, worker.lost = True, message["ready"], message["lost"]
+                    worker.sent = set()
+        worker.unread = worker.unread[-_LONGEST_LINE:]
 
     def remove(self, slot: int) -> None:
         """Its process has ended. The others of its group need not wait for it."""
-        seat = self.seats.get(slot)
-        if seat:
-            self._all.remove(seat)
-            seat.connection.close()
+        gone = self.connected.get(slot)
+        if gone:
+            self._all.remove(gone)
+            gone.connection.close()
             for other in self._all:
-                if seat.group and other.busy and other.group == seat.group:
-                    other.tell(broken=True)
+                if gone.generation and other.busy and other.generation == gone.generation:
+                    other.send(broken=True)
 
-    def form(self, addresses: Sequence[str], wanted: int, least: int, expected: int) -> Formed | None:
+    def form(self, addresses: Sequence[str], wanted: int, least: int, expected: int) -> FormedGroup | None:
         """Forms a group if it is time to, or asks the present one to end if another is wanted.
 
         addresses: of the slots. wanted: how many workers the group should have; least: and must have. expected: workers
         that the first group waits for.
         """
-        seats = list(self.seats.values())
-        busy, waiting = (
-            [seat for seat in seats if seat.busy],
-            [seat for seat in seats if seat.copy is not None and "dismissed" not in seat.told],
-        )
+        connected = list(self.connected.values())
+        busy = [worker for worker in connected if worker.busy]
+        waiting = [worker for worker in connected if worker.waits and "dismissed" not in worker.sent]
         if busy:
             if len(busy) > wanted or (waiting and len(busy) < wanted):
-                for seat in busy:
-                    seat.tell(leave=True)
+                for worker in busy:
+                    worker.send(leave=True)
             return None
-        if len(waiting) < (least if self.number else max(least, expected)) or not waiting:
+        if len(waiting) < (least if self.generation else max(least, expected)) or not waiting:
             return None
-        waiting.sort(key=lambda seat: (-seat.copy, seat.rank if seat.rank >= 0 else len(addresses), seat.slot))
-        members = waiting[:wanted]
-        for seat in waiting[wanted:]:
-            seat.tell(dismissed=True)
-        self.number += 1
-        formed = Formed(
-            self.number, tuple(seat.slot for seat in members), members[0].copy, sum(seat.group == 0 for seat in members)
+        waiting.sort(key=lambda each: (-each.copy, each.rank if each.rank >= 0 else len(addresses), each.slot))
+        for worker in waiting[wanted:]:
+            worker.send(dismissed=True)
+        return self._begin_generation(waiting[:wanted], addresses)
+
+    def _begin_generation(self, members: Sequence[ConnectedWorker], addresses: Sequence[str]) -> FormedGroup:
+        """`members` in rank order."""
+        self.generation += 1
+        formed = FormedGroup(
+            generation=self.generation,
+            slots=tuple(member.slot for member in members),
+            step=members[0].copy,
+            newcomers=sum(member.generation == 0 for member in members),
         )
-        workers = [addresses[seat.slot] for seat in members]
-        for rank, seat in enumerate(members):
-            seat.told = set()
-            seat.group, seat.rank, seat.copy, seat.lost = self.number, rank, None, False
-            seat.tell(group=self.number, workers=workers, rank=rank)
+        workers = [addresses[member.slot] for member in members]
+        for rank, member in enumerate(members):
+            member.generation, member.rank = self.generation, rank
+            member.waits, member.lost, member.sent = False, False, set()
+            member.send(group=self.generation, workers=workers, rank=rank)
         return formed
 
     def dismiss(self, only_newcomers: bool = False) -> None:
         """Tells all who wait that there is nothing to wait for."""
-        for seat in self._all:
-            if seat.copy is not None and not (only_newcomers and seat.group):
-                seat.tell(dismissed=True)
+        for worker in self._all:
+            if worker.waits and not (only_newcomers and worker.generation):
+                worker.send(dismissed=True)
 
     def close(self) -> None:
         """Ends all connections."""
         self._reception.close()
         self._listener.close()
-        for seat in self._all:
-            seat.connection.close()
+        for worker in self._all:
+            worker.connection.close()
 
 
 class Member:
@@ -182,7 +189,7 @@ class Member:
         self._secret = secret
         self.leave = self.broken = False
         self._changed = threading.Condition()
-        self._told: dict[str, Any] | None = None
+        self._answer: dict[str, Any] | None = None  # of the launcher, to the last `join`
         self._gone = False
         try:
             self._connection = wire.connect(
@@ -199,18 +206,18 @@ class Member:
         copy: the step of the copy of the state that this worker holds, -1 for none. lost: its last group broke.
         Raises PeerLostError when the launcher is gone.
         """
-        self._say(ready=copy, lost=lost)
+        self._send(ready=copy, lost=lost)
         with self._changed:
-            self._changed.wait_for(lambda: self._told is not None or self._gone)
-            told, self._told = self._told, None
-        if told is None:
+            self._changed.wait_for(lambda: self._answer is not None or self._gone)
+            answer, self._answer = self._answer, None
+        if answer is None:
             raise PeerLostError("The launcher is gone: start the job again.")
-        if "group" not in told:
+        if "group" not in answer:
             return None
-        cluster = {"cluster": {"worker": told["workers"]}, "task": {"type": "worker", "index": told["rank"]}}
+        cluster = {"cluster": {"worker": answer["workers"]}, "task": {"type": "worker", "index": answer["rank"]}}
         return replace(parse_tf_config(json.dumps(cluster)), is_broken=lambda: self.broken, secret=self._secret)
 
-    def _say(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         try:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -227,7 +234,7 @@ class Member:
                         self.broken = True
                     else:
                         self.leave = self.broken = False
-                        self._told = message
+                        self._answer = message
                         self._changed.notify_all()
         with self._changed:
             self._gone = True

@@ -2,9 +2,8 @@
 
 TensorFlow's gRPC server listens on all interfaces whatever its address is, and asks nobody who he is.
 `own_address_only` finds its listening socket and lets in only what is sent to the worker's own address, as if the
-server had been bound to
-it: for a local job, only what comes from this machine. Needs no privilege. `marked_only` keeps a flood of datagrams
-from strangers out of the receive buffer.
+server had been bound to it: for a local job, only what comes from this machine. Needs no privilege. `marked_only` keeps
+a flood of datagrams from strangers out of the receive buffer.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from tfdist.control.token import host_of, is_loopback
 
@@ -29,7 +29,26 @@ _NETWORK = 0x100000000 - 0x100000  # offset of the IP header: SKF_NET_OFF
 _VERSION, _TO_V4, _TO_V6 = _NETWORK, _NETWORK + 16, _NETWORK + 24
 _UDP_HEADER = 8
 _ALL, _NOTHING = 0xFFFFFFFF, 0
-_Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
+
+
+class Instruction(NamedTuple):
+    """Of classic BPF, in the order of the kernel's struct sock_filter."""
+
+    code: int
+    if_true: int = 0  # instructions to skip
+    if_false: int = 0
+    constant: int = 0
+
+
+class Check(NamedTuple):
+    """Whether a packet has `value` at `place`."""
+
+    load: int  # the code that loads it
+    place: int
+    value: int
+
+
+_KEEP, _DROP = Instruction(_RETURN, constant=_ALL), Instruction(_RETURN, constant=_NOTHING)
 
 
 def bind_address(address: str, peers: Iterable[str]) -> str:
@@ -101,7 +120,7 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def _narrow(program: Sequence[_Instruction], known: dict[int, int]) -> bool:
+def _narrow(program: Sequence[Instruction], known: dict[int, int]) -> bool:
     """Attaches the program to the sockets that listen and are not known yet; whether there was one."""
     found_one = False
     for identity, descriptor in _sockets().items():
@@ -125,47 +144,52 @@ def _is_connected(found: socket.socket) -> bool:
     return True
 
 
-def attach(target: socket.socket, program: Sequence[_Instruction]) -> None:
+def attach(target: socket.socket, program: Sequence[Instruction]) -> None:
     """Raises OSError where the kernel does not take it."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     target.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code)))
 
 
-def to_address(host: str) -> list[_Instruction]:
+def to_address(host: str) -> list[Instruction]:
     """Lets in what is sent to this IP address of ours, or to this machine's loopback."""
     own = ipaddress.ip_address(host)
-    v4 = [] if own.version == 6 or is_loopback(host) else [[(_LOAD_WORD, _TO_V4, int(own))]]
-    v6 = (
-        []
-        if own.version == 4
-        else [
-            [(_LOAD_WORD, _TO_V6 + 4 * at, int.from_bytes(own.packed[4 * at : 4 * at + 4], "big")) for at in range(4)]
+    if4 = [Instruction(_LOAD_BYTE, constant=_TO_V4), Instruction(_EQUAL, if_false=1, constant=127), _KEEP]
+    if own.version == 4 and not is_loopback(host):
+        if4 += _keep_if_all([Check(_LOAD_WORD, _TO_V4, int(own))])
+    if6 = _keep_if_all(_is_v6(own)) if own.version == 6 else []
+    if6 += _keep_if_all(_is_v6(ipaddress.IPv6Address("::1")))
+    by_version = [
+        Instruction(_LOAD_BYTE, constant=_VERSION),
+        Instruction(_SHIFT, constant=4),
+        Instruction(_EQUAL, if_false=len(if4) + 1, constant=4),
+    ]
+    return [*by_version, *if4, _DROP, *if6, _DROP]
+
+
+def _is_v6(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[Check]:
+    """Whether that is where a packet is sent to."""
+    words = struct.unpack("!IIII", address.packed)
+    return [Check(_LOAD_WORD, _TO_V6 + 4 * at, word) for at, word in enumerate(words)]
+
+
+def _keep_if_all(checks: Sequence[Check]) -> list[Instruction]:
+    """Lets in what passes all checks, and goes on to the next instruction otherwise."""
+    program: list[Instruction] = []
+    for index, check in enumerate(checks):
+        rest = 2 * (len(checks) - index) - 1
+        program += [
+            Instruction(check.load, constant=check.place),
+            Instruction(_EQUAL, if_false=rest, constant=check.value),
         ]
-    )
-    loopback = [(_LOAD_WORD, _TO_V6 + 4 * at, int(at == 3)) for at in range(4)]
-    if4 = [(_LOAD_BYTE, 0, 0, _TO_V4), (_EQUAL, 0, 1, 127), (_RETURN, 0, 0, _ALL)]
-    for checks in v4:
-        if4 += _if_all(checks)
-    if6 = [instruction for checks in [*v6, loopback] for instruction in _if_all(checks)]
-    drop = [(_RETURN, 0, 0, _NOTHING)]
-    head = [(_LOAD_BYTE, 0, 0, _VERSION), (_SHIFT, 0, 0, 4), (_EQUAL, 0, len(if4) + 1, 4)]
-    return [*head, *if4, *drop, *if6, *drop]
-
-
-def _if_all(checks: Sequence[tuple[int, int, int]]) -> list[_Instruction]:
-    """Lets in what has these values at these places, and goes on to the next instruction otherwise."""
-    program: list[_Instruction] = []
-    for index, (load, place, value) in enumerate(checks):
-        program += [(load, 0, 0, place), (_EQUAL, 0, 2 * (len(checks) - index) - 1, value)]
-    return [*program, (_RETURN, 0, 0, _ALL)]
+    return [*program, _KEEP]
 
 
 def marked_only(target: socket.socket, mark: bytes) -> None:
     """Lets in only datagrams that begin with these 8 bytes, where the kernel can look."""
     words = struct.unpack("!II", mark)
     program = [
-        *_if_all([(_LOAD_WORD, _UDP_HEADER + 4 * at, word) for at, word in enumerate(words)]),
-        (_RETURN, 0, 0, _NOTHING),
+        *_keep_if_all([Check(_LOAD_WORD, _UDP_HEADER + 4 * at, word) for at, word in enumerate(words)]),
+        _DROP,
     ]
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError):

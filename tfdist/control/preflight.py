@@ -21,11 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import StartupError, TfdistError
 
-_KNOCK_SECONDS = 2.0  # for one attempt to connect
+_PROBE_SECONDS = 2.0  # for one attempt to connect
 _PAUSE_SECONDS = 0.1  # between attempts
 _REPORT_SECONDS = 10.0  # between lines that say who is missing
 _PROBES_AT_ONCE = 32
-_KNOCKS_A_LOOK = 4096
+_PROBES_ACCEPTED_AT_ONCE = 4096
 
 
 def _print_to_stderr(line: str) -> None:
@@ -108,7 +108,7 @@ def wait_for_peers(
             # Side by side: one address that swallows packets must not hold up the others.
             found = probes.map(answers, [cluster.peers[rank] for rank in missing])
             missing = [rank for rank, answered in zip(missing, found, strict=True) if not answered]
-            _take_knocks(listener)
+            _accept_probes(listener)
             now = time.monotonic()
             if given_up and given_up.is_set():
                 return
@@ -188,10 +188,10 @@ def _listen(cluster: Cluster) -> socket.socket:
     return listener
 
 
-def _take_knocks(listener: socket.socket) -> None:
+def _accept_probes(listener: socket.socket) -> None:
     """Empties the queue of connections: in a large cluster it would fill up, and later peers would get no answer."""
     with contextlib.suppress(BlockingIOError):
-        for _ in range(_KNOCKS_A_LOOK):  # who probes without end must not stop us
+        for _ in range(_PROBES_ACCEPTED_AT_ONCE):  # who probes without end must not stop us
             connection, _ = listener.accept()
             # Closed by a reset: an orderly close would keep the port in TIME_WAIT when TensorFlow wants it.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -202,7 +202,7 @@ def answers(address: str) -> bool:
     """Whether somebody listens at host:port."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS) as connection:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS) as connection:
             # The kernel may pick the very port that it connects to, and so connect a socket to itself.
             return connection.getsockname() != connection.getpeername()
     except (OSError, UnicodeError):  # also: the name is not known yet, or cannot be a name

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
+from typing import IO
 
 STANDBY_VARIABLE = "TFDIST_STANDBY"  # set: import all, then wait for a line on standard input (train.py)
 _LIBC = ctypes.CDLL(None)  # looked up before any fork
@@ -45,6 +47,12 @@ def spawn(
     )
 
 
+def output_of(process: subprocess.Popen) -> BufferedReader:
+    """The pipe with the output of a process that `spawn` started."""
+    assert isinstance(process.stdout, BufferedReader)
+    return process.stdout
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped (SIGSTOP, or a debugger)."""
     try:
@@ -78,14 +86,14 @@ class Standbys:
     def take(
         self, rank: int, workers: int, environment: Mapping[str, str], command: Sequence[str]
     ) -> subprocess.Popen | None:
-        """Hands over the spare, told what to do; None if there is none that fits."""
+        """Hands over the spare, with its task; None if there is none that fits."""
         spare = self._spares.pop((rank, workers), None)
         if spare is None or spare.poll() is not None:
             return None
+        assert spare.stdin is not None
+        task = {"environment": dict(environment), "arguments": list(command[3:])}  # after python -m tfdist.train
         try:
-            spare.stdin.write(
-                (json.dumps({"environment": dict(environment), "arguments": list(command[3:])}) + "\n").encode()
-            )  # after python -m tfdist.train
+            spare.stdin.write(f"{json.dumps(task)}\n".encode())
             spare.stdin.close()
         except OSError:
             return None
@@ -100,7 +108,7 @@ class Standbys:
         self._spares.clear()
 
 
-def wait_as_standby(stdin) -> list[str]:
+def wait_as_standby(stdin: IO[str]) -> list[str]:
     """In the spare itself: waits for its turn, takes over the environment, returns the arguments.
 
     Ends if nobody is left to call.
@@ -108,7 +116,7 @@ def wait_as_standby(stdin) -> list[str]:
     line = stdin.readline()
     if not line:
         os._exit(0)
-    told = json.loads(line)
+    task = json.loads(line)
     os.environ.pop(STANDBY_VARIABLE, None)
-    os.environ.update(told["environment"])
-    return told["arguments"]
+    os.environ.update(task["environment"])
+    return task["arguments"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tfdist.control.exit_codes import StartupError, UnsupportedError
 
@@ -39,8 +39,8 @@ def connect() -> None:
         ) from None
 
 
-class RayRoom:
-    """Says how many workers there should be, like WorkerCount, and where: `places` has a Ray scheduling strategy for
+class RayPlacements:
+    """A WorkerSupply that also says where: `places` has a Ray scheduling strategy for
     each.
 
     Args:
@@ -53,13 +53,13 @@ class RayRoom:
         self, most: int, least: int, cpus: int, gpus: int, timeout: float, say: Callable[[str], None] | None = None
     ):
         self.most, self.least, self.timeout = most, least or most, timeout
-        self.bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+        self.bundle = {"CPU": float(cpus), **({"GPU": float(gpus)} if gpus else {})}
         self.count = most
         self.places: list = []
         self._groups: list = []  # the least number together, then one for each further worker
         self._say = say or (lambda text: print(f"tfdist: {text}", file=sys.stderr, flush=True))
         self._asked_at = self._changed_at = 0.0
-        self._room = 0
+        self._placed_count = 0
         self._stopped = False
 
     def ask(self) -> int:
@@ -71,13 +71,13 @@ class RayRoom:
 
         self.close()
         self._request(self.least)
-        if not self._wait(lambda: self._placed(), self.timeout):
+        if not self._wait(lambda: self._placed() > 0, self.timeout):
             lacking = self._lacking()
             self.close()
             raise StartupError(lacking)
         for _ in range(self.most - self.least):
             self._request(1)
-        self._room, self._changed_at = self.least, time.monotonic()
+        self._placed_count, self._changed_at = self.least, time.monotonic()
         self._wait(
             lambda: self._look() == self.most or time.monotonic() - self._changed_at > _SETTLE_SECONDS, float("inf")
         )
@@ -87,7 +87,7 @@ class RayRoom:
             for group in placed
             for index in range(group.bundle_count)
         ]
-        self.count = self._room = len(self.places)
+        self.count = self._placed_count = len(self.places)
         if self.count < self.most:
             self._say(f"Ray has room for {self.count} of {self.most} workers: {describe_cluster()}.")
         return self.count
@@ -96,9 +96,9 @@ class RayRoom:
         """How many workers there should be now: more than before once room for them has been there for some seconds. A
         lost place is no reason to stop: its worker fails, or has not been started."""
         if self.count < self.most and time.monotonic() - self._asked_at > _ASK_EVERY_SECONDS:
-            room = self._look()
-            if room > self.count and time.monotonic() - self._changed_at > _SETTLE_SECONDS:
-                self.count = room
+            placed = self._look()
+            if placed > self.count and time.monotonic() - self._changed_at > _SETTLE_SECONDS:
+                self.count = placed
         return self.count
 
     def failed(self, rank: int | None, progress: bool) -> None:
@@ -126,10 +126,10 @@ class RayRoom:
         return sum(group.bundle_count for group in self._groups if _is_placed(group))
 
     def _look(self) -> int:
-        room, self._asked_at = self._placed(), time.monotonic()
-        if room != self._room:
-            self._room, self._changed_at = room, self._asked_at
-        return room
+        placed, self._asked_at = self._placed(), time.monotonic()
+        if placed != self._placed_count:
+            self._placed_count, self._changed_at = placed, self._asked_at
+        return placed
 
     def _wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         start = reported = time.monotonic()
@@ -174,7 +174,7 @@ def describe_cluster() -> str:
     )
 
 
-def _amount(resources: dict[str, float]) -> str:
+def _amount(resources: Mapping[str, float]) -> str:
     kinds = [
         f"{resources[kind]:g} {kind}{'s' if resources[kind] != 1 else ''}"
         for kind in ("CPU", "GPU")

@@ -11,20 +11,27 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, NamedTuple
 
-from tfdist.control.cluster import worker_environment
 from tfdist.control.exit_codes import ExitCode
-from tfdist.control.job import Job, Relay
+from tfdist.control.job import Job, JobOptions, Relay
+from tfdist.control.tf_config import worker_environment
 from tfdist.control.workers import Worker
 
 # Of the launcher's environment the workers get what is about the run; the rest is their node's affair.
 PASSED_ON = ("TFDIST_", "TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "OTEL_", "MLFLOW_", "WANDB_")
 _UNREACHABLE_SECONDS = 30.0  # an actor that Ray says cannot be reached for the moment counts as lost after this
 _ANSWER_SECONDS = 5.0  # for an actor whose worker is to be killed, before it is ended itself
+
+
+class Outcome(NamedTuple):
+    """How a worker ended."""
+
+    code: int
+    at: float  # monotonic seconds
 
 
 @dataclass
@@ -34,7 +41,7 @@ class ActorWorker(Worker):
     actor: Any = None
     host: str = ""
     returncode: int | None = None
-    outcome: tuple[int, float] | None = None  # (code, when it ended), from the thread that attends to it
+    outcome: Outcome | None = None  # from the thread that attends to it
     signals: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # to be passed on
 
     @property
@@ -42,19 +49,19 @@ class ActorWorker(Worker):
         return self.returncode
 
     def signal(self, number: int) -> None:
-        """Only noted here, since Ray must not be called in a signal handler."""
+        """Only kept here, since Ray must not be called in a signal handler."""
         self.signals.put(number)
 
 
-class RayJob(Job):
+class RayJob(Job[ActorWorker]):
     """Starts workers on a Ray cluster, relays their output, stops all when one fails.
 
     Args:
       arguments: what the Python of each worker's node is called with.
       places: a Ray scheduling strategy for each worker.
-      cpus, gpus: of each worker; `pin`: as many threads as `cpus`.
+      cpus: of each worker; with `pin` it has as many threads.
       timeout: seconds that Ray may take to start the actors.
-      The rest as for Job.
+      options: fields of JobOptions.
     """
 
     def __init__(
@@ -64,28 +71,16 @@ class RayJob(Job):
         log_dir: Path,
         *,
         cpus: int = 1,
-        gpus: int = 0,
-        pin: bool = True,
         timeout: float = 300.0,
-        show: set[int] | None = None,
-        grace: float = 10.0,
-        environment: Mapping[str, str] | None = None,
-        output: TextIO | None = None,
+        **options: Any,
     ):
-        super().__init__(len(places), log_dir, show, grace, environment, output)
+        super().__init__(len(places), log_dir, JobOptions(**options))
         self.environment = {
             name: value
             for name, value in self.environment.items()
             if name.startswith(PASSED_ON) or name in ("PYTHONPATH", "NO_COLOR")
         }
-        self.arguments, self.places, self.cpus, self.gpus, self.pin, self.timeout = (
-            list(arguments),
-            list(places),
-            cpus,
-            gpus,
-            pin,
-            timeout,
-        )
+        self.arguments, self.places, self.cpus, self.timeout = list(arguments), list(places), cpus, timeout
 
     def start(self) -> None:
         """Starts all workers. One whose actor cannot be started counts as lost. Raises ConfigError (log folder)."""
@@ -115,13 +110,16 @@ class RayJob(Job):
 
         kind = ray.remote(RayWorker)
         return [
-            kind.options(num_cpus=self.cpus, num_gpus=self.gpus, scheduling_strategy=place, max_restarts=0).remote()
+            kind.options(
+                num_cpus=self.cpus, num_gpus=self.options.gpus_per_worker, scheduling_strategy=place, max_restarts=0
+            ).remote()
             for place in self.places
         ]
 
     def _meet(self, actors: list) -> tuple[list[str], list[ActorWorker]]:
         """The address of each worker, "" if it is lost, and the workers, neighbours on a node beside each other."""
         import ray
+        from ray.exceptions import RayError
 
         calls, addresses = [actor.address.remote() for actor in actors], []
         deadline = time.monotonic() + self.timeout
@@ -130,7 +128,7 @@ class RayJob(Job):
                 pass
             try:
                 addresses.append(ray.get(call, timeout=0))
-            except ray.exceptions.RayError:  # also: not in time
+            except RayError:  # also: not in time
                 addresses.append("")
         order = sorted(range(len(actors)), key=lambda index: (addresses[index].rpartition(":")[0], index))
         addresses = [addresses[index] for index in order]
@@ -138,8 +136,7 @@ class RayJob(Job):
             ActorWorker(
                 f"worker {rank}",
                 rank,
-                None,
-                shown=self.show is None or rank in self.show,
+                shown=self.options.show is None or rank in self.options.show,
                 actor=actors[index],
                 host=addresses[rank].rpartition(":")[0],
             )
@@ -149,7 +146,7 @@ class RayJob(Job):
 
     def _attend(self, worker: ActorWorker, log: BinaryIO, addresses: list[str]) -> None:
         """Looks after a worker to its end, from its start if all have an address."""
-        import ray
+        from ray.exceptions import RayError
 
         relay = Relay(self, worker, log)
         try:
@@ -157,21 +154,22 @@ class RayJob(Job):
                 code = self._run(worker, relay, addresses)
             else:
                 code, worker.lost = -signal.SIGTERM, "" if worker.host else "could not be started by Ray"
-        except ray.exceptions.RayError:
+        except RayError:
             worker.lost = f"was lost: Ray says that its node ({worker.host}) or its actor is gone"
+            code = ExitCode.PEER_LOST
         if worker.lost:
             code = ExitCode.PEER_LOST
         worker.killed |= self._kill_at == 0 and (bool(worker.lost) or code == -signal.SIGKILL)
         relay.feed(b"")
-        worker.outcome = (int(code), time.monotonic())
+        worker.outcome = Outcome(int(code), time.monotonic())
 
     def _run(self, worker: ActorWorker, relay: Relay, addresses: list[str]) -> int:
         """The exit code of a worker. Raises RayError if its actor is gone."""
         environment = {
             **self.environment,
-            **worker_environment(addresses, worker.rank, self.cpus if self.pin else 0, self.environment),
+            **worker_environment(addresses, worker.rank, self.cpus if self.options.pin else 0, self.environment),
         }
-        if not self.gpus:  # otherwise Ray has said which
+        if not self.options.gpus_per_worker:  # otherwise Ray has said which
             environment["CUDA_VISIBLE_DEVICES"] = "-1"
         problem = self._answer(worker, lambda: worker.actor.start.remote(self.arguments, environment, os.getcwd()))
         if problem:
@@ -188,12 +186,13 @@ class RayJob(Job):
                 relay.feed(data)
         return code
 
-    def _answer(self, worker: ActorWorker, call: Any) -> Any:
+    def _answer(self, worker: ActorWorker, call: Callable[[], Any]) -> Any:
         """What an actor answers.
 
         Repeats the call while Ray cannot reach the actor, but may yet. Raises RayError if it is gone.
         """
         import ray
+        from ray.exceptions import ActorUnavailableError
 
         given_up = time.monotonic() + _UNREACHABLE_SECONDS
         killed_at = None
@@ -202,7 +201,7 @@ class RayJob(Job):
             if ray.wait([reference], timeout=0.5)[0]:
                 try:
                     return ray.get(reference)
-                except ray.exceptions.ActorUnavailableError:
+                except ActorUnavailableError:
                     if time.monotonic() > given_up:
                         raise
                     time.sleep(0.5)
@@ -214,7 +213,7 @@ class RayJob(Job):
 
     def _notice_end(self, worker: ActorWorker) -> None:
         if worker.code is None and not worker.relay.is_alive():
-            worker.returncode, worker.ended_at = worker.outcome or (ExitCode.INTERNAL, time.monotonic())
+            worker.returncode, worker.ended_at = worker.outcome or Outcome(ExitCode.INTERNAL, time.monotonic())
 
     def _release(self) -> None:
         self._end([worker.actor for worker in self.workers])

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from tfdist.control.preflight import PortReservation
-from tfdist.control.processes import spawn
+from tfdist.control.processes import output_of, spawn
 
 _ANSWER_SECONDS = 0.2  # that `exchange` waits for news
 _LARGEST_ANSWER = 1 << 20  # bytes
@@ -29,13 +29,14 @@ class RayWorker:
     `host`: of this node, by default as Ray knows it.
     """
 
+    _process: subprocess.Popen  # from `start` on
+
     def __init__(self, host: str = ""):
         if not host:
             import ray.util
 
             host = ray.util.get_node_ip_address()
         self._port = PortReservation(1, f"[{host}]" if ":" in host else host)
-        self._process: subprocess.Popen | None = None
         self._output, self._begin = bytearray(), 0  # what has not been fetched, and its place in all that was written
         self._news = threading.Condition()
         self._ended = False
@@ -62,7 +63,7 @@ class RayWorker:
         return ""
 
     def _read(self) -> None:
-        with self._process.stdout as pipe:
+        with output_of(self._process) as pipe:
             while data := pipe.read1(65536):
                 with self._news:
                     self._news.wait_for(lambda: len(self._output) < _LARGEST_BACKLOG)
@@ -96,10 +97,9 @@ class RayWorker:
         if self._process.returncode is None and os.waitid(
             os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
         ):
+            # What it leaves behind; before its number can be given to another process.
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(
-                    self._process.pid, signal.SIGKILL
-                )  # what it leaves behind; before its number can be given to another process
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             with self._news:  # a process that left its session may hold the pipe open
                 self._news.wait_for(lambda: self._ended or len(self._output) >= _LARGEST_BACKLOG, 2)

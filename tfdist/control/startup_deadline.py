@@ -18,7 +18,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.preflight import answers
 
-_KNOCKS_AT_ONCE = 32
+_PROBES_AT_ONCE = 32
 _MARGIN_SECONDS = 0.5  # for those who wait with the same limit themselves, and know better whom for
 
 
@@ -49,14 +49,9 @@ def connecting(cluster: Cluster, timeout: float, began: float | None = None) -> 
 def too_late(cluster: Cluster, timeout: float) -> str:
     """The sentence, with those who do not answer (any more)."""
     others = [rank for rank in range(len(cluster.peers)) if rank != cluster.rank]
-    with ThreadPoolExecutor(_KNOCKS_AT_ONCE, "tfdist-probe") as probes:
-        silent = [
-            rank
-            for rank, answered in zip(
-                others, probes.map(answers, [cluster.peers[rank] for rank in others]), strict=True
-            )
-            if not answered
-        ]
+    with ThreadPoolExecutor(_PROBES_AT_ONCE, "tfdist-probe") as probes:
+        answered = list(probes.map(answers, [cluster.peers[rank] for rank in others]))
+    silent = [rank for rank, answers_now in zip(others, answered, strict=True) if not answers_now]
     who = (
         f"{', '.join(map(cluster.name, silent))} answered once, but not any more"
         if silent

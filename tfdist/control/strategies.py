@@ -1,4 +1,4 @@
-"""The registry of strategies: for each, where its Runtime is and what must be known of it before TensorFlow is imported.
+"""The registry of strategies: where the Runtime of each is, and what must be known before TensorFlow is imported.
 
 A new strategy is a file with a class that implements the protocol in runtime/base.py, and an entry here. What a runtime
 can do once it has started is an attribute or a method of that protocol.

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 from tfdist.control.job import Job
-from tfdist.control.ray_cluster import RayRoom
-from tfdist.control.worker_count import WorkerCount
+from tfdist.control.worker_count import WorkerSupply
 from tfdist.control.workers import JobResult
 
 _SNAPSHOT = re.compile(r"^step-(\d+)$")
@@ -61,7 +60,7 @@ class RestartPolicy:
 class Supervisor:
     """Runs jobs made by `make_job(workers)` until one ends well, the policy gives up, or `stop` is called.
 
-    workers: how many there are to be (a WorkerCount, or for Ray a RayRoom); when that changes while a job runs, the job
+    workers: how many there are to be; when that changes while a job runs, the job
     saves, ends and is started again.
     standby_after: seconds into a job at which spare processes for the next one are started; None: never.
     """
@@ -71,16 +70,11 @@ class Supervisor:
         make_job: Callable[[int], Job],
         policy: RestartPolicy,
         newest_step: Callable[[], int],
-        workers: WorkerCount | RayRoom,
+        workers: WorkerSupply,
         standby_after: float | None = None,
     ):
-        self.make_job, self.policy, self.newest_step, self.workers, self.standby_after = (
-            make_job,
-            policy,
-            newest_step,
-            workers,
-            standby_after,
-        )
+        self.make_job, self.policy, self.newest_step = make_job, policy, newest_step
+        self.workers, self.standby_after = workers, standby_after
         self.job: Job | None = None
         self.restarts = 0
         self._stopped = False
@@ -96,12 +90,12 @@ class Supervisor:
             count = self.workers.ask()
             if self._stopped:
                 return JobResult(ExitCode.PREEMPTED, "the job was asked to stop before it was started", {})
-            self.job = self.make_job(count)
+            self.job = job = self.make_job(count)
             try:
-                self.job.start()
-                result, resized = self._watch(count)
+                job.start()
+                result, resized = self._watch(job, count)
             finally:
-                self.job.kill()
+                job.kill()
             if result.code == ExitCode.OK or self._stopped:
                 return result
             step = self.newest_step()
@@ -121,20 +115,20 @@ class Supervisor:
             if self._stopped:
                 return result
 
-    def _watch(self, count: int) -> tuple[JobResult, bool]:
+    def _watch(self, job: Job, count: int) -> tuple[JobResult, bool]:
         """Until the job ends: (how, whether it was asked to because another number of workers is wanted)."""
         started, resized = time.monotonic(), False
-        while (result := self.job.poll()) is None:
+        while (result := job.poll()) is None:
             if self.standby_after is not None and time.monotonic() - started > self.standby_after:
-                self.job.start_standbys()
+                job.start_standbys()
                 started = float("inf")
             if not resized and not self._stopped and (wanted := self.workers.wanted()) != count:
-                if self.job.resize(wanted):
+                if job.resize(wanted):
                     count = wanted
                     continue
                 resized = True
                 _say(f"from {count} to {self.workers.count} workers: the job saves and is started again.")
-                self.job.request_stop()
+                job.request_stop()
             time.sleep(0.05)
         return result, resized
 

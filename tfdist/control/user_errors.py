@@ -10,42 +10,54 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-_NOT_OWN = re.compile(
-    rf"site-packages/(keras|tensorflow|numpy)/|^<|^{re.escape(str(Path(__file__).parents[1]))}/|^{re.escape(sysconfig.get_path('stdlib'))}/(?!site-packages)"
-)
+_TFDIST, _STDLIB = re.escape(str(Path(__file__).parents[1])), re.escape(sysconfig.get_path("stdlib"))
+_NOT_OWN = re.compile(rf"site-packages/(keras|tensorflow|numpy)/|^<|^{_TFDIST}/|^{_STDLIB}/(?!site-packages)")
+
+
+class _Place(NamedTuple):
+    """A line of a traceback."""
+
+    file: str
+    line: int
+    function: str
 
 
 def failure(error: BaseException) -> str:
     """ "failed at FILE:LINE, in FUNCTION: what": the user's own line in which an error arose, and what it says."""
-    places = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [_Place(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
     return _failure(places, f"{type(error).__name__}: {error}")
 
 
-def failure_told(text: str) -> str:
+def failure_in_text(text: str) -> str:
     """The same of an error that TensorFlow tells as text with a traceback in it; "" if it has no line of the user's
     own.
     """
     text = text.partition("Traceback (most recent call last)")[2]
-    places = [(file, int(line), name) for file, line, name in _PLACE.findall(text)]
+    places = _places_in(text)
     return _failure(places, _what(text)) if _own(places) else ""
 
 
-_PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_PLACE_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _REWRITTEN = "in user code:"  # so begins what AutoGraph says of a function that it has rewritten
 
 
-def _failure(places: Sequence[tuple[str, int, str]], what: str) -> str:
+def _places_in(text: str) -> list[_Place]:
+    return [_Place(file, int(line), function) for file, line, function in _PLACE_LINE.findall(text)]
+
+
+def _failure(places: Sequence[_Place], what: str) -> str:
     if _REWRITTEN in what:
-        places = [(file, int(line), name) for file, line, name in _PLACE.findall(what)]
-        what = _what(what)
+        places, what = _places_in(what), _what(what)
     own = _own(places)
-    at = f" at {own[-1][0]}:{own[-1][1]}, in {own[-1][2]}" if own else ""
+    at = f" at {own[-1].file}:{own[-1].line}, in {own[-1].function}" if own else ""
     return f"failed{at}: {textwrap.shorten(what, 600)}"
 
 
-def _own(places: Sequence[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-    return [place for place in places if not _NOT_OWN.search(place[0])]
+def _own(places: Sequence[_Place]) -> list[_Place]:
+    return [place for place in places if not _NOT_OWN.search(place.file)]
 
 
 def _what(text: str) -> str:

@@ -53,7 +53,8 @@ def import_keras() -> None:
     if "keras" in sys.modules:
         return
     hidden = [name for name in ("sklearn", "matplotlib") if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # None is "not installed", to the import statement
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # "not installed", to the import statement
     try:
         import keras  # noqa: F401
     finally:

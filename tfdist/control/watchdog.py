@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 _FRAMES_SHOWN = 6
 # Frames below these packages tell how a call is made, not what is being called.
@@ -97,31 +98,45 @@ class Watchdog:
 
 def main_thread_at() -> str:
     """Where the main thread is, innermost first: "loop.py:80 train < session.py:210 run". Without library frames."""
-    main = threading.main_thread().ident
+    main = _main_thread()
     stack = _stacks(main).get(main)
     if stack is None:
         return "ended"
-    shown = [entry for entry in stack if not any(part in entry[0] for part in _PLUMBING)][:_FRAMES_SHOWN]
-    return " < ".join(f"{Path(file).name}:{line} {name}" for file, line, name in shown)
+    shown = [place for place in stack if not any(part in place.file for part in _PLUMBING)][:_FRAMES_SHOWN]
+    return " < ".join(f"{Path(place.file).name}:{place.line} {place.function}" for place in shown)
+
+
+def _main_thread() -> int:
+    return threading.main_thread().ident or 0
 
 
 def all_stacks() -> str:
     """The Python stacks of all threads but this one, as text for the log; the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    others = sorted(
-        ((ident, stack) for ident, stack in _stacks().items() if ident != threading.get_ident()),
-        key=lambda item: item[0] != main,
-    )
+    stacks = {ident: stack for ident, stack in _stacks().items() if ident != threading.get_ident()}
+    main = _main_thread()
     return "\n".join(
-        "Thread"
-        f" {names.get(ident, ident)}:\n{''.join(traceback.StackSummary.from_list([(*entry, None) for entry in stack[::-1]]).format())}"
-        for ident, stack in others
+        f"Thread {names.get(ident, ident)}:\n{_as_text(stacks[ident])}"
+        for ident in sorted(stacks, key=lambda ident: ident != main)
     )
 
 
-def _stacks(only: int | None = None) -> dict[int, list[tuple[str, int | None, str]]]:
-    """thread, or only this one -> (file, line, function) of its frames, innermost first.
+class _Place(NamedTuple):
+    """Where a frame is."""
+
+    file: str
+    line: int | None
+    function: str
+
+
+def _as_text(stack: Sequence[_Place]) -> str:
+    """As Python shows a traceback."""
+    frames = [traceback.FrameSummary(place.file, place.line, place.function) for place in reversed(stack)]
+    return "".join(traceback.StackSummary.from_list(frames).format())
+
+
+def _stacks(only: int | None = None) -> dict[int, list[_Place]]:
+    """thread, or only this one -> where its frames are, innermost first.
 
     Without garbage collection: a walk over frames makes objects; in Python 3.11 that may collect, a finalizer may let
     the other thread run on, and its frame is gone under the walk's feet. A worker died of that once in some ten
@@ -137,11 +152,11 @@ def _stacks(only: int | None = None) -> dict[int, list[tuple[str, int | None, st
                 gc.enable()
 
 
-def _walked(only: int | None) -> dict[int, list[tuple[str, int | None, str]]]:
-    stacks: dict[int, list[tuple[str, int | None, str]]] = {}
+def _walked(only: int | None) -> dict[int, list[_Place]]:
+    stacks: dict[int, list[_Place]] = {}
     for ident, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost if only in (None, ident) else None
         while frame is not None:
-            stacks.setdefault(ident, []).append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            stacks.setdefault(ident, []).append(_Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
             frame = frame.f_back
     return stacks

@@ -6,13 +6,34 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 _ASK_EVERY_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
 
 
+class WorkerSupply(Protocol):
+    """Says how many workers there are to be."""
+
+    count: int  # as it was last answered
+
+    def ask(self) -> int:
+        """Before a job is started; may wait."""
+        ...
+
+    def wanted(self) -> int:
+        """While it runs; never waits."""
+        ...
+
+    def failed(self, rank: int | None, progress: bool) -> None:
+        """A job has failed because of `rank`; `progress`: there is a newer snapshot than at the failure before."""
+
+    def stop(self) -> None:
+        """Ends the waiting of `ask`; for signal handlers."""
+
+
 class WorkerCount:
-    """Shrinks when a worker cannot be brought back, grows again later.
+    """A WorkerSupply on this machine: shrinks when a worker cannot be brought back, grows again later.
 
     With `discover` (a shell command that prints how many workers there is room for) its answer decides. Without, a rank
     that is the cause of two failures in a row, with no progress in between, counts as gone; after `grow_after` seconds
@@ -27,15 +48,10 @@ class WorkerCount:
         grow_after: float = 300.0,
         now: Callable[[], float] = time.monotonic,
     ):
-        self.most, self.least, self.discover, self.grow_after, self._now = (
-            most,
-            least or most,
-            discover,
-            grow_after,
-            now,
-        )
+        self.most, self.least, self.discover = most, least or most, discover
+        self.grow_after, self._now = grow_after, now
         self.count = most
-        self._last_guilty: int | None = None
+        self._last_root_cause: int | None = None  # the rank
         self._grow_at: float | None = None
         self._asking: threading.Thread | None = None
         self._asked_at = float("-inf")
@@ -43,11 +59,11 @@ class WorkerCount:
 
     def failed(self, rank: int | None, progress: bool) -> None:
         """A job has failed because of `rank`; `progress`: there is a newer snapshot than at the failure before."""
-        again = rank is not None and rank == self._last_guilty and not progress
-        self._last_guilty = rank
-        if again and not self.discover and self.count > self.least:
+        repeated = rank is not None and rank == self._last_root_cause and not progress
+        self._last_root_cause = rank
+        if repeated and not self.discover and self.count > self.least:
             self.count -= 1
-            self._last_guilty, self._grow_at = None, self._now() + self.grow_after
+            self._last_root_cause, self._grow_at = None, self._now() + self.grow_after
             self.grow_after *= 2
 
     def wanted(self) -> int:
@@ -62,7 +78,7 @@ class WorkerCount:
         """The same, after waiting for an answer of `discover`."""
         if self.discover:
             self._ask()
-            while self._asking.is_alive() and not self._stopped:
+            while self._asking and self._asking.is_alive() and not self._stopped:
                 self._asking.join(0.1)
         return self.wanted()
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 
-_LIVED_SECONDS = 60.0  # a worker that lived this long had come back well
+_LIVED_SECONDS = 60.0  # a worker that lived this long had started well
 
 
-class Comebacks:
+class WorkerRestarts:
     """Asked about every worker at every look, by name.
 
     `wait`: seconds until a worker is started again; `most`: times in a row.
@@ -41,6 +41,6 @@ class Comebacks:
         self._in_a_row[name] = self._in_a_row.get(name, 0) + 1
         return True
 
-    def waits(self, name: str) -> bool:
+    def is_pending(self, name: str) -> bool:
         """Whether it is dead and about to be started again."""
         return name in self._since

@@ -1,4 +1,4 @@
-"""One process of a local job, how it ended, and how much that says about the cause."""
+"""One process of a job, how it ended, and how much that says about the cause."""
 
 from __future__ import annotations
 
@@ -22,21 +22,47 @@ class Worker:
 
     name: str  # "worker 0"
     rank: int | None  # None: the evaluator
-    process: subprocess.Popen
     shown: bool
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
     error: str = ""  # the last line with which it named an error
     ended_at: float = 0.0
     killed: bool = False  # by us, since it did not end when asked to
     lost: str = ""  # how, if what it ran on is gone
-    relay: threading.Thread | None = None
+    relay: threading.Thread = field(init=False)  # copies its output; set before it is one of the job's workers
 
     @property
-    def code(self) -> int | None:  # None: still running; negative: the signal that killed it
-        return self.process.returncode
+    def code(self) -> int | None:
+        """None: still running; negative: the signal that killed it."""
+        raise NotImplementedError
+
+    @property
+    def exit_code(self) -> int:
+        """Of one that has ended."""
+        assert self.code is not None, self.name
+        return self.code
+
+    @property
+    def slot(self) -> int:
+        """The rank, of one that trains."""
+        assert self.rank is not None, self.name
+        return self.rank
 
     def signal(self, number: int) -> None:
         """To it and all that it started."""
+        raise NotImplementedError
+
+
+@dataclass
+class LocalWorker(Worker):
+    """A process of this machine."""
+
+    process: subprocess.Popen = field(kw_only=True)
+
+    @property
+    def code(self) -> int | None:
+        return self.process.returncode
+
+    def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
@@ -65,11 +91,11 @@ def root_cause_order(worker: Worker) -> int:
 
 def describe(worker: Worker) -> str:
     """How a worker failed: "worker 1 was killed by signal 9 (SIGKILL)", with what it last said about it."""
-    code = worker.code
     if worker.killed:
         return f"{worker.name} did not end when asked to (SIGTERM) and was killed"
     if worker.lost:
         return f"{worker.name} {worker.lost}"
+    code = worker.exit_code
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "a real-time signal"
         return f"{worker.name} was killed by signal {-code} ({name})"

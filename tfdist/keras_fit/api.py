@@ -14,16 +14,16 @@ from typing import Any
 import keras
 
 from tfdist.config import Config
-from tfdist.control.cluster import resolve_cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.startup_deadline import connecting
 from tfdist.control.token import with_token
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.keras_fit.model import DistributedModel
-from tfdist.keras_fit.refusals import refuse_what_cannot_be_spread
+from tfdist.keras_fit.refusals import refuse_unsupported
 from tfdist.runtime.errors import explain
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.sockets import Sockets, warn_about_gpus
@@ -167,11 +167,11 @@ def fit(
         backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
         if runtime.size > 1 or backup is not None:
             x, y = shuffle_alike(runtime, x, y, arguments, backup)
-        return _spread(
+        return _over_workers(
             runtime,
             model,
             "fit",
-            lambda: model.fit(x, y, verbose=verbose if runtime.rank == 0 else 0, callbacks=arranged, **arguments),
+            lambda: model.fit(x, y, verbose=_of_chief(verbose, runtime), callbacks=arranged, **arguments),
         )
 
 
@@ -191,7 +191,7 @@ def evaluate(
     """
     runtime = _join(model, "evaluate")
     _agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
-    return _spread(
+    return _over_workers(
         runtime,
         model,
         "evaluate",
@@ -199,7 +199,7 @@ def evaluate(
             x,
             y,
             batch_size=batch_size,
-            verbose=verbose if runtime.rank == 0 else 0,
+            verbose=_of_chief(verbose, runtime),
             sample_weight=sample_weight,
             steps=steps,
             callbacks=arrange(callbacks, runtime, model),
@@ -219,14 +219,14 @@ def predict(
     """`keras.Model.predict` on all workers: every worker returns all predictions, in the order of the input."""
     runtime = _join(model, "predict")
     _agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
-    return _spread(
+    return _over_workers(
         runtime,
         model,
         "predict",
         lambda: model.predict(
             x,
             batch_size=batch_size,
-            verbose=verbose if runtime.rank == 0 else 0,
+            verbose=_of_chief(verbose, runtime),
             steps=steps,
             callbacks=arrange(callbacks, runtime, model),
         ),
@@ -247,18 +247,23 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
     if runtime.size == 1:
         yield
         return
-    refuse_what_cannot_be_spread(model)
+    refuse_unsupported(model)
     if not model.built:
         raise ConfigError("tfdist.spread needs a model that is built: give it an Input, or call it on a batch, before.")
     with _explained(runtime), DistributedModel.of(model, runtime).installed(training=True, optimizer=optimizer):
         yield
 
 
-def _spread(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
+def _of_chief(verbose: Any, runtime: OneDevice) -> Any:
+    """Keras' argument: only the chief shows its progress."""
+    return verbose if runtime.rank == 0 else 0
+
+
+def _over_workers(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     """Runs one of Keras' loops, over the workers if there are several."""
     if runtime.size == 1:
         return loop()
-    refuse_what_cannot_be_spread(model)
+    refuse_unsupported(model)
     if runtime.rank == 0:
         print(
             f"tfdist: {purpose} over {runtime.size} workers: each reads every global batch and computes an equal,"

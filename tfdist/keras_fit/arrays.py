@@ -8,14 +8,13 @@ that draws a new order in each epoch from a seed of the chief's.
 from __future__ import annotations
 
 import math
-import zlib
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context  # not public, and there is no public way to read the state of the generator
 
+from tfdist.compat import tensorflow_random
 from tfdist.control.exit_codes import DataError
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.runtime.one_device import OneDevice
@@ -66,7 +65,5 @@ def shuffle_alike(
 
 def _random_numbers_agree(runtime: OneDevice) -> bool:
     """Whether a seed was set, and all workers have drawn alike since."""
-    seed = context.global_seed()
-    state = 0 if seed is None else zlib.crc32(repr((seed, context.context()._rng.getstate())).encode())
-    states = runtime.all_gather(np.array([state], np.uint32))
+    states = runtime.all_gather(np.array([tensorflow_random.state_digest()], np.uint32))
     return bool(states.all() and (states == states[0]).all())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 Rows = int | None  # of an input; None: not known while tracing, as in a batch of a dataset that may be smaller
 
 
-def of_the_batch(dims: Sequence[Rows], returned: Callable[[Sequence[int]], Rows]) -> list[bool]:
+def of_the_batch(dims: Sequence[Rows], returned: Callable[[Sequence[Rows]], Rows]) -> list[bool]:
     """For each input whether it holds rows of the batch.
 
     Args:
@@ -22,14 +22,15 @@ def of_the_batch(dims: Sequence[Rows], returned: Callable[[Sequence[int]], Rows]
     """
     if len(dims) < 2 or all(dim is None for dim in dims):
         return [True] * len(dims)
-    if None in dims:
+    known = [dim for dim in dims if dim is not None]
+    if len(known) < len(dims):
         return _beside_unknown(dims, returned)
-    found = returned(dims)
-    rows = found if found in dims else dims[0]
-    return _beside_known(dims, rows, lambda dims: returned(dims) == rows)
+    found = returned(known)
+    rows = found if found in known else known[0]
+    return _beside_known(known, rows, lambda dims: returned(dims) == rows)
 
 
-def _beside_unknown(dims: Sequence[Rows], returned: Callable[[Sequence[int]], Rows]) -> list[bool]:
+def _beside_unknown(dims: Sequence[Rows], returned: Callable[[Sequence[Rows]], Rows]) -> list[bool]:
     """What is of unknown length is the batch; a known one is, too, if it does not fit to another number of rows."""
     other = max(dim for dim in dims if dim is not None) + 1
     return [
@@ -38,7 +39,7 @@ def _beside_unknown(dims: Sequence[Rows], returned: Callable[[Sequence[int]], Ro
     ]
 
 
-def _beside_known(dims: Sequence[int], rows: int, returns_as_many: Callable[[Sequence[int]], bool]) -> list[bool]:
+def _beside_known(dims: Sequence[int], rows: Rows, returns_as_many: Callable[[Sequence[int]], bool]) -> list[bool]:
     candidates = [dim == rows for dim in dims]
     if sum(candidates) == 1:
         return candidates

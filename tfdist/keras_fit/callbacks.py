@@ -12,6 +12,7 @@ import numpy as np
 
 from tfdist.compat import keras_optimizers
 from tfdist.keras_fit import epoch_backup
+from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.sockets import Sockets
@@ -60,7 +61,7 @@ def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
     return hook in callback.__dict__ or getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
 
 
-class SameLogs(keras.callbacks.Callback):
+class SameLogs(FitCallback):
     """Puts the chief's numbers into the logs of an epoch; they could differ in the last bit on unequal machines."""
 
     def __init__(self, runtime: Sockets):
@@ -68,35 +69,36 @@ class SameLogs(keras.callbacks.Callback):
         self._runtime = runtime
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        assert logs is not None  # Keras passes them
         logs.update(self._runtime.broadcast_object(dict(logs), "epoch logs"))
 
 
-class SameDecisions(keras.callbacks.Callback):
+class SameDecisions(FitCallback):
     """After the callbacks of an epoch: if one worker stops, all do; the learning rate is the chief's."""
 
-    def __init__(self, runtime: Sockets, spread: DistributedModel):
+    def __init__(self, runtime: Sockets, distributed: DistributedModel):
         super().__init__()
-        self._runtime, self._spread = runtime, spread
+        self._runtime, self._distributed = runtime, distributed
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._agree()
 
     def on_test_begin(self, logs: dict | None = None) -> None:
-        self._spread.check_weights()
+        self._distributed.check_weights()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        self._spread.check_weights()
+        self._distributed.check_weights()
         self._agree()
 
     def _agree(self) -> None:
         rate = None
         with contextlib.suppress(AttributeError, TypeError, ValueError):  # a schedule, which has nothing to set
-            rate = np.asarray(keras_optimizers.learning_rate_variable(self.model.optimizer).value)
-        mine = np.array([self.model.stop_training, np.nan if rate is None else rate], np.float64)
+            rate = np.asarray(keras_optimizers.learning_rate_variable(self.fitted.optimizer).value)
+        mine = np.array([self.fitted.stop_training, np.nan if rate is None else rate], np.float64)
         votes = self._runtime.all_gather(mine)
-        self.model.stop_training = bool(votes[:, 0].any())
+        self.fitted.stop_training = bool(votes[:, 0].any())
         if rate is not None and votes[0, 1] != mine[1]:
-            self.model.optimizer.learning_rate = float(votes[0, 1])
+            self.fitted.optimizer.learning_rate = float(votes[0, 1])
 
 
 class SameDecisionsEachBatch(SameDecisions):

@@ -20,10 +20,11 @@ import numpy as np
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.compat import keras_trainer
-from tfdist.control.cluster import resolve_cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease import Lease, job_identity
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.keras_fit import backup_file
+from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.runtime.one_device import OneDevice
 
 FILE = "tfdist-backup"
@@ -107,7 +108,7 @@ def _of_chief(runtime: OneDevice, data: bytes) -> bytes:
     return received.tobytes()
 
 
-class EpochBackup(keras.callbacks.Callback):
+class EpochBackup(FitCallback):
     """Saves after each epoch, and restores what an earlier run of the program has left.
 
     Attributes: epoch, the epochs that are already done; order, the seed by which tfdist shuffles arrays, if it does.
@@ -142,18 +143,18 @@ class EpochBackup(keras.callbacks.Callback):
         return backup_file.parse(received) if received else None
 
     def _variables(self) -> list:
-        return [*self.model.variables, *self.model.optimizer.variables]
+        return [*self.fitted.variables, *self.fitted.optimizer.variables]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         if self._state is None:
             return
-        if not self.model.built:
+        if not self.fitted.built:
             raise CheckpointError(
                 f"{self._path} cannot be restored into a model that is not built: give the model an Input, or call"
                 " model.build, before fit."
             )
-        if not self.model.optimizer.built:
-            self.model.optimizer.build(self.model.trainable_variables)
+        if not self.fitted.optimizer.built:
+            self.fitted.optimizer.build(self.fitted.trainable_variables)
         variables = self._variables()
         shapes = [tuple(variable.shape) for variable in variables]
         if shapes != [value.shape for value in self._state["variables"]]:
@@ -165,14 +166,14 @@ class EpochBackup(keras.callbacks.Callback):
         for callback, state in zip(self._others, self._state["callbacks"], strict=False):
             callback.__dict__.update(state)
         # A run that had been stopped has no epochs left.
-        keras_trainer.begin_at(self.model, self.params["epochs"] if self._state["stopped"] else self.epoch)
+        keras_trainer.begin_at(self.fitted, self.epochs if self._state["stopped"] else self.epoch)
         if self._runtime.rank == 0:
             print(f"tfdist: resumed after epoch {self.epoch} from {self._path}.", file=sys.stderr, flush=True)
         if not self._state["stopped"]:
             self._find_the_place_in_the_data()
 
     def _find_the_place_in_the_data(self) -> None:
-        if RunningFit.of(self.model).go_to(self.epoch, self._state["ends"]):
+        if RunningFit.of(self.fitted).go_to(self.epoch, self._state["ends"]):
             if self._runtime.rank == 0:
                 print(
                     "tfdist: the data of these epochs was read again, as what comes next may depend on it (repeat,"
@@ -189,7 +190,7 @@ class EpochBackup(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if self._runtime.rank:
             return
-        history = self.model.history
+        history = self.fitted.history
         # Keras' History comes after this callback: the present epoch is not in it yet.
         values = {
             name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)]
@@ -200,25 +201,25 @@ class EpochBackup(keras.callbacks.Callback):
             {
                 "variables": [np.asarray(variable.value) for variable in self._variables()],
                 "epoch": epoch + 1,
-                "stopped": bool(self.model.stop_training),
+                "stopped": bool(self.fitted.stop_training),
                 "history": {**history.history, **values},
                 "epochs": [*history.epoch, epoch],
                 "callbacks": [_plain_state(callback) for callback in self._others],
                 "order": self.order,
-                "ends": RunningFit.of(self.model).ends(),
+                "ends": RunningFit.of(self.fitted).ends(),
                 "generators": host_state.generator_states(),
             },
         )
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._restore_history()
-        keras_trainer.begin_at(self.model, None)
+        keras_trainer.begin_at(self.fitted, None)
         if self._delete and self._runtime.rank == 0:
             self._path.unlink(missing_ok=True)
 
     def _restore_history(self) -> None:
         if self._state is not None:
-            self.model.history.history, self.model.history.epoch = (
+            self.fitted.history.history, self.fitted.history.epoch = (
                 dict(self._state["history"]),
                 list(self._state["epochs"]),
             )

@@ -1,4 +1,4 @@
-"""The forward pass of a model over the workers: what stands in for `model.call` while the model is spread."""
+"""The forward pass of a model over the workers: what stands in for `model.call` while the model is distributed."""
 
 from __future__ import annotations
 
@@ -19,51 +19,35 @@ from tfdist.keras_fit.losses_inside import Scales, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together
+from tfdist.keras_fit.scopes import ThreadScope
 from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.added_losses import SUM
 
 
-class SpreadCall:
+class DistributedCall:
     """Takes the global batch, computes this worker's rows, returns all rows.
 
-    Attributes: calls, how often it was called over the workers; scales, of the losses that the model adds.
+    Attributes: alone, a context in which each worker computes all rows itself; calls, how often it was called over the
+    workers; scales, of the losses that the model adds.
     """
 
     def __init__(self, model: keras.Model, runtime: Sockets, gradients: Gradients, random_numbers: RandomNumbers):
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call: Callable = model.call
-        self._alone = False
+        self.alone = ThreadScope()
         self.scales = Scales(model, runtime)
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
         self._finders: dict[str, Callable[[], dict]] = {}  # by the inputs of a forward pass
         self.calls = 0
         gradients.calls.add(self)
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside, each worker computes all rows itself."""
-        before, self._alone = self._alone, True
-        try:
-            yield
-        finally:
-            self._alone = before
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._alone or self._gradients.are_of_own_rows:  # the latter: inside another model that is spread
+        if self.alone.is_here or self._gradients.of_own_rows.is_here:  # the latter: inside another distributed model
             return self._call(*args, **kwargs)
         self.calls += 1
-        share = self._gradients.share
-        if share is not None:  # these are our own rows
-            own = self._forward(args, kwargs)
-            as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
-            outputs, losses = (
-                own.outputs,
-                [
-                    loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss
-                    for loss, scales in zip(own.losses, own.scales, strict=True)
-                ],
-            )
+        if self._gradients.share is not None:
+            outputs, losses = self._with_own_rows(args, kwargs, self._gradients.share)
         else:
             part = Part(self._runtime, (args, kwargs), self.of_the_batch((args, kwargs)))
             taken = part.take((args, kwargs))
@@ -73,12 +57,22 @@ class SpreadCall:
         keras_layers.recorded_losses(self._model).extend(losses)
         return outputs
 
+    def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
+        """(outputs, losses) of arguments that are this worker's rows already: `share` of all. Nothing is gathered."""
+        own = self._forward(args, kwargs)
+        as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
+        losses = [
+            loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss
+            for loss, scales in zip(own.losses, own.scales, strict=True)
+        ]
+        return own.outputs, losses
+
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
         """For each tensor with rows among the arguments of a call whether its rows are those of the batch."""
         tensors, rebuild = _tensors_of(arguments)
         dims = [tensor.shape[0] for tensor in tensors if tensor.shape.rank != 0]
 
-        def returned(dims: Sequence[int]) -> int | None:
+        def returned(dims: Sequence[int | None]) -> int | None:
             rows = iter(dims)
             specs = [
                 tf.TensorSpec([next(rows), *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype)

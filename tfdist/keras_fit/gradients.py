@@ -1,4 +1,4 @@
-"""Gradients over all workers: what `tf.GradientTape.gradient` returns while a model is spread.
+"""Gradients over all workers: what `tf.GradientTape.gradient` returns while a model is distributed.
 
 Outside of the forward pass over own rows every worker computes the same numbers, and differentiates the same loss L.
 What its tape then finds for a weight is a part of dL: what its own rows contribute, and what L takes from the weight
@@ -19,39 +19,43 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.compat import tensorflow_autograph
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import Lookup, lookups
 from tfdist.keras_fit.rows import every_row, total
-from tfdist.keras_fit.temporary_attributes import Once, replaced
+from tfdist.keras_fit.scopes import Once, ThreadScope
+from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime.sockets import Sockets
 
 if TYPE_CHECKING:
-    from tfdist.keras_fit.forward import SpreadCall
+    from tfdist.keras_fit.forward import DistributedCall
+
+Gradient = tf.Tensor | tf.IndexedSlices
 
 
 class Gradients:
-    """One for all models that are spread over the workers of a runtime.
+    """One for all models that are distributed over the workers of a runtime.
 
-    Attributes: installed, a context in which tf.GradientTape takes gradients over all workers; share, the weight of
-    this worker's loss in the mean while a step sees own rows only (own_rows.py), else None; taken, how often gradients
-    with respect to weights have been taken; calls, those of all models (forward.py).
+    Attributes: installed, a context in which tf.GradientTape takes gradients over all workers; of_own_rows, one in
+    which a forward pass over own rows is traced: a tape there belongs to it, and gradients are those of its rows;
+    share, the weight of this worker's loss in the mean while a step sees own rows only, else None; taken, how often
+    gradients with respect to weights have been taken; calls, those of all models (forward.py).
     """
 
     def __init__(self, runtime: Sockets):
         self._runtime = runtime
-        self._own = 0  # forward passes under way, in
-        self._thread: int | None = None
+        self.of_own_rows = ThreadScope()
         self.share: tf.Tensor | None = None
         self.taken = 0
-        self.calls: weakref.WeakSet[SpreadCall] = weakref.WeakSet()
+        self.calls: weakref.WeakSet[DistributedCall] = weakref.WeakSet()
         self.installed = Once(self._installed)
 
     @contextlib.contextmanager
@@ -62,21 +66,14 @@ class Gradients:
                 stack.enter_context(replaced(tf.GradientTape, name, _method(ours, getattr(tf.GradientTape, name))))
             yield
 
-    @property
-    def are_of_own_rows(self) -> bool:
-        return self._own > 0 and self._thread == threading.get_ident()
-
     @contextlib.contextmanager
-    def of_own_rows(self) -> Iterator[None]:
-        """A forward pass over own rows is traced inside: a tape there belongs to it, and gradients are those of its
-        rows.
-        """
-        self._own += 1
-        self._thread = threading.get_ident()  # others may prepare data meanwhile
+    def of_a_share(self, share: tf.Tensor) -> Iterator[None]:
+        """A step inside sees own rows only, and its loss is this share of the mean (own_rows.py)."""
+        self.share = share
         try:
             yield
         finally:
-            self._own -= 1
+            self.share = None
 
     def _gradient(
         self,
@@ -87,7 +84,7 @@ class Gradients:
         output_gradients: Any = None,
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        if self.are_of_own_rows or _asked_by_tensorflow():
+        if self.of_own_rows.is_here or _asked_by_tensorflow():
             return original(tape, target, sources, output_gradients, unconnected_gradients)
         share = 1.0 / self._runtime.size if self.share is None else self.share
         targets = tf.nest.flatten(target)
@@ -111,16 +108,14 @@ class Gradients:
     def _jacobian(
         self, original: Callable, tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not self.are_of_own_rows and any(map(_is_variable, tf.nest.flatten(sources))):
+        if not self.of_own_rows.is_here and any(map(_is_variable, tf.nest.flatten(sources))):
             raise ConfigError(
                 "tape.jacobian with respect to weights cannot be spread over workers: take tape.gradient of each"
                 " element, or train in one process."
             )
         return original(tape, target, sources, *args, **kwargs)
 
-    def _summed(
-        self, gradients: list[tf.Tensor | tf.IndexedSlices], variables: list
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
+    def _summed(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """The sum over workers of each gradient.
 
         Rows of a table stay rows, those that one process would have (lookups.py).
@@ -131,21 +126,27 @@ class Gradients:
         ]
         dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
         shared = [lookup.values for parts in parts_of for lookup in parts if not lookup.is_own]
-        sums = iter(total(self._runtime, [*dense, *shared]))
-        summed = [next(sums) if isinstance(gradient, tf.Tensor) else None for gradient in gradients]
-        for index, (gradient, parts) in enumerate(zip(gradients, parts_of, strict=True)):
-            if parts:
-                rows = [
-                    (
-                        every_row(self._runtime, [lookup.values, lookup.numbers])
-                        if lookup.is_own
-                        else [next(sums), lookup.numbers]
-                    )
-                    for lookup in parts
-                ]
-                values, numbers = (tf.concat(one, 0) if len(one) > 1 else one[0] for one in zip(*rows, strict=True))
-                summed[index] = tf.IndexedSlices(values, numbers, gradient.dense_shape)
-        return summed
+        sums = total(self._runtime, [*dense, *shared])
+        of_dense, of_shared = iter(sums[: len(dense)]), iter(sums[len(dense) :])
+        return [
+            self._rows_of_all(gradient, parts, of_shared) if isinstance(gradient, tf.IndexedSlices) else next(of_dense)
+            for gradient, parts in zip(gradients, parts_of, strict=True)
+        ]
+
+    def _rows_of_all(
+        self, gradient: tf.IndexedSlices, parts: Sequence[Lookup], sums: Iterator[tf.Tensor]
+    ) -> tf.IndexedSlices:
+        """`sums`: of the rows that all workers have looked up."""
+        rows = [
+            (
+                every_row(self._runtime, [lookup.values, lookup.numbers])
+                if lookup.is_own
+                else [next(sums), lookup.numbers]
+            )
+            for lookup in parts
+        ]
+        values, numbers = (tf.concat(one, 0) if len(one) > 1 else one[0] for one in zip(*rows, strict=True))
+        return tf.IndexedSlices(values, numbers, gradient.dense_shape)
 
     def _lookups(self, gradient: tf.IndexedSlices, table: keras.Variable | tf.Variable) -> list[Lookup]:
         seen = lookups(gradient)
@@ -172,9 +173,10 @@ def _seed(target: Any, given: tf.Tensor | None, share: float | tf.Tensor) -> tf.
     return (tf.ones_like(target) if given is None else tf.convert_to_tensor(given)) * tf.cast(share, target.dtype)
 
 
-def _times(gradient: tf.Tensor | tf.IndexedSlices, factor: float | tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+def _times(gradient: Gradient, factor: float | tf.Tensor) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+        values = gradient.values * tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
 
 
@@ -184,10 +186,10 @@ def _is_variable(source: Any) -> bool:
 
 def _asked_by_tensorflow() -> bool:
     """Whether a function of TensorFlow's own has asked for the gradient, like tf.recompute_grad in a backward pass."""
-    frame = sys._getframe(1)
-    while frame.f_globals["__name__"].startswith((__name__, "tensorflow.python.autograph")):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"].startswith((__name__, tensorflow_autograph.MODULES)):
         frame = frame.f_back
-    return frame.f_globals["__name__"].startswith("tensorflow.")
+    return frame is not None and frame.f_globals["__name__"].startswith("tensorflow.")
 
 
 def _method(ours: Callable, original: Callable) -> Callable:

@@ -8,7 +8,7 @@ from tfdist.compat import keras_layers, keras_trainer
 from tfdist.control.exit_codes import ConfigError
 
 
-def refuse_what_cannot_be_spread(model: keras.Model) -> None:
+def refuse_unsupported(model: keras.Model) -> None:
     """Raises ConfigError with the reason."""
     if keras_trainer.built_under_a_strategy(model):
         raise ConfigError(

@@ -194,7 +194,7 @@ def _own_rows(
     """whole[first:last], of which the first `count` rows are this worker's; the next worker's begin after these."""
 
     @tf.custom_gradient
-    def own(whole):
+    def own(whole) -> Any:
         def gradient(upstream):
             rows = every_row(runtime, [upstream[:count]])[0] / tf.cast(runtime.size, upstream.dtype)
             rows.set_shape(whole.shape)
@@ -209,7 +209,7 @@ def _used_by_all(runtime: Sockets, whole: tf.Tensor) -> tf.Tensor:
     """A tensor that all workers hold and each uses for its own rows."""
 
     @tf.custom_gradient
-    def used(whole):
+    def used(whole) -> Any:
         def gradient(upstream):
             return total(runtime, [upstream])[0] / tf.cast(runtime.size, upstream.dtype)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -22,19 +21,3 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             base.__delattr__(owner, name)
         else:
             base.__setattr__(owner, name, before)
-
-
-class Once:
-    """A context that may be entered again while it is entered; only the first entry counts."""
-
-    def __init__(self, context: Callable[[], AbstractContextManager]):
-        self._context, self._entries = context, 0
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        self._entries += 1
-        try:
-            with self._context() if self._entries == 1 else contextlib.nullcontext():
-                yield
-        finally:
-            self._entries -= 1

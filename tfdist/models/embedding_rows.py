@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_variables
+from tfdist.compat.tensorflow_replicas import of_this_replica
 
 
 def read_rows(model: keras.Model) -> None:
@@ -34,11 +35,7 @@ def _read_rows(layer: Any) -> None:
             return whole(inputs)
         rows = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
         rows = tf.where(rows < 0, rows + layer.input_dim, rows)  # as Keras has it
-        table = keras_variables.value_without_autocast(layer.embeddings)
-        if hasattr(
-            table, "_get"
-        ):  # mirrored over replicas: the one of this replica, for which there is no public way either
-            table = table._get()
+        table = of_this_replica(keras_variables.value_without_autocast(layer.embeddings))
         return tf.cast(tf.gather(table, rows), layer.compute_dtype)
 
     layer.call = call

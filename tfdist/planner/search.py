@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
@@ -65,12 +66,10 @@ def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
             continue
         replicas = mesh.get("data", 1) * mesh.get("expert", 1)
         zeros = [wish.zero] if wish.zero is not None else range(4) if replicas > 1 else [0]
-        for micro_batch, micro_batches in _batches(plan.config, replicas, mesh.get("pipe", 1)):
+        for division in _divisions(plan.config, replicas):
             for zero in zeros:
                 for recompute in recomputes:
-                    yield Layout(
-                        **mesh, zero=zero, recompute=recompute, micro_batch=micro_batch, micro_batches=micro_batches
-                    )
+                    yield Layout(**mesh, **division._asdict(), zero=zero, recompute=recompute)
 
 
 def _problem(plan: Plan, mesh: dict[str, int]) -> str:
@@ -101,22 +100,29 @@ def _divisors(n: int) -> list[int]:
     return [size for size in range(1, n + 1) if n % size == 0]
 
 
-def _batches(config: Config, replicas: int, pipe: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, micro-batches) for a number of replicas. What the flags fix is kept; with --global_batch alone,
-    every division into powers of two is tried."""
+class Division(NamedTuple):
+    """Of a global batch."""
+
+    micro_batch: int
+    micro_batches: int
+
+
+def _divisions(config: Config, replicas: int) -> Iterator[Division]:
+    """For a number of replicas. What the flags fix is kept; with --global_batch alone, every division into powers of
+    two is tried."""
     batch = config.batch
     if batch.global_batch and not batch.micro_batch and not batch.accumulation:
         accumulation = 1
         while accumulation * replicas <= batch.global_batch:
             if batch.global_batch % (accumulation * replicas) == 0 or accumulation == 1:
-                yield -(-batch.global_batch // (accumulation * replicas)), accumulation
+                yield Division(-(-batch.global_batch // (accumulation * replicas)), accumulation)
             accumulation *= 2
         return
     try:
         found = plan_batch(batch, replicas)
     except ConfigError:
         return  # with another number of replicas it may do
-    yield found.micro_batch, found.accumulation
+    yield Division(found.micro_batch, found.accumulation)
 
 
 def search(plan: Plan, wish: Wish = Wish()) -> tuple[list[Estimate], list[str]]:  # noqa: B008 - frozen

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import json
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tfdist.artifacts.status import read_status
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
+from tfdist.telemetry.jsonl import next_attempt
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """One `run_id` over all restarts and ranks; `attempt`: how often the run was started before."""
+
+    run_id: str
+    attempt: int
+
+
+def identify(runtime: Runtime, folder: Path) -> RunIdentity:
+    """The identity of the run in `folder`, or a new one. A collective."""
+    identity = {}
+    if runtime.rank == 0:
+        run_id = read_status(folder).get("run_id") or uuid.uuid4().hex[:12]
+        identity = asdict(RunIdentity(run_id, next_attempt(folder / "logs" / "rank-0.jsonl")))
+    return RunIdentity(**broadcast_json(runtime, identity))
 
 
 def must_agree(runtime: Runtime, what: str, identity: str, fix: str) -> None:

@@ -45,7 +45,7 @@ class Diagnosis:
         "".
         """
         config, job = self.job.config, self.job
-        if evaluated:
+        if evaluated and job.eval_split:
             return flaws.find_evaluated(job.eval_split, limit=config.data.eval_samples, classes=classes)
         first = self.called_at if first is None else first
         steps = max(
@@ -68,7 +68,7 @@ class Diagnosis:
             self._tell("the loss of the evaluation is not finite", lambda: self.flaws(evaluated=True))
 
     def observed(self, event: Event) -> None:
-        """A train event has been told."""
+        """A train event has been observed."""
         if event.values.get("train/skipped_steps") and self.job.config.loop.on_nan == "skip":
             self._tell("updates were skipped", lambda: self.flaws(first=self._logged_at))
         self._logged_at = event.step

@@ -3,10 +3,11 @@
   join a group             the launcher says who is in it, and which rank this process has (control/membership.py)
   train (session.run)      every worker keeps a copy of the state in its memory, at boundaries that are the same for all
   until the run ends, or the group does:
-    - a worker is lost     the others get an error in the collective that it has not finished; each goes back to its copy
-    - another is wanted    the launcher tells; the request travels in the step's own reduction, so that all leave together at
-                           one boundary, where each makes a copy: no step is lost
-  forget the session, keep the copy (recovery.Memory), join the next group
+    - a worker is lost     the others get an error in the collective that it has not finished; each goes back to its
+                           copy
+    - another is wanted    the launcher tells; the request travels in the step's own reduction, so that all leave
+                           together at one boundary, where each makes a copy: no step is lost
+  forget the session, keep the copy (in_memory_checkpoint.py), join the next group
 
 The model, the step and the iterators are composed anew in every group, since rank, plan and sizes are constants in what
 TensorFlow has traced. The chief of the new group is the worker with the newest copy; all take over its state, newcomers
@@ -30,32 +31,32 @@ from tfdist.control.membership import Member
 from tfdist.control.token import Secret
 from tfdist.run import session
 from tfdist.run.health import take_signals
-from tfdist.run.recovery import Memory
+from tfdist.run.in_memory_checkpoint import WorkerMemory
 
 _MOST_IN_A_ROW = 5  # groups that broke although none of their workers had died, without a newer copy
 
 
 def run(config: Config, command: str, secret: Secret) -> ExitCode:
     """Trains in one group of workers after another. Returns how the last one ended; raises what session.run raises."""
-    memory = Memory(Member(os.environ, secret), take_signals(config.cluster))
+    memory = WorkerMemory(Member(os.environ, secret), take_signals(config.cluster))
     lost, in_a_row, before = False, 0, -1
     while True:
-        step = memory.copy.step if memory.copy else -1
+        step = memory.checkpoint.step if memory.checkpoint else -1
         cluster = memory.member.join(step, lost)
         if cluster is None:
             return ExitCode.PREEMPTED if memory.signals.stop else ExitCode.OK
         try:
-            return session.run(config, cluster, command, memory)
+            return session.run(session.Start(config, cluster, command, memory))
         except session.GroupChange:
             lost = False
         except (PeerLostError, StartupError) as error:
             lost = True
-            step = memory.copy.step if memory.copy else -1
+            step = memory.checkpoint.step if memory.checkpoint else -1
             in_a_row = 0 if step > before else in_a_row + 1
             before = step
             if in_a_row >= _MOST_IN_A_ROW and not memory.member.broken:
                 raise
-            where = f"step {step}, which is in memory" if memory.copy else "the newest snapshot"
+            where = f"step {step}, which is in memory" if memory.checkpoint else "the newest snapshot"
             print(f"tfdist: {error} Going on from {where}, when there is a new group.", file=sys.stderr, flush=True)
         _forget()
 

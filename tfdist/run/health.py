@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +35,19 @@ class HealthMonitor:
 
     def __init__(self, config: Config, cluster: Cluster, requests: SignalRequests | None = None):
         self.cluster, self.options = cluster, config.cluster
-        self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
         self.faults = faults.Faults.parse(
             os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), Path(config.run.run_dir)
         )
         self.beacons: Beacons | None = None
         self._requests = requests  # of a process that may have been in another group before
+        self._explanations: list[Callable[[BaseException], BaseException | None]] = [
+            lambda error: explain(error, cluster)
+        ]
+        self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
+
+    def explain_with(self, explanation: Callable[[BaseException], BaseException | None]) -> None:
+        """Asks `explanation` first what an error means; None: it does not know."""
+        self._explanations.insert(0, explanation)
 
     def signals(self) -> SignalRequests:
         """The requests of this process, from now on if nobody has asked for them before.
@@ -65,40 +73,36 @@ class HealthMonitor:
 
     def failed(self, error: BaseException) -> BaseException:
         """What to end with after `error`: its cause as a sentence, as far as it can be found out. Tells the others."""
-        sentence = explain(error, self.cluster)
+        sentence = next(filter(None, (look(error) for look in self._explanations)), None)
         found: BaseException = error if sentence is None else sentence
-        lost, told = isinstance(found, PeerLostError), time.time()
+        lost, found_at = isinstance(found, PeerLostError), time.time()
         if self.beacons is None:
             return found
-        self.beacons.tell(
-            (
-                f"{type(found).__name__}: {found}"
-                if sentence is None and not isinstance(found, TfdistError)
-                else str(found)
-            ),
-            secondary=lost,
-        )
+        unexpected = sentence is None and not isinstance(found, TfdistError)
+        self.beacons.tell(f"{type(found).__name__}: {found}" if unexpected else str(found), secondary=lost)
         if lost:
-            words = self.beacons.first_error(_WORDS_SECONDS)
-            if words and not words.secondary:
-                return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
-            more = (
-                f" Before, {self.cluster.name(words.rank)} said: {words.error.partition(' Look at')[0]}"
-                if words and words.error_time < told
-                else ""
-            )
-            if silent := self.beacons.silent():
-                more += f" Silent: {'; '.join(map(self.beacons.describe, silent))}."
-            found = PeerLostError(f"{found}{more}")
-        elif isinstance(found, TfdistError) and found.exit_code not in RESTARTABLE:
+            return self._lost_peer(str(found), found_at, self.beacons)
+        if isinstance(found, TfdistError) and found.exit_code not in RESTARTABLE:
             # Most such errors are verdicts on what a collective brought (flags that differ, weights that do): who
             # leaves at once takes it from those that are still receiving, and they would end as if they had lost a
             # peer.
             self.beacons.wait_for_errors(_VERDICT_SECONDS)
         return found
 
+    def _lost_peer(self, sentence: str, found_at: float, beacons: Beacons) -> PeerLostError:
+        """What the lost peer, or another, has said of it."""
+        words = beacons.first_error(_WORDS_SECONDS)
+        if words and not words.secondary:
+            return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
+        if words and words.error_time < found_at:
+            said = words.error.partition(" Look at")[0]
+            sentence += f" Before, {self.cluster.name(words.rank)} said: {said}"
+        if silent := beacons.silent():
+            sentence += f" Silent: {'; '.join(map(beacons.describe, silent))}."
+        return PeerLostError(sentence)
+
     def close(self) -> None:
-        """Ends the watch; the run has ended well, or the process goes on."""
+        """Ends the watch."""
         self.watchdog.close()
         if self.beacons:
             self.beacons.close()
@@ -134,7 +138,7 @@ class HealthMonitor:
         os._exit(ExitCode.HANG)
 
     def _blame(self, ranks: list[int] | None) -> str:
-        if ranks is None:
+        if ranks is None or self.beacons is None:
             return "the stack is above."
         if not ranks:
             return "no worker is behind the others; compare the stacks in their logs."

@@ -1,16 +1,12 @@
-"""A run's snapshots and backups: what it goes on from, what it leaves, and the way back from bad numbers.
-
-Every worker has one, so that all restore together. Only the chief touches the files, unless the state is spread over a
-mesh and all workers see the same folder: then everyone writes and reads its own part (artifacts/parts.py).
+"""The state of a run that outlives its processes: what it goes on from, what it leaves, and the way back from bad
+numbers. Every worker has one, so that all restore together.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,75 +15,49 @@ import numpy as np
 
 from tfdist import flags
 from tfdist.artifacts import restore, state
-from tfdist.artifacts.backup import BackupAndRestore
-from tfdist.artifacts.parts import PartedStore
-from tfdist.artifacts.policy import Retention, TimePolicy
-from tfdist.artifacts.store import Snapshot, SnapshotStore
-from tfdist.artifacts.writer import SnapshotWriter
+from tfdist.artifacts.policy import TimePolicy
+from tfdist.artifacts.store import Snapshot
 from tfdist.build import Job
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError, DivergedError
 from tfdist.control.faults import Faults
-from tfdist.control.membership import Member
-from tfdist.control.signals import SignalRequests
 from tfdist.run.agreement import broadcast_json
+from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
+from tfdist.run.snapshot_files import SnapshotFiles
 from tfdist.runtime.weight_check import check_weights
 from tfdist.telemetry.timer import Clock
 
-_LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written is worth this wait
-_LAST_PART_SECONDS = 2.0  # and for the part of a worker that may be gone, this
-
 
 @dataclass(frozen=True)
-class Copy:
-    """The state of a run at a step, in host memory; what a snapshot is on disk."""
+class _Found:
+    """What the chief has chosen to go on from.
 
-    step: int
-    arrays: Mapping[str, np.ndarray]
-    manifest: Mapping[str, Any]
+    manifest: None: there is nothing. in_parts: every worker reads its part. arrays: on the chief, unless in parts.
+    """
 
+    messages: list[str]
+    manifest: dict[str, Any] | None = None
+    in_parts: bool = False
+    arrays: Mapping[str, np.ndarray] | None = None
 
-@dataclass
-class Memory:
-    """What the process of a worker keeps while it leaves one group of workers and joins another (elastic.py)."""
-
-    member: Member
-    signals: SignalRequests
-    copy: Copy | None = None
-    time_policy: TimePolicy | None = None  # so that a new group does not begin to count anew
+    def without_arrays(self) -> dict[str, Any]:
+        """What the other workers need to know of it; JSON."""
+        return {"messages": self.messages, "manifest": self.manifest, "in_parts": self.in_parts}
 
 
 class Recovery:
-    """The state of a run that outlives its processes."""
+    """See above. `evaluation`: the last one, which snapshots keep; `losses`: of the log lines."""
 
-    def __init__(self, job: Job, folder: Path, clock: Clock, faults: Faults, memory: Memory | None = None):
+    def __init__(self, job: Job, folder: Path, clock: Clock, faults: Faults, memory: WorkerMemory | None = None):
         checkpoint = job.config.checkpoint
         self.job, self.config, self.runtime, self.clock, self.faults = job, job.config, job.runtime, clock, faults
         self.chief = self.runtime.rank == 0
         self.state = job.state or state.WholeState(state.collect(job.model, job.optimizer, job.step.variables))
         self.is_copied = self.runtime.size > 1 or self.runtime.replicas > 1  # there is more than one copy of something
-        self.store = SnapshotStore(str(folder / "checkpoints"), lambda step: faults.at("save", step))
-        self.in_parts = False
+        self.files = SnapshotFiles(folder, checkpoint, faults, writes=self.chief)
         if job.state and self.runtime.size > 1:
-            self._share_folder()
-        retention = Retention(checkpoint.keep, checkpoint.keep_every, checkpoint.keep_best) if self.chief else None
-        self.writer = None
-        if self.chief or self.in_parts:
-            self.writer = SnapshotWriter(
-                self.store, retention, asynchronous=checkpoint.async_save, attempts=1 if self.in_parts else 2
-            )
-        self.backup = None
-        if checkpoint.backup_dir:
-            self.backup = BackupAndRestore(
-                checkpoint.backup_dir,
-                checkpoint.backup_every or "epoch",
-                checkpoint.double_backup,
-                checkpoint.delete_backup,
-                writes=self.chief,
-            )
-        for store in filter(None, (self.store, self.backup and self.backup.store)):
-            store.required = restore.REQUIRED
-        self.memory = memory
+            self.files.share(self.runtime, self.config.cluster.save_timeout)
+        self._own_parts = job.state if self.files.in_parts else None  # what this worker writes and reads of a snapshot
         self.time_policy = memory.time_policy if memory and memory.time_policy else TimePolicy(checkpoint.save_minutes)
         if memory:
             memory.time_policy = self.time_policy
@@ -99,28 +69,6 @@ class Recovery:
         self._skipped = 0  # samples that rollbacks have passed over
         self._rollbacks = 0
 
-    def _share_folder(self) -> None:
-        """Writing in parts, if every worker sees what the chief writes. A collective."""
-        directory = Path(self.store.directory)
-        token = broadcast_json(self.runtime, {"token": uuid.uuid4().hex[:8]})["token"]
-        mark = directory / f".seen-by-all-{token}"
-        if self.chief and self.store.local:
-            directory.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        self.runtime.barrier()
-        self.in_parts = bool(self.runtime.all_gather(np.array([mark.exists()], np.int32)).all())
-        if self.chief:
-            mark.unlink(missing_ok=True)
-        if self.in_parts:
-            self.store = PartedStore(
-                self.store.directory,
-                self.store.before_commit,
-                self.runtime.rank,
-                self.runtime.size,
-                token,
-                self.config.cluster.save_timeout or math.inf,
-            )
-
     def position(self, step: int) -> int:
         """Samples consumed when `step` steps are done."""
         return step * self.job.plan.global_batch + self._skipped
@@ -130,83 +78,82 @@ class Recovery:
 
     # -- going on --------------------------------------------------------------------------------------------------
 
-    def restore(self, config: Config | None = None, copy: Copy | None = None) -> tuple[list[str], int]:
-        """Restores from the chief's choice (the chief's `copy`, if it has one), or leaves everything as it is. A
+    def restore(
+        self, config: Config | None = None, checkpoint: InMemoryCheckpoint | None = None
+    ) -> tuple[list[str], int]:
+        """Restores from the chief's choice (the chief's `checkpoint`, if it has one), or leaves everything as it is. A
         collective.
 
         Returns messages and the step to go on from. Raises CheckpointError on all workers.
         """
+        chosen = _Found([])
         message: dict[str, Any] = {}
-        arrays = None
         self.faults.at("restore", 0)
         if self.chief:
             try:
-                message, arrays = self._recall(copy) if copy else self._choose(config or self.config)
+                chosen = self._recall(checkpoint) if checkpoint else self._choose(config or self.config)
+                message = chosen.without_arrays()
             except CheckpointError as error:
                 message = {"error": str(error)}  # all must end, and say why
         message = broadcast_json(self.runtime, message)
         if "error" in message:
             raise CheckpointError(message["error"])
-        messages, manifest = message["messages"], message["manifest"]
-        if manifest is None:
-            return messages, 0
-        if message["in_parts"]:
-            self.state.read(Snapshot(self.store.path(manifest["step"]), manifest["step"], manifest).prefix)
-            return messages + self._adopt(manifest), manifest["step"]
+        found = _Found(**message, arrays=chosen.arrays)
+        if found.manifest is None:
+            return found.messages, 0
+        step = found.manifest["step"]
+        if self._own_parts and found.in_parts:
+            self._own_parts.read(Snapshot(self.files.store.path(step), step, found.manifest).prefix)
+        else:
+            self._take_over(found.arrays)
+        return found.messages + self._adopt(found.manifest), step
+
+    def _take_over(self, arrays: Mapping[str, np.ndarray] | None) -> None:
+        """Gives all workers the arrays of the chief."""
         if arrays is not None:
             arrays = self.state.fitted(arrays)
         else:
             arrays = {key: np.zeros(shape, dtype) for key, (_, shape, dtype) in self.state.table().items()}
         keys = sorted(arrays)
         self.state.assign(dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
-        return messages + self._adopt(manifest), manifest["step"]
 
-    def _recall(self, copy: Copy) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
+    def _recall(self, checkpoint: InMemoryCheckpoint) -> _Found:
         """The chief's part, from memory."""
-        before, size = copy.manifest["workers"], self.runtime.size
-        return {
-            "messages": [
-                f"went on from memory: step {copy.step}, {copy.manifest['consumed']:,} samples consumed, by {before}"
-                f" workers before, now {size}"
-            ],
-            "manifest": {**copy.manifest, "in_memory": True},
-            "in_parts": False,
-        }, copy.arrays
+        message = (
+            f"went on from memory: step {checkpoint.step}, {checkpoint.manifest['consumed']:,} samples consumed, by"
+            f" {checkpoint.manifest['workers']} workers before, now {self.runtime.size}"
+        )
+        return _Found([message], {**checkpoint.manifest, "in_memory": True}, arrays=checkpoint.arrays)
 
-    def _choose(self, config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
-        """The chief's part: (messages and manifest for all, arrays)."""
-        self.store.clean()
-        snapshot, messages = restore.choose(self.store, config, self.backup and self.backup.store)
+    def _choose(self, config: Config) -> _Found:
+        """The chief's part, from files."""
+        files = self.files
+        files.store.clean()
+        snapshot, messages = restore.choose(files.store, config, files.backup and files.backup.store)
         if snapshot is None:
-            return {"messages": messages, "manifest": None}, None
-        for store in filter(None, (self.store, self.backup and self.backup.store)):
+            return _Found(messages)
+        for store in files.stores():
             store.set_aside_damaged()
-        self.state.check(self.store.table(snapshot))
-        in_parts = self.in_parts and snapshot.path == self.store.path(
-            snapshot.step
-        )  # a backup is on the chief's machine alone
-        arrays = None if in_parts else self.store.read(snapshot)
+        self.state.check(files.store.table(snapshot))
+        # A backup is on the chief's machine alone.
+        in_parts = files.in_parts and snapshot.path == files.store.path(snapshot.step)
         manifest, size = snapshot.manifest, self.runtime.size
         change = f", written by {manifest['workers']} workers, now {size}" if manifest["workers"] != size else ""
         messages.append(
             f"resumed from {snapshot.path}: step {manifest['step']}, {manifest['consumed']:,} samples consumed{change}"
         )
-        return {"messages": messages, "manifest": dict(manifest), "in_parts": in_parts}, arrays
+        return _Found(messages, dict(manifest), in_parts, None if in_parts else files.store.read(snapshot))
 
     def _adopt(self, manifest: Mapping[str, Any]) -> list[str]:
         """Checks a restored snapshot against its manifest and takes over what is not a variable. Returns messages."""
-        step, plan = int(self.job.step.counter.numpy()), self.job.plan
+        step, plan, split = int(self.job.step.counter.numpy()), self.job.plan, self.job.train_split
         restore.check_consistency(manifest, step, plan.global_batch)
         warning = restore.check_learning_rate(manifest, self.learning_rate(), self.config.digest())
         self.clock.restore(manifest["clock"])
         self.losses = restore.LossContinuity(manifest.get("losses", ()))
-        split, replicas = (
-            self.job.train_split,
-            manifest["replicas"],
-        )  # a manifest without a cut is of a version that always cut
-        self.stream_cut = manifest.get(
-            "stream_cut", replicas if split.size is None and replicas <= split.stream_shards else 1
-        )
+        replicas = manifest["replicas"]  # a manifest without a cut is of a version that always cut
+        always = replicas if split.size is None and replicas <= split.stream_shards else 1
+        self.stream_cut = manifest.get("stream_cut", always)
         state.restore_generator_states(manifest["generators"])
         # With another global batch (allowed by --allow_config_change) the position stays where it was.
         self._skipped = manifest["consumed"] - step * plan.global_batch
@@ -230,14 +177,12 @@ class Recovery:
             )
         self._rollbacks += 1
         position = self.position(step)
-        if self.writer:
-            self.writer.wait()
+        self.files.finish()
         messages, restored = self.restore(self.config.replace(resume="auto"))
         passed = position - self.position(restored)
         self._skipped += passed
-        self._saved_step = (
-            self._copied_step
-        ) = -1  # the snapshot, and the copy, of this step lead back to the bad batches
+        # The snapshot, and the copy, of this step lead back to the bad batches.
+        self._saved_step = self._copied_step = -1
         messages.append(
             f"NaN or infinite values before step {step}: went back to step {restored} and past {passed:,} samples,"
             f" which are not trained on (rollback {self._rollbacks} of {limit})"
@@ -255,30 +200,32 @@ class Recovery:
         self.settle_statistics()
         if self.is_copied:  # a snapshot of weights that differ would keep the damage
             check_weights(self.runtime, self.state.held(), f"at step {step}")
-        arrays = (
-            self.state.to_shards()
-            if self.in_parts
-            else self.state.to_host(wanted=self.chief, into=self.writer.recycled() if self.writer else None)
-        )
-        if self.writer:
-            self.writer.save(step, arrays, self._manifest_fields(step))
+        writer = self.files.writer
+        if self._own_parts:
+            arrays = self._own_parts.to_shards()
+        else:
+            arrays = self.state.to_host(wanted=self.chief, into=writer.recycled() if writer else None)
+        if writer:
+            writer.save(step, arrays, self._manifest_fields(step))
 
-    def copy(self, step: int, now: bool = False) -> None:
+    def copy(self, step: int, memory: WorkerMemory, now: bool = False) -> None:
         """A copy in this worker's memory, if it is time for one, or `now`. On all workers."""
-        if self._copied_step >= 0 and step - self._copied_step < (
-            1 if now else max(1, self.config.checkpoint.elastic_commit_every)
-        ):
+        period = 1 if now else max(1, self.config.checkpoint.elastic_commit_every)
+        if self._copied_step >= 0 and step - self._copied_step < period:
             return
         self._copied_step = step
         self.settle_statistics()
-        self.memory.copy = Copy(step, self.state.to_host(), {**self._manifest_fields(step), "step": step})
+        manifest = {**self._manifest_fields(step), "step": step}
+        memory.checkpoint = InMemoryCheckpoint(step, self.state.to_host(), manifest)
 
     def back_up(self, step: int) -> None:
         """A backup. On all workers."""
+        backup = self.files.backup
+        assert backup
         self.settle_statistics()
-        arrays = self.state.to_host(wanted=self.chief, into=self.backup.writer.recycled() if self.chief else None)
+        arrays = self.state.to_host(wanted=self.chief, into=backup.writer.recycled() if self.chief else None)
         if self.chief:
-            self.backup.back_up(step, arrays, self._manifest_fields(step))
+            backup.back_up(step, arrays, self._manifest_fields(step))
 
     def weights(self) -> dict[str, np.ndarray]:
         """key -> array of each of the model's variables, with the moving averages if there are any: on the chief.
@@ -290,7 +237,7 @@ class Recovery:
 
     def backup_period(self) -> int:
         """Steps between two backups; 0: none."""
-        if self.backup is None:
+        if self.files.backup is None:
             return 0
         size = self.job.train_split.size
         return self.config.checkpoint.backup_every or (math.ceil(size / self.job.plan.global_batch) if size else 0)
@@ -302,9 +249,8 @@ class Recovery:
         variables = [
             variable.value for variable in self.job.model.non_trainable_variables if variable.dtype == "float32"
         ]
-        for variable, value in zip(
-            variables, self._of_the_first([variable.numpy() for variable in variables]), strict=True
-        ):
+        values = self._of_the_first([variable.numpy() for variable in variables])
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
     def _of_the_first(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
@@ -316,33 +262,6 @@ class Recovery:
         if not firsts.any():
             return self.runtime.broadcast(arrays)
         return [self.runtime.all_gather(array)[first] for array in arrays]
-
-    def messages(self) -> Iterator[tuple[str, dict]]:
-        """What the writers have to say: ("save", "backup" or "warning", values)."""
-        if self.chief:
-            yield from self.writer.messages()
-        if self.backup:
-            for kind, values in self.backup.writer.messages():
-                quiet = {name: value for name, value in values.items() if name != "message"}  # there are many
-                yield ("backup", quiet) if kind == "save" else (kind, values)
-
-    def finish(self) -> str:
-        """Waits for the last write. Returns why the last snapshot could not be written, or ""."""
-        if self.writer is None:
-            return ""
-        self.writer.wait()
-        return self.writer.last_failure
-
-    def give_up(self) -> None:
-        """After an error: what is being written gets the time to be committed."""
-        if self.in_parts:
-            self.store.give_up_at = time.monotonic() + _LAST_PART_SECONDS
-        for writer in self._writers():
-            with contextlib.suppress(Exception):
-                writer.wait(_LAST_WRITE_SECONDS)
-
-    def _writers(self) -> list[SnapshotWriter]:
-        return [writer for writer in (self.writer, self.backup and self.backup.writer) if writer]
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         return {

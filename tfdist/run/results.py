@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,42 @@ from tfdist.artifacts.export import export_model
 from tfdist.build import Job
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.models.build_model import build_model
+from tfdist.run.recovery import Recovery
 from tfdist.telemetry import plot, summary
 from tfdist.telemetry.events import Event, Observer
+from tfdist.telemetry.timer import Clock
+from tfdist.training.loop import TrainResult
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the session knows of a run that has finished. `trainer`: what the trainer says of it."""
+
+    result: TrainResult
+    verdict: str
+    attempts: int
+    clock: Clock
+    trainer: Mapping[str, Any]
+
+
+def run_summary(job: Job, recovery: Recovery, figures: Figures) -> dict[str, Any]:
+    """The values of the summary that tell of the training."""
+    result, clock, losses = figures.result, figures.clock, recovery.losses.losses
+    samples = result.step * job.plan.global_batch
+    return {
+        "steps": result.step,
+        "workers": job.runtime.size,
+        "samples": samples,
+        "attempts": figures.attempts,
+        "train_s": clock.seconds,
+        "samples_per_s": samples / max(clock.seconds, 1e-9),
+        "pauses_s": dict(clock.pauses),
+        **({"train/loss": losses[-1]} if losses else {}),
+        **{f"eval/{name}": value for name, value in result.evaluation.items()},
+        "verdict": figures.verdict,
+        **({"snapshots": asdict(recovery.files.writer.stats)} if recovery.files.writer else {}),
+        **figures.trainer,
+    }
 
 
 def leave_results(

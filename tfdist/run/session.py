@@ -7,348 +7,286 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-import uuid
-from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
 
 from tfdist import build, flags
-from tfdist.artifacts.status import read_status, write_status
+from tfdist.artifacts.run_folder import run_folder
+from tfdist.artifacts.status import write_status
+from tfdist.build import Job
 from tfdist.config import Config, parse_profile_steps
 from tfdist.control import lease
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
+from tfdist.control.signals import SignalRequests
 from tfdist.run import results
-from tfdist.run.agreement import broadcast_json, must_agree
+from tfdist.run.agreement import RunIdentity, identify, must_agree
+from tfdist.run.announcement import Announcement
 from tfdist.run.diagnosis import Diagnosis
 from tfdist.run.health import BETWEEN_STEPS, HealthMonitor
+from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.jit_tune import tuned
-from tfdist.run.recovery import Memory, Recovery
+from tfdist.run.opened import Opened
+from tfdist.run.recovery import Recovery
+from tfdist.run.session_hooks import SessionHooks
+from tfdist.run.trainer import LocalTrainer, Trainer, TrainerInputs
+from tfdist.runtime.base import Runtime
 from tfdist.runtime.weight_check import check_weights
-from tfdist.telemetry.events import Event
-from tfdist.telemetry.jsonl import next_attempt
+from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.observers import build_observers
-from tfdist.telemetry.timer import Clock, process_seconds
+from tfdist.telemetry.timer import Clock
 from tfdist.telemetry.trackers import Run
-from tfdist.training.log_interval import Watch
-from tfdist.training.loop import LoopHooks, TrainResult, train
-from tfdist.training.model_rates import make_rates
-from tfdist.training.requests import Requests
-from tfdist.training.traced_schedule import TracedSchedule
+from tfdist.training.loop import TrainResult, train
+from tfdist.training.loop_schedule import LoopSchedule
 
 
 class GroupChange(Exception):
     """All workers have left their group in order, so that another can be formed (elastic.py)."""
 
 
-def run(
-    config: Config, cluster: Cluster, command: str, memory: Memory | None = None, began: float | None = None
-) -> ExitCode:
-    """Trains as one worker of `cluster`; returns how it ended. Raises TfdistError subclasses with their sentence.
+@dataclass(frozen=True)
+class Start:
+    """What a worker begins a run with.
 
-    memory: of a process that may be in several groups of workers, one after the other; then also raises GroupChange.
+    memory: of a process that may be in several groups of workers, one after the other.
     began: since when peers have been waited for (time.monotonic()).
+    watched: whom the health monitor watches; None: the cluster.
     """
-    with (
-        lease.held(build.run_folder(config), lease.job_identity(os.environ, cluster))
-        if cluster.is_chief
-        else contextlib.nullcontext()
-    ):
-        return _run(config, cluster, command, memory, began)
+
+    config: Config
+    cluster: Cluster
+    command: str
+    memory: WorkerMemory | None = None
+    began: float | None = None
+    watched: Cluster | None = None
+    make_trainer: Callable[[TrainerInputs], Trainer] = LocalTrainer
 
 
-def _run(config: Config, cluster: Cluster, command: str, memory: Memory | None, began: float | None) -> ExitCode:
-    monitor = HealthMonitor(config, cluster, memory.signals if memory else None)
-    session = None
-    try:
-        session = Session(config, cluster, command, monitor, memory, began)
-        return session.run()
-    except GroupChange:
-        raise
-    except Exception as error:
-        found = monitor.failed(error)
-        if session:
-            session.give_up(found)
-        if memory:  # the process goes on; else it is watched to its end
-            monitor.close()
-        if found is error:
-            raise
-        raise found from error
+def run(start: Start) -> ExitCode:
+    """Trains as one worker of a cluster; returns how it ended. Raises TfdistError subclasses with their sentence; and
+    GroupChange, in a process with a memory.
+    """
+    with contextlib.ExitStack() as held:
+        if start.cluster.is_chief:
+            job = lease.job_identity(os.environ, start.cluster)
+            held.enter_context(lease.held(run_folder(start.config), job))
+        return Session(start).run()
 
 
 class Session:
-    """The state of one worker's run beyond the job itself."""
+    """One worker's run. Nothing is opened before `run`, and nothing is open after it."""
 
-    def __init__(
-        self,
-        config: Config,
-        cluster: Cluster,
-        command: str,
-        monitor: HealthMonitor,
-        memory: Memory | None = None,
-        began: float | None = None,
-    ):
-        started, imported_s = time.monotonic(), process_seconds()
-        self.monitor, self.memory = monitor, memory
-        self.folder = build.run_folder(config)
-        runtime = build.start_runtime(config, cluster, began)
+    # Each phase of `run` sets some.
+    monitor: HealthMonitor
+    runtime: Runtime
+    signals: SignalRequests
+    job: Job
+    config: Config  # resolved
+    chief: bool
+    diagnosis: Diagnosis
+    recovery: Recovery
+    first_step: int
+    identity: RunIdentity
+    observer: FanOut
+    trainer: Trainer
+    hooks: SessionHooks
+
+    def __init__(self, start: Start):
+        self.start, self.memory, self.config = start, start.memory, start.config
+        self.folder, self.announcement = run_folder(start.config), Announcement()
+        self.clock, self.opened = Clock(), Opened()
+        self._in_order = False  # this worker leaves together with the others
+
+    def run(self) -> ExitCode:
+        """See the function `run`."""
+        watched = self.start.cluster if self.start.watched is None else self.start.watched
+        monitor = self.monitor = HealthMonitor(self.config, watched, self.memory.signals if self.memory else None)
+        try:
+            self._start_runtime()
+            self._compose()
+            self._restore()
+            self._observe()
+            self._make_trainer()
+            result = self._train()
+            if result.left and self.memory:
+                self._leave(result.step, self.memory)
+            return self._finish(result)
+        except GroupChange:
+            raise
+        except Exception as error:
+            found = monitor.failed(error)
+            self.opened.fail(found)
+            if found is error:
+                raise
+            raise found from error
+        finally:
+            self.opened.close()
+            monitor.close()
+
+    # -- phases ----------------------------------------------------------------------------------------------------
+
+    def _start_runtime(self) -> None:
+        self.runtime = build.start_runtime(self.config, self.start.cluster, self.start.began)
+        self.opened.callback(self._close_runtime)
+        self.opened.callback(self.monitor.close)  # before the runtime: that may wait for the others for a while
         # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
-        self.signals = monitor.signals()
-        monitor.connect(runtime)
+        self.signals = self.monitor.signals()
+        self.monitor.connect(self.runtime)
+
+    def _compose(self) -> None:
+        config, cluster = self.start.config, self.start.cluster
         # Before the data: other flags may mean other data, and again when all of them are known.
-        must_agree(runtime, "configuration", config.digest(), "give all workers the same flags")
+        self._agree_on(config)
         limits = build.memory_limits(cluster)
-        config, xla = tuned(config, runtime, self.folder, limits) if config.model.jit_tune else (config, "")
-        self.job = build.compose(config, runtime, limits)
+        if config.model.jit_tune:
+            config, self.announcement.xla = tuned(config, self.runtime, self.folder, limits)
+        self.job = build.compose(config, self.runtime, limits)
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
-        self.clock = Clock()
-        self.watch = Watch(
-            self.clock,
-            self.runtime.rank,
-            self.runtime.all_gather,
-            self.job.step.splits,
-            config.cluster.straggler_factor,
-        )
-        self._agree_on_configuration()
-        self.recovery = Recovery(self.job, self.folder, self.clock, monitor.faults, memory)
-        restoring = time.monotonic()
-        with monitor.watchdog.section("restore"):
-            messages, self.first_step = self.recovery.restore(copy=memory.copy if memory else None)
-        restored = time.monotonic()
+        self._agree_on(self.config)
+
+    def _agree_on(self, config: Config) -> None:
+        """Workers with different flags would train different models, on each other's gradients."""
+        must_agree(self.runtime, "configuration", config.digest(), "give all workers the same flags")
+
+    def _restore(self) -> None:
+        self.recovery = Recovery(self.job, self.folder, self.clock, self.monitor.faults, self.memory)
+        self.opened.on_failure(lambda error: self.recovery.files.give_up())
+        self.announcement.built()
+        with self.monitor.watchdog.section("restore"):
+            messages, self.first_step = self.recovery.restore(checkpoint=self.memory and self.memory.checkpoint)
+        self.announcement.restored(messages)
         check_weights(self.runtime, self.recovery.state.held(), "at the start")
+        self.identity = identify(self.runtime, self.folder)
+        self.recovery.run_id = self.identity.run_id
+
+    def _observe(self) -> None:
+        identity, size = self.identity, self.job.train_split.size
+        run = Run(
+            self.folder,
+            identity.run_id,
+            identity.attempt,
+            self.first_step,
+            self.runtime.rank,
+            self.start.cluster.local_rank,
+            self.config.flat(),
+            weights=lambda: {variable.path: variable.numpy() for variable in self.job.model.trainable_variables},
+            step=self._counter,
+        )
+        epoch = size / self.job.plan.global_batch if size else None
+        self.observer = build_observers(
+            self.config.telemetry, run, total_steps=self.config.run.steps, steps_per_epoch=epoch
+        )
+        self.opened.callback(self.observer.close)
+        self.opened.on_failure(self._tell_of_failure)
         self.diagnosis = Diagnosis(
             self.job,
             self.recovery,
             self.first_step,
-            lambda message: self.observer(Event("warning", int(self.job.step.counter.numpy()), {"message": message})),
-        )
-        self.run_id, self.attempt = self._identify()
-        self.recovery.run_id = self.run_id
-        size = self.job.train_split.size
-        self.observer = build_observers(
-            self.config.telemetry,
-            Run(
-                self.folder,
-                self.run_id,
-                self.attempt,
-                self.first_step,
-                self.runtime.rank,
-                cluster.local_rank,
-                self.config.flat(),
-                weights=lambda: {variable.path: variable.numpy() for variable in self.job.model.trainable_variables},
-                step=lambda: int(self.job.step.counter.numpy()),
-            ),
-            total_steps=self.config.run.steps,
-            steps_per_epoch=size / self.job.plan.global_batch if size else None,
+            lambda message: self.observer(Event("warning", self._counter(), {"message": message})),
         )
         if self.chief:
-            flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, command)
-            write_status(self.folder, "running", self.run_id)
-        self.observer(
-            Event(
-                "start",
-                self.first_step,
-                {
-                    "message": (
-                        f"{cluster.describe()}; {self.runtime.name}; {self.job.plan.describe()};"
-                        f" {self.job.model.count_params():,} parameters; run folder {self.folder}{xla and '; '}{xla}"
-                    ),
-                    "parameters": self.job.model.count_params(),
-                    "config_digest": self.config.digest(),
-                    "replicas": self.runtime.replicas,
-                    "workers": self.runtime.size,
-                    "import_s": imported_s,
-                    "build_s": restoring - started,
-                    "restore_s": restored - restoring,
-                    "startup_s": process_seconds(),
-                    "flags": (self.folder / flags.FLAGS_FILE).read_text() if self.chief else "",
-                    **results.source_info(self.job),
-                },
-            )
+            flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, self.start.command)
+            write_status(self.folder, "running", identity.run_id)
+        for event in self.announcement.events(self.start.cluster, self.job, self.folder, self.first_step):
+            self.observer(event)
+
+    def _make_trainer(self) -> None:
+        loop, checkpoint = self.config.loop, self.config.checkpoint
+        schedule = LoopSchedule(
+            self.config.run.steps,
+            loop.log_every,
+            loop.eval_every,
+            checkpoint.save_every,
+            self.recovery.backup_period(),
+            loop.steps_per_loop,
+            bool(checkpoint.keep_best),
+            parse_profile_steps(self.config.telemetry.profile_steps),
         )
-        for message in messages:
-            self.observer(Event("restore", self.first_step, {"message": message}))
-        for message in self.job.warnings:
-            self.observer(Event("warning", self.first_step, {"message": message}))
-
-    def _agree_on_configuration(self) -> None:
-        """Workers with different flags would train different models, on each other's gradients."""
-        must_agree(self.runtime, "configuration", self.config.digest(), "give all workers the same flags")
-
-    def _identify(self) -> tuple[str, int]:
-        """(run id, attempt): one id over all restarts and ranks."""
-        identity = {}
-        if self.chief:
-            log = self.folder / "logs" / "rank-0.jsonl"
-            previous = read_status(self.folder).get("run_id")
-            identity = {"run_id": previous or uuid.uuid4().hex[:12], "attempt": next_attempt(log)}
-        identity = broadcast_json(self.runtime, identity)
-        return identity["run_id"], identity["attempt"]
-
-    # -- train -----------------------------------------------------------------------------------------------------
-
-    def run(self) -> ExitCode:
-        loop, checkpoint, recovery = self.config.loop, self.config.checkpoint, self.recovery
-        evaluator = self.job.evaluator()
-        if loop.on_nan == "rollback" and self.first_step == 0:
-            recovery.save(0)  # so that there is something to go back to
-        parts = LoopHooks(
-            step=self.job.step,
-            iterators=(
-                self.job.iterators(recovery.position(self.first_step), recovery.stream_cut)
-                if self.first_step < self.config.run.steps
-                else []
-            ),
-            schedule=TracedSchedule(
-                self.config.run.steps,
-                loop.log_every,
-                loop.eval_every,
-                checkpoint.save_every,
-                recovery.backup_period(),
-                loop.steps_per_loop,
-                bool(checkpoint.keep_best),
-                traced=parse_profile_steps(self.config.telemetry.profile_steps),
-            ),
-            global_batch=self.job.plan.global_batch,
-            position=recovery.position,
-            clock=self.clock,
-            observer=self._observe,
-            told=lambda: {"train/learning_rate": recovery.learning_rate(), **self.job.step.update.figures()},
-            evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
-            save=recovery.save,
-            backup=recovery.back_up,
-            requests=self._requests,
-            section=self._section,
-            rollback=self._rollback if loop.on_nan == "rollback" else None,
-            rates=make_rates(self.config, self.runtime, self.job.model, self.job.train_split),
-            watch=self.watch,
+        self.trainer = self.start.make_trainer(
+            TrainerInputs(self.job, self.first_step, schedule, self.recovery.position, self.clock, self.observer)
         )
+        self.opened.callback(self.trainer.close)
+        self.monitor.explain_with(self.trainer.cause)
+        self.hooks = SessionHooks(
+            self.job,
+            self.recovery,
+            self.trainer,
+            self.diagnosis,
+            self.observer,
+            self.monitor,
+            self.signals,
+            self.clock,
+            self.memory,
+        )
+
+    def _train(self) -> TrainResult:
+        if self.config.loop.on_nan == "rollback" and self.first_step == 0:
+            self.recovery.save(0)  # so that there is something to go back to
+        hooks = self.hooks.for_loop(self.first_step)
         self.monitor.watchdog.enter(BETWEEN_STEPS)
         with self.diagnosis.naming():
-            ending = train(parts, self.first_step)
-        if ending.left:
-            self._leave(ending.step)
-        return self._finish(ending)
-
-    @contextlib.contextmanager
-    def _section(self, name: str) -> Iterator[None]:
-        """What this worker is doing: for the watchdog, and for observers that follow it."""
-        with self.monitor.watchdog.section(name), self.observer.section(name):
-            yield
-
-    def _evaluate(self, evaluator) -> dict[str, float]:
-        self.recovery.settle_statistics()
-        with self.diagnosis.naming(evaluated=True):
-            found = self.recovery.evaluation = evaluator()
-        self.diagnosis.evaluated(found)
-        return found
-
-    def _observe(self, event: Event) -> None:
-        self.observer(event)
-        if event.kind == "train":
-            self.diagnosis.observed(event)
-        if event.kind == "train" and (sentence := self.recovery.losses.add(event.values["train/loss"])):
-            self.observer(Event("warning", event.step, {"message": sentence}))
-
-    def _rollback(self, step: int) -> tuple[int, list]:
-        found = self.diagnosis.flaws()
-        messages, restored = self.recovery.rollback(step)
-        for message in filter(None, [*messages, found]):
-            self.observer(Event("warning", restored, {"message": message}))
-        return restored, self.job.iterators(self.recovery.position(restored), self.recovery.stream_cut)
-
-    def _requests(self, step: int) -> Requests:
-        """What this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""
-        self.monitor.faults.at("step", step)
-        self.diagnosis.called_at = step
-        self._tell_of_saves(step)
-        save, self.signals.save = self.signals.save or (self.chief and self.recovery.time_policy.due()), False
-        if self.memory is None:
-            return Requests(save, self.signals.stop)
-        self.recovery.copy(step)
-        return Requests(save, self.signals.stop, self.memory.member.leave)
-
-    def _tell_of_saves(self, step: int) -> None:
-        for kind, values in self.recovery.messages():
-            self.observer(Event(kind, step, values))
+            return train(hooks, self.first_step)
 
     # -- end -------------------------------------------------------------------------------------------------------
 
-    def _finish(self, ending: TrainResult) -> ExitCode:
-        with self._section("save"):
-            if self.config.checkpoint.save_final and not ending.stopped:
-                self.recovery.save(ending.step)
-            unwritten = self.recovery.finish()
-            self._tell_of_saves(ending.step)
-            verdict = self.watch.verdicts.final()
+    def _finish(self, result: TrainResult) -> ExitCode:
+        with self.hooks.section("save"):
+            if self.config.checkpoint.save_final and not result.stopped:
+                self.hooks.save(result.step)
+            unwritten = self.recovery.files.finish()
+            self.hooks.tell_of_saves(result.step)
+            verdict = self.trainer.watch.verdicts.final() if self.trainer.watch else ""
             if self.chief and verdict:
-                self.observer(Event("verdict", ending.step, {"message": verdict, "final": True}))
-            weights = {} if ending.stopped or self.config.export.export == "none" else self.recovery.weights()
-            if not ending.stopped and self.chief:
-                results.leave_results(
-                    self.job, weights, self.folder, self.observer, ending.step, self._summary(ending, verdict)
-                )
-                write_status(self.folder, "finished", self.run_id)
-            self.observer(
-                Event(
-                    "end",
-                    ending.step,
-                    {
-                        "stopped": ending.stopped,
-                        "train_s": self.clock.seconds,
-                        **{f"eval/{name}": value for name, value in ending.evaluation.items()},
-                    },
-                )
-            )
+                self.observer(Event("verdict", result.step, {"message": verdict, "final": True}))
+            if not result.stopped:
+                self._leave_results(result, verdict)
+            evaluation = {f"eval/{name}": value for name, value in result.evaluation.items()}
+            ended = {"stopped": result.stopped, "train_s": self.clock.seconds, **evaluation}
+            self.observer(Event("end", result.step, ended))
             self.runtime.barrier()
-        if self.recovery.backup and not ending.stopped and not unwritten:
-            self.recovery.backup.delete()
-        self.observer.close()
-        self.monitor.close()
-        self.runtime.close()
+        if not result.stopped and not unwritten:
+            self.recovery.files.delete_backup()
+        self._close_in_order()
         if unwritten:
             raise CheckpointError(
-                f"The last snapshot could not be written ({unwritten}): free or repair {self.recovery.store.directory},"
-                " then start again to go on from the one before."
+                f"The last snapshot could not be written ({unwritten}): free or repair"
+                f" {self.recovery.files.store.directory}, then start again to go on from the one before."
             )
-        return ExitCode.PREEMPTED if ending.stopped else ExitCode.OK
+        return ExitCode.PREEMPTED if result.stopped else ExitCode.OK
 
-    def _leave(self, step: int) -> NoReturn:
+    def _leave_results(self, result: TrainResult, verdict: str) -> None:
+        weights = {} if self.config.export.export == "none" else self.recovery.weights()
+        if not self.chief:
+            return
+        figures = results.Figures(result, verdict, self.identity.attempt + 1, self.clock, self.trainer.summary())
+        values = results.run_summary(self.job, self.recovery, figures)
+        results.leave_results(self.job, weights, self.folder, self.observer, result.step, values)
+        write_status(self.folder, "finished", self.identity.run_id)
+
+    def _leave(self, step: int, memory: WorkerMemory) -> NoReturn:
         """Out of the group, in order and together with all others; the process goes on. Raises GroupChange."""
-        with self._section("save"):
-            self.recovery.copy(step, now=True)
-            self.recovery.finish()
-            self._tell_of_saves(step)
+        with self.hooks.section("save"):
+            self.recovery.copy(step, memory, now=True)
+            self.recovery.files.finish()
+            self.hooks.tell_of_saves(step)
             self.observer(Event("regroup", step, {"message": f"another group of workers is formed at step {step}"}))
             self.runtime.barrier()
-        self.observer.close()
-        self.monitor.close()
-        self.runtime.close()
+        self._close_in_order()
         raise GroupChange(f"step {step}")
 
-    def _summary(self, ending: TrainResult, verdict: str) -> dict[str, Any]:
-        samples, losses = ending.step * self.job.plan.global_batch, self.recovery.losses.losses
-        return {
-            "steps": ending.step,
-            "workers": self.runtime.size,
-            "samples": samples,
-            "attempts": self.attempt + 1,
-            "train_s": self.clock.seconds,
-            "samples_per_s": samples / max(self.clock.seconds, 1e-9),
-            "pauses_s": dict(self.clock.pauses),
-            **({"train/loss": losses[-1]} if losses else {}),
-            **{f"eval/{name}": value for name, value in ending.evaluation.items()},
-            "verdict": verdict,
-            "snapshots": asdict(self.recovery.writer.stats),
-        }
+    def _counter(self) -> int:
+        return int(self.job.step.counter.numpy())
 
-    def give_up(self, error: BaseException) -> None:
-        """After an error: what can still be saved is saved, and every tracker writes what it holds."""
-        self.recovery.give_up()
-        with contextlib.suppress(Exception):
-            self.observer(
-                Event("error", int(self.job.step.counter.numpy()), {"message": f"{type(error).__name__}: {error}"})
-            )
-            self.observer.close()
+    def _close_in_order(self) -> None:
+        self._in_order = True
+        self.opened.close()
+
+    def _close_runtime(self) -> None:
+        """After an error others may be gone or stuck: then nobody waits for them, the end of the process is enough."""
+        if self._in_order or self.runtime.size == 1:
+            self.runtime.close()
+
+    def _tell_of_failure(self, error: BaseException) -> None:
+        self.observer(Event("error", self._counter(), {"message": f"{type(error).__name__}: {error}"}))

@@ -35,10 +35,13 @@ class Runtime(Protocol):
 
     # What it can do. What must be known before TensorFlow is imported is in control/strategies.py.
 
-    mesh: Mesh | None  # the named axes of its workers; None: it knows replicas only
     holds_whole_model: bool  # whether a worker's graph has all of a replica's model
     sums_slices: bool  # whether `all_reduce` takes tf.IndexedSlices
     compute_workers: int  # other processes that share the batch of a replica; 1: it is computed here
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The named axes of its workers; None: it knows replicas only."""
 
     # Inside a tf.function.
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
-from tfdist.control.user_errors import failure_told
+from tfdist.control.user_errors import failure_in_text
 from tfdist.runtime.ring_error import MARK, user_error
 
 _PEER_ERRORS = (
@@ -76,7 +76,7 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return DataError(f"A record of the data cannot be read: {cause(text)}")
     if label := bad_label(error):
         return DataError(label.sentence)
-    if told := failure_told(text):  # by code of the user's own, inside tf.data or the step
+    if told := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
         return DataError(f"A function of your own, which TensorFlow called, {told}")
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         if isinstance(error, tf.errors.DeadlineExceededError) or "timed out" in text.lower():

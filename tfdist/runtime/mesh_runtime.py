@@ -33,6 +33,7 @@ class MeshRuntime(RuntimeDefaults):
     """See runtime/base.py."""
 
     name = "mesh"
+    mesh: Mesh
     local_replicas = 1
     holds_whole_model = False
     sums_slices = False

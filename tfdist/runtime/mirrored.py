@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute.values import (
-    PerReplica,  # not public, and there is no public way inside a tf.function
-)
 
+from tfdist.compat.tensorflow_replicas import per_replica
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
@@ -60,7 +58,7 @@ class StrategyRuntime(RuntimeDefaults):
     def per_replica(self, values: Sequence) -> Any:
         if len(values) == 1:
             return values[0]
-        return tf.nest.map_structure(lambda *leaves: PerReplica(leaves), *values)
+        return tf.nest.map_structure(lambda *leaves: per_replica(leaves), *values)
 
     def local(self, value: Any) -> tuple:
         if self.local_replicas == 1:

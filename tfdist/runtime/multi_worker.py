@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context
 
+from tfdist.compat import tensorflow_cluster
+from tfdist.compat.tensorflow_interpreter_lock import interpreter_released
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.packet_filter import own_address_only
 from tfdist.runtime.collective_timeout import Overdue
 from tfdist.runtime.collectives import Group
-from tfdist.runtime.interpreter_lock import interpreter_released
 from tfdist.runtime.mirrored import StrategyRuntime, communication_options
 from tfdist.runtime.operations import OUR_RING, Collective, of_group, through_tensorflow
 from tfdist.runtime.orderly_exit import say_goodbye
@@ -52,13 +52,7 @@ class MultiWorker(StrategyRuntime):
             return [row.tobytes().decode().strip() for row in rows]
 
         def is_alive(rank: int) -> bool:
-            try:
-                context.context().check_collective_ops_peer_health(
-                    cluster.task(rank), timeout_in_ms=int(patience * 1000)
-                )
-            except tf.errors.OpError:
-                return False
-            return True
+            return tensorflow_cluster.is_healthy(cluster.task(rank), patience)
 
         try:
             ring = Ring(
@@ -101,8 +95,7 @@ class MultiWorker(StrategyRuntime):
         """From now on a collective that does not end in `timeout` seconds is an error that says so; 0: never."""
 
         def give_up() -> None:
-            context.context().abort_collective_ops(
-                tf.errors.DEADLINE_EXCEEDED,
+            tensorflow_cluster.abort_collectives(
                 f"{MARK}rank {self.rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks"
                 f" {', '.join(str(rank) for rank in range(self.size) if rank != self.rank)}, which is stuck or much"
                 " slower.",
@@ -120,14 +113,10 @@ class MultiWorker(StrategyRuntime):
         options = communication_options(config.strategy)
         if cluster.size > 1:
             os.environ["TF_CONFIG"] = cluster.tf_config()
-            # The heartbeat is how the death of a peer that cannot say so (SIGSTOP, power, network) is noticed.
-            context.context().configure_coordination_service(
-                service_type="standalone",
-                service_leader=(
-                    "/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0"
-                ),
-                heartbeat_timeout_in_ms=int(config.cluster.heartbeat_timeout * 1000),
-                cluster_register_timeout_in_ms=int(config.cluster.startup_timeout * 1000),
+            tensorflow_cluster.configure_coordination_service(
+                "/job:chief/replica:0/task:0" if "chief" in cluster.spec else "/job:worker/replica:0/task:0",
+                heartbeat_s=config.cluster.heartbeat_timeout,
+                register_s=config.cluster.startup_timeout,
             )
         with own_address_only(cluster.address, cluster.peers), interpreter_released():
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)

@@ -13,8 +13,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
+from tfdist.compat import tensorflow_cluster
 from tfdist.control.cluster import Cluster
 from tfdist.control.preflight import answers
 
@@ -26,11 +26,9 @@ _AT_ONCE = 32
 
 def say_goodbye(cluster: Cluster, strategy: tf.distribute.Strategy) -> None:
     """Call when no collective is to come, and end the process soon. Raises nothing: the work is done, come what may."""
-    stop_looking = getattr(strategy.extended, "_check_health_thread_should_stop", None)
-    if stop_looking:  # TensorFlow's thread would report those who have left as lost
-        stop_looking.set()
+    tensorflow_cluster.stop_watching_peers(strategy)
     with contextlib.suppress(tf.errors.OpError):
-        context.context().wait_at_barrier("tfdist/farewell", int(_LAST_WORDS_SECONDS * 1000))
+        tensorflow_cluster.wait_at_barrier("tfdist/farewell", _LAST_WORDS_SECONDS)
     if cluster.rank == 0:
         _wait_until_gone([address for rank, address in enumerate(cluster.peers) if rank])
 

@@ -10,27 +10,30 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_cluster import wait_until_computed
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
 from tfdist.control.liveness_probe import Watch, await_all
 from tfdist.control.packet_filter import own_address_only
+from tfdist.runtime.base import Runtime
 from tfdist.runtime.one_device import OneDevice
 
 _LOST_SECONDS = 5.0  # after an error of TensorFlow: how long to look for a parameter server that is gone
 
 
 class ParameterServer(OneDevice):
-    """The chief. `workers`: how many there are; `devices`: of the parameter servers."""
+    """The chief. `devices`: of the parameter servers."""
 
     name = "parameter_server"
 
     def __init__(self, cluster: Cluster, config: Config):
         self.cluster = cluster
-        self.workers = self.compute_workers = len(cluster.spec["worker"])
+        self.compute_workers = len(cluster.spec["worker"])
         self.devices = [f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in range(len(cluster.spec["ps"]))]
         await_all(cluster.others("ps", "worker"), config.cluster.startup_timeout)
         self._watch = Watch(cluster.others("ps", "worker"))
@@ -56,7 +59,7 @@ class ParameterServer(OneDevice):
         value = self._coordinator.schedule(function, args=tuple(arguments))
 
         def fetch() -> tuple | None:
-            value._wait_and_maybe_error()  # apart from the fetch, whose errors mean something else
+            wait_until_computed(value)  # apart from the fetch, whose errors mean something else
             try:
                 return value.fetch()
             except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.InvalidArgumentError) as error:
@@ -84,6 +87,7 @@ class ParameterServer(OneDevice):
         """The parameter server that is the cause of an error of TensorFlow, or None."""
         if not isinstance(error, tf.errors.OpError):
             return None
+        text = str(getattr(error, "message", ""))
         deadline = time.monotonic() + _LOST_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -91,7 +95,6 @@ class ParameterServer(OneDevice):
             except PeerLostError as found:
                 return found
             time.sleep(0.05)
-        text = str(error.message)
         if "/job:ps" in text or isinstance(error, tf.errors.UnavailableError):
             return PeerLostError(
                 "Lost contact with a parameter server: look at their logs for the cause, then start all again."
@@ -101,6 +104,11 @@ class ParameterServer(OneDevice):
 
     def close(self) -> None:
         self._watch.close()
+
+
+def has_servers(runtime: Runtime) -> TypeGuard[ParameterServer]:
+    """Whether parameter servers hold the weights, and workers can be called."""
+    return bool(getattr(runtime, "devices", ()))
 
 
 def prepare(config: Config, cluster: Cluster) -> Config:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from tfdist.compat.tensorflow_preemption import google_announces_termination
+
 _ASK_EVERY_SECONDS = 1.0  # as TensorFlow's PreemptionCheckpointHandler does
 
 
@@ -15,13 +17,8 @@ def watch(platform: str, on_notice: Callable[[], None]) -> None:
     terminates GPU machines is announced an hour ahead); "none" does nothing.
     """
     if platform == "gce":
-        threading.Thread(target=_ask_always, args=(_gce(), on_notice), name="tfdist-preemption", daemon=True).start()
-
-
-def _gce() -> Callable[[], bool]:
-    from tensorflow.python.distribute.failure_handling import failure_handling_util
-
-    return failure_handling_util.termination_watcher_function_gce
+        arguments = (google_announces_termination, on_notice)
+        threading.Thread(target=_ask_always, args=arguments, name="tfdist-preemption", daemon=True).start()
 
 
 def _ask_always(announced: Callable[[], bool], on_notice: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, StartupError
 from tfdist.control.packet_filter import bind_address
 from tfdist.control.preflight import bind_shared
+from tfdist.control.reception import Reception
 from tfdist.control.terminal import printable
 
 _PATIENCE = 5.0  # seconds for an attempt to be let in, and for an answer to leave
@@ -59,9 +60,7 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
     endpoints, connections = {0: endpoint}, {}
     with contextlib.ExitStack() as stack:
         reception = stack.enter_context(
-            wire.Reception(
-                listener, wire.Lock.of(cluster.secret, "rendezvous"), 0, lambda rank: 0 < rank < cluster.size
-            )
+            Reception(listener, wire.Lock.of(cluster.secret, "rendezvous"), 0, lambda rank: 0 < rank < cluster.size)
         )
         while len(endpoints) < cluster.size:
             if time.monotonic() > deadline:

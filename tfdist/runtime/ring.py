@@ -37,6 +37,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
 from tfdist.control.packet_filter import bind_address
 from tfdist.control.preflight import bind_shared
+from tfdist.control.reception import Reception
 from tfdist.runtime.ring_error import MARK, RingError
 from tfdist.runtime.shared_memory import NOT_SHARED, OFFER_BYTES, OthersArrays, SharedArrays
 
@@ -376,7 +377,7 @@ def _connect(endpoint: str, lock: wire.Lock, rank: int, expected: int, deadline:
 def _accept(
     listener: socket.socket, lock: wire.Lock, rank: int, expected: int, is_over: Callable[[], bool]
 ) -> socket.socket:
-    with wire.Reception(listener, lock, rank, lambda other: other == expected) as reception:
+    with Reception(listener, lock, rank, lambda other: other == expected) as reception:
         while not is_over():
             for arrival in reception.poll(0.1):
                 return arrival.connection

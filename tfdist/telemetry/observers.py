@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tfdist.config import TelemetryConfig, parse_profile_steps, parse_ranks
+from tfdist.config import TelemetryConfig, parse_profile_steps
+from tfdist.control.ranks import parse_ranks
 from tfdist.telemetry import profiler
 from tfdist.telemetry.console import make_console
 from tfdist.telemetry.events import FanOut, Observer
@@ -26,7 +27,7 @@ def build_observers(config: TelemetryConfig, run: Run, *, total_steps: int, step
         Spans(run) if config.opentelemetry else None,
     ]
     fan_out = FanOut([observer for observer in observers if observer])
-    ranks = parse_ranks(config.profile_ranks)
+    ranks = parse_ranks("profile_ranks", config.profile_ranks)
     if ranks is None or run.rank in ranks:
         fan_out.observers.append(profiler.Profiler(parse_profile_steps(config.profile_steps), run, fan_out))
     else:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_graphs import compute_after, operation_number
+
 _VIEWS = (
     "Cast",
     "Reshape",
@@ -37,14 +39,17 @@ def weights_first(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.T
     # Operations are numbered as they are made, so that all they hang on has lower numbers. An end could be at once
     # after the newest tensor that it hangs on; edges that lead from there to higher numbers cannot close a circle.
     place: dict[int, int] = {}
-    for number, end in sorted(ends.items()):
-        before = [source._id for source in (*(tensor.op for tensor in end.inputs), *end.control_inputs)]
-        place[number] = max((place.get(each, each or 0) for each in before), default=0)
+    for made, end in sorted(ends.items()):
+        before = [operation_number(source) for source in (*(tensor.op for tensor in end.inputs), *end.control_inputs)]
+        place[made] = max((place.get(each, each) for each in before), default=0)
         for upstream in end.inputs:
-            if start.op._id < upstream.op._id == place[number] and upstream.op._id not in ends:
+            if (
+                operation_number(start.op) < operation_number(upstream.op) == place[made]
+                and operation_number(upstream.op) not in ends
+            ):
                 for user in upstream.consumers():
-                    if user._id not in ends:
-                        user._add_control_input(end)
+                    if operation_number(user) not in ends:
+                        compute_after(user, end)
 
 
 def _ends(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Operation) -> dict[int, tf.Operation]:
@@ -54,23 +59,23 @@ def _ends(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Operation
     last = [
         gradient.op for gradient in (each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients)
     ]
-    leads_to = {operation._id: _seen(operation)._id for operation in last}
-    waiting = {operation._id: operation for operation in last}
-    order = [-number for number in waiting]
+    leads_to = {operation_number(operation): operation_number(_seen(operation)) for operation in last}
+    waiting = {operation_number(operation): operation for operation in last}
+    order = [-made for made in waiting]
     heapq.heapify(order)
     ends: dict[int, tf.Operation] = {}
     while order:  # from the newest: who uses an operation's results is newer than it
         operation = waiting[-heapq.heappop(order)]
-        users = [user._id for output in operation.outputs for user in output.consumers()]
+        users = [operation_number(user) for output in operation.outputs for user in output.consumers()]
         found = {leads_to[user] if user in ends else None for user in users} | (
-            {leads_to[operation._id]} if operation._id in leads_to else set()
+            {leads_to[operation_number(operation)]} if operation_number(operation) in leads_to else set()
         )
-        if operation._id > start._id and len(found) == 1 and None not in found:
-            ends[operation._id], leads_to[operation._id] = operation, found.pop()
+        if operation_number(operation) > operation_number(start) and len(found) == 1 and None not in found:
+            ends[operation_number(operation)], leads_to[operation_number(operation)] = operation, found.pop()
             for source in (tensor.op for tensor in operation.inputs):
-                if source._id not in waiting:
-                    waiting[source._id] = source
-                    heapq.heappush(order, -source._id)
+                if operation_number(source) not in waiting:
+                    waiting[operation_number(source)] = source
+                    heapq.heappush(order, -operation_number(source))
     return ends
 
 
@@ -83,12 +88,15 @@ def _seen(operation: tf.Operation) -> tf.Operation:
 
 def age(gradient: tf.Tensor) -> int:
     """Orders gradients as the backward pass makes them."""
-    return gradient.op._id
+    return operation_number(gradient.op)
 
 
 def made_after(gradient: tf.Tensor, tensor: tf.Tensor, newest: int) -> None:
     """Within a graph: a gradient is not computed before `tensor` is there, which hangs on gradients up to an age of
     `newest`; unless all that it is made of was there before these were."""
     made = _seen(gradient.op)
-    if made.graph is tensor.graph and max((_seen(source.op)._id for source in made.inputs), default=0) > newest:
-        made._add_control_input(tensor.op)
+    if (
+        made.graph is tensor.graph
+        and max((operation_number(_seen(source.op)) for source in made.inputs), default=0) > newest
+    ):
+        compute_after(made, tensor.op)

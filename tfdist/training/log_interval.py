@@ -38,13 +38,8 @@ class Interval:
         rates: Rates | None = None,
         watch: Watch | None = None,
     ):
-        self.clock, self.global_batch, self.position, self.rates, self.watch = (
-            clock,
-            global_batch,
-            position,
-            rates or Rates(),
-            watch,
-        )
+        self.clock, self.global_batch, self.position = clock, global_batch, position
+        self.rates, self.watch = rates or Rates(), watch
         if watch:
             watch.forget()
         self._skipped_in_a_row = 0
@@ -80,32 +75,27 @@ class Interval:
         """Seconds per step that each worker computed, means over the calls; [] if not known yet."""
         return np.mean(self.compute_s, axis=0).tolist() if self.compute_s else []
 
-    def events(self, step: int, told: Mapping[str, float]) -> list[Event]:
-        """What there is to tell at a log line, the "train" event last. A collective if a call was sampled."""
+    def events(self, step: int, extra_values: Mapping[str, float]) -> list[Event]:
+        """What there is to say at a log line, the "train" event last. A collective if a call was sampled.
+
+        extra_values: of the train event.
+        """
         watched = list(self.watch.events(step, self.compute_by_rank())) if self.watch else []
         if self.skipped == self.steps:
-            watched.append(
-                Event(
-                    "warning",
-                    step,
-                    {
-                        "message": (
-                            f"All of the last {self.steps} steps were skipped, because loss or gradients were not"
-                            " finite: there is no loss to show."
-                        )
-                    },
-                )
+            message = (
+                f"All of the last {self.steps} steps were skipped, because loss or gradients were not finite: there is"
+                " no loss to show."
             )
-        return [*watched, self.event(step, told)]
+            watched.append(Event("warning", step, {"message": message}))
+        return [*watched, self.event(step, extra_values)]
 
-    def event(self, step: int, told: Mapping[str, float]) -> Event:
-        """`told`: further values."""
+    def event(self, step: int, extra_values: Mapping[str, float]) -> Event:
         seconds = max(self.clock.seconds - self.seconds, 1e-9)
         values = {
             f"train/{name}": total / self.weight if self.weight else math.nan for name, total in self.sums.items()
         }
         values |= {
-            **told,
+            **extra_values,
             "train/gradient_norm": self.last.gradient_norm,
             "train/loss_scale": self.last.loss_scale,
             "train/skipped_steps": self.skipped,
@@ -168,16 +158,16 @@ class Watch:
         self.meter.add(out.call)
 
     def events(self, step: int, compute_by_rank: Sequence[float]) -> Iterator[Event]:
-        """At a log line, on all workers: stragglers, and the phases if a call was sampled since they were told last."""
+        """At a log line, on all workers: stragglers, and the phases if a call was sampled since the last ones."""
         for sentence in self.stragglers.add(compute_by_rank):
             yield Event("warning", step, {"message": sentence})
         seconds = self.meter.seconds()
-        if seconds is None:
+        if seconds is None or self._first is None:
             return
-        told, first, overlap_s = step - self._first, self._first, self.meter.overlap_s
+        steps, first, overlap_s = step - self._first, self._first, self.meter.overlap_s
         self._first = step
-        self.meter.begin()  # what the telling takes is part of what comes
-        yield Event("phases", step, phases.values(seconds, overlap_s, self.split) | {"phase_steps": told})
-        sentence = self.verdicts.add(first, told, self.gather(seconds))
+        self.meter.begin()  # what it takes to say this is part of what comes
+        yield Event("phases", step, phases.values(seconds, overlap_s, self.split) | {"phase_steps": steps})
+        sentence = self.verdicts.add(first, steps, self.gather(seconds))
         if sentence and self.rank == 0:
             yield Event("verdict", step, {"message": sentence})

@@ -3,7 +3,7 @@
     state, clock, position = restored, or initialised (build.py; the chief decides, all follow)
     while step < target:
         n = steps until the next boundary (log, eval, save, steps_per_loop)
-        out = multi_step(n)              # one tf.function, n a tensor: one trace for every n
+        out = make_steps(n)              # one tf.function, n a tensor: one trace for every n
         the step counter must have moved by exactly n, or the run stops
         if loss or gradients are not finite: go back (--on_nan=rollback), or the run stops
         observers(event)
@@ -20,69 +20,48 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
 from tfdist.training.log_interval import Interval, Watch
+from tfdist.training.loop_schedule import LoopSchedule
 from tfdist.training.requests import Requests
-from tfdist.training.step import TrainStep
-
-# Both bound how long a request to save or stop waits.
-_MOST_STEPS_PER_LOOP = 100
-_MOST_SECONDS_PER_LOOP = 5.0
+from tfdist.training.step_output import StepOutput
 
 
-@dataclass(frozen=True)
-class LoopSchedule:
-    """When, in steps, what happens. 0 or less: never."""
+class MakeSteps(Protocol):
+    """What the loop drives: a TrainStep, or the trainer of a parameter-server run."""
 
-    target: int
-    log_every: int
-    eval_every: int
-    save_every: int
-    backup_every: int = 0
-    steps_per_loop: int = 0
-    save_at_evaluation: bool = False  # so that the best by a metric can be kept
-
-    def next_boundary(self, step: int, step_s: float = 0.0) -> int:
-        """The first step after `step` at which something is due.
-
-        `step_s`: seconds per step, the same on all workers; 0: unknown.
-        """
-        affordable = max(1, int(_MOST_SECONDS_PER_LOOP / step_s)) if step_s else _MOST_STEPS_PER_LOOP
-        most = step + (self.steps_per_loop or min(_MOST_STEPS_PER_LOOP, affordable))
-        periods = [
-            period for period in (self.log_every, self.eval_every, self.save_every, self.backup_every) if period > 0
-        ]
-        return min([self.target, most, *((step // period + 1) * period for period in periods)])
-
-    def due(self, period: int, before: int, step: int) -> bool:
-        """Whether a multiple of `period` lies in (before, step]."""
-        return period > 0 and step // period > before // period
+    def __call__(self, iterators: Sequence, n: int, requests: Requests, /) -> StepOutput:
+        """Makes exactly n steps. What is asked for is answered in the output's `signals`, here or after a later call:
+        when all workers know of it, and no step after the output's is under way."""
+        ...
 
 
 @dataclass
 class LoopHooks:
-    """What the loop drives; all are plain callables but the step and the clock."""
+    """What the loop drives; all are plain callables but the schedule, the clock and what measures."""
 
-    step: TrainStep
+    step: MakeSteps
     iterators: Sequence
     schedule: LoopSchedule
     global_batch: int
     position: Callable[[int], int]  # step -> samples consumed
     clock: Clock
     observer: Observer
-    told: Callable[[], dict[str, float]]  # further values of a train event, such as the learning rate
+    extra_values: Callable[[], dict[str, float]]  # of a train event, such as the learning rate
     evaluate: Callable[[], dict[str, float]] | None  # on all workers
     save: Callable[[int], None]  # on all workers; takes the step
     backup: Callable[[int], None]  # the same, for the short-lived backup
     requests: Callable[[int], Requests]  # what this worker asks for
     section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
-    rollback: Callable[[int], tuple[int, Sequence]] | None = (
-        None  # from a bad step to (a good one, its iterators); None: stop
-    )
+    # From a bad step to (a good one, its iterators); None: stop
+    rollback: Callable[[int], tuple[int, Sequence]] | None = None
+    # Before an evaluation: brings the state to where that finds it; None: it is there
+    settle: Callable[[int], None] | None = None
     rates: Rates | None = None
     watch: Watch | None = None  # of where the time goes
 
@@ -98,13 +77,8 @@ class TrainResult:
 
 
 def train(hooks: LoopHooks, step: int) -> TrainResult:
-    """Trains from `step` to the schedule's target.
-
-    Raises: DivergedError when loss or gradients are not finite; RuntimeError when the step counter and the loop
-    disagree.
-    """
-    schedule, clock, iterators = hooks.schedule, hooks.clock, hooks.iterators
-    interval = Interval(clock, hooks.global_batch, hooks.position, hooks.rates, hooks.watch)
+    """Trains from `step` to the schedule's target. Raises DivergedError when loss or gradients are not finite."""
+    schedule, clock, iterators, interval = hooks.schedule, hooks.clock, hooks.iterators, _interval(hooks)
     evaluation: dict[str, float] = {}
     evaluated_at = -1
     stopped = left = False
@@ -120,48 +94,57 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
                 " trusted."
             )
         before, step, step_s = step, out.step, out.step_s
+        stopped, left = out.signals["stop"], out.signals["leave"]
         if not out.finite:
             if hooks.rollback is None:
-                raise DivergedError(
-                    f"Loss or gradients became NaN or infinite between step {before} and {step} (loss"
-                    f" {out.means['loss']}): lower --learning_rate, set --clip_norm, or use --on_nan=skip or"
-                    " --on_nan=rollback."
-                )
+                _diverged(out, before)
             with clock.pause("rollback"), hooks.section("restore"):
                 step, iterators = hooks.rollback(step)
-            interval, stopped, left = (
-                Interval(clock, hooks.global_batch, hooks.position, hooks.rates, hooks.watch),
-                out.signals["stop"],
-                out.signals["leave"],
-            )
+            interval = _interval(hooks)
             continue
+        left = left and step < schedule.target
         interval.add(out, n, last=step == schedule.target)
         if schedule.due(schedule.log_every, before, step) or step == schedule.target:
-            for event in interval.events(step, hooks.told()):
+            for event in interval.events(step, hooks.extra_values()):
                 hooks.observer(event)
         if first:
             # Tracing left a large heap that lives as long as the run: never scan it again.
             gc.collect()
             gc.freeze()
             first = False
-        stopped, left = out.signals["stop"], out.signals["leave"] and step < schedule.target
         if hooks.evaluate and schedule.due(schedule.eval_every, before, step):
-            evaluation, evaluated_at = _evaluate(hooks, step), step
+            evaluation, evaluated_at = _evaluate(hooks, hooks.evaluate, step), step
         asked = out.signals["save"] or stopped or (schedule.save_at_evaluation and evaluated_at == step)
         if asked or schedule.due(schedule.save_every, before, step):
-            with clock.pause("saving"), hooks.section("save"):
-                hooks.save(step)
+            _save(hooks, hooks.save, step)
         elif schedule.due(schedule.backup_every, before, step):
-            with clock.pause("saving"), hooks.section("save"):
-                hooks.backup(step)
+            _save(hooks, hooks.backup, step)
     if hooks.evaluate and schedule.eval_every >= 0 and evaluated_at != step and not stopped and not left:
-        evaluation = _evaluate(hooks, step)
+        evaluation = _evaluate(hooks, hooks.evaluate, step)
     clock.stop()
     return TrainResult(step, stopped, evaluation, left and not stopped)
 
 
-def _evaluate(hooks: LoopHooks, step: int) -> dict[str, float]:
+def _interval(hooks: LoopHooks) -> Interval:
+    return Interval(hooks.clock, hooks.global_batch, hooks.position, hooks.rates, hooks.watch)
+
+
+def _evaluate(hooks: LoopHooks, evaluate: Callable[[], dict[str, float]], step: int) -> dict[str, float]:
+    if hooks.settle:
+        _save(hooks, hooks.settle, step)
     with hooks.clock.pause("evaluation"), hooks.section("evaluation"):
-        evaluation = hooks.evaluate()
+        evaluation = evaluate()
     hooks.observer(Event("eval", step, {f"eval/{name}": value for name, value in evaluation.items()}))
     return evaluation
+
+
+def _save(hooks: LoopHooks, save: Callable[[int], None], step: int) -> None:
+    with hooks.clock.pause("saving"), hooks.section("save"):
+        save(step)
+
+
+def _diverged(out: StepOutput, before: int) -> NoReturn:
+    raise DivergedError(
+        f"Loss or gradients became NaN or infinite between step {before} and {out.step} (loss"
+        f" {out.means['loss']}): lower --learning_rate, set --clip_norm, or use --on_nan=skip or --on_nan=rollback."
+    )

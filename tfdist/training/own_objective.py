@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_autograph import translated
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import check_takes, own_code
 from tfdist.training.scores import Scores
@@ -30,7 +31,7 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
         f"an objective is {_WANTED}; a Keras loss becomes one by calling it with reduction=None",
     )
     # The step is traced without AutoGraph; a user's function may have an `if` on a tensor.
-    converted = tf.__internal__.autograph.tf_convert(function, tf.__internal__.autograph.control_status_ctx())
+    converted = translated(function)
 
     def objective(outputs: Any, y: Any, w: tf.Tensor) -> Scores:
         with own_code("objective", name):

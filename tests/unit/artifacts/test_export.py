@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.export import export_model, load_export
+from tfdist.artifacts.run_folder import run_folder
 from tfdist.artifacts.store import SnapshotStore
-from tfdist.build import run_folder
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError
 

@@ -14,8 +14,8 @@ from tfdist.artifacts import restore
 from tfdist.artifacts.manifest import MANIFEST, parse, sealed
 from tfdist.artifacts.status import read_status
 from tfdist.artifacts.store import SnapshotStore
-from tfdist.control.cluster import parse_tf_config
 from tfdist.control.exit_codes import CheckpointError, ClusterError
+from tfdist.control.tf_config import parse_tf_config
 from tfdist.telemetry.jsonl import next_attempt, read_jsonl, replay
 
 VALUES = st.recursive(

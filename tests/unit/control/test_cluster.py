@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from tfdist.control.cluster import Cluster, from_tf_config, parse_tf_config, resolve_cluster, worker_environment
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
+from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.tf_config import from_tf_config, parse_tf_config, worker_environment
 
 
 def config(cluster, role="worker", index=0):
@@ -74,7 +76,7 @@ def test_a_local_job_with_parameter_servers():
 
 def test_other_environments_can_be_added(monkeypatch):
     monkeypatch.setattr(
-        "tfdist.control.cluster.RESOLVERS",
+        "tfdist.control.resolvers.RESOLVERS",
         [from_tf_config, lambda environ: Cluster(index=7) if "OTHER" in environ else None],
     )
     assert resolve_cluster({"OTHER": ""}).index == 7

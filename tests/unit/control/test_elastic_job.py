@@ -167,7 +167,7 @@ def test_a_stop_while_a_group_changes(made, tmp_path):
     made.until_groups_are(3)
     (tmp_path / "hesitate-1").touch()
     made.kill(1)
-    made.until(lambda: made.job.groups.number == 2)
+    made.until(lambda: made.job.groups.generation == 2)
     made.job.request_stop()
     result = made.until_it_ends()
     assert result.code == ExitCode.PREEMPTED and made.output.getvalue().count("saved step") == 2, (
@@ -179,9 +179,9 @@ def test_a_stop_while_a_group_changes(made, tmp_path):
 def test_a_stop_before_all_have_met(tmp_path):
     (tmp_path / "hesitate-2").touch()
     made = Run(tmp_path)
-    made.until(lambda: len(made.job.groups.seats) == 2 and made.output.getvalue().count("ready") == 3)
+    made.until(lambda: len(made.job.groups.connected) == 2 and made.output.getvalue().count("ready") == 3)
     made.job.request_stop()
-    assert made.until_it_ends().code == ExitCode.PREEMPTED and made.job.groups.number == 0
+    assert made.until_it_ends().code == ExitCode.PREEMPTED and made.job.groups.generation == 0
 
 
 def test_what_a_worker_says_in_no_known_way_changes_nothing():
@@ -211,14 +211,14 @@ def test_what_a_worker_says_in_no_known_way_changes_nothing():
     ):
         made[0]._connection.sendall(line)
     made[0]._connection.sendall(b'{"ready": 7, "lost": false}\n')
-    look_until(lambda: groups.seats[1].copy == 7)
+    look_until(lambda: groups.connected[1].copy == 7)
     endless = threading.Thread(target=made[0]._connection.sendall, args=(b"x" * 3_000_000,))  # a line without an end
     endless.start()
     look_until(lambda: not endless.is_alive())
-    look_until(lambda: len(groups.seats[1].unread) == 65536)
+    look_until(lambda: len(groups.connected[1].unread) == 65536)
     for _ in range(100):
         groups.look()
-        assert len(groups.seats[1].unread) == 65536
+        assert len(groups.connected[1].unread) == 65536
     groups.close()
 
 
@@ -238,7 +238,7 @@ def test_strangers_are_not_taken_for_workers(tmp_path):
     for number in range(100):
         strangers.append(socket.create_connection((host, int(port)), timeout=10))
         strangers[-1].sendall(said[number % len(said)])
-    made.until(lambda: len(made.job.groups.seats) == 2)
+    made.until(lambda: len(made.job.groups.connected) == 2)
     (tmp_path / "hesitate-2").unlink()
     made.until_groups_are(3)
     for stranger in strangers:

@@ -4,10 +4,12 @@ import json
 
 import pytest
 
-from tfdist.control.cluster import Cluster, parse_tf_config, resolve_cluster
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
 from tfdist.control.horovod_env import placement
 from tfdist.control.preflight import wait_for_peers
+from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.tf_config import parse_tf_config
 
 HOROVODRUN = {
     "HOROVOD_RANK": "1",

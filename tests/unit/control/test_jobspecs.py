@@ -12,7 +12,7 @@ from tfdist import jobs
 from tfdist.config import Config
 from tfdist.control import jobspecs
 from tfdist.control.exit_codes import RESTARTABLE, ConfigError, ExitCode
-from tfdist.control.resolvers import kubernetes_addresses
+from tfdist.control.kubernetes import from_kubernetes
 from tfdist.jobs import main
 
 yaml = pytest.importorskip("yaml")
@@ -134,9 +134,10 @@ def test_pods_are_given_their_cluster_and_their_time(kind, capsys):
     assert pod["terminationGracePeriodSeconds"] == 77 and pod["restartPolicy"] == "Never"
     assert worker["command"] == ["python", "-m", "tfdist.train", *TRAIN]
     assert worker["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": "2", "rdma/hca": "1"}
-    addresses, rank = kubernetes_addresses(
+    cluster = from_kubernetes(
         {**{item["name"]: item["value"] for item in worker["env"] if "value" in item}, "JOB_COMPLETION_INDEX": "3"}
     )
+    addresses, rank = list(cluster.peers), cluster.rank
     prefix = "first-run-workers-0-" if kind else "first-run-"
     assert rank == 3 and addresses == [f"{prefix}{index}.first-run:2222" for index in range(4)]
     assert {mount["mountPath"] for mount in worker["volumeMounts"]} == {"/dev/shm", "/runs"}

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tfdist import launch
-from tfdist.control import cluster, terminal
 from tfdist.control import job as job_module
-from tfdist.control.cluster import divide_cores, divide_gpus, visible_gpus
+from tfdist.control import machine_shares, terminal
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
 from tfdist.control.launcher import LocalJob, PortReservation
+from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 from tfdist.control.terminal import LineReader
 from tfdist.control.worker_count import WorkerCount
@@ -441,7 +441,7 @@ def test_cores_are_divided_evenly(monkeypatch, cores, workers, sizes):
 def test_hardware_threads_of_a_core_stay_together(monkeypatch):
     """Eight CPUs of four cores, numbered as Linux does: 0 and 4 are the same core."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(cluster, "_topology", lambda cpu, name: cpu % 4 if name == "core_id" else 0)
+    monkeypatch.setattr(machine_shares, "_topology", lambda cpu, name: cpu % 4 if name == "core_id" else 0)
     assert divide_cores(2) == [{0, 4, 1, 5}, {2, 6, 3, 7}]
 
 
@@ -711,7 +711,7 @@ def test_a_worker_that_breaks_again_and_again_stops_the_job(tmp_path):
     made, output = job(
         tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(1)\ntime.sleep(60)\n", workers=1, servers=1
     )
-    made._comebacks.wait, made._comebacks.most = 0.0, 2
+    made._restarts.wait, made._restarts.most = 0.0, 2
     result = run(made)
     assert (
         result.code == 1

@@ -15,7 +15,8 @@ import pytest
 from tfdist.control import lease
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.lease import FILE, Lease, Owner, held, job_identity, refuse_if_held
+from tfdist.control.lease import FILE, Lease, held, job_identity, refuse_if_held
+from tfdist.control.lease_owner import Owner
 
 HOLDER = """
 import sys, time

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from tfdist import launch
 from tfdist.control import ray_cluster
 from tfdist.control.exit_codes import ConfigError, UnsupportedError
+from tfdist.control.launch_options import parse_launch_options
 from tfdist.control.ray_worker import RayWorker
 
 
@@ -86,8 +86,8 @@ def test_without_ray_the_command_to_install_it_is_named(monkeypatch):
 )
 def test_flags_that_do_not_go_together(flags):
     with pytest.raises(ConfigError, match=flags[-1].partition("=")[0]):
-        launch._parse(flags)
+        parse_launch_options(flags, "")
 
 
 def test_on_ray_a_lost_node_is_survived_without_further_flags():
-    assert launch._parse(["--on=ray"]).max_restarts == 3 and launch._parse([]).max_restarts == 0
+    assert parse_launch_options(["--on=ray"], "").max_restarts == 3 and parse_launch_options([], "").max_restarts == 0

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.control.cluster import resolve_cluster
 from tfdist.control.exit_codes import ClusterError
-from tfdist.control.resolvers import expand_counts, expand_hostlist
+from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.slurm import expand_counts, expand_hostlist
 
 STEP = {
     "SLURM_JOB_ID": "7",

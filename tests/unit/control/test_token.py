@@ -7,7 +7,7 @@ import pytest
 from tfdist.control import token
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.job import Job
+from tfdist.control.job import Job, JobOptions
 
 GOOD = "0123456789abcdef" * 2
 
@@ -115,7 +115,7 @@ def test_one_sentence_warns_of_an_open_job(peers, rank, environment, warned, cap
 
 def test_each_job_has_its_own_unless_one_is_given(tmp_path):
     made = [
-        Job(1, tmp_path, None, 1.0, environment, None).environment[token.VARIABLE]
+        Job(1, tmp_path, JobOptions(grace=1.0, environment=environment)).environment[token.VARIABLE]
         for environment in ({}, {}, {token.VARIABLE: GOOD}, {token.VARIABLE: ""})
     ]
     assert made[2] == GOOD and len(set(made)) == 4 and all(len(value) >= 32 for value in made)

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tfdist.control import wire
+from tfdist.control import reception, wire
+from tfdist.control.reception import Reception
 from tfdist.control.token import Secret
-from tfdist.control.wire import Lock, Mismatch, Reception
+from tfdist.control.wire import Lock, Mismatch
 
 SECRET, OTHER = Secret(b"the secret of this job"), Secret(b"the secret of another")
 
@@ -206,13 +207,13 @@ def test_somebody_of_the_job_may_not_send_without_end():
         mine = lock.hello(1)
         member.sendall(mine)
         hello = member.recv(77, socket.MSG_WAITALL)[:45]
-        member.sendall(lock.proof(b"connects", mine, hello) + struct.pack("!I", 2**32 - 1))
+        member.sendall(lock.proof_of_connecting(mine, hello) + struct.pack("!I", 2**32 - 1))
         member.settimeout(2)  # it is not waited for
         assert is_closed(member) and host.is_well()
 
 
 def test_the_silent_and_the_slow_hold_up_nobody_and_are_dropped(monkeypatch):
-    monkeypatch.setattr(wire, "_PATIENCE", 0.5)
+    monkeypatch.setattr(reception, "_PATIENCE", 0.5)
     with Host() as host:
         silent = [host.raw(data) for data in [b"", b"tfdist", Lock.of(SECRET, "test").hello(1)] * 20]
         begun = time.monotonic()
@@ -249,7 +250,7 @@ def test_a_flood_meets_a_bound_and_lets_the_job_through():
                     connection.close()
 
             floods = [pool.submit(flood) for _ in range(3)]
-            until(lambda: host.most == wire._MOST_STRANGERS)
+            until(lambda: host.most == reception._MOST_STRANGERS)
             try:
                 deadline = time.monotonic() + 30
                 for rank in (1, 2, 3):
@@ -262,7 +263,7 @@ def test_a_flood_meets_a_bound_and_lets_the_job_through():
             finally:
                 stop.set()
             [future.result() for future in floods]
-            assert host.most <= wire._MOST_STRANGERS and {rank for rank, _ in host.arrived} == {1, 2, 3}
+            assert host.most <= reception._MOST_STRANGERS and {rank for rank, _ in host.arrived} == {1, 2, 3}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

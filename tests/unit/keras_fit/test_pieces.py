@@ -14,7 +14,7 @@ import tfdist
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.keras_fit import api, backup_file, epoch_backup, own_rows
 from tfdist.keras_fit.batches import digest
-from tfdist.keras_fit.refusals import refuse_what_cannot_be_spread
+from tfdist.keras_fit.refusals import refuse_unsupported
 from tfdist.keras_fit.rows import Part
 from tfdist.runtime.one_device import OneDevice
 
@@ -217,12 +217,12 @@ def test_models_that_cannot_be_spread():
             return {"loss": keras.ops.mean(self.inner(data))}
 
     with pytest.raises(ConfigError, match=r"Trainer has no call\(\).*tfdist.spread\(inner_model"):
-        refuse_what_cannot_be_spread(Trainer())
+        refuse_unsupported(Trainer())
     with pytest.raises(ConfigError, match="is stateful"):
-        refuse_what_cannot_be_spread(
+        refuse_unsupported(
             keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True)])
         )
-    refuse_what_cannot_be_spread(keras.Sequential([keras.Input((3, 2)), keras.layers.LSTM(2)]))
+    refuse_unsupported(keras.Sequential([keras.Input((3, 2)), keras.layers.LSTM(2)]))
 
 
 def test_one_process_is_keras(monkeypatch):

@@ -12,13 +12,14 @@ import urllib.request
 import pytest
 
 from tests.e2e.job import free_ports
-from tfdist.config import Config, parse_profile_steps, parse_ranks
+from tfdist.config import Config, parse_profile_steps
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedError
+from tfdist.control.ranks import parse_ranks
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.profiler import Profiler
 from tfdist.telemetry.trackers import Run
-from tfdist.training.traced_schedule import TracedSchedule
+from tfdist.training.loop_schedule import LoopSchedule
 
 TRAIN = Event("train", 20, {"train/loss": 0.5, "perf/samples_per_s": 100.0})
 
@@ -100,7 +101,8 @@ def test_local_ranks():
     peers = ("a:1", "b:1", "a:2", "[::1]:5", "a:3")
     assert [Cluster("worker", rank, rank, 5, peers).local_rank for rank in range(5)] == [0, 0, 1, 0, 2]
     assert (
-        Cluster().local_rank == 0 and Cluster("worker", 3, 3, 4, started_by="mpirun", told_local_rank=1).local_rank == 1
+        Cluster().local_rank == 0
+        and Cluster("worker", 3, 3, 4, started_by="mpirun", launcher_local_rank=1).local_rank == 1
     )
     assert Cluster("evaluator", 0, -1, 2, peers[:2]).local_rank == 0
 
@@ -219,21 +221,21 @@ def test_traces_of_given_steps_and_on_demand(tmp_path, signals):
 
 
 def test_traced_steps_are_calls_of_their_own():
-    schedule = TracedSchedule(40, log_every=20, eval_every=0, save_every=0, traced=(23, 26))
+    schedule = LoopSchedule(40, log_every=20, eval_every=0, save_every=0, traced=(23, 26))
     steps, step = [], 0
     while step < 40:
         step = schedule.next_boundary(step)
         steps.append(step)
     assert steps == [20, 23, 24, 25, 26, 40]
-    assert TracedSchedule(40, 20, 0, 0).next_boundary(20) == 40
+    assert LoopSchedule(40, 20, 0, 0).next_boundary(20) == 40
 
 
 def test_flags_of_traces():
     assert (
         parse_profile_steps("100:110") == (100, 110)
         and parse_profile_steps("") is None
-        and parse_ranks("all") is None
-        and parse_ranks("0,3") == {0, 3}
+        and parse_ranks("profile_ranks", "all") is None
+        and parse_ranks("profile_ranks", "0,3") == {0, 3}
     )
     for flags, sentence in (
         ({"profile_steps": "110:100"}, "--profile_steps=110:100 must be FIRST:LAST"),

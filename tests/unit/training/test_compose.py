@@ -16,12 +16,12 @@ from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel.compose import _check, _check_slots, _pieces, compose_mesh
-from tfdist.training.parallel.expert import spread_experts
+from tfdist.training.parallel.expert import parallelize_experts
 from tfdist.training.parallel.pipeline_stages import divide
 from tfdist.training.parallel.segments import cut_into_blocks
-from tfdist.training.parallel.sequence import spread_sequence
+from tfdist.training.parallel.sequence import parallelize_sequence
 from tfdist.training.parallel.shards import build_optimizer, empty_like, shard_variables
-from tfdist.training.parallel.tensor import spread_layers
+from tfdist.training.parallel.tensor import parallelize_layers
 from tfdist.training.parallel.zero import sharded_update
 from tfdist.training.schedule import Schedule
 
@@ -152,7 +152,7 @@ def test_a_pipeline_hands_on_one_tensor():
 def test_layers_that_must_stay_whole(options, words):
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, name="block_00_mlp_up", **options)])
     with pytest.raises(ConfigError) as error:
-        spread_layers(model, Group((0, 1), 0, tasks=("a", "b")))
+        parallelize_layers(model, Group((0, 1), 0, tasks=("a", "b")))
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -197,9 +197,9 @@ def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
         for args in ("layers=1,width=8,heads=2", "layers=1,width=8,heads=2,experts=3")
     )
     with pytest.raises(ConfigError, match="expert=2, but no layer of transformer.*experts=8"):
-        spread_experts(plain, pair)
+        parallelize_experts(plain, pair)
     with pytest.raises(ConfigError, match="expert=2, which does not divide the 3 experts"):
-        spread_experts(three, pair)
+        parallelize_experts(three, pair)
     runtime = Alone(Mesh.create(pipe=2))
     with pytest.raises(ConfigError, match="pipe=2.*experts drop"):
         _pieces(BASE, runtime, three)
@@ -219,7 +219,7 @@ def test_sequences_that_cannot_be_spread_are_refused():
     ):
         model = build.build_model(BASE.replace(model_args=args).model, tf.TensorSpec([length], tf.int32), 17)
         with pytest.raises(ConfigError, match=words):
-            spread_sequence(model, pair)
+            parallelize_sequence(model, pair)
 
 
 @pytest.mark.parametrize(

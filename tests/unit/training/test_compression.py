@@ -11,7 +11,7 @@ from tfdist import build
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.training.parallel.compression import Compression
-from tfdist.training.parallel.sharded_state import shared_out
+from tfdist.training.parallel.state_piece import shared_out
 
 BASE = Config().replace(
     strategy="mesh",

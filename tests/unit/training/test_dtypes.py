@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.build import _check_compiled
 from tfdist.config import Config, PrecisionConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
@@ -15,6 +14,7 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.runtime.multi_worker import _broadcastable
 from tfdist.runtime.one_device import OneDevice
+from tfdist.training.composition_checks import check_compiled
 from tfdist.training.dtypes import as_summands, global_norm
 from tfdist.training.objectives import classification
 from tfdist.training.optimizer import switch_off_reduction
@@ -71,7 +71,7 @@ def data_parallel(model, rule):
 UPDATES = {
     "one_device": data_parallel,
     "mesh": mesh_update(MeshUpdate, 0),
-    "mesh, one pack each": mesh_update(MeshUpdate, 0, pack_bytes=0),
+    "mesh, one bucket each": mesh_update(MeshUpdate, 0, bucket_bytes=0),
     "compression": mesh_update(MeshUpdate, 0, compression="topk", compression_after=100),
     "zero 1": mesh_update(ZeroUpdate, 1),
     "zero 2": mesh_update(ZeroUpdate, 2),
@@ -169,7 +169,7 @@ def test_xla_refuses_only_synchronised_batch_normalization_that_is_trained():
         runtime, layer = OneDevice(), keras.layers.BatchNormalization(synchronized=True, trainable=trainable)
         runtime.replicas = 2
         model = keras.Sequential([keras.layers.Input((3,)), layer, keras.layers.Dense(2)])
-        _check_compiled(Config().replace(jit_compile=True), runtime, model)
+        check_compiled(Config().replace(jit_compile=True), runtime, model)
 
     check(trainable=False)
     with pytest.raises(ConfigError, match="synchronised BatchNormalization"):

@@ -27,11 +27,9 @@ def render(template: str, values: Mapping[str, object]) -> str:
         "preempted": ExitCode.PREEMPTED.value,
         "fatal_codes": ", ".join(map(str, FATAL_CODES)),
         "restart_pattern": "|".join(map(str, RESTART_CODES)),
-        "again_pattern": "|".join(map(str, [*RESTART_CODES, ExitCode.PREEMPTED.value])),
+        "restart_or_preempted_pattern": "|".join(map(str, [*RESTART_CODES, ExitCode.PREEMPTED.value])),
     }
-    return fill(
-        (resources.files(__package__) / f"{template}.template").read_text(encoding="utf-8"), {**codes, **values}
-    )
+    return fill((resources.files(__name__) / f"{template}.template").read_text(encoding="utf-8"), {**codes, **values})
 
 
 def fill(text: str, values: Mapping[str, object]) -> str:

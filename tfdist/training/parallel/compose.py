@@ -1,14 +1,13 @@
 """What --strategy=mesh does to a model that the registry built, in this order:
 
 mesh -> parts of layers (tensor.py, expert.py) -> stages and recomputation (segments.py) -> shards of state (zero.py),
-compression
--> pipeline -> step
+compression -> pipeline -> step
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 
@@ -19,22 +18,31 @@ from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
 from tfdist.training.parallel import segments
 from tfdist.training.parallel.assigned_weights import refuse_assigned
-from tfdist.training.parallel.expert import has_experts, spread_experts
-from tfdist.training.parallel.mesh_update import MeshUpdate
+from tfdist.training.parallel.expert import has_experts, parallelize_experts
+from tfdist.training.parallel.mesh_update import MeshUpdate, Placement
 from tfdist.training.parallel.pipe_schedule import make_schedule
 from tfdist.training.parallel.pipeline_stages import Pipeline, divide, stages_of
-from tfdist.training.parallel.sequence import spread_sequence
-from tfdist.training.parallel.tensor import Part, spread_layers, vocabulary_objective
+from tfdist.training.parallel.sequence import parallelize_sequence
+from tfdist.training.parallel.tensor import Part, parallelize_layers, vocabulary_objective
 from tfdist.training.parallel.zero import ELEMENTWISE, sharded_update
 
 
-class Spread(NamedTuple):
+class MeshModel(NamedTuple):
     """What comes out."""
 
     update: MeshUpdate
     objective: Objective
     parts: Mapping[int, Part]  # id of a trainable variable -> the part of it that is here
     pipeline: Pipeline | None
+
+
+class _Layers(NamedTuple):
+    """What becomes of layers and outputs along `model` and `expert`."""
+
+    objective: Objective
+    width: int  # of the outputs' last dim on this rank
+    parts: Mapping[int, Part]
+    summed_over_model: frozenset[int]
 
 
 def compose_mesh(
@@ -44,76 +52,80 @@ def compose_mesh(
     optimizer: keras.Optimizer,
     objective: Objective,
     plan: BatchPlan,
-) -> Spread:
-    """Spreads `model` over the mesh, in place, and builds `optimizer` on what is left.
+) -> MeshModel:
+    """Distributes `model` over the mesh, in place, and builds `optimizer` on what is left.
 
     Raises ConfigError on what does not fit.
     """
-    parallel, parts, partial = config.parallel, {}, frozenset()
     _check(config, runtime, plan)
-    group, width = runtime.group("model"), model.output_shape[-1]
-    if runtime.mesh.degree("expert", "model") > 1:
-        refuse_assigned(model, model.trainable_variables, f"--mesh={runtime.mesh.describe()}")
-    if runtime.mesh.degree("expert") > 1:
-        parts |= spread_experts(model, runtime.group("expert"))
-    if group.size > 1:
-        found, partial = (
-            spread_sequence(model, group) if parallel.sequence_parallel else (spread_layers(model, group), partial)
-        )
-        parts |= found
-        if _spreads_logits(model):
-            objective = vocabulary_objective(config.model, group, width)
-            width = (group.index + 1) * width // group.size - group.index * width // group.size
-    if parts and not isinstance(optimizer, ELEMENTWISE):
+    layers = _parallelize(config, runtime, model, objective)
+    if layers.parts and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
             f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat every element on"
             " its own, so it cannot work on parts of variables; use sgd, momentum, adam, adamw or lion, or data= only."
         )
-    options = {
-        "summed_over_model": partial,
-        "parts": {key: part.axis for key, part in parts.items()},
-        "pack_bytes": int(config.strategy.pack_mb * 2**20),
-    }
-    if parallel.all_reduce == "hierarchical":
-        options["summed_over"] = lambda group: runtime.hierarchical(group, parallel.workers_per_host)
     pieces = _pieces(config, runtime, model)
-    if pieces:
-        options["stages"] = stages = stages_of(model, pieces, runtime.mesh.degree("pipe"))
-        tied = [variable for variable in model.trainable_variables if len(stages[id(variable)]) > 1]
-        refuse_assigned(model, tied, f"--mesh={runtime.mesh.describe()} ties a weight over its stages")
-    if parallel.zero:
-        update = sharded_update(
-            runtime, model, optimizer, parallel.zero, on_host=parallel.offload == "optimizer", **options
-        )
-    else:
-        update = MeshUpdate(
-            runtime,
-            model,
-            optimizer,
-            compression=parallel.compression,
-            compression_after=parallel.compression_after,
-            **options,
-        )
+    placement = Placement(
+        {key: part.axis for key, part in layers.parts.items()},
+        layers.summed_over_model,
+        _stages(runtime, model, pieces) if pieces else {},
+    )
+    update = _update(config, runtime, model, optimizer, placement)
     pipeline = None
     if pieces:
         _check_slots(optimizer, update, runtime)
         schedule = make_schedule(
-            parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, parallel.pipe_chunks
+            config.parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, config.parallel.pipe_chunks
         )
-        pipeline = Pipeline(
-            runtime,
-            model,
-            pieces,
-            schedule,
-            update.trainable,
-            update.stages,
-            update.sources,
-            update.storage_variables(),
-            width,
-        )
-    elif parallel.recompute != "none":
-        segments.recompute(model, parallel.recompute, update.storage_variables())
-    return Spread(update, objective, parts, pipeline)
+        pipeline = Pipeline(runtime, model, pieces, schedule, update, layers.width)
+    elif config.parallel.recompute != "none":
+        segments.recompute(model, config.parallel.recompute, update.storage_variables())
+    return MeshModel(update, layers.objective, layers.parts, pipeline)
+
+
+def _parallelize(config: Config, runtime: MeshRuntime, model: keras.Model, objective: Objective) -> _Layers:
+    """Cuts layers over the `expert` and `model` axes."""
+    group, width = runtime.group("model"), model.output_shape[-1]
+    parts: dict[int, Part] = {}
+    partial: frozenset[int] = frozenset()
+    if runtime.mesh.degree("expert", "model") > 1:
+        refuse_assigned(model, model.trainable_variables, f"--mesh={runtime.mesh.describe()}")
+    if runtime.mesh.degree("expert") > 1:
+        parts |= parallelize_experts(model, runtime.group("expert"))
+    if group.size > 1:
+        if config.parallel.sequence_parallel:
+            found, partial = parallelize_sequence(model, group)
+        else:
+            found = parallelize_layers(model, group)
+        parts |= found
+        if _shards_logits(model):
+            objective = vocabulary_objective(config.model, group, width)
+            width = (group.index + 1) * width // group.size - group.index * width // group.size
+    return _Layers(objective, width, parts, partial)
+
+
+def _stages(
+    runtime: MeshRuntime, model: keras.Model, pieces: Sequence[Sequence[segments.Segment]]
+) -> dict[int, tuple[int, ...]]:
+    """id of a variable -> the stages that hold it."""
+    stages = stages_of(model, pieces, runtime.mesh.degree("pipe"))
+    tied = [variable for variable in model.trainable_variables if len(stages[id(variable)]) > 1]
+    refuse_assigned(model, tied, f"--mesh={runtime.mesh.describe()} ties a weight over its stages")
+    return stages
+
+
+def _update(
+    config: Config, runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, placement: Placement
+) -> MeshUpdate:
+    parallel = config.parallel
+    options: dict[str, Any] = {"placement": placement, "bucket_bytes": int(config.strategy.pack_mb * 2**20)}
+    if parallel.all_reduce == "hierarchical":
+        options["summed_over"] = lambda group: runtime.hierarchical(group, parallel.workers_per_host)
+    if parallel.zero:
+        on_host = parallel.offload == "optimizer"
+        return sharded_update(runtime, model, optimizer, parallel.zero, on_host=on_host, **options)
+    options |= {"compression": parallel.compression, "compression_after": parallel.compression_after}
+    return MeshUpdate(runtime, model, optimizer, **options)
 
 
 def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[list[segments.Segment]]:
@@ -129,15 +141,14 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
     flag = f"--mesh has pipe={degree}"
     cut = segments.cut_into_blocks(model, flag)
     if config.parallel.recompute == "block":
-        cut = cut._replace(
-            segments=segments.computed_again(model, cut.segments, segments.blocks(model, flag), "--recompute=block")
-        )
+        recomputed = segments.with_recompute(model, cut.segments, segments.blocks(model, flag), "--recompute=block")
+        cut = cut._replace(segments=recomputed)
     return divide(cut, degree * chunks, config.parallel.pipe_cut)
 
 
 def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
-    spread = config.parallel.zero == 3 or runtime.mesh.degree("expert", "model") > 1
-    if config.model.jit_compile and spread and runtime.size > 1:
+    communicates = config.parallel.zero == 3 or runtime.mesh.degree("expert", "model") > 1  # inside the forward pass
+    if config.model.jit_compile and communicates and runtime.size > 1:
         raise ConfigError(
             "--jit_compile cannot compile the collectives of --zero=3 or an expert or model axis: drop it."
         )
@@ -212,5 +223,5 @@ def _check_compression(config: Config, runtime: MeshRuntime) -> None:
         )
 
 
-def _spreads_logits(model: keras.Model) -> bool:
+def _shards_logits(model: keras.Model) -> bool:
     return any(layer.name == "embed_tokens" for layer in model.layers)

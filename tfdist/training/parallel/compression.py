@@ -65,7 +65,7 @@ class Compression:
             if kind == "powersgd" and not self._whole(shape):
                 # The same on all workers: they must span the same space.
                 start = np.random.default_rng(index).normal(size=(_matrix(shape)[1], POWERSGD_RANK)).astype("float32")
-                self.variables[f"compression_basis_{index:04d}"] = tf.Variable(start, trainable=False)
+                self.variables[f"compression_basis_{index:04d}"] = tf.Variable(tf.constant(start), trainable=False)
         self._sum = {
             "fp16": self._cast,
             "bf16": self._cast,
@@ -138,20 +138,19 @@ class Compression:
 
     def _cast(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         n = float(self.group.size)
-        small = tf.cast(tensor / n, tf.float16 if self.kind == "fp16" else tf.bfloat16)
-        return tf.cast(self.group.all_reduce(small), tf.float32) * n, tf.cast(small, tf.float32) * n
+        rounded = tf.cast(tensor / n, tf.float16 if self.kind == "fp16" else tf.bfloat16)
+        return tf.cast(self.group.all_reduce(rounded), tf.float32) * n, tf.cast(rounded, tf.float32) * n
 
     def _int8(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         scale = tf.maximum(tf.reduce_max(tf.abs(tensor)), 1e-30) / 127.0
         levels = tf.cast(tf.round(tensor / scale), tf.int8)
         scales = self.group.all_gather(scale[tf.newaxis])
-        every = tf.cast(_gather_bytes(levels, self.group), tf.float32)
+        every = tf.cast(_gather_bytes(levels, math.prod(self.shapes[index]), self.group), tf.float32)
         total = tf.reduce_sum(every * scales[:, tf.newaxis], 0)
         return tf.reshape(total, tensor.shape), tf.cast(levels, tf.float32) * scale
 
     def _topk(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        flat = tf.reshape(tensor, [-1])
-        n = flat.shape[0]
+        flat, n = tf.reshape(tensor, [-1]), math.prod(self.shapes[index])
         _, places = tf.math.top_k(tf.abs(flat), _kept(n), sorted=False)
         places = tf.sort(places)  # as a mask gives them back
         values = tf.cast(tf.gather(flat, places), tf.bfloat16)
@@ -172,7 +171,7 @@ class Compression:
         return tf.reshape(total, tensor.shape), tf.reshape(sent, tensor.shape)
 
     def _powersgd(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        matrix = tf.reshape(tensor, _matrix(tensor.shape))
+        matrix = tf.reshape(tensor, _matrix(self.shapes[index]))
         basis = f"compression_basis_{index:04d}"
         p = _orthonormal(self.group.all_reduce(matrix @ ends[basis]))
         own = tf.matmul(matrix, p, transpose_a=True)
@@ -199,7 +198,7 @@ def _as_bits(mask: tf.Tensor) -> tf.Tensor:
 
 def _from_bits(words: tf.Tensor) -> tf.Tensor:
     """int32 [m, w] -> bool [m, 32 w]"""
-    bits = tf.bitwise.bitwise_and(tf.bitwise.right_shift(words[..., tf.newaxis], tf.range(32)), 1)
+    bits = tf.bitwise.bitwise_and(tf.bitwise.right_shift(tf.expand_dims(words, -1), tf.range(32)), 1)
     return tf.reshape(bits > 0, [words.shape[0], -1])
 
 
@@ -220,13 +219,12 @@ def _orthonormal(p: tf.Tensor) -> tf.Tensor:
     return p
 
 
-def _gather_bytes(levels: tf.Tensor, group: Group) -> tf.Tensor:
+def _gather_bytes(levels: tf.Tensor, n: int, group: Group) -> tf.Tensor:
     """int8 [members, n] of every member's tensor of n elements.
 
     The collectives know no int8: four travel as an int32.
     """
     flat = tf.reshape(levels, [-1])
-    n = flat.shape[0]
     words = tf.bitcast(tf.reshape(tf.pad(flat, [[0, -n % 4]]), [-1, 4]), tf.int32)
     rows = tf.reshape(group.all_gather(words), [group.size, -1])
     return tf.reshape(tf.bitcast(rows, tf.int8), [group.size, -1])[:, :n]

@@ -23,14 +23,14 @@ import tensorflow as tf
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
-from tfdist.training.parallel.tensor import Part, Rule, cut, spread_layers
+from tfdist.training.parallel.tensor import Part, Rule, cut, parallelize_layers, static_dims
 
 _EXPERTS = re.compile(r"^block_\d+_experts_")
 
 
 def to_experts(x_BECD: tf.Tensor, group: Group) -> tf.Tensor:
     """[B, E, C, D], what this member has for all experts -> [n B, E / n, C, D], what all members have for its own."""
-    _, experts, places, width = x_BECD.shape
+    _, experts, places, width = static_dims(x_BECD)
     x = tf.reshape(x_BECD, [-1, group.size, experts // group.size, places, width])
     rows = group.all_to_all(tf.transpose(x, [1, 0, 2, 3, 4]))
     return tf.reshape(rows, [-1, experts // group.size, places, width])
@@ -38,7 +38,7 @@ def to_experts(x_BECD: tf.Tensor, group: Group) -> tf.Tensor:
 
 def from_experts(x: tf.Tensor, group: Group) -> tf.Tensor:
     """The inverse of `to_experts`."""
-    _, own, places, width = x.shape
+    _, own, places, width = static_dims(x)
     rows = group.all_to_all(tf.reshape(x, [group.size, -1, own, places, width]))
     rows = tf.reshape(rows, [group.size, -1, own, places, width])
     return tf.reshape(tf.transpose(rows, [1, 0, 2, 3, 4]), [-1, group.size * own, places, width])
@@ -64,12 +64,12 @@ def has_experts(model: keras.Model) -> bool:
     return any(_EXPERTS.match(layer.name) for layer in keras_layers.all_layers(model, include_self=False))
 
 
-def spread_experts(model: keras.Model, group: Group) -> dict[int, Part]:
+def parallelize_experts(model: keras.Model, group: Group) -> dict[int, Part]:
     """Spreads the experts over `group`, in place, before the optimizer is built. Returns id of a variable -> its Part.
 
     Raises: ConfigError if the model has no experts, or their number is no multiple of the group's size.
     """
-    return spread_layers(model, group, "expert", RULES, "use --model=transformer --model_args=experts=8")
+    return parallelize_layers(model, group, "expert", RULES, "use --model=transformer --model_args=experts=8")
 
 
 def _own_experts(layer: keras.Layer, group: Group) -> dict[int, Part]:

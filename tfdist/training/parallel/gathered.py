@@ -1,8 +1,8 @@
 """Stage 3 of ZeRO in the model: layers hold shards, and put their variables together while they are called.
 
-Each layer with trainable variables of its own gathers them when it is called, and lets go of them afterwards; in the
-backward pass it gathers again, and the gradients leave it as reduce-scattered shards. Without more, TensorFlow would
-start all gathers at once, as none waits for data. So the gather of a layer waits for the input of the layer called
+Each layer with trainable variables of its own gathers them when it is called, and frees them afterwards; in the
+backward pass it gathers once more, and the gradients leave it as reduce-scattered shards. TensorFlow would start all
+gathers at once, as none waits for data. So the gather of a layer waits for the input of the layer called
 before it: one layer's parameters are on the way while another's are in use, and no more are held. The backward pass
 does the same in reverse, and there a gather also waits for the shards of the gradients of the layer before last, lest a
 pass that runs ahead of the network fill memory with whole gradients.
@@ -47,15 +47,15 @@ def gather_layers(
 
 
 def _gather_when_called(
-    layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict
+    layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict[bool, _Turn]
 ) -> None:
     layout = Layout([variable.shape for variable in own], group)
     states = layer.non_trainable_variables
     inner = layer.call
 
     def call(*arguments: Any, **options: Any) -> Any:
-        def bind(values: list[tf.Tensor], again: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
-            with tf.control_dependencies(turns[again].take(first)):
+        def bind(values: list[tf.Tensor], is_second: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
+            with tf.control_dependencies(turns[is_second].take(first)):
                 # In the layer's compute type: half as many bytes travel, and it would round them to it anyway.
                 values = [
                     tf.identity(keras_variables.autocast(variable, value))
@@ -70,7 +70,7 @@ def _gather_when_called(
             states,
             layer,
             bind,
-            turns[True].sends,
+            turns[True].note_gradients,
         )
 
     layer.call = call
@@ -91,7 +91,7 @@ class _Turn:
         self._before = mine
         return earlier or [mine]
 
-    def sends(self, shards: list[tf.Tensor]) -> None:
+    def note_gradients(self, shards: list[tf.Tensor]) -> None:
         """The gradients of the layer whose turn it is."""
         self._sent = [*self._sent[-1:], shards[0]]
 

@@ -8,10 +8,10 @@ alone, because their all-to-all has brought the samples of the other members alr
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import keras
 import tensorflow as tf
@@ -21,68 +21,76 @@ from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.dtypes import at_least_float32, norm_dtype
 from tfdist.training.optimizer import ema_variables, swapped_in
+from tfdist.training.parallel.buckets import make_buckets
 from tfdist.training.parallel.compression import Compression
-from tfdist.training.parallel.shards import buckets, build_optimizer, empty_like
+from tfdist.training.parallel.shards import build_optimizer, empty_like
 from tfdist.training.update import DataParallel
+
+
+class AllReduce(Protocol):
+    """What sums tensors over a group: the group itself, or runtime/hierarchical.py."""
+
+    def all_reduce(self, x: tf.Tensor) -> tf.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the trainable variables of a model lie on the mesh; by default each worker has all of each.
+
+    parts: id of a variable -> the axis along which this worker has a part of it, `model` or `expert`; the others are
+    the same on all ranks of these axes.
+    summed_over_model: ids of variables whose gradient is another on each rank of `model`, and their sum wanted
+    (sequence.py).
+    stages: id of any variable of the model -> the stages of the pipeline that hold it; empty without a pipeline.
+    """
+
+    parts: Mapping[int, str] = field(default_factory=dict)
+    summed_over_model: frozenset[int] = frozenset()
+    stages: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def axes_of_sum(self, variable: keras.Variable) -> tuple[str, ...]:
+        """The axes over which its gradient is summed."""
+        if self.parts.get(id(variable)) == "expert":
+            return ("data",)
+        return (*REPLICA_AXES, "model") if id(variable) in self.summed_over_model else REPLICA_AXES
 
 
 class MeshUpdate(DataParallel):
     """See training/update.py. Builds the optimizer, which must not be built yet.
 
     Args:
-      stages: id of a variable of the model -> the stages of the pipeline that hold it; without a pipeline, all are on
-      stage 0.
-      parts: id of a trainable variable -> the axis along which this worker has a part of it, `model` or `expert`; the
-      others
-        are the same on all ranks of these axes.
-      summed_over_model: ids of variables whose gradient is another on each rank of `model`, and their sum wanted
-      (sequence.py).
-      pack_bytes: gradients travel in packs of about this size. 0: each on its own.
+      bucket_bytes: gradients travel in buckets of about this size. 0: each on its own.
       compression: how they travel (compression.py), once compression_after steps have been made.
-      summed_over: makes of a group what sums large tensors over it; None: the group itself (runtime/hierarchical.py).
+      summed_over: makes of a group what sums large tensors over it.
     """
 
-    sharded_axes: tuple[str, ...] = (
-        "pipe",
-        "expert",
-        "model",
-    )  # the axes along which pieces of the gradient are spread
+    runtime: MeshRuntime
+    sharded_axes: tuple[str, ...] = ("pipe", "expert", "model")  # those along which workers hold other pieces
 
     def __init__(
         self,
         runtime: MeshRuntime,
         model: keras.Model,
         optimizer: keras.Optimizer,
-        parts: Mapping[int, str] | None = None,
-        pack_bytes: int = 2**20,
-        summed_over_model: frozenset[int] = frozenset(),
+        placement: Placement | None = None,
+        bucket_bytes: int = 2**20,
         compression: str = "none",
         compression_after: int = 0,
-        stages: Mapping[int, tuple[int, ...]] | None = None,
-        summed_over: Callable[[Group], Any] | None = None,
+        summed_over: Callable[[Group], AllReduce] = lambda group: group,
     ):
         super().__init__(runtime, model, optimizer)
         self.all = list(model.trainable_variables)
-        self.stages = stages or {id(variable): (0,) for variable in self.all}
+        placement = placement or Placement()
+        self.stages = placement.stages or {id(variable): (0,) for variable in self.all}
         stage = runtime.coordinates["pipe"]
         self.trainable = [variable for variable in self.all if stage in self.stages[id(variable)]]
         self.replicas = runtime.group(*REPLICA_AXES)
-        parts = parts or {}
-        sums = [
-            (
-                ("data",)
-                if parts.get(id(variable)) == "expert"
-                else (*REPLICA_AXES, "model")
-                if id(variable) in summed_over_model
-                else REPLICA_AXES
-            )
-            for variable in self.trainable
-        ]
+        sums = [placement.axes_of_sum(variable) for variable in self.trainable]
         self.groups = [runtime.group(*axes) for axes in sums]  # over which each is summed
-        self._sums = {group: summed_over(group) if summed_over else group for group in dict.fromkeys(self.groups)}
-        self.packs = self._pack(pack_bytes // 4)
+        self._sums = {group: summed_over(group) for group in dict.fromkeys(self.groups)}
+        self.buckets = make_buckets(self.trainable, self.groups, bucket_bytes // 4)
         self._copies = [
-            self._count_copies(variable, parts.get(id(variable)), axes)
+            self._count_copies(variable, placement.parts.get(id(variable)), axes)
             for variable, axes in zip(self.trainable, sums, strict=True)
         ]
         self.compression = (
@@ -92,26 +100,13 @@ class MeshUpdate(DataParallel):
         )
         self.build()
 
-    def _pack(self, most: int) -> list[list[int]]:
-        """The places of variables that travel together, about `most` elements, of one dtype."""
-        kinds = [(group, variable.dtype) for group, variable in zip(self.groups, self.trainable, strict=True)]
-        packs = []
-        for kind in dict.fromkeys(kinds):
-            own = [place for place, other in enumerate(kinds) if other == kind]
-            packs += [
-                [own[index] for index in pack]
-                for pack in buckets([math.prod(self.trainable[place].shape) for place in own], most)
-            ]
-        return packs
-
     def _count_copies(self, variable: keras.Variable, part: str | None, summed: Sequence[str]) -> int:
         """How many workers of a group along `sharded_axes` hold the same piece: a part along one axis, a shard along
         those of its sum.
         """
-        spread = {"pipe", part, *(summed if self.sharded_axes == AXES else ())}
-        return self.runtime.mesh.degree(*(other for other in self.sharded_axes if other not in spread)) * len(
-            self.stages[id(variable)]
-        )
+        different = {"pipe", part, *(summed if self.sharded_axes == AXES else ())}
+        copies = self.runtime.mesh.degree(*(axis for axis in self.sharded_axes if axis not in different))
+        return copies * len(self.stages[id(variable)])
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -169,33 +164,29 @@ class MeshUpdate(DataParallel):
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         """The pieces of the sum over replicas."""
-        if not self.compression:
+        compression = self.compression
+        if not compression:
             return self._summed_whole(kept)
-        if self.compression.after:
-            whole = self.optimizer.iterations < self.compression.after
+        if compression.after:
             pieces, self._compression_ends = tf.cond(
-                whole, lambda: (self._summed_whole(kept), self.compression.unchanged()), lambda: self.compression(kept)
+                self.optimizer.iterations < compression.after,
+                lambda: (self._summed_whole(kept), compression.unchanged()),
+                lambda: compression(kept),
             )
         else:
-            pieces, self._compression_ends = self.compression(kept)
+            pieces, self._compression_ends = compression(kept)
         return pieces
 
     def _summed_whole(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
-        pieces: list = [None] * len(kept)
-        for pack in self.packs:
-            total = self._sums[self.groups[pack[0]]].all_reduce(
-                tf.concat([tf.reshape(kept[index], [-1]) for index in pack], 0)
-            )
-            for index, part in zip(
-                pack, tf.split(total, [math.prod(kept[index].shape) for index in pack]), strict=True
-            ):
-                pieces[index] = tf.reshape(part, kept[index].shape)
-        return pieces
+        pieces: dict[int, tf.Tensor] = {}
+        for bucket in self.buckets:
+            bucket.put(bucket.all_reduce(bucket.take(kept), self._sums[bucket.group].all_reduce), pieces)
+        return [pieces[place] for place in range(len(kept))]
 
     def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
         dtype = norm_dtype(self.all)  # not of this stage's alone: all sharded_axes add up in the same
         squares = [
-            tf.cast(tf.reduce_sum(tf.square(at_least_float32(piece))) / copies, dtype)
+            tf.cast(tf.reduce_sum(tf.square(tf.convert_to_tensor(at_least_float32(piece)))) / copies, dtype)
             for piece, copies in zip(map(tf.convert_to_tensor, pieces), self._copies, strict=True)
         ]
         return tf.cast(tf.sqrt(self.runtime.group(*self.sharded_axes).all_reduce(tf.add_n(squares))), tf.float32)

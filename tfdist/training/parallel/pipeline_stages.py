@@ -22,8 +22,10 @@ from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.dtypes import as_summands, zero_summands
 from tfdist.training.parallel import segments as cutting
 from tfdist.training.parallel.gathered import forbid_use
+from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.pipe_schedule import Schedule
 from tfdist.training.parallel.segments import Cut, Segment
+from tfdist.training.parallel.tensor import static_dims
 
 
 def divide(model: Cut, parts: int, cut: str = "") -> list[list[Segment]]:
@@ -59,7 +61,7 @@ def divide(model: Cut, parts: int, cut: str = "") -> list[list[Segment]]:
 
 def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
     """What a stage sends is what its last segment gives first."""
-    if len(model.inputs) > 1 or len(model.outputs) > 1:
+    if len(model.inputs) != 1 or len(model.outputs) != 1:
         raise ConfigError(
             f"--mesh has pipe=, whose stages take one tensor and give one, but the model has {len(model.inputs)} inputs"
             f" and {len(model.outputs)} outputs: use data= instead."
@@ -125,8 +127,7 @@ def _first_users(parts: Sequence[Sequence[Segment]], variables: Sequence[keras.V
 class Pipeline:
     """A model over the stages of the runtime's mesh; from now on the model's call goes over all stages.
 
-    `storage`: see segments.recompute. `variables`: the trainable ones of this stage, in the order of the gradients.
-    `width`: the last dim of the model's outputs on this rank, which has but a part of them if tensor.py spreads the
+    `width`: the last dim of the model's outputs on this rank, which has but a part of them if tensor.py cuts the
     logits.
     """
 
@@ -136,27 +137,20 @@ class Pipeline:
         model: keras.Model,
         parts: Sequence[Sequence[Segment]],
         schedule: Schedule,
-        variables: Sequence[keras.Variable],
-        stages: Mapping[int, tuple[int, ...]],
-        sources: Callable[[], list[tf.Variable]],
-        storage: Mapping[int, keras.Variable],
+        update: MeshUpdate,
         width: int,
     ):
         self._width = width
         self.group = runtime.group("pipe")
-        self.parts, self.schedule, self.storage, self.model, self.sources = (
-            parts,
-            schedule[self.group.index],
-            storage,
-            model,
-            sources,
-        )
+        self.parts, self.schedule, self.model = parts, schedule[self.group.index], model
+        self.sources, self.storage = update.sources, update.storage_variables()  # see segments.recompute
         self._regularized = _first_users(parts, model.trainable_variables)
         self._ties = [
-            runtime.group_of([self.group.ranks[stage] for stage in stages[id(variable)]]) for variable in variables
+            runtime.group_of([self.group.ranks[stage] for stage in update.stages[id(variable)]])
+            for variable in update.trainable
         ]
         for variable in model.trainable_variables:
-            if self.group.index not in stages[id(variable)]:
+            if self.group.index not in update.stages[id(variable)]:
                 forbid_use(variable, f"{variable.path} is on another stage of the pipeline.")
         model.call = self._call
 
@@ -173,7 +167,7 @@ class Pipeline:
                 if number < last:
                     sent.append(self._send(number, "evaluate", x))
         if not self._is_mine(last):
-            x = tf.zeros([inputs.shape[0], *self.model.output_shape[1:-1], self._width], self.model.output.dtype)
+            x = tf.zeros([inputs.shape[0], *self.model.output_shape[1:-1], self._width], self.model.outputs[0].dtype)
         with tf.control_dependencies(sent):
             x = tf.identity(x)
         x.set_shape([inputs.shape[0], *x.shape[1:]])
@@ -254,7 +248,7 @@ class Pipeline:
             self.group.ranks[part % self.group.size]
             for part in (number, number - 1 if kind == "backward" else number + 1)
         )
-        return self.group.pair(own, other, f"{kind} {number}").put_or_take(x, own, x.shape, x.dtype)
+        return self.group.pair(own, other, f"{kind} {number}").put_or_take(x, own, static_dims(x), x.dtype)
 
     def _receive(self, number: int, kind: str, like: tf.Tensor) -> tf.Tensor:
         """From the part before this one (`like` has the batch size), or, backward, behind it (`like` has the shape)."""
@@ -262,7 +256,7 @@ class Pipeline:
         own, other = (self.group.ranks[part % self.group.size] for part in (number, before))
         spec = self.parts[number][0].part.input
         shape, dtype = (
-            (like.shape, like.dtype)
+            (static_dims(like), like.dtype)
             if kind == "backward"
             else ([like.shape[0], *spec.shape[1:]], tf.as_dtype(spec.dtype))
         )

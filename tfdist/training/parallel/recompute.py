@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist.compat.keras_variables import autocast_dtype, autocast_to
 
 Bind = Callable[[list[tf.Tensor], bool, tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]
+OnGradients = Callable[[list[tf.Tensor]], None]
 
 
 def recomputed(
@@ -26,7 +27,7 @@ def recomputed(
     states: Sequence[keras.Variable],
     owner: keras.Layer,
     bind: Bind | None = None,
-    told: Callable[[list[tf.Tensor]], None] | None = None,
+    on_gradients: OnGradients | None = None,
 ) -> Any:
     """`function(inputs)`, of which only `inputs` is kept for the backward pass.
 
@@ -38,10 +39,10 @@ def recomputed(
       bind: (values of `parameters`, whether this is the second pass, the tensor that starts the pass: an input or an
         upstream gradient) -> (variable, value) for what is to hold within. By default the parameters themselves;
         gathered.py puts whole variables together from shards here.
-      told: gets the gradients of `parameters`, when the backward pass is traced.
+      on_gradients: gets the gradients of `parameters`, when the backward pass is traced.
     Returns: what function returns, a nest of tensors.
     """
-    made = _Recomputed(function, inputs, parameters, states, bind, told)
+    made = _Recomputed(function, inputs, parameters, states, bind, on_gradients)
     results = made.run()
     for place, end in zip(made.changed, results[len(results) - len(made.changed) :], strict=True):
         states[place].assign(end)
@@ -63,16 +64,10 @@ class _Recomputed:
         parameters: Sequence[keras.Variable],
         states: Sequence[keras.Variable],
         bind: Bind | None,
-        told: Callable[[list[tf.Tensor]], None] | None,
+        on_gradients: OnGradients | None,
     ):
-        self.function, self.inputs, self.parameters, self.states, self.bind, self.told = (
-            function,
-            inputs,
-            parameters,
-            states,
-            bind,
-            told,
-        )
+        self.function, self.inputs, self.parameters, self.states = function, inputs, parameters, states
+        self.bind, self.on_gradients = bind, on_gradients
         self.leaves = tf.nest.flatten(inputs)
         self.places = [place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf)]
         self.compute_dtype = autocast_dtype()  # in the backward pass Keras knows none
@@ -90,10 +85,10 @@ class _Recomputed:
             results = self.compute(tensors, False, tensors[0])
             return results, lambda *upstream: self.gradient(tensors, upstream[: len(results) - len(self.changed)])
 
-        results = run(*(self.leaves[place] for place in self.places), *self.values)
+        results: Any = run(*(self.leaves[place] for place in self.places), *self.values)
         return list(results) if isinstance(results, list | tuple) else [results]
 
-    def compute(self, tensors: Sequence[tf.Tensor], again: bool, first: tf.Tensor) -> list[tf.Tensor]:
+    def compute(self, tensors: Sequence[tf.Tensor], is_second: bool, first: tf.Tensor) -> list[tf.Tensor]:
         filled = list(self.leaves)
         for place, tensor in zip(self.places, tensors[: len(self.places)], strict=True):
             filled[place] = tensor
@@ -103,7 +98,7 @@ class _Recomputed:
         before = [scope.get_current_value(state) for state in self.states]
         with autocast_to(self.compute_dtype):
             for update in (
-                zip(self.parameters, values, strict=True) if self.bind is None else self.bind(values, again, first)
+                zip(self.parameters, values, strict=True) if self.bind is None else self.bind(values, is_second, first)
             ):
                 scope.add_update(update)
             with scope:
@@ -116,22 +111,22 @@ class _Recomputed:
 
     def gradient(self, tensors: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         with tf.control_dependencies(upstream):  # not before it is needed
-            again = [tf.identity(tensor) for tensor in tensors]
+            second = [tf.identity(tensor) for tensor in tensors]
         if self.bind is not None:  # which decides itself when
-            again[len(self.places) :] = [tf.identity(tensor) for tensor in tensors[len(self.places) :]]
-        floats = [place for place, tensor in enumerate(again) if tensor.dtype.is_floating]
+            second[len(self.places) :] = [tf.identity(tensor) for tensor in tensors[len(self.places) :]]
+        floats = [place for place, tensor in enumerate(second) if tensor.dtype.is_floating]
         with tf.GradientTape() as tape:
-            tape.watch([again[place] for place in floats])
-            results = self.compute(again, True, upstream[0])
+            tape.watch([second[place] for place in floats])
+            results = self.compute(second, True, upstream[0])
         pairs = [(result, g) for result, g in zip(results, upstream, strict=False) if result.dtype.is_floating]
         gradients = tape.gradient(
             [result for result, _ in pairs],
-            [again[place] for place in floats],
+            [second[place] for place in floats],
             [g for _, g in pairs],
             unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )
         found = dict(zip(floats, gradients, strict=True))
-        result = [tf.convert_to_tensor(found[place]) if place in found else None for place in range(len(again))]
-        if self.told is not None:
-            self.told(result[len(self.places) :])
+        result = [tf.convert_to_tensor(found[place]) if place in found else None for place in range(len(second))]
+        if self.on_gradients is not None:
+            self.on_gradients([gradient for gradient in result[len(self.places) :] if gradient is not None])
         return result

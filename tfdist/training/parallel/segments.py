@@ -27,7 +27,7 @@ class Segment(NamedTuple):
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     masks: tuple[tuple[int, int], ...] = ()  # (place of a tensor in `takes`, place of its mask)
-    again: bool = False  # computed again in the backward pass
+    recompute: bool = False  # computed a second time in the backward pass, not kept
 
 
 class Cut(NamedTuple):
@@ -82,7 +82,7 @@ def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variabl
     flag = f"--recompute={kind}"
     cut = cut_into_blocks(model, flag) if kind == "block" else cut_out_attention(model, flag)
     wanted = blocks(model, flag)
-    segments = computed_again(
+    segments = with_recompute(
         model, cut.segments, wanted if kind == "block" else [f"{name}_joined" for name in wanted], flag
     )
     functional = functional_of(model)
@@ -96,23 +96,23 @@ def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variabl
     model.call = call
 
 
-def computed_again(model: keras.Model, segments: Sequence[Segment], names: Sequence[str], flag: str) -> list[Segment]:
+def with_recompute(model: keras.Model, segments: Sequence[Segment], names: Sequence[str], flag: str) -> list[Segment]:
     """Those called `names` are computed again in the backward pass.
 
     Weights that layers set in these are a ConfigError.
     """
-    again = [segment._replace(again=segment.gives[0] in names) for segment in segments]
+    chosen = [segment._replace(recompute=segment.gives[0] in names) for segment in segments]
     refuse_assigned(
         model,
         {
             id(variable): variable
-            for segment in again
-            if segment.again
+            for segment in chosen
+            if segment.recompute
             for variable in segment.part.trainable_variables
         }.values(),
         flag,
     )
-    return again
+    return chosen
 
 
 def run(
@@ -131,7 +131,7 @@ def run(
     for segment in segments:
         given = [tensors[name] for name in segment.takes]
         one = _runner(segment, training)
-        if segment.again and training:
+        if segment.recompute and training:
             parameters = [storage.get(id(variable), variable) for variable in segment.part.trainable_variables]
             # Losses go to a layer, which shares them with the whole model: a functional model takes none.
             given = recomputed(one, given, parameters, segment.part.non_trainable_variables, segment.part.layers[-1])

@@ -26,21 +26,23 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel import tensor
 from tfdist.training.parallel.expert import has_experts
-from tfdist.training.parallel.tensor import Part, Rule, own_noise
+from tfdist.training.parallel.tensor import Part, Rule, own_noise, static_dims
 
 PARTIAL = re.compile(r"^(embed_positions/|block_\d+_norm_\d+/|final_norm/|block_\d+_(attention_out|mlp_down)/bias$)")
 
 
 def gathered(x: tf.Tensor, group: Group) -> tf.Tensor:
     """[B, T/m, D] -> [B, T, D]; its gradient is `scattered`."""
+    batch, length, *rest = static_dims(x)
     y = group.all_gather(x, 1)
-    return tf.ensure_shape(y, [x.shape[0], x.shape[1] * group.size, *x.shape[2:]])
+    return tf.ensure_shape(y, [batch, length * group.size, *rest])
 
 
 def scattered(x: tf.Tensor, group: Group) -> tf.Tensor:
     """[B, T, D], which differs from rank to rank -> this rank's [B, T/m, D] of the sum; its gradient is `gathered`."""
+    batch, length, *rest = static_dims(x)
     y = group.reduce_scatter(x, 1)
-    return tf.ensure_shape(y, [x.shape[0], x.shape[1] // group.size, *x.shape[2:]])
+    return tf.ensure_shape(y, [batch, length // group.size, *rest])
 
 
 def _own_positions(layer: keras.Layer, group: Group) -> dict[int, Part]:
@@ -48,7 +50,7 @@ def _own_positions(layer: keras.Layer, group: Group) -> dict[int, Part]:
     inner = layer.call
 
     def call(x: tf.Tensor) -> tf.Tensor:
-        length = x.shape[1] // group.size
+        length = static_dims(x)[1] // group.size
         return inner(x[:, group.index * length : (group.index + 1) * length])
 
     layer.call = call
@@ -67,8 +69,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 
 
-def spread_sequence(model: keras.Model, group: Group) -> tuple[dict[int, Part], frozenset[int]]:
-    """As tensor.spread_layers, with positions spread in between. Returns (parts, ids of the variables in `PARTIAL`).
+def parallelize_sequence(model: keras.Model, group: Group) -> tuple[dict[int, Part], frozenset[int]]:
+    """As tensor.parallelize_layers, with positions shared out in between. Returns (parts, ids of `PARTIAL`).
 
     Raises: ConfigError if the model is not the transformer, has experts, or m does not divide its positions.
     """
@@ -88,5 +90,5 @@ def spread_sequence(model: keras.Model, group: Group) -> tuple[dict[int, Part], 
             f"--sequence_parallel spreads the {length} positions over model={group.size}, which does not divide them:"
             " choose another --sequence_length, or drop it."
         )
-    parts = tensor.spread_layers(model, group, rules=RULES)
+    parts = tensor.parallelize_layers(model, group, rules=RULES)
     return parts, frozenset(id(variable) for variable in model.trainable_variables if PARTIAL.match(variable.path))

@@ -1,4 +1,4 @@
-"""State that is spread over a mesh, as whole arrays, and back: a snapshot knows nothing of the mesh that wrote it.
+"""State that is distributed over a mesh, as whole arrays, and back: a snapshot knows nothing of the mesh that wrote it.
 
 `ShardedState` gives the variables of a run the keys, shapes and types that they have in a data-parallel run
 (artifacts/state.py), whatever they look like here: whole, a part along `model` (tensor.py) or `expert` (expert.py), a
@@ -7,14 +7,13 @@ shard along `data` (zero.py), a shard of a part, or on another stage of a pipeli
 equal parts of the sum. So a snapshot of any mesh resumes on any other, or on none.
 
 It does so in two ways: the chief holds all, or (artifacts/parts.py) every worker writes and reads its own part, which
-is some boxes of each whole array: a shard is a range of a flattened part, and a part is some places along one dim.
+is some boxes of each whole array (state_piece.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -22,37 +21,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import state
-from tfdist.artifacts.parts import Box, Shard, boxes_of_range, read_shards, runs
-from tfdist.artifacts.store import SUFFIX
+from tfdist.artifacts.parts import Shard
 from tfdist.control.exit_codes import CheckpointError
-from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.runtime.weight_check import Held
 from tfdist.training.parallel.mesh_update import MeshUpdate
-from tfdist.training.parallel.shards import Layout
+from tfdist.training.parallel.state_piece import Piece, shared_out
 from tfdist.training.parallel.tensor import Part
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What this worker holds of one variable."""
-
-    holder: Any  # keras.Variable or tf.Variable
-    shape: tuple[int, ...]  # of the whole
-    part: Part | None  # along `model` or `expert`
-    is_shard: bool  # over `group`
-    group: Group  # the replicas, or, of experts, those among them that hold the same
-    stages: tuple[int, ...] | None = None  # of the pipeline that hold it; None: all
-    is_row: bool = False  # every replica has its own; the whole has one row for each
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        return self.part.local_shape if self.part else self.shape
-
-    @property
-    def name(self) -> str:
-        return getattr(self.holder, "path", self.holder.name)
 
 
 class ShardedState:
@@ -68,44 +44,39 @@ class ShardedState:
         parts: Mapping[int, Part],
     ):
         self.runtime, self.update = runtime, update
-        replicas = runtime.group(*REPLICA_AXES)
-        number = {id(variable): index for index, variable in enumerate(update.all)}
-        held = {id(variable): index for index, variable in enumerate(update.trainable)}
-        sharded = update.shards is not update.trainable
-        self.pieces: dict[str, Piece] = {}
-        for key, variable in state.collect(model, optimizer, train).items():
-            owner = update.owners.get(id(variable), number.get(id(variable)))
-            if owner is None:
-                is_row = "compression_error" in key
-                shape = (replicas.size, *variable.shape) if is_row else tuple(variable.shape)
-                self.pieces[key] = Piece(
-                    variable, shape, None, False, replicas, update.stages.get(id(variable)), is_row
-                )
-                continue
-            parameter = update.all[owner]
-            part, place = parts.get(id(parameter)), held.get(id(parameter))
-            is_parameter = id(variable) in number
-            is_shard = sharded and (not is_parameter or id(parameter) in update.storage_variables())
-            holder = update.shards[place] if is_parameter and is_shard and place is not None else variable
-            group = replicas if place is None else update.groups[place]
-            self.pieces[key] = Piece(
-                holder,
-                part.shape if part else tuple(parameter.shape),
-                part,
-                is_shard,
-                group,
-                update.stages[id(parameter)],
-            )
+        self._replicas = runtime.group(*REPLICA_AXES)
+        self._number = {id(variable): index for index, variable in enumerate(update.all)}
+        self._held = {id(variable): index for index, variable in enumerate(update.trainable)}
+        self.pieces = {
+            key: self._piece(key, variable, parts) for key, variable in state.collect(model, optimizer, train).items()
+        }
         self._stages = runtime.group("pipe")
         self._from_stage = tf.function(lambda x, stage: self._stages.broadcast(x, self._stages.ranks[stage]))
         self._gather = tf.function(lambda x, ranks: runtime.group_of(ranks).all_gather(x))
 
+    def _piece(self, key: str, variable: keras.Variable | tf.Variable, parts: Mapping[int, Part]) -> Piece:
+        update, replicas = self.update, self._replicas
+        owner = update.owners.get(id(variable), self._number.get(id(variable)))
+        if owner is None:
+            is_row = "compression_error" in key
+            shape = (replicas.size, *variable.shape) if is_row else tuple(variable.shape)
+            return Piece(variable, shape, replicas, stages=update.stages.get(id(variable)), is_row=is_row)
+        parameter = update.all[owner]
+        part, place = parts.get(id(parameter)), self._held.get(id(parameter))
+        is_parameter, sharded = id(variable) in self._number, update.shards is not update.trainable
+        is_shard = sharded and (not is_parameter or id(parameter) in update.storage_variables())
+        return Piece(
+            update.shards[place] if is_parameter and is_shard and place is not None else variable,
+            part.shape if part else tuple(parameter.shape),
+            replicas if place is None else update.groups[place],
+            part,
+            is_shard,
+            update.stages[id(parameter)],
+        )
+
     def table(self) -> dict[str, tuple[str, list[int], str]]:
         """key -> (name, whole shape, dtype), as artifacts.state.table gives for a data-parallel run."""
-        return {
-            key: (piece.name, list(piece.shape), tf.as_dtype(piece.holder.dtype).name)
-            for key, piece in self.pieces.items()
-        }
+        return {key: (piece.name, list(piece.shape), piece.dtype.name) for key, piece in self.pieces.items()}
 
     def to_host(
         self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str = ""
@@ -118,11 +89,8 @@ class ShardedState:
         for key, piece in self.pieces.items():
             if not key.startswith(only):
                 continue
-            array = (
-                self._whole(piece)
-                if self._is_here(piece)
-                else np.zeros(piece.shape, tf.as_dtype(piece.holder.dtype).as_numpy_dtype)
-            )
+            is_here = self._is_here(piece)
+            array = self._whole(piece) if is_here else np.zeros(piece.shape, piece.dtype.as_numpy_dtype)
             if piece.stages is not None and 0 not in piece.stages:
                 array = self._from_stage(tf.constant(array), piece.stages[0]).numpy()
             if self.runtime.rank == 0:
@@ -132,16 +100,16 @@ class ShardedState:
     def held(self) -> list[Held]:
         """The pieces of the model's weights and moving statistics, for runtime/weight_check.py."""
         return [
-            Held(piece.name, _value(piece.holder) if self._is_here(piece) else None, self._number(piece))
+            Held(piece.name, piece.value if self._is_here(piece) else None, self._which(piece))
             for key, piece in self.pieces.items()
-            if key.startswith("model/") and tf.as_dtype(piece.holder.dtype).is_floating
+            if key.startswith("model/") and piece.dtype.is_floating
         ]
 
     def first_of_stage(self) -> int:
         """The first rank on this stage of the pipeline."""
         return self.runtime.mesh.rank({"pipe": self._stages.index})
 
-    def _number(self, piece: Piece) -> int:
+    def _which(self, piece: Piece) -> int:
         """Which piece of the whole it is; several workers may hold the same."""
         return (piece.part.index if piece.part else 0) * self.runtime.size + (
             piece.group.index if piece.is_shard else 0
@@ -177,7 +145,7 @@ class ShardedState:
                 )
         for key, piece in self.pieces.items():
             if self._is_here(piece):
-                _value(piece.holder).assign(self._own(piece, arrays[key]))
+                piece.value.assign(piece.own(arrays[key]))
         self.update.collect()
 
     # -- in parts --------------------------------------------------------------------------------------------------
@@ -187,8 +155,7 @@ class ShardedState:
         shards = []
         for key, piece in self.pieces.items():
             if self._is_here(piece) and self._writes(piece):
-                array = np.asarray(_value(piece.holder).numpy())
-                shards += self._shards(key, piece, array[np.newaxis] if piece.is_row else array)
+                shards += piece.to_shards(key)
         return shards
 
     def read(self, prefix: str) -> None:
@@ -197,81 +164,8 @@ class ShardedState:
         """
         for key, piece in self.pieces.items():
             if self._is_here(piece):
-                _value(piece.holder).assign(self._read_piece(prefix, key, piece))
+                piece.value.assign(piece.read(prefix, key))
         self.update.collect()
-
-    def _read_piece(self, prefix: str, key: str, piece: Piece) -> np.ndarray:
-        if piece.is_row:
-            return self._read_row(prefix, key, piece)
-        regions = self._regions(piece)
-        contents = iter(
-            read_shards(
-                prefix,
-                [Shard(key, piece.shape, box) for _, boxes in regions for box in boxes],
-                tf.as_dtype(piece.holder.dtype),
-            )
-        )
-        joined = [
-            next(contents) if len(boxes) == 1 else np.concatenate([next(contents) for _ in boxes], piece.part.dim)
-            for _, boxes in regions
-        ]
-        if piece.is_shard:
-            flat = (
-                np.concatenate([array.reshape(-1) for array in joined])
-                if joined
-                else np.zeros(0, tf.as_dtype(piece.holder.dtype).as_numpy_dtype)
-            )
-            return np.pad(flat, (0, piece.holder.shape[0] - flat.size))
-        return joined[0]
-
-    def _read_row(self, prefix: str, key: str, piece: Piece) -> np.ndarray:
-        count, *shape = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()[key + SUFFIX]
-        wanted = [piece.group.index] if count == piece.group.size else range(count)
-        shards = [Shard(key, (count, *shape), ((row, 1), *((0, length) for length in shape))) for row in wanted]
-        rows = np.concatenate(read_shards(prefix, shards, tf.as_dtype(piece.holder.dtype)))
-        return rows[0] if count == piece.group.size else shared_out(rows, piece.group.size)[0]
-
-    def _shards(self, key: str, piece: Piece, array: np.ndarray) -> list[Shard]:
-        shards, offset = [], 0
-        for lengths, boxes in self._regions(piece):
-            size = math.prod(lengths)
-            content = array.reshape(-1)[offset : offset + size].reshape(lengths) if piece.is_shard else array
-            offset += size
-            contents = (
-                [content]
-                if len(boxes) == 1
-                else np.split(content, np.cumsum([box[piece.part.dim][1] for box in boxes])[:-1], piece.part.dim)
-            )
-            with tf.device("CPU:0"):  # as a tensor it is saved without another copy
-                shards += [
-                    Shard(key, piece.shape, box, tf.constant(part)) for box, part in zip(boxes, contents, strict=True)
-                ]
-        return shards
-
-    def _regions(self, piece: Piece) -> list[tuple[tuple[int, ...], list[Box]]]:
-        """What this worker holds of a piece, as (lengths of a box of its part, the boxes of the whole that make it up
-        along the part's dim).
-        """
-        local = piece.part_shape
-        if piece.is_row:
-            box = ((piece.group.index, 1), *((0, length) for length in local[1:]))
-            return [((1, *local[1:]), [box])]
-        boxes: list[Box] = [tuple((0, length) for length in local)]
-        if piece.is_shard:
-            length = -(-math.prod(local) // piece.group.size)
-            boxes = boxes_of_range(
-                local, piece.group.index * length, min((piece.group.index + 1) * length, math.prod(local))
-            )
-        regions = []
-        for box in boxes:
-            lengths = tuple(length for _, length in box)
-            if piece.part:
-                dim, places = piece.part.dim, piece.part.places[piece.part.index]
-                wholes = [(*box[:dim], run, *box[dim + 1 :]) for run in runs(places[box[dim][0] : sum(box[dim])])]
-            else:
-                wholes = [box]
-            regions.append((lengths, wholes))
-        return regions
 
     def _writes(self, piece: Piece) -> bool:
         """Of all workers that hold the same, the first writes it."""
@@ -293,7 +187,7 @@ class ShardedState:
         return piece.stages is None or self._stages.index in piece.stages
 
     def _whole(self, piece: Piece) -> np.ndarray:
-        value = tf.convert_to_tensor(_value(piece.holder))
+        value = tf.convert_to_tensor(piece.value)
         if piece.is_shard:
             value = self._gather(value, piece.group.ranks)[: math.prod(piece.part_shape)]
             value = tf.reshape(value, piece.part_shape)
@@ -304,24 +198,3 @@ class ShardedState:
         parts = self.runtime.group(piece.part.axis)
         padded = self._gather(tf.constant(piece.part.padded(value.numpy())), parts.ranks).numpy()
         return piece.part.join(np.split(padded, parts.size))
-
-    def _own(self, piece: Piece, whole: np.ndarray) -> np.ndarray:
-        if piece.is_row:
-            return whole[piece.group.index]
-        own = piece.part.cut(whole) if piece.part else whole
-        if not piece.is_shard:
-            return own
-        return Layout([own.shape], piece.group).cut(own, 0)
-
-
-def shared_out(rows: np.ndarray, count: int) -> np.ndarray:
-    """[n, ...] -> [count, ...] with the same sum: the same, or equal parts of it."""
-    return (
-        rows
-        if len(rows) == count
-        else np.broadcast_to(rows.sum(0) / np.asarray(count, rows.dtype), (count, *rows.shape[1:]))
-    )
-
-
-def _value(holder: Any) -> tf.Variable:
-    return holder.value if isinstance(holder, keras.Variable) else holder

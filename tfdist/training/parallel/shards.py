@@ -111,16 +111,3 @@ def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variab
     optimizer.build(variables)
     del optimizer.add_variable_from_reference
     return owners
-
-
-def buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Indices in groups of about `most` elements, from the last: the backward pass makes the last gradients first."""
-    result: list[list[int]] = [[]]
-    total = 0
-    for index in reversed(range(len(sizes))):
-        if result[-1] and total + sizes[index] > most:
-            result.append([])
-            total = 0
-        result[-1].append(index)
-        total += sizes[index]
-    return result

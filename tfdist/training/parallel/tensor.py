@@ -1,4 +1,4 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): single layers spread over the `model` axis.
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): single layers cut over the `model` axis.
 
 It is data: an ordered list of (pattern of layer names, rule); the first pattern that matches a layer decides. A rule
 cuts the layer's variables, in place, down to this rank's part, and says what travels when it is called. The model stays
@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 import numpy as np
@@ -62,7 +63,7 @@ class Part:
 
 
 Rule = Callable[[keras.Layer, Group], dict[int, Part]]  # returns id of a variable that was cut -> what is left of it
-Crossing = Callable[[tf.Tensor, Group], tf.Tensor]  # how a tensor enters or leaves what is spread
+Crossing = Callable[[tf.Tensor, Group], tf.Tensor]  # how a tensor enters or leaves what is cut
 
 
 def copied(x: tf.Tensor, group: Group) -> tf.Tensor:
@@ -73,6 +74,11 @@ def copied(x: tf.Tensor, group: Group) -> tf.Tensor:
 def summed(x: tf.Tensor, group: Group) -> tf.Tensor:
     """Parts come together: the sum over members, whose gradient, the same on all, goes to every part as it is."""
     return tf.custom_gradient(lambda t: (group.all_reduce(t), tf.identity))(x)
+
+
+def static_dims(x: tf.Tensor) -> list[Any]:
+    """The dims of a tensor, all but the first of which are known where layers are cut."""
+    return x.shape.as_list()
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -107,7 +113,7 @@ def row(leave: Crossing = summed) -> Rule:
         parts = cut(layer, keras_layers.stored_kernel(layer), 0, group)
 
         def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-            y = leave(ops.matmul(x, layer.kernel), group)
+            y = leave(tf.convert_to_tensor(ops.matmul(x, layer.kernel)), group)
             return layer.activation(y if layer.bias is None else ops.add(y, layer.bias))
 
         layer.call, layer.input_spec = call, None
@@ -138,7 +144,8 @@ def own_noise(layer: keras.Layer, group: Group) -> dict[int, Part]:
     inner, seed = layer.call, layer.seed_generator.state
 
     def call(x: tf.Tensor, training: bool = False) -> tf.Tensor:
-        own = tf.random.experimental.stateless_fold_in(tf.convert_to_tensor(seed.value), group.index)
+        fold_in = tf.random.experimental.stateless_fold_in  # pyright: ignore[reportAttributeAccessIssue] - not in stubs
+        own = fold_in(tf.convert_to_tensor(seed.value), group.index)
         with keras.StatelessScope([(seed, own)]):
             return inner(x, training=training)
 
@@ -162,7 +169,7 @@ def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
             local = tf.cast(x, tf.int32) - int(places[0])
             inside = tf.logical_and(local >= 0, local < len(places))
             found = inner(tf.where(inside, local, 0))
-            return leave(tf.where(inside[..., tf.newaxis], found, tf.zeros_like(found)), group)
+            return leave(tf.where(tf.expand_dims(inside, -1), found, tf.zeros_like(found)), group)
 
         layer.call = call
         return parts
@@ -183,7 +190,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 
 
-def spread_layers(
+def parallelize_layers(
     model: keras.Model,
     group: Group,
     axis: str = "model",
@@ -212,7 +219,7 @@ def spread_layers(
 
 
 def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Objective:
-    """training.objectives.classification over logits that are spread along their last dim, V = `size`.
+    """training.objectives.classification over logits that are cut along their last dim, V = `size`.
 
     Only one number a token travels for each of: the largest logit, the sum of exponentials, the label's logit.
     """
@@ -227,7 +234,7 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
         logits, y = tf.cast(outputs, tf.float32), tf.cast(y, tf.int32)
         own_best = tf.reduce_max(logits, -1)
         best = group.all_max(own_best)
-        log_sum = tf.math.log(summed(tf.reduce_sum(tf.exp(logits - best[..., tf.newaxis]), -1), group)) + best
+        log_sum = tf.math.log(summed(tf.reduce_sum(tf.exp(logits - tf.expand_dims(best, -1)), -1), group)) + best
         chosen = tf.reduce_sum(tf.where(tf.one_hot(y - first, tf.shape(logits)[-1], True, False), logits, 0.0), -1)
         losses = log_sum - summed(chosen, group)
         if config.label_smoothing:
@@ -243,12 +250,12 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
 def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
     """Cuts a variable of the layer along `dim` down to this member's part, in place. Returns its id -> its Part."""
     size = variable.shape[dim]
-    for kind in ("regularizer", "constraint"):
+    other_ways = {"regularizer": "--weight_decay does much the same", "constraint": "or give the workers to data="}
+    for kind, other_way in other_ways.items():
         if getattr(variable, kind) is not None:
             raise ConfigError(
                 f"--mesh spreads {variable.path} over {group.size} workers, but it has a {kind}, which needs the whole"
-                " variable: drop it"
-                f" ({'--weight_decay does much the same' if kind == 'regularizer' else 'or give the workers to data='})."
+                f" variable: drop it ({other_way})."
             )
     if size // blocks < group.size:
         raise ConfigError(
@@ -261,5 +268,6 @@ def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, bl
     part = Part(tuple(variable.shape), dim, places, group.index)
     value = variable.numpy()
     name = variable.value.name.partition(":")[0]  # at which optimizers look for what does not decay
-    keras_variables.replace_value(variable, tf.Variable(part.cut(value), trainable=variable.trainable, name=name))
+    own = tf.Variable(tf.constant(part.cut(value)), trainable=variable.trainable, name=name)
+    keras_variables.replace_value(variable, own)
     return {id(variable): part}

@@ -4,12 +4,13 @@ Bytes on each of N workers for P parameters in float32, and an optimizer with s 
 
     --zero   parameters      gradients kept   optimizer's copy + slots   travels in a step
     0        4 P             4 P              4 s P                      all-reduce
-    1        4 P             4 P              4 (1 + s) P / N            reduce-scatter, all-gather: as much as all-reduce
+    1        4 P             4 P              4 (1 + s) P / N            reduce-scatter, all-gather
     2        4 P             4 P / N          4 (1 + s) P / N            the same for each micro-batch
     3        4 P / N         4 P / N          4 s P / N                  half as much again as 2
 
-plus, at stage 3, two layers' parameters at a time. The optimizer of stages 1 and 2 works on a copy of its shard of the
-parameters ("master weights"); at stage 3 the shard is the parameter.
+A reduce-scatter and an all-gather are together as much as an all-reduce. Stage 3 holds two layers' parameters at a time
+beside these. The optimizer of stages 1 and 2 works on a copy of its shard of the parameters ("master weights"); that of
+stage 3 works on the parameter's shard itself.
 
 A step of stages 1 and 2:  gradients -> reduce-scatter: each has its shard of the sum -> the norm of all shards, one
 number to reduce -> clip -> the optimizer updates the own shards -> all-gather: everyone has all parameters again.
@@ -19,10 +20,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_graphs import operation_number
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
@@ -33,7 +36,7 @@ from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.shards import Layout, shard_variables
 
-# Packs of gradients whose shards have not come, at stage 2. A backward pass that runs ahead of the network would have
+# Buckets of gradients whose shards have not come, at stage 2. A backward pass that runs ahead of the network would have
 # all in memory.
 _ON_THE_WAY = 2
 
@@ -54,7 +57,7 @@ class ShardedUpdate(MeshUpdate):
         optimizer: keras.Optimizer,
         stage: int,
         on_host: bool = False,
-        **options,
+        **options: Any,
     ):
         _check(optimizer, model, stage)
         self.stage = stage
@@ -69,12 +72,12 @@ class ShardedUpdate(MeshUpdate):
     def apply(self, pieces: list[tf.Tensor]) -> None:
         with tf.device(self._device):
             self.optimizer.apply(pieces, self.shards)
-        self.spread()
+        self.gather_weights()
 
     def weight_norm(self) -> tf.Tensor:
         return self.norm([shard.value for shard in self.shards])
 
-    def spread(self) -> None:
+    def gather_weights(self) -> None:
         """Brings the model's variables up to date with the shards. A collective."""
 
     @contextlib.contextmanager
@@ -83,62 +86,67 @@ class ShardedUpdate(MeshUpdate):
         if not averages:
             yield
             return
-        spread = tf.function(self.spread, autograph=False)
+        gather_weights = tf.function(self.gather_weights, autograph=False)
         try:
             with swapped_in(self.shards, averages):
-                spread()
+                gather_weights()
                 yield
         finally:
-            spread()
+            gather_weights()
 
 
 class ZeroUpdate(ShardedUpdate):
     """Stages 1 and 2."""
 
-    def __init__(self, *arguments, **options):
+    def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self._layouts = [
-            (pack, Layout([self.trainable[index].shape for index in pack], self.groups[pack[0]])) for pack in self.packs
-        ]
+        self._layouts = [Layout(bucket.shapes, bucket.group) for bucket in self.buckets]
 
-    def keep(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        gradients = super().keep(gradients)
-        return self._scattered(gradients) if self.stage == 2 else gradients
+    def keep(self, gradients: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+        kept = super().keep(gradients)
+        return [*self._scattered([tf.convert_to_tensor(gradient) for gradient in kept])] if self.stage == 2 else kept
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         return kept if self.stage == 2 else self._scattered(kept)
 
     def _scattered(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        pieces: list = [None] * len(gradients)
+        pieces: dict[int, tf.Tensor] = {}
         sent: list[tuple[tf.Tensor, int]] = []
         newest = _last_collective(gradients[0].graph)
-        for pack, layout in sorted(self._layouts, key=lambda each: max(age(gradients[index]) for index in each[0])):
-            whole = [gradients[index] for index in pack]
+        in_order = sorted(
+            zip(self.buckets, self._layouts, strict=True), key=lambda each: max(map(age, each[0].take(gradients)))
+        )
+        for bucket, layout in in_order:
+            whole = bucket.take(gradients)
             if self.stage == 2 and len(sent) >= _ON_THE_WAY:
                 for gradient in whole:
                     made_after(gradient, *sent[-_ON_THE_WAY])
             scattered = layout.scatter_sum(whole)
             newest = max(newest, *map(age, whole))
             sent.append((scattered[0], newest))
-            for index, piece in zip(pack, scattered, strict=True):
-                pieces[index] = piece
-        return pieces
+            bucket.put(scattered, pieces)
+        return [pieces[place] for place in range(len(gradients))]
 
-    def spread(self) -> None:
-        for pack, layout in self._layouts:
-            for index, value in zip(pack, layout.gather([self.shards[index].value for index in pack]), strict=True):
-                self.trainable[index].assign(value)
+    def gather_weights(self) -> None:
+        for bucket, layout in zip(self.buckets, self._layouts, strict=True):
+            whole = layout.gather([shard.value for shard in bucket.take(self.shards)])
+            for variable, value in zip(bucket.take(self.trainable), whole, strict=True):
+                variable.assign(value)
 
     def collect(self) -> None:
-        for pack, layout in self._layouts:
-            for number, index in enumerate(pack):
-                self.shards[index].assign(layout.cut(self.trainable[index].numpy(), number))
+        for bucket, layout in zip(self.buckets, self._layouts, strict=True):
+            for number, (shard, whole) in enumerate(
+                zip(bucket.take(self.shards), bucket.take(self.trainable), strict=True)
+            ):
+                shard.assign(layout.cut(whole.numpy(), number))
 
 
 class Zero3Update(ShardedUpdate):
-    """Stage 3: gradients come out of the backward pass as shards (gathered.py), and there is nothing to spread."""
+    """Stage 3: gradients come out of the backward pass as shards (gathered.py), and no weights are gathered after the
+    update.
+    """
 
-    def __init__(self, *arguments, **options):
+    def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         gather_layers(self.model, self.trainable, self.shards, self.groups)
 
@@ -155,12 +163,17 @@ class Zero3Update(ShardedUpdate):
 def _last_collective(graph: tf.Graph) -> int:
     """The number of the last one in a graph, for which those to come may have to wait."""
     return max(
-        (operation._id for operation in graph.get_operations() if operation.type.startswith("Collective")), default=0
+        (
+            operation_number(operation)
+            for operation in graph.get_operations()
+            if operation.type.startswith("Collective")
+        ),
+        default=0,
     )
 
 
 def sharded_update(
-    runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, **options
+    runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, **options: Any
 ) -> ShardedUpdate:
     """The update of --zero=`stage`, 1 to 3."""
     return (Zero3Update if stage == 3 else ZeroUpdate)(runtime, model, optimizer, stage, **options)

@@ -59,7 +59,8 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule):
         super().__init__()
-        self.schedule, self.factor = schedule, None
+        self.schedule = schedule
+        self.factor: tf.Tensor | None = None
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
         rate = self.schedule(step)
@@ -77,7 +78,7 @@ class Parameters:
       make_optimizer: learning-rate schedule -> an optimizer like the chief's.
       devices: TensorFlow's names of the parameter servers' devices.
       piece_bytes: see `place`.
-      tell_step: is told the step at every `pull`.
+      on_pull: called with the step at every `pull`.
     Raises ConfigError for a model whose weights have constraints, which an update of pieces cannot keep.
     """
 
@@ -89,9 +90,9 @@ class Parameters:
         make_optimizer: Callable[[keras.optimizers.schedules.LearningRateSchedule], keras.Optimizer],
         devices: Sequence[str],
         piece_bytes: float,
-        tell_step: Callable[[int], Any] = lambda step: None,
+        on_pull: Callable[[int], Any] = lambda step: None,
     ):
-        self.model, self.optimizer, self.devices, self.tell_step = model, optimizer, list(devices), tell_step
+        self.model, self.optimizer, self.devices, self.on_pull = model, optimizer, list(devices), on_pull
         self.weights = list(model.trainable_variables)
         if any(variable.constraint is not None for variable in self.weights):
             raise ConfigError(
@@ -105,7 +106,7 @@ class Parameters:
         self.pieces = place([tuple(variable.shape) for variable in self.weights], len(devices), piece_bytes)
         self._values = [self._make_piece(piece) for piece in self.pieces]
         with tf.device(self.devices[0]):
-            self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="updates")
+            self.counter = tf.Variable(tf.constant(0, tf.int64), trainable=False, name="updates")
             self._states = [
                 tf.Variable(variable.numpy(), trainable=False, dtype=variable.dtype) for variable in self.states
             ]
@@ -115,6 +116,7 @@ class Parameters:
             for server in sorted({piece.server for piece in self.pieces})
         }
         self._local = {variable.name: variable for variable in optimizer.variables}
+        self._iterations: Any = optimizer.iterations  # there since it was built
         self.skipped = 0  # steps without an update, which the optimizer does not count
 
     def _make_piece(self, piece: Piece) -> keras.Variable:
@@ -202,13 +204,13 @@ class Parameters:
             self._local[name].assign(array)
         for local, remote in self._others(min(self._optimizers)):
             local.assign(remote.numpy())
-        self.optimizer.iterations.assign(step - self.skipped)
-        self.tell_step(step)
+        self.set_local_step(step)
+        self.on_pull(step)
         self.set_step(step)
 
     def push(self, step: int) -> None:
         """The inverse of `pull`."""
-        self.skipped = step - int(self.optimizer.iterations.numpy())
+        self.skipped = step - int(self._iterations.numpy())
         for piece, value in zip(self.pieces, self._values, strict=True):
             value.assign(_rows(self.weights[piece.weight].numpy(), piece))
         for variable, state in zip(self.states, self._states, strict=True):
@@ -230,7 +232,12 @@ class Parameters:
         """
         self.counter.assign(step)
         for optimizer in self._optimizers.values():
-            optimizer.iterations.assign(step - self.skipped)
+            iterations: Any = optimizer.iterations
+            iterations.assign(step - self.skipped)
+
+    def set_local_step(self, step: int) -> None:
+        """The number of updates of the chief's own optimizer, which its learning rate follows."""
+        self._iterations.assign(step - self.skipped)
 
     def _slot(self, piece: Piece, name: str) -> keras.Variable:
         """The chief's slot of a piece's weight, by the name that Keras gives it."""
@@ -243,7 +250,7 @@ class Parameters:
         local = [
             variable
             for variable in self.optimizer.variables
-            if id(variable) not in taken and variable is not self.optimizer.iterations
+            if id(variable) not in taken and variable is not self._iterations
         ]
         own = self._optimizers[server]
         remote = [

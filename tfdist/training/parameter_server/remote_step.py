@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -23,15 +23,14 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.dtypes import as_summands, global_norm
+from tfdist.training.gradient_scale import clipping, unscaling
 from tfdist.training.objectives import Objective, scores_spec
+from tfdist.training.parameter_server.contained_batch import ContainedBatch
 from tfdist.training.parameter_server.parameters import Parameters
 from tfdist.training.seeds import seed_values
 from tfdist.training.step_output import FIRST_SUMS, Fields
-from tfdist.training.total_loss import expected_weight, rows_of
+from tfdist.training.total_loss import SummedLoss, expected_weight, rows_of
 from tfdist.training.update import scaled
-
-_PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-_MOST_CONSTANT_BYTES = 2**30  # a function with its constants must stay below 2 GiB, protobuf's limit
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Result(NamedTuple):
     finite: bool
     norm: float  # of the gradient, before clipping
     sums: np.ndarray  # float64: see RemoteStep.sums
-    gradient: np.ndarray | None = None  # float32, all gradients and then all statistics, flat; synchronous
+    gradient: np.ndarray  # float32, all gradients and then all statistics, flat; synchronous, else empty
 
 
 class RemoteStep:
@@ -76,10 +75,12 @@ class RemoteStep:
             parameters,
             model,
             objective,
-            Contained(batch),
+            ContainedBatch(batch),
             options,
         )
-        self.sums, self.added = Fields((*FIRST_SUMS, *sorted(spec.metrics))), added or SumsAsMeans(())
+        metrics = tuple(sorted(spec.metrics))
+        self.sums, self.added = Fields((*FIRST_SUMS, *metrics)), added or SumsAsMeans(())
+        self._summed = SummedLoss(objective, metrics, options.plan.global_batch)
         self._expected_weight = expected_weight(options.plan, spec)
         plan = options.plan
         bounds = [
@@ -119,7 +120,7 @@ class RemoteStep:
             bool(finite),
             float(norm),
             numbers[5:],
-            gradient[0] if gradient else None,
+            gradient[0] if gradient else np.zeros(0, np.float32),
         )
 
     # -- on a worker -----------------------------------------------------------------------------------------------
@@ -188,34 +189,27 @@ class RemoteStep:
         share = rows_of(w) / self.options.plan.global_batch
         with self.added.counting(1.0 / share), tf.GradientTape() as tape:
             tape.watch(weights)
-            outputs, updated, losses = self.model.stateless_call(
-                weights, non_trainable, x, training=True, return_losses=True
-            )
-            scores = self.objective(outputs, y, w)
-            loss, weight = tf.reduce_sum(scores.losses * scores.weights), tf.reduce_sum(scores.weights)
-            added = tf.add_n([tf.cast(term, tf.float32) for term in losses]) if losses else tf.constant(0.0)
-            total = (
-                loss + weight * added
-            ) / self._expected_weight  # of a whole batch, or of one without weights, this is as one device has it
+            found: Any = self.model.stateless_call(weights, non_trainable, x, training=True, return_losses=True)
+            outputs, updated, losses = found
+            summed = self._summed(outputs, y, w, losses)
+            # Of a whole batch, or of one without weights, this is as one device has it.
+            total = summed.weighted_mean(self._expected_weight)
         self._check(losses)
         gradients = as_summands(
             tape.gradient(total, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO), weights
         )
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]  # of embeddings: IndexedSlices
-        metrics = [tf.reduce_sum(scores.metrics[name] * scores.weights) for name in self.sums.names[len(FIRST_SUMS) :]]
         states = [
             tf.cast(new, old.dtype)
             for new, old in zip(
                 (new for new, is_seed in zip(updated, self._seeds, strict=True) if not is_seed), states, strict=True
             )
         ]
-        return gradients, states, tf.stack([loss, weight, share * added, *metrics])
+        return gradients, states, summed.sums
 
     def _check(self, losses: Sequence[tf.Tensor]) -> None:
-        plan, regularizers = (
-            self.options.plan,
-            sum(variable.regularizer is not None for variable in self.model.trainable_variables),
-        )
+        plan = self.options.plan
+        regularizers = sum(variable.regularizer is not None for variable in self.model.trainable_variables)
         if self.options.weighted and len(losses) > regularizers and plan.replicas * plan.accumulation > 1:
             raise ConfigError(
                 "--strategy=parameter_server cannot bring together losses that layers add and weighted samples, where a"
@@ -224,10 +218,10 @@ class RemoteStep:
 
     def _finish(self, gradients: list, loss: tf.Tensor, weight: tf.Tensor) -> tuple[list, tf.Tensor, tf.Tensor]:
         """Gradients of the weighted mean, clipped: (gradients, norm before, finite). The arithmetic of TrainStep."""
-        factor = tf.where(weight > 0, self._expected_weight / tf.maximum(weight, 1e-30), 0.0)
+        factor = unscaling(weight, self._expected_weight)
         norm = global_norm(gradients) * factor
         if self.options.clip_norm:
-            factor *= self.options.clip_norm / tf.maximum(norm, self.options.clip_norm)
+            factor *= clipping(norm, self.options.clip_norm)
         return (
             [scaled(gradient, factor) for gradient in gradients],
             norm,
@@ -257,7 +251,7 @@ class RemoteStep:
 
     def combine(self, results: list[Result]) -> np.ndarray:
         """float32: the sum of the slices' gradients, and the mean of their statistics, in slice order."""
-        total = np.sum([result.gradient for result in results], axis=0, dtype=np.float32)
+        total = np.stack([result.gradient for result in results]).sum(axis=0, dtype=np.float32)
         total[sum(self._sizes[: len(self.parameters.weights)]) :] /= len(results)
         return total
 
@@ -266,60 +260,3 @@ def _numbers(version, staleness, applied, finite, norm, sums: tf.Tensor) -> tf.T
     """One float64 vector, so that one message brings it."""
     head = [tf.cast(number, tf.float64) for number in (version, staleness, applied, finite, norm)]
     return tf.concat([tf.stack(head), tf.cast(sums, tf.float64)], 0)
-
-
-class Contained:
-    """A function of positions whose captured tensors become constants of the function that uses it: captured, they
-    would be sent with every call. Raises ConfigError if it needs this process: Python, tables, or more memory than a
-    function holds.
-    """
-
-    def __init__(self, batch: Callable):
-        self._function = tf.function(batch, autograph=False).get_concrete_function(tf.TensorSpec([None], tf.int64))
-        graph = self._function.graph
-        self._definition = graph.as_graph_def()
-        operations = {
-            node.op
-            for nodes in (self._definition.node, *(inner.node_def for inner in self._definition.library.function))
-            for node in nodes
-        }
-        held = [outer for outer, _ in graph.captures]
-        size = sum(outer.numpy().nbytes for outer in held if outer.dtype not in (tf.resource, tf.variant))
-        what = (
-            "runs Python"
-            if operations & set(_PYTHON_OPS)
-            else "holds tables"
-            if any(outer.dtype in (tf.resource, tf.variant) for outer in held)
-            else ""
-        )
-        if what:
-            raise ConfigError(
-                "--strategy=parameter_server sends the data source to the workers as TensorFlow operations, but this"
-                f" --source or --augment {what}: return arrays or use a built-in source, or choose"
-                " --strategy=multi_worker."
-            )
-        if size > _MOST_CONSTANT_BYTES:
-            raise ConfigError(
-                "--strategy=parameter_server sends data in memory to every worker, at most 1 GiB, but this --source"
-                f" holds {size / 2**30:.1f} GiB: read it from files (--source=tfrecord), or choose"
-                " --strategy=multi_worker."
-            )
-
-    def constants(self) -> dict[str, tf.Tensor]:
-        """The captured tensors, in the graph that is being traced; outside of any loop."""
-        return {inner.name: tf.constant(outer.numpy()) for outer, inner in self._function.graph.captures}
-
-    def __call__(self, positions: tf.Tensor, constants: dict[str, tf.Tensor]) -> tuple:
-        graph = self._function.graph
-        constants = {
-            name: tf.identity(tensor) for name, tensor in constants.items()
-        }  # into the graph of the loop, if in one
-        outputs = tf.graph_util.import_graph_def(
-            self._definition,
-            {graph.inputs[0].name: positions, **constants},
-            [output.name for output in graph.outputs],
-            name="batch",
-        )
-        for tensor, like in zip(outputs, graph.outputs, strict=True):
-            tensor.set_shape(like.shape)
-        return tf.nest.pack_sequence_as(self._function.structured_outputs, outputs)

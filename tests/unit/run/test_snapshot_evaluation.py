@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-
 import numpy as np
 import pytest
 
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.control.exit_codes import CheckpointError, ConfigError
-
-evaluate = importlib.import_module("tfdist.evaluate")  # tfdist.evaluate is the function of the package too
+from tfdist.run import snapshot_evaluation
 
 
 def test_a_folder_that_holds_no_run(tmp_path):
     with pytest.raises(ConfigError, match=r"--run_dir=.*/nowhere is not there: give the folder of a run"):
-        evaluate.main([f"--run_dir={tmp_path / 'nowhere'}"])
+        snapshot_evaluation.main([f"--run_dir={tmp_path / 'nowhere'}"])
     with pytest.raises(ConfigError, match=r"holds no run \(no flags.txt, no checkpoints\)"):
-        evaluate.main([f"--run_dir={tmp_path}"])
+        snapshot_evaluation.main([f"--run_dir={tmp_path}"])
     (tmp_path / "flags.txt").write_text("--steps=5\n")
     with pytest.raises(ConfigError, match="has no snapshots yet"):
-        evaluate.main([f"--run_dir={tmp_path}"])
+        snapshot_evaluation.main([f"--run_dir={tmp_path}"])
 
 
 def test_a_step_that_has_no_snapshot(tmp_path):
@@ -31,4 +28,4 @@ def test_a_step_that_has_no_snapshot(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"--at_step=7: .*/checkpoints has no snapshot of that step; it has 10, 20\.$"
     ):
-        evaluate.main([f"--run_dir={tmp_path}", "--at_step=7"])
+        snapshot_evaluation.main([f"--run_dir={tmp_path}", "--at_step=7"])

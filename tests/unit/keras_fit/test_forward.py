@@ -1,4 +1,4 @@
-"""The pieces of a spread model that need no second worker: what stands in for one returns what this worker has sent."""
+"""The pieces of a distributed model that need no second worker: what stands in for one returns what this worker has sent."""
 
 import keras
 import numpy as np
@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import lookups
 from tfdist.keras_fit.batch_inputs import of_the_batch
-from tfdist.keras_fit.forward import SpreadCall
+from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.temporary_attributes import replaced
@@ -41,14 +41,14 @@ class Mirror:
 
 
 @pytest.fixture
-def spread():
+def distribute():
     """A function that replaces the call of a model, and the runtime; tf.GradientTape is replaced meanwhile."""
     runtime = Mirror()
     gradients, numbers = Gradients(runtime), RandomNumbers(runtime)
     models = []
 
     def one(model):
-        models.append(replaced(model, "call", SpreadCall(model, runtime, gradients, numbers)))
+        models.append(replaced(model, "call", DistributedCall(model, runtime, gradients, numbers)))
         models[-1].__enter__()
         return runtime
 
@@ -63,9 +63,9 @@ def network():
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_a_gradient_of_inputs_costs_a_gather_only_where_it_is_asked_for(spread, watched):
+def test_a_gradient_of_inputs_costs_a_gather_only_where_it_is_asked_for(distribute, watched):
     model = network()
-    runtime = spread(model)
+    runtime = distribute(model)
 
     @tf.function
     def step(x):
@@ -80,9 +80,9 @@ def test_a_gradient_of_inputs_costs_a_gather_only_where_it_is_asked_for(spread, 
     assert len([op for op in graph.get_operations() if op.type == "PyFunc"]) == 0  # what Mirror does needs none
 
 
-def test_a_gradient_of_a_jacobian_of_weights_is_refused(spread):
+def test_a_gradient_of_a_jacobian_of_weights_is_refused(distribute):
     model = network()
-    spread(model)
+    distribute(model)
     x = tf.ones([4, 3])
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(x)
@@ -99,11 +99,11 @@ def test_the_tape_is_tensorflows_own_again():
     assert tf.GradientTape.gradient is before
 
 
-def test_outputs_that_are_no_rows_are_refused(spread):
+def test_outputs_that_are_no_rows_are_refused(distribute):
     inputs = keras.Input((6,))
     for output in (keras.layers.Lambda(lambda x: tf.reshape(x, [-1, 3])), keras.layers.Lambda(lambda x: x[:, 0][:1])):
         model = keras.Model(inputs, output(inputs))
-        spread(model)
+        distribute(model)
         with pytest.raises(ConfigError, match="one row for each row"):
             model(tf.ones([8, 6]))
 

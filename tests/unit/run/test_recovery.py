@@ -1,0 +1,181 @@
+"""What a run goes on from, with a state of two arrays in place of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tfdist.config import Config
+from tfdist.control.exit_codes import CheckpointError, DivergedError
+from tfdist.control.faults import Faults
+from tfdist.run.in_memory_checkpoint import WorkerMemory
+from tfdist.run.recovery import Recovery
+from tfdist.runtime.one_device import OneDevice
+from tfdist.telemetry.timer import Clock
+
+
+class State:
+    """In place of the state of a model. `arrays`: what it is; "train/step" is the counter."""
+
+    def __init__(self):
+        self.arrays = {"model/0000": np.zeros(3, np.float32), "train/step": np.zeros((), np.int64)}
+
+    def table(self):
+        return {key: (key, list(array.shape), str(array.dtype)) for key, array in self.arrays.items()}
+
+    def to_host(self, wanted=True, into=None, only=""):
+        return {key: array.copy() for key, array in self.arrays.items() if key.startswith(only)} if wanted else {}
+
+    def held(self):
+        return []
+
+    def check(self, stored):
+        assert set(stored) == set(self.arrays)
+
+    def fitted(self, arrays):
+        return arrays
+
+    def assign(self, arrays):
+        self.arrays = {key: np.array(array) for key, array in arrays.items()}
+
+    def first_of_stage(self):
+        return 0
+
+    def go_to(self, step):
+        self.arrays = {"model/0000": np.full(3, step, np.float32), "train/step": np.array(step, np.int64)}
+
+
+class Worker(OneDevice):
+    """Rank 1 of 2, which hears `messages` from the chief."""
+
+    rank, size, replicas = 1, 2, 2
+
+    def __init__(self, chief):
+        self.chief = chief
+
+    def all_gather(self, array):
+        return np.stack([array, array])
+
+    def broadcast(self, arrays):
+        return self.chief
+
+
+def recovery_of(folder, memory=None, runtime=None, **flags):
+    config = Config().replace(run_dir=str(folder), steps=100, global_batch=8, **flags)
+    state = State()
+    update = SimpleNamespace(averaged=contextlib.nullcontext)
+    job = SimpleNamespace(
+        config=config,
+        runtime=runtime or OneDevice(),
+        state=state,
+        plan=SimpleNamespace(global_batch=config.batch.global_batch),
+        train_split=SimpleNamespace(size=80, stream_shards=1, name="fake"),
+        step=SimpleNamespace(
+            counter=SimpleNamespace(numpy=lambda: state.arrays["train/step"]), update=update, variables={}
+        ),
+        schedule=lambda iterations: 0.5,
+        optimizer=SimpleNamespace(iterations=SimpleNamespace(value=0)),
+        model=SimpleNamespace(non_trainable_variables=[]),
+        stream_cut=1,
+    )
+    if job.runtime.size > 1:
+        job.state = None
+    return Recovery(job, folder, Clock(), Faults({}, folder / "faults"), memory)
+
+
+def saved(folder, *steps, **flags):
+    recovery = recovery_of(folder, **flags)
+    for step in steps:
+        recovery.state.go_to(step)
+        recovery.save(step)
+    assert recovery.files.finish() == ""
+    return recovery
+
+
+def test_a_run_goes_on_from_its_newest_snapshot(tmp_path):
+    saved(tmp_path, 5, 9)
+    recovery = recovery_of(tmp_path)
+    messages, step = recovery.restore()
+    assert step == 9 and recovery.position(9) == 72 and (recovery.state.arrays["model/0000"] == 9).all()
+    assert "resumed from" in messages[0] and "step 9, 72 samples consumed" in messages[0]
+    recovery.save(9)  # there is one
+    assert recovery.files.finish() == "" and recovery.files.writer.stats.saves == 0
+    assert recovery_of(tmp_path / "other").restore() == ([], 0)
+
+
+def test_who_must_not_go_on_says_so(tmp_path):
+    saved(tmp_path, 5)
+    with pytest.raises(CheckpointError, match="--resume=never"):
+        recovery_of(tmp_path, resume="never").restore()
+    with pytest.raises(CheckpointError, match="another configuration .*--seed: 0 there, 1 now"):
+        recovery_of(tmp_path, seed=1).restore()
+
+
+def test_a_counter_that_is_not_the_snapshots_is_not_trusted(tmp_path):
+    recovery = recovery_of(tmp_path)
+    recovery.state.go_to(4)
+    recovery.save(5)
+    recovery.files.finish()
+    with pytest.raises(CheckpointError, match="step 5 holds a step counter of 4"):
+        recovery_of(tmp_path).restore()
+
+
+def test_bad_numbers_lead_back_and_past_their_samples_but_not_for_ever(tmp_path):
+    recovery = saved(tmp_path, 5, on_nan="rollback", max_rollbacks=2)
+    recovery.state.go_to(8)
+    messages, step = recovery.rollback(8)
+    assert step == 5 and (recovery.state.arrays["model/0000"] == 5).all()
+    assert recovery.position(5) == 64 and recovery.position(6) == 72  # as if steps 5 to 8 had been made
+    assert messages[-1] == (
+        "NaN or infinite values before step 8: went back to step 5 and past 24 samples, which are not trained on"
+        " (rollback 1 of 2)"
+    )
+    recovery.save(5)  # anew: the one on disk leads back to the bad batches
+    recovery.files.finish()
+    again = recovery_of(tmp_path, on_nan="rollback", max_rollbacks=2)
+    assert again.restore()[1] == 5 and again.position(5) == 64
+    assert recovery.rollback(6)[1] == 5 and recovery.position(5) == 72
+    with pytest.raises(DivergedError, match=r"after 2 rollbacks \(--max_rollbacks=2\)"):
+        recovery.rollback(7)
+
+
+def test_the_newer_of_snapshot_and_backup_counts(tmp_path):
+    flags = {"backup_dir": str(tmp_path / "backup"), "backup_every": 2}
+    recovery = saved(tmp_path, 5, **flags)
+    assert recovery.backup_period() == 2
+    recovery.state.go_to(6)
+    recovery.back_up(6)
+    recovery.files.give_up()  # waits for it
+    assert recovery_of(tmp_path, **flags).restore()[1] == 6
+    recovery.files.delete_backup()
+    assert recovery_of(tmp_path, **flags).restore()[1] == 5
+    assert recovery_of(tmp_path, backup_dir=str(tmp_path / "backup")).backup_period() == 10  # an epoch
+
+
+def test_a_copy_in_memory_is_gone_on_from(tmp_path):
+    memory = WorkerMemory(member=None, signals=None)
+    first = recovery_of(tmp_path, memory, elastic_commit_every=3)
+    for step in (3, 4, 6):
+        first.state.go_to(step)
+        first.copy(step, memory)
+    assert memory.checkpoint.step == 6
+    first.state.go_to(7)
+    first.copy(7, memory)  # not yet
+    assert memory.checkpoint.step == 6
+    first.copy(7, memory, now=True)
+    second = recovery_of(tmp_path, memory)
+    messages, step = second.restore(checkpoint=memory.checkpoint)
+    assert step == 7 and messages == ["went on from memory: step 7, 56 samples consumed, by 1 workers before, now 1"]
+    assert second.time_policy is first.time_policy
+    second.save(7)  # none is on disk
+    assert second.files.finish() == "" and recovery_of(tmp_path).restore()[1] == 7
+
+
+def test_all_workers_end_by_the_chiefs_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("tfdist.run.recovery.state.collect", lambda *_: {})
+    monkeypatch.setattr("tfdist.run.recovery.broadcast_json", lambda runtime, message: {"error": "it is damaged"})
+    with pytest.raises(CheckpointError, match="^it is damaged$"):
+        recovery_of(tmp_path, runtime=Worker([])).restore()

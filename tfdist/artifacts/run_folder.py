@@ -1,0 +1,23 @@
+"""The folder that holds all that a run leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
+
+
+def run_folder(config: Config) -> Path:
+    """RUN_DIR, made if it is not there. From now on nothing that this process makes can be written by other users."""
+    folder = Path(config.run.run_dir)
+    # What will be loaded again is written by nobody else; who may read it is the user's affair.
+    os.umask(os.umask(0o077) | 0o002)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--run_dir={folder} cannot be made ({error.strerror}): choose a folder that can be written."
+        ) from None
+    return folder

@@ -1,0 +1,37 @@
+"""TensorFlow's global random state, which has a public way in (tf.random.set_seed), but none out (TensorFlow 2.21)."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+
+def _context() -> Any:
+    return context.context()
+
+
+def global_seed() -> int | None:
+    """What tf.random.set_seed was given; None if it was not called. Relies on `Context._seed`, which tensorflow.python's
+    `global_seed` returns; without it data that is shuffled without a seed is not recognised.
+    """
+    return context.global_seed()
+
+
+def state_digest() -> int:
+    """A checksum of the seed and of how many operations have drawn their own from it; 0 without a seed. Relies on
+    `Context._rng`; without it workers do not notice that they would draw different numbers.
+    """
+    seed = context.global_seed()
+    return 0 if seed is None else zlib.crc32(repr((seed, _context()._rng.getstate())).encode())
+
+
+def holder_of_the_seed() -> tuple[object, str]:
+    """(object, attribute): where an operation that is made now finds the global seed, to be replaced for a time. Relies
+    on `Context._seed`, and in a graph on `Graph.seed`; without them workers draw the same dropout masks.
+    """
+    if tf.executing_eagerly():
+        return _context(), "_seed"
+    return tf.compat.v1.get_default_graph(), "seed"

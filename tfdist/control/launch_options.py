@@ -1,0 +1,222 @@
+"""The launcher's own flags, read and checked."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.ranks import parse_ranks
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The launcher's own flags."""
+
+    on: str
+    workers: int
+    ps: int
+    evaluator: bool
+    show_ranks: set[int] | None  # None: all
+    pin: bool
+    cpus_per_worker: int
+    gpus_per_worker: int
+    placement_timeout: float  # seconds
+    grace: float  # seconds
+    max_restarts: int
+    min_workers: int
+    discover: str
+    grow_after: float  # seconds
+    standby: bool
+    elastic: bool
+
+
+def parse_launch_options(argv: list[str], description: str) -> LaunchOptions:
+    """The flags before `--`. Raises ConfigError; --help prints `description` and the flags, and ends the process."""
+    parser = _Parser(
+        allow_abbrev=False,
+        prog="python -m tfdist.launch",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --workers=N [flags] -- <flags of tfdist.train>",
+    )
+    _add_workers(parser)
+    _add_restarts(parser)
+    options = parser.parse_args(argv)
+    if options.max_restarts is None:
+        options.max_restarts = 3 if options.on == "ray" else 0
+    _check_amounts(options)
+    _check_combinations(options)
+    processes = options.workers + (1 + options.ps if options.ps else 0)
+    show = parse_ranks("show_ranks", options.show_ranks, processes)
+    return LaunchOptions(**{**vars(options), "pin": options.pin == "auto", "show_ranks": show})
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ConfigError(
+            f"{message}: the launcher's own flags stand before `--`, the workers' flags after it; `python -m"
+            " tfdist.launch --help` lists the first, `python -m tfdist.train --help` the second."
+        )
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    """What is started, where, and with what."""
+    parser.add_argument(
+        "--on",
+        choices=("local", "ray"),
+        default="local",
+        help="where: on this machine (default), or on the Ray cluster that it, or RAY_ADDRESS, belongs to",
+    )
+    parser.add_argument("--workers", type=int, default=1, help="number of workers (default 1)")
+    parser.add_argument(
+        "--ps",
+        type=int,
+        default=0,
+        help=(
+            "number of parameter servers, for --strategy=parameter_server; with any, a chief is started as well"
+            " (default 0)"
+        ),
+    )
+    parser.add_argument(
+        "--evaluator",
+        action="store_true",
+        help="also start an evaluator that follows the checkpoints; if it fails, training goes on",
+    )
+    parser.add_argument(
+        "--show_ranks",
+        default="all",
+        help="whose output is shown: all, or ranks such as 0,1 (logs are always complete)",
+    )
+    parser.add_argument(
+        "--pin",
+        choices=("auto", "none"),
+        default="auto",
+        help=(
+            "auto: each worker gets an equal part of the cores, and as many threads unless OMP_NUM_THREADS and the like"
+            " are set"
+        ),
+    )
+    parser.add_argument(
+        "--gpus_per_worker",
+        type=int,
+        default=0,
+        help="GPUs of each worker (default 0: an equal part of those visible; with --on=ray none)",
+    )
+    parser.add_argument(
+        "--cpus_per_worker",
+        type=int,
+        default=0,
+        help="with --on=ray: CPUs that Ray sets aside for each worker, and its threads (default 1)",
+    )
+    parser.add_argument(
+        "--placement_timeout",
+        type=float,
+        default=300.0,
+        help="with --on=ray: seconds to wait for room on the cluster (default 300)",
+    )
+
+
+def _add_restarts(parser: argparse.ArgumentParser) -> None:
+    """What happens when a worker fails, or is asked to end."""
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        help="seconds that a worker has to end after SIGTERM before it is killed (default 30)",
+    )
+    parser.add_argument(
+        "--max_restarts",
+        type=int,
+        default=None,
+        help=(
+            "failures without a new snapshot in between after which the launcher gives up (default 0: no restarts; with"
+            " --on=ray 3)"
+        ),
+    )
+    parser.add_argument(
+        "--min_workers",
+        type=int,
+        default=0,
+        help="go on with as few as this when a worker cannot be brought back (default 0: always with all)",
+    )
+    parser.add_argument(
+        "--discover",
+        default="",
+        help=(
+            "shell command that prints how many workers there is room for; asked every 5 s (default: a worker that"
+            " fails twice in a row counts as gone)"
+        ),
+    )
+    parser.add_argument(
+        "--grow_after",
+        type=float,
+        default=300.0,
+        help="seconds after which a worker that was left out is tried again (default 300)",
+    )
+    parser.add_argument(
+        "--standby",
+        action="store_true",
+        help=(
+            "keep a spare process per worker that has done its imports, for a faster restart; needs the memory of an"
+            " idle process each"
+        ),
+    )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help=(
+            "with --strategy=horovod: when a worker is lost the others go on in their processes, from copies of the"
+            " state in memory, while at least --min_workers (default 1) are left; a new process takes its place when it"
+            " is ready"
+        ),
+    )
+
+
+_NOT_ON_RAY = {
+    "ps": "drop it, or start the launcher without --on",
+    "elastic": "drop it, a lost worker is placed anew and all go on from the newest snapshot",
+    "evaluator": "start `python -m tfdist.evaluate --follow` beside it",
+    "standby": "drop it",
+    "discover": "Ray tells how many workers there is room for, drop it",
+}
+
+
+def _check_amounts(options: argparse.Namespace) -> None:
+    for name, least in (
+        ("workers", 1),
+        ("ps", 0),
+        ("gpus_per_worker", 0),
+        ("cpus_per_worker", 0),
+        ("placement_timeout", 0),
+        ("grace", 0),
+        ("max_restarts", 0),
+        ("min_workers", 0),
+        ("grow_after", 0),
+    ):
+        if not getattr(options, name) >= least:
+            raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
+
+
+def _check_combinations(options: argparse.Namespace) -> None:
+    if options.min_workers > options.workers:
+        raise ConfigError(f"--min_workers={options.min_workers} is more than --workers={options.workers}: lower it.")
+    if options.discover and not options.min_workers:
+        raise ConfigError(
+            f"--discover={options.discover!r} may ask for fewer workers, but --min_workers is not given: say how few"
+            " may go on, for example --min_workers=1."
+        )
+    for name in ("min_workers", "standby", "elastic") if options.ps else ():
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name} is not available with --ps={options.ps}: a worker that dies is started again alone, and"
+                " needs no restart of the job."
+            )
+    for name, instead in _NOT_ON_RAY.items() if options.on == "ray" else ():
+        if getattr(options, name):
+            raise ConfigError(f"--{name} is not available with --on=ray: {instead}.")
+    if options.on == "local" and options.cpus_per_worker:
+        raise ConfigError(
+            f"--cpus_per_worker={options.cpus_per_worker} is for --on=ray: drop it; on this machine each worker gets an"
+            " equal part of the cores."
+        )

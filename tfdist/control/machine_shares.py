@@ -1,0 +1,70 @@
+"""What each of N workers on one machine gets of it: cores and GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tfdist.control.exit_codes import ConfigError
+
+
+def divide_cores(workers: int) -> list[set[int]]:
+    """The cores of each worker: equal parts; with fewer cores than workers, one core each, in turn.
+
+    A core's hardware threads, and a socket's cores, stay together.
+    """
+    cores = sorted(
+        os.sched_getaffinity(0), key=lambda cpu: (_topology(cpu, "physical_package_id"), _topology(cpu, "core_id"), cpu)
+    )
+    share = len(cores) // workers
+    return [
+        set(cores[rank * share : (rank + 1) * share]) if share else {cores[rank % len(cores)]}
+        for rank in range(workers)
+    ]
+
+
+def _topology(cpu: int, name: str) -> int:
+    try:
+        return int(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/{name}").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def divide_gpus(gpus: Sequence[str], workers: int, per_worker: int = 0) -> tuple[list[dict[str, str]], str]:
+    """The environment that gives each worker its GPUs, then that of the evaluator (a GPU that is left over, or none).
+
+    With fewer GPUs than workers nothing is divided, and a warning comes with it. Raises ConfigError if `per_worker` is
+    more than there are.
+    """
+    share = per_worker or len(gpus) // workers
+    if share * workers > len(gpus):
+        raise ConfigError(
+            f"--gpus_per_worker={per_worker} with --workers={workers} needs {share * workers} GPUs, but {len(gpus)} are"
+            " visible: lower one of the two."
+        )
+    if not share:
+        some = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+        return [{}] * (workers + 1), (
+            f"{workers} workers share {some}, and each will want all of the memory: use --workers={len(gpus)} or fewer."
+            if gpus
+            else ""
+        )
+    parts = [gpus[rank * share : (rank + 1) * share] for rank in range(workers)] + [
+        gpus[workers * share :][:1] or ["-1"]
+    ]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts], ""
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them; [] if there are none."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return [gpu.strip() for gpu in environment["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip() not in ("", "-1")]
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    # By identity, not by index: nvidia-smi counts by bus address, CUDA by speed.
+    return re.findall(r"^GPU \d+: .*\(UUID: (GPU-[0-9a-f-]+)\)", listing.stdout, re.MULTILINE)

@@ -1,0 +1,23 @@
+"""The base of the callbacks that tfdist.fit adds to those it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+class FitCallback(keras.callbacks.Callback):
+    """A callback that is only asked while `fit` runs, when Keras has given it a model and parameters."""
+
+    @property
+    def fitted(self) -> Any:
+        """The model."""
+        assert self.model is not None
+        return self.model
+
+    @property
+    def epochs(self) -> int:
+        """To the end of the fit."""
+        assert self.params is not None
+        return self.params["epochs"]

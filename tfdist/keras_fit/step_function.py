@@ -1,0 +1,180 @@
+"""Keras' train_function, test_function and predict_function of a distributed model: a step over the batch of all workers.
+
+Which rows a step computes loss and metrics of is found out at its first batch, and kept until the model is compiled
+anew: see `Rows`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import keras_trainer
+from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit import own_rows
+from tfdist.keras_fit.batches import END, Batches
+from tfdist.keras_fit.forward import DistributedCall
+from tfdist.keras_fit.gradients import Gradients
+from tfdist.keras_fit.random_numbers import RandomNumbers
+from tfdist.keras_fit.rows import Part
+from tfdist.runtime.sockets import Sockets
+
+
+class Loop(enum.Enum):
+    """Keras' loops; the value is what their functions are called after."""
+
+    TRAIN = "train"
+    TEST = "test"
+    PREDICT = "predict"
+
+    @property
+    def function_name(self) -> str:
+        """The attribute of keras.Model that a loop calls."""
+        return f"{self.value}_function"
+
+    def step_of(self, model: keras.Model) -> Callable[[Any], Any]:
+        """Keras' own train_step, test_step or predict_step, overridden or not."""
+        return getattr(model, f"{self.value}_step")
+
+
+class Rows(enum.Enum):
+    """Of which rows a worker computes loss and metrics."""
+
+    ALL = "the outputs of all rows are gathered, and loss and metrics are the same everywhere"
+    OWN = "loss and metrics are of this worker's rows, and sums are reduced (own_rows.py)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacements:
+    """What stands in for parts of Keras and TensorFlow while a model is distributed."""
+
+    model: keras.Model
+    runtime: Sockets
+    call: DistributedCall
+    gradients: Gradients
+    random_numbers: RandomNumbers
+
+
+class StepFunction:
+    """What stands in for one of the three functions of a model. `prepare`: called with every batch before its step."""
+
+    def __init__(self, loop: Loop, replacements: Replacements, prepare: Callable[[Any], None]):
+        self.loop, self._prepare, self._with = loop, prepare, replacements
+        self._batches = Batches(replacements.runtime)
+        self._function: Callable | None = None
+        self._traced_for: tuple = ()
+        self._rows: Rows | None = None  # not known yet
+
+    def begin(self) -> Callable:
+        """For a new loop over data: the function, traced again if the model was compiled again."""
+        model = self._with.model
+        self._batches = Batches(self._with.runtime)
+        wanted = (
+            keras_trainer.compile_identity(model),
+            model.run_eagerly,
+            bool(model.jit_compile),
+            *model.trainable_variables,
+        )
+        known = self._traced_for
+        if (
+            self._function is None
+            or len(known) != len(wanted)
+            or any(a is not b for a, b in zip(known, wanted, strict=True))
+        ):
+            self._rows, self._traced_for, self._function = None, wanted, self._make()
+        return self._function
+
+    def _make(self) -> Callable:
+        model = self._with.model
+
+        @tf.autograph.experimental.do_not_convert
+        def one_step(data: Any) -> Any:
+            with self._with.random_numbers.in_lockstep():
+                return self._step(data)
+
+        if not model.run_eagerly:
+            one_step = tf.function(one_step, reduce_retracing=True)
+
+        known = []
+
+        def step(batch: Any, spec: Any = None) -> Any:
+            self._prepare(batch)
+            self._with.call.scales.example = _inputs(batch)
+            if self._rows is None and self.loop is not Loop.PREDICT:
+                self._rows = self._choose_rows(batch)
+            if spec is not None and spec not in known and not model.run_eagerly:
+                known.append(spec)
+                # Traced as Keras traces it, with the batch dim unknown if it varies: some of its numbers depend on
+                # that.
+                one_step.get_concrete_function(
+                    keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec)
+                )
+            return one_step(batch)
+
+        def over_iterator(iterator: Any) -> Any:
+            logs = END
+            for _ in range(model.steps_per_execution):
+                batch = self._batches.next(iterator)
+                if batch is END:
+                    break
+                logs = step(batch, iterator.element_spec)
+            if logs is END:
+                raise StopIteration
+            return logs
+
+        def over_list(batches: list) -> Any:
+            parts = [step(self._batches.agree(batch)) for batch in batches]
+            return keras.tree.map_structure(lambda *outputs: tf.concat(outputs, 0), *parts)
+
+        return over_list if self.loop is Loop.PREDICT else over_iterator
+
+    def _choose_rows(self, batch: Any) -> Rows:
+        model, call = self._with.model, self._with.call
+        if model.run_eagerly:
+            return Rows.ALL
+        with call.alone():
+            suits = own_rows.suits(model, batch) and all(call.of_the_batch(((_inputs(batch),), {})))
+        if suits and self._with.runtime.rank == 0:
+            print(
+                f"tfdist: {self.loop.value}: the outputs of a batch are more than {own_rows.LARGEST >> 20} MiB, so each"
+                " worker computes loss and metrics of its own rows, and sums are reduced.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return Rows.OWN if suits else Rows.ALL
+
+    def _step(self, batch: Any) -> Any:
+        """While it is traced."""
+        step = self.loop.step_of(self._with.model)
+        if self._rows is Rows.OWN:
+            return self._step_of_own_rows(step, batch)
+        return self._checked_train_step(step, batch) if self.loop is Loop.TRAIN else step(batch)
+
+    def _checked_train_step(self, train_step: Callable[[Any], Any], batch: Any) -> Any:
+        """Raises ConfigError if it goes past what is replaced."""
+        model, call, gradients = self._with.model, self._with.call, self._with.gradients
+        calls, taken = call.calls, gradients.taken
+        logs = train_step(batch)
+        if call.calls == calls or (gradients.taken == taken and model.trainable_variables):
+            missing = "calls the model itself" if call.calls == calls else "takes a gradient with tf.GradientTape"
+            raise ConfigError(
+                f"The train_step of {type(model).__name__} never {missing}, so its work cannot be spread: let it"
+                " use self(x) and tape.gradient, or train it in one process."
+            )
+        return logs
+
+    def _step_of_own_rows(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        part = Part(self._with.runtime, _inputs(batch))
+        with self._with.gradients.of_a_share(tf.cast(part.count, tf.float32) / tf.cast(part.n, tf.float32)):
+            return own_rows.step(self._with.runtime, self._with.model, part, step, batch)
+
+
+def _inputs(batch: Any) -> Any:
+    """What the model is called with."""
+    return keras.utils.unpack_x_y_sample_weight(batch)[0]

@@ -1,0 +1,57 @@
+"""What a run says when it begins: what was composed, what it goes on from, and how long that took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tfdist import flags
+from tfdist.build import Job
+from tfdist.control.cluster import Cluster
+from tfdist.run.results import source_info
+from tfdist.telemetry.events import Event
+from tfdist.telemetry.timer import process_seconds
+
+
+class Announcement:
+    """Counts from its making. xla: what was found about it; "": nothing."""
+
+    def __init__(self) -> None:
+        self._began, self._import_s = time.monotonic(), process_seconds()
+        self._restoring = self._restored = self._began
+        self._messages: Sequence[str] = ()
+        self.xla = ""
+
+    def built(self) -> None:
+        """All is composed; the restoring begins."""
+        self._restoring = time.monotonic()
+
+    def restored(self, messages: Sequence[str]) -> None:
+        """messages: about what was restored."""
+        self._restored, self._messages = time.monotonic(), messages
+
+    def events(self, cluster: Cluster, job: Job, folder: Path, first_step: int) -> Iterator[Event]:
+        """The "start" event, and what there is to say beside it."""
+        runtime, parameters = job.runtime, job.model.count_params()
+        message = (
+            f"{cluster.describe()}; {runtime.name}; {job.plan.describe()}; {parameters:,} parameters;"
+            f" run folder {folder}{self.xla and '; '}{self.xla}"
+        )
+        values = {
+            "message": message,
+            "parameters": parameters,
+            "config_digest": job.config.digest(),
+            "replicas": runtime.replicas,
+            "workers": runtime.size,
+            "import_s": self._import_s,
+            "build_s": self._restoring - self._began,
+            "restore_s": self._restored - self._restoring,
+            "startup_s": process_seconds(),
+            "flags": (folder / flags.FLAGS_FILE).read_text() if runtime.rank == 0 else "",
+        }
+        yield Event("start", first_step, values | source_info(job))
+        for message in self._messages:
+            yield Event("restore", first_step, {"message": message})
+        for message in job.warnings:
+            yield Event("warning", first_step, {"message": message})

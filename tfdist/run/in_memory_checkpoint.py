@@ -1,0 +1,32 @@
+"""What the process of a worker keeps in memory while it leaves one group of workers and joins another (elastic.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfdist.artifacts.policy import TimePolicy
+from tfdist.control.membership import Member
+from tfdist.control.signals import SignalRequests
+
+
+@dataclass(frozen=True)
+class InMemoryCheckpoint:
+    """The state of a run at a step, in host memory; what a snapshot is on disk."""
+
+    step: int
+    arrays: Mapping[str, np.ndarray]
+    manifest: Mapping[str, Any]
+
+
+@dataclass
+class WorkerMemory:
+    """What outlives a group of workers."""
+
+    member: Member
+    signals: SignalRequests
+    checkpoint: InMemoryCheckpoint | None = None
+    time_policy: TimePolicy | None = None  # so that a new group does not begin to count anew

@@ -1,0 +1,25 @@
+"""What a session has opened, so that nothing stays open wherever it ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+
+class Opened(contextlib.ExitStack):
+    """Closes in the opposite order. Before, if the session fails, whatever wants to save or say something may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_deeds: list[Callable[[BaseException], object]] = []
+
+    def on_failure(self, deed: Callable[[BaseException], object]) -> None:
+        """`deed` is done with the error that the session fails with, in the order of these calls."""
+        self._last_deeds.append(deed)
+
+    def fail(self, error: BaseException) -> None:
+        """Does all that is to be done on a failure; what goes wrong meanwhile must not hide the error."""
+        deeds, self._last_deeds = self._last_deeds, []
+        for deed in deeds:
+            with contextlib.suppress(Exception):
+                deed(error)

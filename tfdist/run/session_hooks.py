@@ -1,0 +1,116 @@
+"""What the loop calls while a session trains: the session's side of `LoopHooks`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tfdist.build import Job
+from tfdist.control.signals import SignalRequests
+from tfdist.run.diagnosis import Diagnosis
+from tfdist.run.health import HealthMonitor
+from tfdist.run.in_memory_checkpoint import WorkerMemory
+from tfdist.run.recovery import Recovery
+from tfdist.run.trainer import Trainer
+from tfdist.telemetry.events import Event, FanOut
+from tfdist.telemetry.timer import Clock
+from tfdist.training.evaluation import Evaluator
+from tfdist.training.loop import LoopHooks
+from tfdist.training.requests import Requests
+
+
+@dataclass(frozen=True)
+class SessionHooks:
+    """On one worker."""
+
+    job: Job
+    recovery: Recovery
+    trainer: Trainer
+    diagnosis: Diagnosis
+    observer: FanOut
+    monitor: HealthMonitor
+    signals: SignalRequests
+    clock: Clock
+    memory: WorkerMemory | None
+
+    def for_loop(self, first_step: int) -> LoopHooks:
+        """All of them. On all workers."""
+        config, recovery, trainer, evaluator = self.job.config, self.recovery, self.trainer, self.job.evaluator()
+        return LoopHooks(
+            step=trainer.step,
+            iterators=self._iterators(first_step) if first_step < config.run.steps else [],
+            schedule=trainer.schedule,
+            global_batch=self.job.plan.global_batch,
+            position=recovery.position,
+            clock=self.clock,
+            observer=self._observe,
+            extra_values=self._extra_values,
+            evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
+            save=self.save,
+            backup=recovery.back_up,
+            requests=self._requests,
+            section=self.section,
+            rollback=self._rollback if config.loop.on_nan == "rollback" else None,
+            settle=trainer.settle,
+            rates=trainer.rates,
+            watch=trainer.watch,
+        )
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """What this worker is doing: for the watchdog, and for observers that follow it."""
+        with self.monitor.watchdog.section(name), self.observer.section(name):
+            yield
+
+    def save(self, step: int) -> None:
+        """A snapshot."""
+        if self.trainer.settle:
+            self.trainer.settle(step)
+        self.recovery.save(step)
+
+    def tell_of_saves(self, step: int) -> None:
+        """What the writers have to say."""
+        for kind, values in self.recovery.files.messages():
+            self.observer(Event(kind, step, values))
+
+    def _iterators(self, step: int) -> Sequence:
+        return self.trainer.iterators(self.recovery.position(step), self.recovery.stream_cut)
+
+    def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
+        self.recovery.settle_statistics()
+        with self.diagnosis.naming(evaluated=True):
+            found = self.recovery.evaluation = evaluator()
+        self.diagnosis.evaluated(found)
+        return found
+
+    def _observe(self, event: Event) -> None:
+        self.observer(event)
+        if event.kind == "train":
+            self.diagnosis.observed(event)
+        if event.kind == "train" and (sentence := self.recovery.losses.add(event.values["train/loss"])):
+            self.observer(Event("warning", event.step, {"message": sentence}))
+
+    def _extra_values(self) -> dict[str, float]:
+        """Of a train event."""
+        extra = self.trainer.extra_values()  # first: the learning rate may depend on it
+        return {"train/learning_rate": self.recovery.learning_rate(), **extra}
+
+    def _rollback(self, step: int) -> tuple[int, Sequence]:
+        found = self.diagnosis.flaws()
+        messages, restored = self.recovery.rollback(step)
+        for message in filter(None, [*messages, found]):
+            self.observer(Event("warning", restored, {"message": message}))
+        return restored, self._iterators(restored)
+
+    def _requests(self, step: int) -> Requests:
+        """What this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""
+        self.monitor.faults.at("step", step)
+        self.diagnosis.called_at = step
+        self.tell_of_saves(step)
+        due = self.job.runtime.rank == 0 and self.recovery.time_policy.due()
+        save, self.signals.save = self.signals.save or due, False
+        if self.memory is None:
+            return Requests(save, self.signals.stop)
+        self.recovery.copy(step, self.memory)
+        return Requests(save, self.signals.stop, self.memory.member.leave)

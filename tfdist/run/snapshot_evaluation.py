@@ -1,0 +1,191 @@
+"""What `python -m tfdist.evaluate` does: evaluates a snapshot or an export of a run, or follows a running job."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfdist import flags
+from tfdist.artifacts.status import read_status
+from tfdist.config import Config, option
+from tfdist.control import versions
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
+
+if TYPE_CHECKING:
+    import keras
+
+    from tfdist.artifacts.store import Snapshot, SnapshotStore
+    from tfdist.build import Job
+
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What is evaluated."""
+
+    at_step: int = option(-1, "The step whose snapshot is evaluated. -1: the newest valid one.", least=-1)
+    model_file: str = option("", "A .keras file to evaluate instead of a snapshot.")
+    follow: bool = option(False, "Evaluate every new snapshot until training is over.")
+
+
+def main(argv: list[str], usage: str = "") -> int:
+    """The command."""
+    given = flags.parse(argv, usage=usage, command=EvaluateOptions)
+    versions.check()
+    versions.quiet()
+    if given.command.follow:
+        return follow(given.config, argv)
+    _check_folder(Path(given.config.run.run_dir), given.command)
+    config = run_configuration(given.config, argv)
+    try:
+        _evaluate(config, given.command)
+    except Exception as error:  # TensorFlow's own may have a cause that can be named
+        from tfdist.runtime.errors import explain
+
+        found = explain(error, Cluster())
+        if found is None:
+            raise
+        raise found from error
+    return 0
+
+
+def _evaluate(config: Config, options: EvaluateOptions) -> None:
+    if options.model_file:
+        _show(_evaluate_file(_compose(config), options.model_file), options.model_file)
+        return
+    store = _store(config)
+    snapshot = _choose(store, options.at_step)  # before all that takes long
+    _show(_evaluate_snapshot(_compose(config), store, snapshot), store.directory)
+
+
+def _check_folder(folder: Path, options: EvaluateOptions) -> None:
+    """Whether there is a run to evaluate. Raises ConfigError."""
+    if not options.model_file and not (folder / "checkpoints").is_dir():
+        what = (
+            "has no snapshots yet"
+            if (folder / flags.FLAGS_FILE).exists()
+            else "holds no run (no flags.txt, no checkpoints)"
+            if folder.is_dir()
+            else "is not there"
+        )
+        raise ConfigError(f"--run_dir={folder} {what}: give the folder of a run, or a --model_file.")
+
+
+def run_configuration(config: Config, argv: list[str]) -> Config:
+    """The run's own flags, with those of `argv` over them."""
+    stored = Path(config.run.run_dir) / flags.FLAGS_FILE
+    if stored.exists():
+        config = flags.parse([f"--flagfile={stored}", *argv], command=EvaluateOptions).config
+    return config.validate()
+
+
+def follow(config: Config, argv: list[str] | None = None) -> int:
+    """Evaluates every new snapshot of a running job; returns when the job is over and its last snapshot is done."""
+    from tfdist.telemetry.events import Event
+    from tfdist.telemetry.jsonl import JsonlObserver, next_attempt
+    from tfdist.telemetry.tensorboard import TensorBoardObserver
+
+    folder = Path(config.run.run_dir)
+    _await_start(folder, config.cluster.startup_timeout)
+    job = _compose(run_configuration(config, argv or []))
+    store, done = _store(config), -1
+    log = folder / "logs" / "evaluator.jsonl"
+    observers: list[JsonlObserver | TensorBoardObserver] = [
+        JsonlObserver(log, run_id=read_status(folder).get("run_id", ""), attempt=next_attempt(log), rank=-1)
+    ]
+    if "tensorboard" in config.telemetry.trackers.split(","):
+        observers.append(TensorBoardObserver(folder / "tensorboard" / "evaluator", 0, forgets=False))
+    while True:
+        # Read before looking: what is written afterwards is seen next time.
+        over = read_status(folder).get("status") == "finished"
+        snapshot, _ = store.newest_valid()
+        if snapshot and snapshot.step > done:
+            values = _evaluate_snapshot(job, store, snapshot)
+            done = snapshot.step
+            _show(values, snapshot.path)
+            for observer in observers:
+                observer(Event("eval", done, {f"eval/{name}": value for name, value in values.items()}))
+        elif over:
+            break
+        else:
+            time.sleep(_POLL_SECONDS)
+    for observer in observers:
+        observer.close()
+    return 0
+
+
+def _await_start(folder: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not read_status(folder):
+        if time.monotonic() > deadline:
+            raise StartupError(
+                f"No run appeared in --run_dir={folder} within {timeout:g} s: start the workers, or raise"
+                " --startup_timeout."
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _compose(config: Config) -> Job:
+    from tfdist import build
+
+    alone = config.in_one_process()
+    job = build.compose(alone, build.start_runtime(alone, Cluster()))
+    if job.eval_split is None:
+        raise ConfigError(f"--source={config.data.source} has no evaluation split: give one that has.")
+    return job
+
+
+def _scores(job: Job, model: keras.Model | None = None) -> dict[str, float]:
+    """Of the job's model, or of another one."""
+    evaluator = job.evaluator(model)
+    assert evaluator  # there is an evaluation split
+    return evaluator()
+
+
+def _store(config: Config) -> SnapshotStore:
+    from tfdist.artifacts.store import SnapshotStore
+
+    return SnapshotStore(str(Path(config.run.run_dir) / "checkpoints"))
+
+
+def _choose(store: SnapshotStore, step: int) -> Snapshot:
+    if step >= 0:
+        steps = store.steps()
+        if step not in steps:
+            raise CheckpointError(
+                f"--at_step={step}: {store.directory} has no snapshot of that step; it has"
+                f" {', '.join(map(str, steps)) or 'none'}."
+            )
+        return store.verify(step)
+    snapshot, passed_over = store.newest_valid()
+    for reason in passed_over:
+        print(f"passed over a snapshot: {reason}", file=sys.stderr)
+    if snapshot is None:
+        raise CheckpointError(f"{store.directory} has no valid snapshot: check --run_dir.")
+    return snapshot
+
+
+def _evaluate_snapshot(job: Job, store: SnapshotStore, snapshot: Snapshot) -> dict[str, float]:
+    from tfdist.artifacts import state
+
+    arrays = {
+        key: array for key, array in store.read(snapshot).items() if not key.startswith("train/compression_")
+    }  # for training only
+    state.assign(state.collect(job.model, job.optimizer, job.step.variables), arrays)
+    return {**_scores(job), "step": snapshot.step}
+
+
+def _evaluate_file(job: Job, path: str) -> dict[str, float]:
+    from tfdist.artifacts.export import load_export
+
+    return _scores(job, load_export(path))
+
+
+def _show(values: dict[str, float], origin: str) -> None:
+    print(f"evaluation of {origin}: " + json.dumps(values), flush=True)

@@ -1,0 +1,78 @@
+"""What a session trains with: the steps of this worker's replicas, or of workers that parameter servers serve
+(parameter_server_run.py). All else of a run is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist.build import Job
+from tfdist.telemetry.events import Observer
+from tfdist.telemetry.rates import Rates
+from tfdist.telemetry.timer import Clock
+from tfdist.training.log_interval import Watch
+from tfdist.training.loop import MakeSteps
+from tfdist.training.loop_schedule import LoopSchedule
+from tfdist.training.model_rates import make_rates
+
+
+@dataclass(frozen=True)
+class TrainerInputs:
+    """What a trainer is made of: a run that is ready to begin at `first_step`."""
+
+    job: Job
+    first_step: int
+    schedule: LoopSchedule
+    position: Callable[[int], int]  # step -> samples consumed
+    clock: Clock
+    observer: Observer
+
+
+class Trainer:
+    """What kinds of runs differ in.
+
+    settle: see LoopHooks; also called before a save. watch: of where the time goes.
+    """
+
+    step: MakeSteps
+    schedule: LoopSchedule
+    rates: Rates | None = None
+    watch: Watch | None = None
+    settle: Callable[[int], None] | None = None
+
+    def iterators(self, consumed: int, cut: int | None) -> Sequence:
+        """See Job.iterators."""
+        return []
+
+    def extra_values(self) -> dict[str, float]:
+        """Further values of a train event."""
+        return {}
+
+    def summary(self) -> dict[str, Any]:
+        """Further values of the run's summary."""
+        return {}
+
+    def cause(self, error: BaseException) -> BaseException | None:
+        """What an error means, where only this kind of run knows."""
+        return None
+
+    def close(self) -> None:
+        """Training is over."""
+
+
+class LocalTrainer(Trainer):
+    """Trains on the replicas of this worker, together with those of others."""
+
+    def __init__(self, inputs: TrainerInputs):
+        job, self.schedule = inputs.job, inputs.schedule
+        self._job, self.step = job, job.step
+        self.rates = make_rates(job.config, job.runtime, job.model, job.train_split)
+        runtime, factor = job.runtime, job.config.cluster.straggler_factor
+        self.watch = Watch(inputs.clock, runtime.rank, runtime.all_gather, job.step.splits, factor)
+
+    def iterators(self, consumed: int, cut: int | None) -> Sequence:
+        return self._job.iterators(consumed, cut)
+
+    def extra_values(self) -> dict[str, float]:
+        return self._job.step.update.figures()

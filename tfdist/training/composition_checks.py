@@ -1,0 +1,55 @@
+"""What is checked while a job is composed, because it needs the model or the runtime. Each raises ConfigError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+
+from tfdist.compat import keras_layers
+from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
+from tfdist.planner import memory_check
+from tfdist.planner.layout import Layout
+from tfdist.planner.memory_check import MemoryLimits
+from tfdist.planner.shapes import Weight
+from tfdist.runtime.base import Runtime
+from tfdist.runtime.mesh import Mesh
+
+
+def check_best(config: Config, metrics: Sequence[str] | None) -> None:
+    """Whether evaluations have what --keep_best goes by. metrics: theirs beside the loss; None: there are none."""
+    best = config.checkpoint.keep_best
+    found = () if metrics is None else ("loss", *metrics)
+    if best and best.partition(":")[2] not in found:
+        raise ConfigError(
+            f"--keep_best={best}: evaluations have no such metric; they have"
+            f" {', '.join(found) or 'none, as --source has no evaluation split'}."
+        )
+
+
+def check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
+    """XLA cannot compile the collectives of a synchronised BatchNormalization; a frozen one has none."""
+    synchronized = any(
+        getattr(layer, "synchronized", False) and layer.trainable for layer in keras_layers.all_layers(model)
+    )
+    if config.model.jit_compile and synchronized and runtime.replicas > 1:
+        raise ConfigError(
+            "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"
+            " --nosync_batchnorm, or drop --jit_compile."
+        )
+
+
+def check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: MemoryLimits) -> None:
+    """See planner/memory_check.py.
+
+    Which variables pipe, model and expert divide is decided later: at best all of them.
+    """
+    mesh = runtime.mesh or Mesh.create(data=runtime.replicas)
+    layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
+    memory_check.check(
+        config,
+        layout,
+        [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables],
+        limits,
+    )

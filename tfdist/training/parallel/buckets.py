@@ -1,0 +1,64 @@
+"""Buckets: gradients of one type that travel together over one group of workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import keras
+import tensorflow as tf
+
+from tfdist.runtime.collectives import Group
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some of a list of variables. The methods take and fill lists in the order of all variables."""
+
+    places: tuple[int, ...]  # in that list, from the last
+    shapes: tuple[tuple[int, ...], ...]
+    group: Group
+
+    def take(self, values: Sequence[T]) -> list[T]:
+        """Those of the bucket."""
+        return [values[place] for place in self.places]
+
+    def put(self, values: Sequence[T], into: dict[int, T]) -> None:
+        """Each of the bucket's `values` to its place."""
+        into.update(zip(self.places, values, strict=True))
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], over: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
+        """`over` of one vector of the bucket's tensors, which are in its order, and taken apart again."""
+        total = over(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
+        parts = tf.split(total, [math.prod(shape) for shape in self.shapes])
+        return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def make_buckets(variables: Sequence[keras.Variable], groups: Sequence[Group], most: int) -> list[Bucket]:
+    """All variables in buckets of about `most` elements, each summed over its group. Those of one group and dtype are
+    put together from the last: the backward pass makes the last gradients first.
+    """
+    kinds = [(group, variable.dtype) for group, variable in zip(groups, variables, strict=True)]
+    shapes = [tuple(variable.shape) for variable in variables]
+    buckets: list[Bucket] = []
+    for kind in dict.fromkeys(kinds):
+        own = [place for place, other in enumerate(kinds) if other == kind]
+        for places in _of_about(most, own, [math.prod(shape) for shape in shapes]):
+            buckets.append(Bucket(tuple(places), tuple(shapes[place] for place in places), kind[0]))
+    return buckets
+
+
+def _of_about(most: int, places: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    buckets: list[list[int]] = [[]]
+    total = 0
+    for place in reversed(places):
+        if buckets[-1] and total + sizes[place] > most:
+            buckets.append([])
+            total = 0
+        buckets[-1].append(place)
+        total += sizes[place]
+    return buckets

@@ -1,0 +1,138 @@
+"""What one worker holds of one variable of the state, and where in the whole array that is. No communication here.
+
+A piece is some boxes of the whole: a shard is a range of a flattened part, and a part is some places along one dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.artifacts.parts import Box, Shard, boxes_of_range, read_shards, runs
+from tfdist.artifacts.store import SUFFIX
+from tfdist.runtime.collectives import Group
+from tfdist.training.parallel.shards import Layout
+from tfdist.training.parallel.tensor import Part
+
+
+class _Region(NamedTuple):
+    """A box of this worker's part."""
+
+    lengths: tuple[int, ...]
+    boxes: list[Box]  # of the whole, which make it up along `dim`
+    dim: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this worker holds of one variable."""
+
+    variable: keras.Variable | tf.Variable  # in which it is
+    shape: tuple[int, ...]  # of the whole
+    group: Group  # the replicas, or, of experts, those among them that hold the same
+    part: Part | None = None  # along `model` or `expert`
+    is_shard: bool = False  # over `group`
+    stages: tuple[int, ...] | None = None  # of the pipeline that hold it; None: all
+    is_row: bool = False  # every replica has its own; the whole has one row for each
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        return self.part.local_shape if self.part else self.shape
+
+    @property
+    def name(self) -> str:
+        return getattr(self.variable, "path", self.variable.name)
+
+    @property
+    def dtype(self) -> tf.DType:
+        return tf.as_dtype(self.variable.dtype)
+
+    @property
+    def value(self) -> tf.Variable:
+        return self.variable.value if isinstance(self.variable, keras.Variable) else self.variable
+
+    def own(self, whole: np.ndarray) -> np.ndarray:
+        """This worker's piece of a whole array."""
+        if self.is_row:
+            return whole[self.group.index]
+        own = self.part.cut(whole) if self.part else whole
+        if not self.is_shard:
+            return own
+        return Layout([own.shape], self.group).cut(own, 0)
+
+    def to_shards(self, key: str) -> list[Shard]:
+        """What it holds, as boxes of the array called `key`."""
+        array = np.asarray(self.value.numpy())
+        array = array[np.newaxis] if self.is_row else array
+        shards, offset = [], 0
+        for region in self._regions():
+            size = math.prod(region.lengths)
+            content = array.reshape(-1)[offset : offset + size].reshape(region.lengths) if self.is_shard else array
+            offset += size
+            ends = np.cumsum([box[region.dim][1] for box in region.boxes])[:-1] if len(region.boxes) > 1 else []
+            contents = np.split(content, ends, region.dim) if len(ends) else [content]
+            with tf.device("CPU:0"):  # as a tensor it is saved without another copy
+                shards += [
+                    Shard(key, self.shape, box, tf.constant(part))
+                    for box, part in zip(region.boxes, contents, strict=True)
+                ]
+        return shards
+
+    def read(self, prefix: str, key: str) -> np.ndarray:
+        """Its content in TensorFlow's checkpoint `prefix`, of which no more is read."""
+        if self.is_row:
+            return self._read_row(prefix, key)
+        regions = self._regions()
+        shards = [Shard(key, self.shape, box) for region in regions for box in region.boxes]
+        contents = iter(read_shards(prefix, shards, self.dtype))
+        joined = [
+            next(contents)
+            if len(region.boxes) == 1
+            else np.concatenate([next(contents) for _ in region.boxes], region.dim)
+            for region in regions
+        ]
+        if not self.is_shard:
+            return joined[0]
+        flat = [array.reshape(-1) for array in joined]
+        vector = np.concatenate(flat) if flat else np.zeros(0, self.dtype.as_numpy_dtype)
+        return np.pad(vector, (0, self.variable.shape[0] - vector.size))
+
+    def _read_row(self, prefix: str, key: str) -> np.ndarray:
+        count, *shape = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()[key + SUFFIX]
+        wanted = [self.group.index] if count == self.group.size else range(count)
+        shards = [Shard(key, (count, *shape), ((row, 1), *((0, length) for length in shape))) for row in wanted]
+        rows = np.concatenate(read_shards(prefix, shards, self.dtype))
+        return rows[0] if count == self.group.size else shared_out(rows, self.group.size)[0]
+
+    def _regions(self) -> list[_Region]:
+        local = self.part_shape
+        if self.is_row:
+            box = ((self.group.index, 1), *((0, length) for length in local[1:]))
+            return [_Region((1, *local[1:]), [box], 0)]
+        boxes: list[Box] = [tuple((0, length) for length in local)]
+        if self.is_shard:
+            size = math.prod(local)
+            length = -(-size // self.group.size)
+            boxes = boxes_of_range(local, self.group.index * length, min((self.group.index + 1) * length, size))
+        regions = []
+        for box in boxes:
+            lengths = tuple(length for _, length in box)
+            if self.part:
+                dim, places = self.part.dim, self.part.places[self.part.index]
+                inside = runs(places[box[dim][0] : sum(box[dim])])
+                regions.append(_Region(lengths, [(*box[:dim], run, *box[dim + 1 :]) for run in inside], dim))
+            else:
+                regions.append(_Region(lengths, [box], 0))
+        return regions
+
+
+def shared_out(rows: np.ndarray, count: int) -> np.ndarray:
+    """[n, ...] -> [count, ...] with the same sum: the same, or equal parts of it."""
+    if len(rows) == count:
+        return rows
+    return np.broadcast_to(rows.sum(0) / np.asarray(count, rows.dtype), (count, *rows.shape[1:]))

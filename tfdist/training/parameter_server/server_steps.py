@@ -1,0 +1,142 @@
+"""Steps by the workers of a parameter-server run, on the chief: training/loop.py drives them in place of a TrainStep.
+
+Batches are handed out by number, in order. Several may be under way, also while the loop does other things between two
+calls; but at a step whose state is used (`Workers.next_settled`), and only there, that many batches are done and no
+others: what an evaluation or a snapshot needs. Where a save or stop is asked for in between, nothing more is handed
+out, and the answer comes with the last step that was under way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfdist.control.exit_codes import DivergedError
+from tfdist.telemetry.staleness import Staleness
+from tfdist.training.parameter_server.remote_calls import Call, RemoteCalls
+from tfdist.training.parameter_server.remote_step import RemoteStep, Result
+from tfdist.training.requests import NOTHING, Requests
+from tfdist.training.step_output import StepOutput, means_of
+
+LOOK_SECONDS = 0.2  # between looks at who is lost
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Who makes the steps, and what they need to know of the run."""
+
+    call: Call
+    news: Callable[[], list[str]]  # sentences about workers that left or came back; raises PeerLostError
+    warn: Callable[[int, str], None]  # at a step, a sentence
+    count: int
+    backup_count: int  # of these, see synchronous.py
+    skip_non_finite: bool
+    position: Callable[[int], int]  # step -> samples consumed
+    next_settled: Callable[[int], int]  # see LoopSchedule
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of one step."""
+
+    sums: np.ndarray  # float64, see RemoteStep.sums
+    norm: float  # of the gradient, before clipping
+    finite: bool
+
+
+class ServerSteps(ABC):
+    """Makes steps; `_next` is what the two modes differ in. done: steps so far."""
+
+    def __init__(self, remote: RemoteStep, workers: Workers, done: int, calls_at_a_time: int):
+        self.remote, self.workers, self.done = remote, workers, done
+        self.calls = RemoteCalls(workers.call, remote.result, calls_at_a_time)
+        self.staleness, self.recent = Staleness(), Staleness()  # of the run; since the last log line
+        self.requested = NOTHING  # and not yet answered
+        self._norm = 0.0
+        self._settled = done
+
+    @property
+    def under_way(self) -> bool:
+        """Whether steps after those that are done have been begun."""
+        return False
+
+    @abstractmethod
+    def _next(self, last: int) -> StepResult | None:
+        """Makes one step more, of a call that ends with step `last`.
+
+        None: it was made, but nobody knows what came of it.
+        """
+
+    def __call__(self, iterators: Sequence, n: int, requests: Requests) -> StepOutput:
+        """See training/loop.py. There are no iterators: workers find their samples by number."""
+        before = self.requested
+        self.requested = Requests(before.save or requests.save, before.stop or requests.stop)
+        totals: dict[str, float] = dict.fromkeys(self.remote.sums.names, 0.0)
+        last, skipped = self.done + n, 0
+        while self.done < last:
+            result = self._next(last)
+            self.done += 1
+            if result is None:
+                continue
+            sums = self._sums(result)
+            skipped += not result.finite
+            self._norm = result.norm
+            totals = {name: total + sums[name] for name, total in totals.items()}
+        self.remote.parameters.skipped += skipped
+        answered = NOTHING if self.under_way else self.requested
+        if not self.under_way:
+            self.requested = NOTHING
+        weight = totals.pop("weight")
+        means = means_of(totals, weight)
+        return StepOutput(
+            step=self.done,
+            means=means,
+            weight=weight,
+            gradient_norm=self._norm,
+            skipped=skipped,
+            sums={name: totals[name] for name in means},
+            signals=dataclasses.asdict(answered),
+        )
+
+    def _sums(self, result: StepResult) -> dict[str, float]:
+        """Over the samples of a step, all zero if it was skipped. Raises DivergedError."""
+        sums = self.remote.sums.read(result.sums)
+        if result.finite:
+            return sums | {"regularization": sums["regularization"] * sums["weight"]}
+        if self.workers.skip_non_finite:
+            return dict.fromkeys(sums, 0.0)
+        raise DivergedError(
+            f"Loss or gradients became NaN or infinite at step {self.done} (loss"
+            f" {sums['loss'] / max(sums['weight'], 1e-30)}): lower --learning_rate, set --clip_norm, or use"
+            " --on_nan=skip."
+        )
+
+    def _look(self, seconds: float = LOOK_SECONDS) -> list[tuple[Any, Result | None]]:
+        """What has come back within `seconds`. Also tells who left."""
+        for sentence in self.workers.news():
+            self.workers.warn(self.done, sentence)
+        return self.calls.collect(seconds)
+
+    def settle(self, step: int) -> None:
+        """Brings the servers' values into the chief's model and optimizer, when `step` steps are done and no more."""
+        if step != self._settled:
+            self.remote.parameters.pull(step)
+            self._settled = step
+
+    def extra_values(self) -> dict[str, float]:
+        """What the train event has of this kind of run; also brings the chief's number of updates up to date, which its
+        learning rate follows.
+        """
+        parameters = self.remote.parameters
+        parameters.set_local_step(self.done)
+        recent, self.recent = self.recent, Staleness()
+        self.staleness.merge(recent)
+        return recent.values()
+
+    def close(self) -> None:
+        self.calls.close()
