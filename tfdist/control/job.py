@@ -224,7 +224,7 @@ class Job(Generic[_Worker]):
         )
 
 
-def _ended_before_they_could_save(failed: list[Worker]) -> str:
+def _ended_before_they_could_save(failed: Sequence[Worker]) -> str:
     """The workers that SIGTERM killed, as it does while they start, and scripts always; "" if one failed otherwise."""
     killed = [worker.name for worker in failed if worker.code == -signal.SIGTERM]
     consequences = (-signal.SIGTERM, ExitCode.PREEMPTED, ExitCode.PEER_LOST, ExitCode.STARTUP)
