@@ -139,7 +139,7 @@ def found_of(only: str) -> dict[str, dict]:
 
 def run(number: int, row: Row, twin: bool = False) -> dict:
     """What rank 0 of a row's job measured."""
-    from tfdist.control.launcher import LocalJob
+    from tfdist.control.local_job import LocalJob
 
     output = io.StringIO()
     environment = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "65536"}

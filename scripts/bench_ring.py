@@ -37,7 +37,7 @@ def main() -> None:
         return
     root = str(Path(__file__).resolve().parents[1])
     sys.path.insert(0, root)
-    from tfdist.control.launcher import LocalJob
+    from tfdist.control.local_job import LocalJob
 
     print(f"{'MB':>24}" + "".join(f"{size:>9}" for size in sizes))
     for communication, pack in ROWS:

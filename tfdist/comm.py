@@ -26,7 +26,7 @@ from tfdist.config import Config, option
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError
-from tfdist.control.launcher import LocalJob
+from tfdist.control.local_job import LocalJob
 from tfdist.control.preflight import Preflight
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.strategies import STRATEGIES, asked_for

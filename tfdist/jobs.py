@@ -20,10 +20,12 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from tfdist import flags
 from tfdist.config import Config
 from tfdist.control import exit_codes, jobspecs
+from tfdist.control.command_parser import CommandParser, check_least, split_at_dashes
 from tfdist.control.exit_codes import ConfigError
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, with room for -workers-0-N
@@ -34,8 +36,8 @@ _PORT = 2222
 
 
 def main(argv: list[str]) -> int:
-    at = argv.index("--") if "--" in argv else len(argv)
-    options, train = _parse(argv[:at]), argv[at + 1 :]
+    own, train = split_at_dashes(argv)
+    options = _parse(own)
     if options.kind == "dockerfile":
         text = jobspecs.render("dockerfile", vars(options))
     else:
@@ -181,24 +183,22 @@ def _name_of(config: Config) -> str:
     return re.sub(r"[^a-z0-9]+", "-", Path(config.run.run_dir).name.lower()).strip("-")[:53] or "tfdist"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ConfigError(
-            f"{message}: write `python -m tfdist.jobs slurm|kubernetes|tfjob|dockerfile [flags] -- <flags of"
-            " tfdist.train>`; `--help` lists them."
+class _Parser(CommandParser):
+    """Of the command, and of each kind of file."""
+
+    def __init__(self, **options: Any):
+        hint = (
+            "write `python -m tfdist.jobs slurm|kubernetes|tfjob|dockerfile [flags] -- <flags of tfdist.train>`;"
+            " `--help` lists them"
         )
+        super().__init__(hint, **options)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(
-        allow_abbrev=False,
-        prog="python -m tfdist.jobs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _Parser(prog="python -m tfdist.jobs", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, parser_class=_Parser)
     made = {
-        kind: kinds.add_parser(kind, help=text, allow_abbrev=False)
+        kind: kinds.add_parser(kind, help=text)
         for kind, text in (
             ("slurm", "a batch script for sbatch"),
             ("kubernetes", "an Indexed Job, or with --jobset a JobSet"),
@@ -236,8 +236,7 @@ def _check(options: argparse.Namespace) -> None:
         ("grace", 1),
         ("max_restarts", 0),
     ):
-        if getattr(options, name, least) < least:
-            raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
+        check_least(name, getattr(options, name, least), least)
     for name, value in vars(options).items():
         if isinstance(value, str) and "\n" in value and name != "setup":
             raise ConfigError(f"--{name} holds a line break: write it in one line.")

@@ -33,11 +33,12 @@ from typing import Any
 from tfdist import flags
 from tfdist.config import Config
 from tfdist.control import exit_codes, lease
+from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.job import Job
 from tfdist.control.launch_options import LaunchOptions, parse_launch_options
-from tfdist.control.launcher import LocalJob
+from tfdist.control.local_job import LocalJob
 from tfdist.control.machine_shares import visible_gpus
 from tfdist.control.processes import Standbys
 from tfdist.control.ray_cluster import RayPlacements, connect
@@ -51,7 +52,7 @@ STANDBY_AFTER_SECONDS = 15.0  # the job itself should have started by then
 
 
 def main(argv: list[str]) -> int:
-    own, train = _split(argv)
+    own, train = split_at_dashes(argv)
     options = parse_launch_options(own, __doc__ or "")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # workers may print what this terminal cannot
@@ -238,13 +239,6 @@ def run(supervisor: Supervisor, logs: Path) -> int:
         print("tfdist: ended at once by a second signal.", file=sys.stderr)
         return ExitCode.INTERRUPTED
     return result.code
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    if "--" in argv:
-        at = argv.index("--")
-        return argv[:at], argv[at + 1 :]
-    return argv, []
 
 
 if __name__ == "__main__":

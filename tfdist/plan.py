@@ -22,6 +22,7 @@ from pathlib import Path
 from tfdist import flags
 from tfdist.config import Config, parse_args
 from tfdist.control import exit_codes
+from tfdist.control.command_parser import CommandParser, check_least, split_at_dashes
 from tfdist.control.exit_codes import ConfigError, ExitCode, TfdistError
 from tfdist.planner import estimate, formulas, plan_text, search, shapes
 from tfdist.planner.calibrate import calibrate, read_run
@@ -34,8 +35,8 @@ _COUNTING_SECONDS = 600
 
 
 def main(argv: list[str]) -> int:
-    at = argv.index("--") if "--" in argv else len(argv)
-    options, train = _parse(argv[:at]), argv[at + 1 :]
+    own, train = split_at_dashes(argv)
+    options = _parse(own)
     config = flags.parse(train, usage="Flags of the run:").config
     if not config.run.steps and not config.run.epochs:
         config = config.replace(steps=1)  # the number of steps is no part of most questions
@@ -154,28 +155,21 @@ def _write(path: Path, text: str) -> None:
         ) from None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ConfigError(
-            f"{message}: the planner's own flags stand before `--`, the run's after it; `python -m tfdist.plan --help`"
-            " lists the first, `python -m tfdist.train --help` the second."
-        )
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(
-        allow_abbrev=False,
+    parser = CommandParser(
+        hint=(
+            "the planner's own flags stand before `--`, the run's after it; `python -m tfdist.plan --help` lists the"
+            " first, `python -m tfdist.train --help` the second"
+        ),
         prog="python -m tfdist.plan",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [flags] -- <flags of tfdist.train>",
     )
     _plan_flags(parser)
     _run_flags(parser)
     options = parser.parse_args(argv)
     for name, least in (("devices", 1), ("outputs", 0), ("tokens", 0), ("samples", 0)):
-        if not getattr(options, name) >= least:
-            raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
+        check_least(name, getattr(options, name), least)
     return options
 
 

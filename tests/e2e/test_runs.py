@@ -288,7 +288,7 @@ def test_a_stopped_worker_is_noticed(communication, tmp_path):
 
 
 def test_workers_with_different_flags_refuse_each_other(tmp_path):
-    from tfdist.control.launcher import PortReservation
+    from tfdist.control.local_job import PortReservation
 
     ports = PortReservation(2)
     processes = []

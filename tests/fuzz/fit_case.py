@@ -181,9 +181,9 @@ def large_outputs(wanted: bool) -> Iterator[None]:
 def on_workers(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
     """The case with tfdist's functions, in a worker."""
     import tfdist
-    from tfdist.keras_fit import api
+    from tfdist.keras_fit import joining
 
-    api._runtime = runtime  # that this process has joined already
+    joining._runtime = runtime  # that this process has joined already
     with large_outputs(bool(case["fit"].get("large"))):
         return {"parts": [{"arrays": arrays, "replicas": []} for arrays in run(case, tfdist)]}
 

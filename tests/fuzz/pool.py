@@ -19,7 +19,7 @@ from typing import Any
 from tests.e2e.job import ENVIRONMENT
 from tests.fuzz.space import group_of
 from tests.fuzz.worker import KEY
-from tfdist.control.launcher import LocalJob
+from tfdist.control.local_job import LocalJob
 
 START_SECONDS, CASE_SECONDS, OTHERS_SECONDS = 240.0, 80.0, 40.0
 
@@ -32,7 +32,15 @@ class Group:
         with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
             port = str(listener.address[1])
             servers = 1 if kind == "servers" else 0
-            self._job = LocalJob([sys.executable, "-m", "tests.fuzz.worker", port, kind], workers, Path(self._folder.name), pin=False, environment=ENVIRONMENT, show=set(), servers=servers)
+            self._job = LocalJob(
+                [sys.executable, "-m", "tests.fuzz.worker", port, kind],
+                workers,
+                Path(self._folder.name),
+                pin=False,
+                environment=ENVIRONMENT,
+                show=set(),
+                servers=servers,
+            )
             self._job.start()
             listener._listener._socket.settimeout(START_SECONDS)
             connections = [listener.accept() for _ in range(1 if servers else workers)]  # of servers, the chief
@@ -53,10 +61,16 @@ class Group:
                 try:
                     answers[rank] = connection.recv()
                 except (EOFError, ConnectionError):
-                    answers[rank] = {"failed": f"the process of rank {rank} ended: {self._last_words(rank)}", "gone": True}
+                    answers[rank] = {
+                        "failed": f"the process of rank {rank} ended: {self._last_words(rank)}",
+                        "gone": True,
+                    }
             if any("parts" not in found for found in answers.values()):
                 deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
-        return [answers.get(rank, {"failed": f"rank {rank} did not answer: {self._last_words(rank)}", "gone": True}) for rank in range(len(self._connections))]
+        return [
+            answers.get(rank, {"failed": f"rank {rank} did not answer: {self._last_words(rank)}", "gone": True})
+            for rank in range(len(self._connections))
+        ]
 
     def _last_words(self, rank: int) -> str:
         log = Path(self._folder.name) / f"worker-{rank}.log"
@@ -89,7 +103,9 @@ class Pool:
             self.start([case["runtime"]])
             answers = self._groups[key].run(case)
             failed = sum("failed" in answer for answer in answers)
-            if any("gone" in answer for answer in answers) or 0 < failed < len(answers):  # where all failed alike, none waits for another
+            if any("gone" in answer for answer in answers) or 0 < failed < len(
+                answers
+            ):  # where all failed alike, none waits for another
                 self._groups.pop(key).close()
         return answers
 

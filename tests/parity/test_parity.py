@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.parity.worker import ROWS
-from tfdist.control.launcher import LocalJob
+from tfdist.control.local_job import LocalJob
 
 pytestmark = pytest.mark.slow
 

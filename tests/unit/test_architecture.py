@@ -261,6 +261,23 @@ def test_a_file_name_stands_once():
     assert len(names) == len(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
 
 
+MANY_PARAMETERS = {  # Keras' own signatures; and what --model_args takes, by name
+    "tfdist/keras_fit/api.py": ("fit", "evaluate"),
+    "tfdist/models/transformer.py": ("transformer",),
+    "tfdist/models/vit.py": ("vit",),
+}
+
+
+def test_few_parameters():
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = sum(argument.arg not in ("self", "cls") for argument in given)
+                excepted = node.name in MANY_PARAMETERS.get(str(path), ())
+                assert excepted or count <= 8, f"{path}: {node.name} has {count} parameters"
+
+
 def test_long_functions():
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -15,6 +15,7 @@ import ast
 import dataclasses
 from typing import Any
 
+from tfdist.control.command_parser import check_least
 from tfdist.control.exit_codes import ConfigError
 
 
@@ -32,8 +33,8 @@ def check_option(field: dataclasses.Field, value: Any) -> None:
     choices, least = field.metadata["choices"], field.metadata["least"]
     if choices and value not in choices:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
-    if least is not None and not value >= least:  # also catches NaN
-        raise ConfigError(f"--{field.name}={value} is too small: it must be at least {least:g}.")
+    if least is not None:
+        check_least(field.name, value, least)
 
 
 def parse_profile_steps(text: str) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
-from tfdist.control.launcher import LocalJob, Surroundings
+from tfdist.control.local_job import LocalJob, Surroundings
 from tfdist.control.membership import Groups
 from tfdist.control.token import VARIABLE, Secret
 from tfdist.control.workers import JobResult, LocalWorker, describe

@@ -1,6 +1,6 @@
 """What every job of several processes has in common, wherever they run: output, logs, the first failure, the end.
 
-LocalJob (launcher.py) runs them on this machine, RayJob (ray_job.py) on the nodes of a Ray cluster.
+LocalJob (local_job.py) runs them on this machine, RayJob (ray_job.py) on the nodes of a Ray cluster.
 """
 
 from __future__ import annotations

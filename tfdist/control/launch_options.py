@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from tfdist.control.command_parser import CommandParser, check_least
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.ranks import parse_ranks
 
@@ -33,11 +34,13 @@ class LaunchOptions:
 
 def parse_launch_options(argv: list[str], description: str) -> LaunchOptions:
     """The flags before `--`. Raises ConfigError; --help prints `description` and the flags, and ends the process."""
-    parser = _Parser(
-        allow_abbrev=False,
+    parser = CommandParser(
+        hint=(
+            "the launcher's own flags stand before `--`, the workers' flags after it; `python -m tfdist.launch --help`"
+            " lists the first, `python -m tfdist.train --help` the second"
+        ),
         prog="python -m tfdist.launch",
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s --workers=N [flags] -- <flags of tfdist.train>",
     )
     _add_workers(parser)
@@ -50,14 +53,6 @@ def parse_launch_options(argv: list[str], description: str) -> LaunchOptions:
     processes = options.workers + (1 + options.ps if options.ps else 0)
     show = parse_ranks("show_ranks", options.show_ranks, processes)
     return LaunchOptions(**{**vars(options), "pin": options.pin == "auto", "show_ranks": show})
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ConfigError(
-            f"{message}: the launcher's own flags stand before `--`, the workers' flags after it; `python -m"
-            " tfdist.launch --help` lists the first, `python -m tfdist.train --help` the second."
-        )
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
@@ -194,8 +189,7 @@ def _check_amounts(options: argparse.Namespace) -> None:
         ("min_workers", 0),
         ("grow_after", 0),
     ):
-        if not getattr(options, name) >= least:
-            raise ConfigError(f"--{name}={getattr(options, name)} is too small: it must be at least {least}.")
+        check_least(name, getattr(options, name), least)
 
 
 def _check_combinations(options: argparse.Namespace) -> None:

@@ -12,8 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from tfdist.control.exit_codes import StartupError
-from tfdist.control.preflight import answers
+from tfdist.control.preflight import answers, did_not_appear
 
 _PAUSE_SECONDS = 0.2
 _REPORT_SECONDS = 10.0
@@ -54,10 +53,7 @@ def await_all(addresses: Mapping[str, str], timeout: float, give_up: Callable[[]
         missing = {name: address for name, address in missing.items() if not answers(address)}
         now, names = time.monotonic(), ", ".join(missing)
         if missing and now - start > timeout:
-            raise StartupError(
-                f"{names} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, check"
-                " that the address in TF_CONFIG can be reached from here, or raise --startup_timeout."
-            )
+            raise did_not_appear(names, len(missing), timeout)
         if missing and now - reported > _REPORT_SECONDS:
             reported = now
             print(f"tfdist: waiting for {names}, {now - start:.0f} s of {timeout:g} s.", file=sys.stderr, flush=True)

@@ -114,15 +114,20 @@ def wait_for_peers(
                 return
             names = ", ".join(cluster.name(rank) for rank in missing)
             if missing and now - start > timeout:
-                raise StartupError(
-                    f"{names} did not appear within {timeout:g} s: start {'it' if len(missing) == 1 else 'them'}, check"
-                    " that the address in TF_CONFIG can be reached from here, or raise --startup_timeout."
-                )
+                raise did_not_appear(names, len(missing), timeout)
             if missing and now - reported > _REPORT_SECONDS:
                 reported = now
                 report(f"waiting for {names}, {now - start:.0f} s of {timeout:g} s.")
             if missing or until:
                 time.sleep(_PAUSE_SECONDS)
+
+
+def did_not_appear(names: str, count: int, timeout: float) -> StartupError:
+    """What is said of processes that were waited for in vain."""
+    return StartupError(
+        f"{names} did not appear within {timeout:g} s: start {'it' if count == 1 else 'them'}, check that the address"
+        " in TF_CONFIG can be reached from here, or raise --startup_timeout."
+    )
 
 
 def bind_everywhere(port: int) -> socket.socket:

@@ -3,106 +3,23 @@ model that computes a part of each batch (model.py)."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 
-from tfdist.config import Config
-from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
-from tfdist.control.preflight import wait_for_peers
-from tfdist.control.resolvers import resolve_cluster
-from tfdist.control.startup_deadline import connecting
-from tfdist.control.token import with_token
+from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held
 from tfdist.keras_fit.epoch_backup import EpochBackup
+from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.keras_fit.refusals import refuse_unsupported
-from tfdist.runtime.errors import explain
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.sockets import Sockets, warn_about_gpus
 
-_OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb", "job_token_file")
-# What a call must have in common on all workers, beside its data; `verbose` and the callbacks may differ.
-_COMMON = (
-    "batch_size",
-    "epochs",
-    "validation_split",
-    "shuffle",
-    "class_weight",
-    "initial_epoch",
-    "steps_per_epoch",
-    "steps",
-    "validation_steps",
-    "validation_batch_size",
-    "validation_freq",
-)
-_runtime: OneDevice | None = None  # of this process, made once
-_calls = 0  # of this process that all workers make together
-
-
-def init(**options: float | str) -> OneDevice:
-    """Joins the other workers that TF_CONFIG lists; alone without it. Done by the first fit, evaluate or predict if not
-    before.
-
-    Args: options, by the names and with the meaning of the flags: startup_timeout, heartbeat_timeout,
-    collective_timeout (seconds), pack_mb (MB), job_token_file.
-    Raises: ClusterError, StartupError, ConfigError.
-    """
-    global _runtime
-    if _runtime is None:
-        for name in options:
-            if name not in _OPTIONS:
-                raise ConfigError(f"tfdist.init({name}=...) is not an option: use {', '.join(_OPTIONS)}.")
-        config = Config().replace(**options)
-        cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
-        if cluster.rank < 0:
-            raise ClusterError(
-                'TF_CONFIG: task.type is "evaluator", which takes no part in tfdist.fit: list chief and worker only.'
-            )
-        if cluster.size > 1:
-            began = time.monotonic()
-            wait_for_peers(cluster, config.cluster.startup_timeout)
-            with connecting(cluster, config.cluster.startup_timeout, began):
-                _runtime = Sockets.create(config, cluster)
-            atexit.register(_leave, _runtime)
-            warn_about_gpus(_runtime)
-        else:
-            _runtime = OneDevice()
-    elif options:
-        raise ConfigError(
-            f"tfdist.init({', '.join(options)}) comes too late: call it before the first fit, evaluate or predict."
-        )
-    return _runtime
-
-
-def _leave(runtime: Sockets) -> None:
-    if not hasattr(sys, "last_type"):  # else an error ended the script, and it must look like that to the others
-        runtime.leave()
-
-
-def _agree_on(runtime: OneDevice, name: str, arguments: dict[str, Any]) -> None:
-    """Raises ConfigError if another worker makes another call, or has come to its end."""
-    global _calls
-    _calls += 1
-    if runtime.size > 1:
-        said = ", ".join(f"{key}={arguments[key]!r}" for key in _COMMON if arguments.get(key) not in (None, False, 0))
-        try:
-            with _explained(runtime):
-                runtime.agree_on(f"call {_calls}, tfdist.{name}({said})")
-        except ConfigError as error:
-            raise ConfigError(f"tfdist.{name}: {error}") from None
-
-
-def barrier() -> None:
-    """Returns when all workers have called it: what one did before, such as saving a file, is done for all then."""
-    _agree_on(init(), "barrier", {})
+__all__ = ["barrier", "evaluate", "fit", "init", "is_chief", "predict", "spread"]
 
 
 def _join(model: Any, purpose: str) -> OneDevice:
@@ -111,11 +28,6 @@ def _join(model: Any, purpose: str) -> OneDevice:
             f"tfdist.{purpose} takes a keras.Model, not {type(model).__name__}: pass the model first, then its data."
         )
     return init()
-
-
-def is_chief() -> bool:
-    """Whether this worker is rank 0, which writes the files. Reads TF_CONFIG only; joins nobody."""
-    return resolve_cluster(os.environ).is_chief
 
 
 def fit(
@@ -161,11 +73,11 @@ def fit(
         "validation_batch_size": validation_batch_size,
         "validation_freq": validation_freq,
     }
-    _agree_on(runtime, "fit", arguments)
+    agree_on(runtime, "fit", arguments)
     with backup_held(callbacks, runtime):
         arranged = arrange(callbacks, runtime, model)
         backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
-        if runtime.size > 1 or backup is not None:
+        if has_peers(runtime) or backup is not None:
             x, y = shuffle_alike(runtime, x, y, arguments, backup)
         return _over_workers(
             runtime,
@@ -190,7 +102,7 @@ def evaluate(
     worker.
     """
     runtime = _join(model, "evaluate")
-    _agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
+    agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
     return _over_workers(
         runtime,
         model,
@@ -218,7 +130,7 @@ def predict(
 ) -> Any:
     """`keras.Model.predict` on all workers: every worker returns all predictions, in the order of the input."""
     runtime = _join(model, "predict")
-    _agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
+    agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
     return _over_workers(
         runtime,
         model,
@@ -243,14 +155,14 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
     Raises: ConfigError if the model is not built, and what `fit` raises.
     """
     runtime = _join(model, "spread")
-    _agree_on(runtime, "spread", {})
-    if runtime.size == 1:
+    agree_on(runtime, "spread", {})
+    if not has_peers(runtime):
         yield
         return
     refuse_unsupported(model)
     if not model.built:
         raise ConfigError("tfdist.spread needs a model that is built: give it an Input, or call it on a batch, before.")
-    with _explained(runtime), DistributedModel.of(model, runtime).installed(training=True, optimizer=optimizer):
+    with explained(runtime), DistributedModel.of(model, runtime).installed(training=True, optimizer=optimizer):
         yield
 
 
@@ -261,7 +173,7 @@ def _of_chief(verbose: Any, runtime: OneDevice) -> Any:
 
 def _over_workers(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     """Runs one of Keras' loops, over the workers if there are several."""
-    if runtime.size == 1:
+    if not has_peers(runtime):
         return loop()
     refuse_unsupported(model)
     if runtime.rank == 0:
@@ -271,18 +183,5 @@ def _over_workers(runtime: OneDevice, model: keras.Model, purpose: str, loop: Ca
             file=sys.stderr,
             flush=True,
         )
-    with _explained(runtime), DistributedModel.of(model, runtime).installed(training=purpose == "fit"):
+    with explained(runtime), DistributedModel.of(model, runtime).installed(training=purpose == "fit"):
         return loop()
-
-
-@contextlib.contextmanager
-def _explained(runtime: Sockets) -> Iterator[None]:
-    try:
-        yield
-    except TfdistError:
-        raise
-    except Exception as error:
-        sentence = explain(error, runtime.cluster)
-        if sentence is None:
-            raise
-        raise sentence from error

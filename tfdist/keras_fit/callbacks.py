@@ -13,6 +13,7 @@ import numpy as np
 from tfdist.compat import keras_optimizers
 from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.fit_callback import FitCallback
+from tfdist.keras_fit.joining import has_peers
 from tfdist.keras_fit.model import DistributedModel
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.sockets import Sockets
@@ -28,7 +29,7 @@ _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tr
 def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[keras.callbacks.Callback]:
     """The callbacks of this worker, between our own: first the same logs, at last the same decisions."""
     given = epoch_backup.replace(_listed(callbacks), runtime)
-    if runtime.size == 1:
+    if not has_peers(runtime):
         return given
     last = [callback for callback in given if isinstance(callback, epoch_backup.EpochBackup)]  # after what they decide
     given = [callback for callback in given if callback not in last]

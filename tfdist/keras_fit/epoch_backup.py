@@ -170,10 +170,10 @@ class EpochBackup(FitCallback):
         if self._runtime.rank == 0:
             print(f"tfdist: resumed after epoch {self.epoch} from {self._path}.", file=sys.stderr, flush=True)
         if not self._state["stopped"]:
-            self._find_the_place_in_the_data()
+            self._find_the_place_in_the_data(self._state)
 
-    def _find_the_place_in_the_data(self) -> None:
-        if RunningFit.of(self.fitted).go_to(self.epoch, self._state["ends"]):
+    def _find_the_place_in_the_data(self, state: dict[str, Any]) -> None:
+        if RunningFit.of(self.fitted).go_to(self.epoch, state["ends"]):
             if self._runtime.rank == 0:
                 print(
                     "tfdist: the data of these epochs was read again, as what comes next may depend on it (repeat,"
@@ -182,7 +182,7 @@ class EpochBackup(FitCallback):
                     flush=True,
                 )
         else:  # what reading draws from the generators of the process it has drawn just now
-            host_state.restore_generator_states(self._state["generators"])
+            host_state.restore_generator_states(state["generators"])
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._restore_history()

@@ -20,7 +20,6 @@ from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together
 from tfdist.keras_fit.scopes import ThreadScope
-from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.added_losses import SUM
 
@@ -139,7 +138,7 @@ class DistributedCall:
             for output, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
                 if mask is not None:
                     carry_mask(output, mask)
-        additions.add(self._runtime, batch_norm.row_weight())
+        additions.add(self._runtime)
         with self.alone():
             scales = self.scales.of(list(losses), args, kwargs, lambda x: self.of_the_batch(((x,), {})))
         return Forward(outputs, list(losses.values()), scales)

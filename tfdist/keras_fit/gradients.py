@@ -137,15 +137,11 @@ class Gradients:
         self, gradient: tf.IndexedSlices, parts: Sequence[Lookup], sums: Iterator[tf.Tensor]
     ) -> tf.IndexedSlices:
         """`sums`: of the rows that all workers have looked up."""
-        rows = [
-            (
-                every_row(self._runtime, [lookup.values, lookup.numbers])
-                if lookup.is_own
-                else [next(sums), lookup.numbers]
-            )
+        found = [
+            every_row(self._runtime, [lookup.values, lookup.numbers]) if lookup.is_own else [next(sums), lookup.numbers]
             for lookup in parts
         ]
-        values, numbers = (tf.concat(one, 0) if len(one) > 1 else one[0] for one in zip(*rows, strict=True))
+        values, numbers = _joined([rows[0] for rows in found]), _joined([rows[1] for rows in found])
         return tf.IndexedSlices(values, numbers, gradient.dense_shape)
 
     def _lookups(self, gradient: tf.IndexedSlices, table: keras.Variable | tf.Variable) -> list[Lookup]:
@@ -178,6 +174,10 @@ def _times(gradient: Gradient, factor: float | tf.Tensor) -> Gradient:
         values = gradient.values * tf.cast(factor, gradient.dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.concat(tensors, 0) if len(tensors) > 1 else tensors[0]
 
 
 def _is_variable(source: Any) -> bool:

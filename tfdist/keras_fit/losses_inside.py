@@ -68,38 +68,40 @@ class Scales:
             )
         with tf.init_scope():
             x = self._example(args[0])
-            cut = of_the_batch(x)
-
-            def take(x: Any, rows: Sequence[int]) -> Any:
-                flags = iter(cut)
-                return keras.tree.map_structure(
-                    lambda leaf: tf.gather(leaf, list(rows)) if leaf.shape.rank and next(flags) else leaf, x
-                )
-
-            count = next(
-                leaf.shape[0]
-                for leaf, is_cut in zip((leaf for leaf in keras.tree.flatten(x) if leaf.shape.rank), cut, strict=True)
-                if is_cut
-            )
-            try:
-                layers = keras_layers.all_layers(self._model)
-                found: Any = [
-                    [layers.index(one.layer), one.place, one.scales]
-                    for one in added_losses(self._model, x, take, count)
-                ]
-            except ConfigError as error:
-                found = str(error)
-            except Exception as error:  # noqa: BLE001 - a model that takes batches of one size only, for example
-                found = (
-                    f"{type(self._model).__name__} adds losses in its call, and tfdist could not try it on a few rows"
-                    f" to find out whether they are means or sums over rows ({type(error).__name__}:"
-                    f" {(str(error).strip().splitlines() or [''])[0][:200]}): add the losses in compute_loss, or train"
-                    " in one process."
-                )
+            found = self._probed(x, of_the_batch(x))
             found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random
         if isinstance(found, str):
             raise ConfigError(found)
         self._known.update({(number, place): scales for number, place, scales in found})
+
+    def _probed(self, x: Any, cut: Sequence[bool]) -> list | str:
+        """[number of a layer, which of its losses, MEAN or SUM] of each loss; or the sentence that says why not.
+
+        cut: for each tensor with rows in x whether they are those of the batch.
+        """
+        tensors = [leaf for leaf in keras.tree.flatten(x) if leaf.shape.rank]
+        count = next(leaf.shape[0] for leaf, is_cut in zip(tensors, cut, strict=True) if is_cut)
+
+        def take(x: Any, rows: Sequence[int]) -> Any:
+            flags = iter(cut)
+            return keras.tree.map_structure(
+                lambda leaf: tf.gather(leaf, list(rows)) if leaf.shape.rank and next(flags) else leaf, x
+            )
+
+        try:
+            layers = keras_layers.all_layers(self._model)
+            return [
+                [layers.index(one.layer), one.place, one.scales] for one in added_losses(self._model, x, take, count)
+            ]
+        except ConfigError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - a model that takes batches of one size only, for example
+            return (
+                f"{type(self._model).__name__} adds losses in its call, and tfdist could not try it on a few rows"
+                f" to find out whether they are means or sums over rows ({type(error).__name__}:"
+                f" {(str(error).strip().splitlines() or [''])[0][:200]}): add the losses in compute_loss, or train"
+                " in one process."
+            )
 
     def _example(self, x: Any) -> Any:
         if all(hasattr(leaf, "numpy") for leaf in keras.tree.flatten(x)):

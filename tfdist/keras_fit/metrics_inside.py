@@ -17,6 +17,7 @@ from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows
 from tfdist.keras_fit.temporary_attributes import replaced
+from tfdist.runtime import batch_norm
 from tfdist.runtime.sockets import Sockets
 
 
@@ -57,9 +58,11 @@ class Additions:
 
         return update_state
 
-    def add(self, runtime: Sockets, weight: tf.Tensor) -> None:
-        """`weight`: 0 where the rows of this worker are only there to have any, else 1."""
+    def add(self, runtime: Sockets) -> None:
+        """Gives every metric the sum of what all workers have found."""
         if self.values:
+            weight = batch_norm.row_weight()  # 0 where the rows of this worker are only there to have any, else 1
+            assert weight is not None, "a forward pass over own rows has a weight"
             for variable, total in zip(
                 self._variables,
                 runtime.all_reduce([value * tf.cast(weight, value.dtype) for value in self.values]),

@@ -1,4 +1,4 @@
-"""Keras' train_function, test_function and predict_function of a distributed model: a step over the batch of all workers.
+"""Keras' train_function, test_function and predict_function of a distributed model: a step over the global batch.
 
 Which rows a step computes loss and metrics of is found out at its first batch, and kept until the model is compiled
 anew: see `Rows`.

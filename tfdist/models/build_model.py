@@ -42,38 +42,10 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
     Raises ConfigError for an unknown model or option, one that does not fit the data, or half-precision outputs.
     """
     builder = resolve("model", config.model, MODELS)
-    own = config.model not in MODELS
     input_shape = tuple(x_spec.shape) if isinstance(x_spec, tf.TensorSpec) else None
     arguments = _arguments(config, builder, {"x_spec": x_spec, "input_shape": input_shape, "num_outputs": num_outputs})
-    if own:
-        try:
-            with own_code("model", config.model):
-                model = builder(**arguments)
-        except ConfigError as error:
-            if num_outputs is None and "num_outputs" in arguments and arguments["num_outputs"] is None:
-                raise ConfigError(
-                    f"{error} (It was given num_outputs=None, because --source does not tell the number of classes: add"
-                    " it to the model's options, for example --model_args=num_outputs=10.)"
-                ) from error
-            raise
-    else:
-        if not isinstance(x_spec, tf.TensorSpec):
-            raise ConfigError(
-                f"--model={config.model} takes one tensor, but a sample's x is {x_spec}: use a model of your own,"
-                " --model=package.module:function."
-            )
-        try:
-            model = builder(**arguments)
-        except ConfigError:
-            raise
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # what Keras says of, for example, layers=two or an image that is too small
-            raise ConfigError(
-                f"--model={config.model} with --model_args={config.model_args!r} cannot be built for x of shape"
-                f" {tuple(x_spec.shape)}: {error}"
-            ) from error
+    build = _build_ours if config.model in MODELS else _build_users
+    model = build(config, builder, arguments, x_spec)
     if not isinstance(model, keras.Model):
         raise ConfigError(
             f"--model={config.model} returned {type(model).__name__}: it must return a keras.Model of Keras 3."
@@ -86,6 +58,36 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
     _check_not_half(config.model, model, x_spec)
     synchronize_batchnorm(model, config.sync_batchnorm)
     return model
+
+
+def _build_users(config: ModelConfig, builder: Callable, arguments: dict[str, Any], x_spec: Any) -> Any:
+    try:
+        with own_code("model", config.model):
+            return builder(**arguments)
+    except ConfigError as error:
+        if "num_outputs" in arguments and arguments["num_outputs"] is None:
+            raise ConfigError(
+                f"{error} (It was given num_outputs=None, because --source does not tell the number of classes: add"
+                " it to the model's options, for example --model_args=num_outputs=10.)"
+            ) from error
+        raise
+
+
+def _build_ours(config: ModelConfig, builder: Callable, arguments: dict[str, Any], x_spec: Any) -> Any:
+    if not isinstance(x_spec, tf.TensorSpec):
+        raise ConfigError(
+            f"--model={config.model} takes one tensor, but a sample's x is {x_spec}: use a model of your own,"
+            " --model=package.module:function."
+        )
+    try:
+        return builder(**arguments)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:  # what Keras says of layers=two, or of an image that is too small
+        raise ConfigError(
+            f"--model={config.model} with --model_args={config.model_args!r} cannot be built for x of shape"
+            f" {tuple(x_spec.shape)}: {error}"
+        ) from error
 
 
 def synchronize_batchnorm(model: keras.Model, synchronized: bool = True) -> None:

@@ -18,8 +18,10 @@ class Opened(contextlib.ExitStack):
         self._last_deeds.append(deed)
 
     def fail(self, error: BaseException) -> None:
-        """Does all that is to be done on a failure; what goes wrong meanwhile must not hide the error."""
+        """Does all that is to be done on a failure, then closes; what goes wrong meanwhile must not hide the error."""
         deeds, self._last_deeds = self._last_deeds, []
         for deed in deeds:
             with contextlib.suppress(Exception):
                 deed(error)
+        with contextlib.suppress(Exception):
+            self.close()

@@ -10,6 +10,7 @@ from typing import Any
 from tfdist import build
 from tfdist.compat import keras_layers
 from tfdist.config import Config
+from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.data import augment, input_pipeline
@@ -21,7 +22,7 @@ from tfdist.runtime.parameter_server import has_servers, prepare
 from tfdist.telemetry.events import Event
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parameter_server.asynchronous import Asynchronous
-from tfdist.training.parameter_server.parameters import ELEMENTWISE, Parameters
+from tfdist.training.parameter_server.parameters import Parameters
 from tfdist.training.parameter_server.remote_step import RemoteOptions, RemoteStep
 from tfdist.training.parameter_server.server_steps import Workers
 from tfdist.training.parameter_server.synchronous import Synchronous
@@ -113,7 +114,7 @@ def remote_step(job: build.Job, first_step: int) -> RemoteStep:
         job.schedule,
         lambda schedule: make_optimizer(config.optimizer, schedule),
         runtime.devices,
-        config.servers.ps_piece_kb * 1024 if config.optimizer.optimizer in ELEMENTWISE else 0,
+        config.servers.ps_piece_kb * 1024 if config.optimizer.optimizer in ELEMENTWISE_OPTIMIZERS else 0,
         lambda step: job.step.counter.assign(step),
     )
     parameters.push(first_step)

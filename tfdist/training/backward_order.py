@@ -30,6 +30,9 @@ _VIEWS = (
 )
 
 
+_ELSEWHERE = -1  # the number of no operation
+
+
 def weights_first(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Tensor) -> None:
     """Within a graph: each of `gradients` is computed as soon as it can be.
 
@@ -67,10 +70,10 @@ def _ends(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Operation
     while order:  # from the newest: who uses an operation's results is newer than it
         operation = waiting[-heapq.heappop(order)]
         users = [operation_number(user) for output in operation.outputs for user in output.consumers()]
-        found = {leads_to[user] if user in ends else None for user in users} | (
+        found = {leads_to[user] if user in ends else _ELSEWHERE for user in users} | (
             {leads_to[operation_number(operation)]} if operation_number(operation) in leads_to else set()
         )
-        if operation_number(operation) > operation_number(start) and len(found) == 1 and None not in found:
+        if operation_number(operation) > operation_number(start) and len(found) == 1 and _ELSEWHERE not in found:
             ends[operation_number(operation)], leads_to[operation_number(operation)] = operation, found.pop()
             for source in (tensor.op for tensor in operation.inputs):
                 if operation_number(source) not in waiting:

@@ -168,9 +168,8 @@ class TrainStep:
         return self._totals(reduced, norm, compute_s, finite)
 
     def _begin(self, step: tf.Tensor) -> tf.Tensor:
-        """float64 []: when the step begins."""
-        with tf.control_dependencies([step]):
-            return self._now()
+        """float64 []: when it begins; without waiting for `step`, as a batch may come while the last one is applied."""
+        return self._now()
 
     # Accumulate
 

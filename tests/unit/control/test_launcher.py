@@ -17,7 +17,7 @@ from tfdist import launch
 from tfdist.control import job as job_module
 from tfdist.control import machine_shares, terminal
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
-from tfdist.control.launcher import LocalJob, PortReservation
+from tfdist.control.local_job import LocalJob, PortReservation
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 from tfdist.control.terminal import LineReader
@@ -524,7 +524,7 @@ import sys
 from pathlib import Path
 from tfdist import launch
 from tfdist.control.worker_count import WorkerCount
-from tfdist.control.launcher import LocalJob
+from tfdist.control.local_job import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 logs = Path(sys.argv[2])
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored if the tests themselves run under nohup
@@ -656,7 +656,7 @@ def test_help_imports_no_tensorflow():
     )
     assert ended.returncode == 0 and "--gpus_per_worker" in ended.stdout
     assert (
-        "tfdist.control.launcher" in ended.stderr and "tensorflow" not in ended.stderr and "numpy" not in ended.stderr
+        "tfdist.control.local_job" in ended.stderr and "tensorflow" not in ended.stderr and "numpy" not in ended.stderr
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from tfdist.control import preflight
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import StartupError
-from tfdist.control.launcher import PortReservation
+from tfdist.control.local_job import PortReservation
 from tfdist.control.preflight import Preflight, bind_everywhere, wait_for_peers
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tfdist.control.exit_codes import ExitCode
-from tfdist.control.launcher import LocalJob
+from tfdist.control.local_job import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
 from tfdist.control.worker_count import WorkerCount
 

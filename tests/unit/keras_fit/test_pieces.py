@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.control.exit_codes import CheckpointError, ConfigError
-from tfdist.keras_fit import api, backup_file, epoch_backup, own_rows
+from tfdist.keras_fit import backup_file, epoch_backup, joining, own_rows
 from tfdist.keras_fit.batches import digest
 from tfdist.keras_fit.refusals import refuse_unsupported
 from tfdist.keras_fit.rows import Part
@@ -219,15 +219,13 @@ def test_models_that_cannot_be_spread():
     with pytest.raises(ConfigError, match=r"Trainer has no call\(\).*tfdist.spread\(inner_model"):
         refuse_unsupported(Trainer())
     with pytest.raises(ConfigError, match="is stateful"):
-        refuse_unsupported(
-            keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True)])
-        )
+        refuse_unsupported(keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True)]))
     refuse_unsupported(keras.Sequential([keras.Input((3, 2)), keras.layers.LSTM(2)]))
 
 
 def test_one_process_is_keras(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    monkeypatch.setattr(api, "_runtime", None)
+    monkeypatch.setattr(joining, "_runtime", None)
     x = np.ones([8, 2], "float32")
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

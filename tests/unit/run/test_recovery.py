@@ -76,7 +76,7 @@ def recovery_of(folder, memory=None, runtime=None, **flags):
         step=SimpleNamespace(
             counter=SimpleNamespace(numpy=lambda: state.arrays["train/step"]), update=update, variables={}
         ),
-        schedule=lambda iterations: 0.5,
+        schedule=lambda iterations: config.optimizer.learning_rate,
         optimizer=SimpleNamespace(iterations=SimpleNamespace(value=0)),
         model=SimpleNamespace(non_trainable_variables=[]),
         stream_cut=1,
@@ -112,6 +112,23 @@ def test_who_must_not_go_on_says_so(tmp_path):
         recovery_of(tmp_path, resume="never").restore()
     with pytest.raises(CheckpointError, match="another configuration .*--seed: 0 there, 1 now"):
         recovery_of(tmp_path, seed=1).restore()
+
+
+def test_a_changed_learning_rate_is_refused_or_said(tmp_path):
+    saved(tmp_path, 5, learning_rate=0.01)
+    with pytest.raises(CheckpointError, match="--learning_rate: 0.01 there, 0.5 now"):
+        recovery_of(tmp_path, learning_rate=0.5).restore()
+    messages, step = recovery_of(tmp_path, learning_rate=0.5, allow_config_change=True).restore()
+    assert step == 5 and "the learning rate jumps from 0.01 to 0.5" in messages[-1]
+
+
+def test_a_damaged_snapshot_is_passed_over_and_set_aside(tmp_path):
+    saved(tmp_path, 5, 9)
+    (data,) = (tmp_path / "checkpoints" / "step-00000009").glob("*.data-*")
+    data.write_bytes(b"x" * data.stat().st_size)
+    messages, step = recovery_of(tmp_path).restore()
+    assert step == 5 and messages[0].startswith("passed over a snapshot") and "resumed from" in messages[1]
+    assert not (tmp_path / "checkpoints" / "step-00000009").exists()
 
 
 def test_a_counter_that_is_not_the_snapshots_is_not_trusted(tmp_path):

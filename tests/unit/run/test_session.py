@@ -30,7 +30,14 @@ PHASES = ["runtime", "signals", "connect", "agree", "compose", "recovery", "rest
     "results",
     "barrier",
 ]
-OPENED_BY = {"lease": "", "monitor": "", "runtime": "connect", "observer": "diagnosis", "trainer": "train"}
+# The first phase whose failure finds it open.
+OPEN_FROM = {
+    "lease": "runtime",
+    "monitor": "runtime",
+    "runtime": "signals",
+    "observer": "diagnosis",
+    "trainer": "train",
+}
 
 
 class World:
@@ -151,12 +158,15 @@ class World:
         self.at("trainer")
         trainer = Trainer()
         trainer.schedule, trainer.step = inputs.schedule, lambda *_: None
-        trainer.close = lambda: self.say("close trainer")
+        trainer.close = self.close_trainer
         return trainer
 
     def run(self):
         start = Start(self.config, Cluster(), "command", memory=self.memory, make_trainer=self.make_trainer)
         return session.run(start)
+
+    def close_trainer(self):
+        self.say("close trainer")
 
     def closed(self):
         """In which order, each once."""
@@ -180,9 +190,7 @@ def test_whatever_fails_all_that_was_opened_is_closed(monkeypatch, tmp_path, pha
     with pytest.raises(ConfigError, match="^no$"):
         world.run()
     reached = PHASES.index(phase)
-    opened = [name for name, after in OPENED_BY.items() if not after or PHASES.index(after) <= reached]
-    if phase in ("signals", "connect"):
-        opened.append("runtime")
+    opened = [name for name, first in OPEN_FROM.items() if PHASES.index(first) <= reached]
     assert set(world.closed()) == set(opened), world.said
     assert world.closed()[-1] == "lease" and world.said.index("failed") < world.said.index("close monitor")
     assert ("give up" in world.said) == (reached > PHASES.index("recovery"))
@@ -225,10 +233,13 @@ def test_what_goes_wrong_in_giving_up_does_not_hide_the_error(monkeypatch, tmp_p
         recovery.files.give_up = give_up
         return recovery
 
-    world.make_recovery = make_recovery
+    def close():
+        raise OSError("gone")
+
+    world.make_recovery, world.close_trainer = make_recovery, close
     with pytest.raises(ConfigError, match="^no$"):
         world.run()
-    assert world.events[-1].kind == "error"
+    assert world.events[-1].kind == "error" and world.closed() == ["observer", "monitor", "runtime", "lease"]
 
 
 def test_an_interrupt_closes_too(monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tests.unit.training.test_step import W, X, Y, batches, make_step, weights
 from tfdist.telemetry.phases import PHASES
+from tfdist.training.phase_marks import MarkTimes, in_step
 
 
 def slow_batches(size, seconds):
@@ -65,3 +66,22 @@ def test_phases_fill_the_call_and_find_the_slow_one(timed, accumulation):
     assert phases["data_wait"] >= (5 * accumulation - 1) * 0.02  # tf.data may have made one ahead
     assert phases["forward"] > 0 and phases["backward"] > 0 and phases["optimizer"] > 0
     assert phases["gradient_sync"] == 0 == call.sync_s  # of one device
+
+
+@pytest.mark.parametrize(
+    "wait_s, backward, sync", [(None, 1.0, 1.0), (0.25, 1.75, 0.25)], ids=["by the marks", "by the runtime"]
+)
+def test_phases_of_the_sums_of_marks(wait_s, backward, sync):
+    """One step of two micro-batches: from 10 on they wait 1, copy 2, go forward 3, backward 0.5; 1 to reduce, 4 to
+    update."""
+    times = MarkTimes(
+        data=11.0 + 17.5,
+        device=13.0 + 19.5,
+        forward=16.0 + 22.5,
+        backward=16.5 + 23.0,
+        start=10.0,
+        local=23.0,
+        reduced=24.0,
+        total=18.0,
+    )
+    assert in_step(times, wait_s).tolist() == [2.0, 4.0, 6.0, backward, sync, 4.0]

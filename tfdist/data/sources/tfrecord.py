@@ -49,14 +49,8 @@ def load(config: DataConfig, split: str) -> Split:
     """
     options = read_options(config, DEFAULTS)
     x, y = (_Field.parse(name, options[name]) for name in ("x", "y"))
-    if y.spec.dtype.is_integer and not options["classes"]:
-        raise ConfigError(
-            f"--source_args: y={options['y']} is an integer, so the number of classes is needed: add classes=N."
-        )
-    compression = options["compression"]
-    if compression not in ("", "GZIP", "ZLIB") or (compression and not options["stream"]):
-        raise ConfigError(f"--source_args: compression={compression} must be GZIP or ZLIB, together with stream=True.")
-    paths = _paths(config.data_dir, options, split)
+    _check(options, y)
+    compression, paths = options["compression"], _paths(config.data_dir, options, split)
     shared = set(paths) & set(_paths(config.data_dir, options, "eval" if split == "train" else "train", required=False))
     if shared:
         raise DataError(
@@ -108,6 +102,16 @@ def load(config: DataConfig, split: str) -> Split:
         fetch_cropped=fetch if x.kind == "image" else None,
         contents=lambda: [*_files(paths), checksum_of(files.read(sampled_rows(len(files))))],
     )
+
+
+def _check(options: dict[str, Any], y: _Field) -> None:
+    if y.spec.dtype.is_integer and not options["classes"]:
+        raise ConfigError(
+            f"--source_args: y={options['y']} is an integer, so the number of classes is needed: add classes=N."
+        )
+    compression = options["compression"]
+    if compression not in ("", "GZIP", "ZLIB") or (compression and not options["stream"]):
+        raise ConfigError(f"--source_args: compression={compression} must be GZIP or ZLIB, together with stream=True.")
 
 
 @dataclass(frozen=True)

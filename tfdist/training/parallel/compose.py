@@ -16,6 +16,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
+from tfdist.training.optimizer import ELEMENTWISE
 from tfdist.training.parallel import segments
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.expert import has_experts, parallelize_experts
@@ -24,7 +25,7 @@ from tfdist.training.parallel.pipe_schedule import make_schedule
 from tfdist.training.parallel.pipeline_stages import Pipeline, divide, stages_of
 from tfdist.training.parallel.sequence import parallelize_sequence
 from tfdist.training.parallel.tensor import Part, parallelize_layers, vocabulary_objective
-from tfdist.training.parallel.zero import ELEMENTWISE, sharded_update
+from tfdist.training.parallel.zero import sharded_update
 
 
 class MeshModel(NamedTuple):

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -168,8 +168,9 @@ class MeshUpdate(DataParallel):
         if not compression:
             return self._summed_whole(kept)
         if compression.after:
+            step: Any = self.optimizer.iterations
             pieces, self._compression_ends = tf.cond(
-                self.optimizer.iterations < compression.after,
+                step < compression.after,
                 lambda: (self._summed_whole(kept), compression.unchanged()),
                 lambda: compression(kept),
             )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -216,13 +217,13 @@ class Pipeline:
             if is_last or losses:
                 own, sums = total(y, *batch[1:], losses) if is_last else added(batch[2], losses)
                 state.sums += sums
-        state.held[number, micro] = (tape, x, y, own)
+        state.passes[number, micro] = _ForwardPass(tape, x, y, own)
         state.after = [y] if own is None else [y, own]
         if not is_last:
             state.sent.append(self._send(number, "forward", y))
 
     def _backward(self, state: _State, number: int, micro: int) -> None:
-        tape, x, y, own = state.held.pop((number, micro))
+        tape, x, y, own = state.passes.pop((number, micro))
         targets, upstream = ([], []) if own is None else ([own], [tf.ones_like(own)])
         if number < len(self.parts) - 1:
             targets, upstream = [y, *targets], [self._receive(number, "backward", y), *upstream]
@@ -274,13 +275,20 @@ def _run(
     return cutting.run(part, {part[0].takes[0]: x}, training, storage, added)[part[-1].gives[0]]
 
 
+class _ForwardPass(NamedTuple):
+    """Of a micro-batch through a part."""
+
+    tape: tf.GradientTape
+    input: tf.Tensor
+    output: tf.Tensor
+    own: tf.Tensor | None  # what is differentiated on this stage
+
+
 class _State:
     """What a stage carries from action to action."""
 
     def __init__(self, gradients: list[tf.Tensor], sums: tf.Tensor):
         self.gradients, self.sums = gradients, sums
-        self.held: dict[
-            tuple[int, int], tuple
-        ] = {}  # (part, micro) -> (tape, input, output, what is differentiated here)
+        self.passes: dict[tuple[int, int], _ForwardPass] = {}  # of (part, micro-batch), until the backward pass
         self.after: list[tf.Tensor] = []  # what the next action waits for
         self.sent: list[tf.Tensor] = []  # sends, which nobody but the end of the step waits for

@@ -59,8 +59,8 @@ class ShardedState:
         owner = update.owners.get(id(variable), self._number.get(id(variable)))
         if owner is None:
             is_row = "compression_error" in key
-            shape = (replicas.size, *variable.shape) if is_row else tuple(variable.shape)
-            return Piece(variable, shape, replicas, stages=update.stages.get(id(variable)), is_row=is_row)
+            shape: Any = (replicas.size, *variable.shape) if is_row else variable.shape
+            return Piece(variable, tuple(shape), replicas, stages=update.stages.get(id(variable)), is_row=is_row)
         parameter = update.all[owner]
         part, place = parts.get(id(parameter)), self._held.get(id(parameter))
         is_parameter, sharded = id(variable) in self._number, update.shards is not update.trainable

@@ -45,6 +45,11 @@ class Piece:
         return self.part.local_shape if self.part else self.shape
 
     @property
+    def shard_length(self) -> int:
+        """Elements of a shard, with the padding of the last."""
+        return -(-math.prod(self.part_shape) // self.group.size)
+
+    @property
     def name(self) -> str:
         return getattr(self.variable, "path", self.variable.name)
 
@@ -100,7 +105,7 @@ class Piece:
             return joined[0]
         flat = [array.reshape(-1) for array in joined]
         vector = np.concatenate(flat) if flat else np.zeros(0, self.dtype.as_numpy_dtype)
-        return np.pad(vector, (0, self.variable.shape[0] - vector.size))
+        return np.pad(vector, (0, self.shard_length - vector.size))
 
     def _read_row(self, prefix: str, key: str) -> np.ndarray:
         count, *shape = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()[key + SUFFIX]
@@ -116,9 +121,8 @@ class Piece:
             return [_Region((1, *local[1:]), [box], 0)]
         boxes: list[Box] = [tuple((0, length) for length in local)]
         if self.is_shard:
-            size = math.prod(local)
-            length = -(-size // self.group.size)
-            boxes = boxes_of_range(local, self.group.index * length, min((self.group.index + 1) * length, size))
+            start, length = self.group.index * self.shard_length, self.shard_length
+            boxes = boxes_of_range(local, start, min(start + length, math.prod(local)))
         regions = []
         for box in boxes:
             lengths = tuple(length for _, length in box)

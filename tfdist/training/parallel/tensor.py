@@ -113,7 +113,8 @@ def row(leave: Crossing = summed) -> Rule:
         parts = cut(layer, keras_layers.stored_kernel(layer), 0, group)
 
         def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-            y = leave(tf.convert_to_tensor(ops.matmul(x, layer.kernel)), group)
+            own: Any = ops.matmul(x, layer.kernel)
+            y = leave(own, group)
             return layer.activation(y if layer.bias is None else ops.add(y, layer.bias))
 
         layer.call, layer.input_spec = call, None

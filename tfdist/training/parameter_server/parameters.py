@@ -20,10 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_optimizers
-from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
-
-ELEMENTWISE = ELEMENTWISE_OPTIMIZERS  # their updates of a piece are the piece of their update
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Parameters:
       make_optimizer: learning-rate schedule -> an optimizer like the chief's.
       devices: TensorFlow's names of the parameter servers' devices.
       piece_bytes: see `place`.
-      on_pull: called with the step at every `pull`.
+      on_step: called with each step that the chief is brought to.
     Raises ConfigError for a model whose weights have constraints, which an update of pieces cannot keep.
     """
 
@@ -90,9 +87,9 @@ class Parameters:
         make_optimizer: Callable[[keras.optimizers.schedules.LearningRateSchedule], keras.Optimizer],
         devices: Sequence[str],
         piece_bytes: float,
-        on_pull: Callable[[int], Any] = lambda step: None,
+        on_step: Callable[[int], Any] = lambda step: None,
     ):
-        self.model, self.optimizer, self.devices, self.on_pull = model, optimizer, list(devices), on_pull
+        self.model, self.optimizer, self.devices, self.on_step = model, optimizer, list(devices), on_step
         self.weights = list(model.trainable_variables)
         if any(variable.constraint is not None for variable in self.weights):
             raise ConfigError(
@@ -205,7 +202,6 @@ class Parameters:
         for local, remote in self._others(min(self._optimizers)):
             local.assign(remote.numpy())
         self.set_local_step(step)
-        self.on_pull(step)
         self.set_step(step)
 
     def push(self, step: int) -> None:
@@ -236,8 +232,9 @@ class Parameters:
             iterations.assign(step - self.skipped)
 
     def set_local_step(self, step: int) -> None:
-        """The number of updates of the chief's own optimizer, which its learning rate follows."""
+        """The chief's own step, and number of updates, which its learning rate follows."""
         self._iterations.assign(step - self.skipped)
+        self.on_step(step)
 
     def _slot(self, piece: Piece, name: str) -> keras.Variable:
         """The chief's slot of a piece's weight, by the name that Keras gives it."""

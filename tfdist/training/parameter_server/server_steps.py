@@ -129,11 +129,10 @@ class ServerSteps(ABC):
             self._settled = step
 
     def extra_values(self) -> dict[str, float]:
-        """What the train event has of this kind of run; also brings the chief's number of updates up to date, which its
-        learning rate follows.
+        """What the train event has of this kind of run; also brings the chief's own step and learning rate up to
+        date.
         """
-        parameters = self.remote.parameters
-        parameters.set_local_step(self.done)
+        self.remote.parameters.set_local_step(self.done)
         recent, self.recent = self.recent, Staleness()
         self.staleness.merge(recent)
         return recent.values()

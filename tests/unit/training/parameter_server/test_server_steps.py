@@ -122,7 +122,7 @@ def test_asynchronous_batches_are_under_way_at_log_lines_but_never_where_the_sta
     step = Asynchronous(remote, workers_of(remote, schedule), 0)
     ahead = []
     values = step.extra_values
-    step.extra_values = lambda: ahead.append(len(remote.begun) - step.done) or values()
+    step.extra_values = lambda: ahead.append(step._begun - step.done) or values()
     result, events, used = drive(step, schedule)
     assert result.step == 30 and sorted(remote.begun) == sorted(remote.done) == list(range(30))
     assert [event.step for event in events] == list(range(3, 31, 3))
@@ -152,12 +152,12 @@ def test_after_a_request_nothing_is_begun_and_the_answer_comes_with_the_last(req
 
     def requests(number):
         if number == 7:
-            begun.append(len(remote.begun))
+            begun.append(step._begun)
         return request_ if number == 7 else Requests(stop=number >= 20)
 
     result, _, used = drive(step, schedule, requests)
     saves = [used_at for what, used_at, *_ in used if what == "save"]
-    assert saves[0] == begun[0] <= 7 + 6 and all(not under_way for *_, under_way in used)
+    assert saves[0] == begun[0] <= 7 + 12 and all(not under_way for *_, under_way in used)
     assert result.stopped and (saves == [result.step] if request_.stop else len(saves) == 2)
     assert sorted(remote.done) == list(range(result.step))
 

@@ -1,0 +1,121 @@
+"""The workers of a tfdist.fit: how a process joins them, once, and the calls that all of them make together."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+from tfdist.config import Config
+from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
+from tfdist.control.preflight import wait_for_peers
+from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.startup_deadline import connecting
+from tfdist.control.token import with_token
+from tfdist.runtime.errors import explain
+from tfdist.runtime.one_device import OneDevice
+from tfdist.runtime.sockets import Sockets, warn_about_gpus
+
+_OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb", "job_token_file")
+# What a call must have in common on all workers, beside its data; `verbose` and the callbacks may differ.
+_COMMON = (
+    "batch_size",
+    "epochs",
+    "validation_split",
+    "shuffle",
+    "class_weight",
+    "initial_epoch",
+    "steps_per_epoch",
+    "steps",
+    "validation_steps",
+    "validation_batch_size",
+    "validation_freq",
+)
+_runtime: OneDevice | None = None  # of this process, made once
+_calls = 0  # of this process that all workers make together
+
+
+def init(**options: float | str) -> OneDevice:
+    """Joins the other workers that TF_CONFIG lists; alone without it. Done by the first fit, evaluate or predict if not
+    before.
+
+    Args: options, by the names and with the meaning of the flags: startup_timeout, heartbeat_timeout,
+    collective_timeout (seconds), pack_mb (MB), job_token_file.
+    Raises: ClusterError, StartupError, ConfigError.
+    """
+    global _runtime
+    if _runtime is None:
+        for name in options:
+            if name not in _OPTIONS:
+                raise ConfigError(f"tfdist.init({name}=...) is not an option: use {', '.join(_OPTIONS)}.")
+        config = Config().replace(**options)
+        cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
+        if cluster.rank < 0:
+            raise ClusterError(
+                'TF_CONFIG: task.type is "evaluator", which takes no part in tfdist.fit: list chief and worker only.'
+            )
+        if cluster.size > 1:
+            began = time.monotonic()
+            wait_for_peers(cluster, config.cluster.startup_timeout)
+            with connecting(cluster, config.cluster.startup_timeout, began):
+                _runtime = Sockets.create(config, cluster)
+            atexit.register(_leave, _runtime)
+            warn_about_gpus(_runtime)
+        else:
+            _runtime = OneDevice()
+    elif options:
+        raise ConfigError(
+            f"tfdist.init({', '.join(options)}) comes too late: call it before the first fit, evaluate or predict."
+        )
+    return _runtime
+
+
+def _leave(runtime: Sockets) -> None:
+    if not hasattr(sys, "last_type"):  # else an error ended the script, and it must look like that to the others
+        runtime.leave()
+
+
+def agree_on(runtime: OneDevice, name: str, arguments: dict[str, Any]) -> None:
+    """Raises ConfigError if another worker makes another call, or has come to its end."""
+    global _calls
+    _calls += 1
+    if has_peers(runtime):
+        said = ", ".join(f"{key}={arguments[key]!r}" for key in _COMMON if arguments.get(key) not in (None, False, 0))
+        try:
+            with explained(runtime):
+                runtime.agree_on(f"call {_calls}, tfdist.{name}({said})")
+        except ConfigError as error:
+            raise ConfigError(f"tfdist.{name}: {error}") from None
+
+
+def barrier() -> None:
+    """Returns when all workers have called it: what one did before, such as saving a file, is done for all then."""
+    agree_on(init(), "barrier", {})
+
+
+def is_chief() -> bool:
+    """Whether this worker is rank 0, which writes the files. Reads TF_CONFIG only; joins nobody."""
+    return resolve_cluster(os.environ).is_chief
+
+
+def has_peers(runtime: OneDevice) -> TypeGuard[Sockets]:
+    """Whether there are several workers; `init` gives them a runtime that can gather rows."""
+    return runtime.size > 1
+
+
+@contextlib.contextmanager
+def explained(runtime: Sockets) -> Iterator[None]:
+    """What goes wrong in the runtime inside becomes a sentence about the workers."""
+    try:
+        yield
+    except TfdistError:
+        raise
+    except Exception as error:
+        sentence = explain(error, runtime.cluster)
+        if sentence is None:
+            raise
+        raise sentence from error
