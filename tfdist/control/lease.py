@@ -32,7 +32,6 @@ from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.lease_owner import Owner
 
 FILE = "lease.json"
-_NAME = "--run_dir"
 JOB_VARIABLE = "TFDIST_JOB_ID"  # the launcher's name for all attempts of a job
 _RENEW_SECONDS = 2.0
 _DEAD_SECONDS = 20.0  # without renewal
@@ -52,7 +51,7 @@ def job_identity(environ: Mapping[str, str], cluster: Cluster) -> str:
 
 
 @contextlib.contextmanager
-def held(folder: Path, job: str, name: str = _NAME) -> Iterator[None]:
+def held(folder: Path, job: str, name: str = "") -> Iterator[None]:
     """The lease of `folder` for the time of the context. Raises ConfigError if another job holds it."""
     lease = Lease(folder, job, name=name)
     lease.take()
@@ -68,18 +67,23 @@ def refuse_if_held(folder: Path) -> None:
     with contextlib.suppress(OSError):  # its workers will say
         while (owner := Owner.read(_read(folder / FILE))) and owner.is_here() and owner.runs_here():
             if time.monotonic() - begun > _TO_END_SECONDS:
-                raise _refusal(folder, owner)
+                raise _refusal(_name(folder), owner)
             time.sleep(_LOOK_SECONDS)
 
 
 class Lease:
     """The lease of one folder, as its chief has it.
 
-    on_loss: called in a thread when another has taken it over; ends the process. name: the user's, for the folder.
+    on_loss: called in a thread when another has taken it over; ends the process. name: how the user knows the folder.
     """
 
-    def __init__(self, folder: Path, job: str, on_loss: Callable[[str], None] | None = None, name: str = _NAME):
-        self._folder, self._path, self.owner, self._name = folder, folder / FILE, Owner.myself(job), name
+    def __init__(self, folder: Path, job: str, on_loss: Callable[[str], None] | None = None, name: str = ""):
+        self._folder, self._path, self.owner, self._name = (
+            folder,
+            folder / FILE,
+            Owner.myself(job),
+            name or _name(folder),
+        )
         self._on_loss, self._released = on_loss or _end, threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfdist-lease", daemon=True)
 
@@ -100,7 +104,7 @@ class Lease:
                     self._remove(text)
                     continue
                 if owner and (now - begun > _TO_END_SECONDS if owner.is_here() else renewed):
-                    raise _refusal(self._folder, owner, self._name)
+                    raise _refusal(self._name, owner)
                 if owner and not owner.is_here() and not said:
                     said = True
                     print(
@@ -112,7 +116,7 @@ class Lease:
                 time.sleep(_LOOK_SECONDS)
         except OSError as error:
             raise ConfigError(
-                f"{self._name}={self._folder} cannot be used ({error.strerror}: {error.filename}): choose a folder that"
+                f"{self._name} cannot be used ({error.strerror}: {error.filename}): choose a folder that"
                 " can be read and written, or make room there."
             ) from None
         self._thread.start()
@@ -232,11 +236,13 @@ def _end(sentence: str) -> None:
     os._exit(ExitCode.CONFIG)
 
 
-def _refusal(folder: Path, owner: Owner | None, name: str = _NAME) -> ConfigError:
+def _name(folder: Path) -> str:
+    return f"--run_dir={folder}"
+
+
+def _refusal(name: str, owner: Owner | None) -> ConfigError:
     who = owner.describe() if owner else "another process"
-    return ConfigError(
-        f"{name}={folder} is in use by another job ({who}): choose another folder, or end that job first."
-    )
+    return ConfigError(f"{name} is in use by another job ({who}): choose another folder, or end that job first.")
 
 
 def _write(descriptor: int, text: str) -> None:

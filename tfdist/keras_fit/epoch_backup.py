@@ -79,7 +79,9 @@ def held(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -> I
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lease = Lease(
-                folder, job_identity(os.environ, resolve_cluster(os.environ)), name="BackupAndRestore's folder"
+                folder,
+                job_identity(os.environ, resolve_cluster(os.environ)),
+                name=f"BackupAndRestore's folder {folder}",
             )
             lease.take()
         except OSError as error:
