@@ -197,7 +197,7 @@ class LocalJob(Job[LocalWorker]):
                 if worker.name.startswith("worker") and self._restarts.due(worker.name, worker.code):
                     self._restart_worker(worker)
         elif now - chief.ended_at > _CHIEF_GONE_SECONDS:
-            self.request_stop()  # a worker that is only starting would wait for a chief
+            self._request_stop(self.options.grace)  # a worker that is only starting would wait for a chief
 
     def _is_tolerated(self, worker: LocalWorker) -> bool:
         return bool(self._restarts and self._restarts.is_pending(worker.name)) and self.workers[0].code is None

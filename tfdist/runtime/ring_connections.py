@@ -22,6 +22,7 @@ from tfdist.runtime.ring_error import MARK, RingError
 
 # What a gathered block is, its stamp, its bytes: the first two must agree on all ranks.
 _BLOCK = struct.Struct("!12sIQ")
+_LOOKS = 4  # at a neighbour that is silent, in the time after which it counts as dead
 _SEND_BYTES = 1 << 20
 _LARGEST_BLOCK = 1 << 36
 _MEETING_SECONDS, _ATTEMPT_SECONDS = 60.0, 20.0
@@ -159,7 +160,10 @@ class RingConnections:
         start = time.monotonic()
         self.waiting_for = silent
         timeout, ask_after = self.patience.timeout, self.patience.ask_after
-        while not poll.poll(1000 * min(ask_after, timeout or ask_after)):
+        # Looked at more than once in that time, or a neighbour that is silent since a moment after the last look, or
+        # whose last pulse came late, would be found out after twice as long.
+        look = 1000 * min(ask_after / _LOOKS, timeout or ask_after)
+        while not poll.poll(look):
             if timeout and time.monotonic() - start >= timeout:
                 raise RingError(f"{MARK}rank {silent} was silent for {timeout:g} s (--collective_timeout).")
             if not self.patience.is_alive(silent):

@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -249,6 +250,26 @@ def test_a_neighbour_that_is_stopped_is_named():
 
     on_every_rank(2, reduce)
     assert asked == [1, 1, 1]
+
+
+def test_a_silent_neighbour_is_looked_at_more_than_once_before_it_counts_as_dead():
+    """One look when the time is over may come a moment too early; the next would come after as long again."""
+    waiting, looks = threading.Event(), []
+
+    def reduce(ring):
+        if ring.rank == 1:
+            waiting.wait(30)
+            return
+        begun = time.monotonic()
+        ring.patience, ring.is_alive = 1.0, lambda rank: looks.append(rank) or time.monotonic() - begun < 1.0
+        try:
+            with pytest.raises(RingError, match="rank 1 does not answer"):
+                ring.all_reduce(np.zeros(10, np.float32))
+        finally:
+            waiting.set()
+
+    on_every_rank(2, reduce)
+    assert len(looks) > 1
 
 
 def test_a_silent_neighbour_is_named_after_the_timeout():
