@@ -1,4 +1,4 @@
-"""Kills, stops and breaks a real job again and again, then compares its end with that of an undisturbed one, bit for bit.
+"""Kills, stops and breaks a real job again and again; compares its end with an undisturbed one's, bit for bit.
 
     python scripts/chaos.py --kills=20 --seed=1 [--workers=3] [--steps=1300] [--standby] [--keep=FOLDER]
     python scripts/chaos.py --train="--strategy=sockets"          or "--strategy=mesh --zero=3", or any other flags
@@ -18,8 +18,8 @@ seed:
                               first go on
 
 Compared at the end: every array of the last snapshot (weights, optimizer slots, moving averages, step), the evaluation,
-and for every step the samples of its global batch; of fit every array of model and optimizer, and the history. No process
-may be left. Ends with 0 if all are equal, and prints where time went after each kill.
+and for every step the samples of its global batch; of fit every array of model and optimizer, and the history. No
+process may be left. Ends with 0 if all are equal, and prints where time went after each kill.
 """
 
 from __future__ import annotations
@@ -306,7 +306,8 @@ def main() -> None:
             f"{len(wrong)} differences: {', '.join(wrong[:10])}"
             if wrong
             else (
-                f"weights, optimizer state, evaluations and all {job.steps} steps are bitwise those of the undisturbed run"
+                f"weights, optimizer state, evaluations and all {job.steps} steps are bitwise those of the undisturbed"
+                " run"
             )
         )
     )

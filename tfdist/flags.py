@@ -198,7 +198,7 @@ def _define(components: dict[str, type]) -> absl_flags.FlagValues:
     return values
 
 
-def _sentence(error: absl_flags.Error) -> str:
+def _sentence(error: Exception) -> str:
     """absl's message in our form: the flag, its value, the fix."""
     text = str(error)
     unknown = re.match(r"Unknown command line flag '([^']*)'\.?(.*)", text, re.DOTALL)

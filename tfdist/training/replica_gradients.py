@@ -115,7 +115,7 @@ def _check_connected(gradients: list[Gradient | None]) -> None:
         )
 
 
-def _with_zeros(gradients: list[Gradient | None], sources: Sequence) -> list[Gradient]:
+def _with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list[Gradient]:
     return [
         tf.zeros_like(source) if gradient is None else gradient
         for gradient, source in zip(gradients, sources, strict=True)

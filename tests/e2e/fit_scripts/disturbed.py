@@ -1,4 +1,4 @@
-"""The job of `scripts/chaos.py --job=fit`: FOLDER EPOCHS. Run again unchanged after a fault, it goes on from its backup.
+"""The job of `scripts/chaos.py --job=fit`: FOLDER EPOCHS. Run again after a fault, it goes on from its backup.
 
 In FOLDER: logs/rank-0.jsonl, a record for each epoch, in the form of tfdist.train; end.npz, all that the model and its
 optimizer hold at the end. While FOLDER/faults/pace exists, every batch takes as many seconds longer as stand in it.

@@ -154,7 +154,8 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
     def stream(shard: int, shards: int) -> tf.data.Dataset:
         return data.shard(shards, shard) if shards > 1 else data
 
-    split = Split(name, None, data.element_spec, stream=stream)
+    element_spec: Any = data.element_spec
+    split = Split(name, None, element_spec, stream=stream)
     try:
         first, again = checksums(split), checksums(split)
     except tf.errors.OpError as error:
