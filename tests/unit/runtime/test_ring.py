@@ -261,7 +261,7 @@ def test_a_silent_neighbour_is_looked_at_more_than_once_before_it_counts_as_dead
             waiting.wait(30)
             return
         begun = time.monotonic()
-        ring.patience, ring.is_alive = 1.0, lambda rank: looks.append(rank) or time.monotonic() - begun < 1.0
+        ring.patience = Patience(20.0, lambda rank: looks.append(rank) or time.monotonic() - begun < 1.0, 1.0)
         try:
             with pytest.raises(RingError, match="rank 1 does not answer"):
                 ring.all_reduce(np.zeros(10, np.float32))
