@@ -136,7 +136,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     train_split, eval_split = _load_splits(config, runtime)
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
-    batch_spec = train_dataset(config, train_split, plan, runtime.first_replica, 0).element_spec
+    batches = batch_spec(config, train_split, plan, runtime.first_replica)
 
     keras.utils.set_random_seed(config.run.seed)
     set_policy(config.precision)
@@ -146,7 +146,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         composition_checks.check_compiled(config, runtime, model)
-        warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch, batch_spec)
+        warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch, batches)
         if limits:
             composition_checks.check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
@@ -165,7 +165,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         objective,
         loss_scale,
         _step_options(config, plan, train_split),
-        batch_spec(config, train_split, plan, runtime.first_replica),
+        batches,
         Parallelism(on_axes.update, on_axes.pipeline, added) if on_axes else Parallelism(added=added),
     )
     composition_checks.check_best(config, step.metric_names if eval_split else None)

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import importlib
 import os
+import pkgutil
 import resource
 import shutil
 import signal
@@ -63,15 +64,9 @@ class Zygote:
         )
         os.environ.pop("TF_CONFIG", None)
         importlib.import_module("tfdist.control.versions").import_keras()
-        for name in (
-            *COMMANDS,
-            "run.session",
-            "run.parameter_server_session",
-            "run.elastic",
-            "keras_fit.api",
-            "training.model_cost",
-            "telemetry.report_text",
-        ):
+        run = importlib.import_module("tfdist.run")
+        used_later = [f"run.{module.name}" for module in pkgutil.iter_modules(run.__path__)]
+        for name in (*COMMANDS, *used_later, "keras_fit.api", "telemetry.report_text"):
             importlib.import_module(f"tfdist.{name}")
         importlib.import_module("sklearn.datasets")
         assert len(os.listdir("/proc/self/task")) == 1 or sys.platform != "linux", "a fork would lose threads"
