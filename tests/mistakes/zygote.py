@@ -11,6 +11,7 @@ import importlib
 import os
 import pkgutil
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -79,9 +80,7 @@ class Zygote:
     def _prepare(self) -> None:
         (self._ready / "mine.py").write_text(modules.MINE)
         writer = self._fork(lambda: prepared.write_data(self._ready), self._ready, {}, self._ready / "data.log")
-        trainer = self._fork(
-            lambda: _command(Process(tuple(prepared.RUN)), {}), self._ready, {}, self._ready / "run.log"
-        )
+        trainer = self._fork(lambda: _command(Process(tuple(prepared.RUN))), self._ready, {}, self._ready / "run.log")
         for pid, log in ((writer, "data.log"), (trainer, "run.log")):
             if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
                 raise RuntimeError((self._ready / log).read_text())
@@ -124,7 +123,7 @@ class Zygote:
             apply(folder, damage)
 
     def _start(self, process: Process, folder: Path, environment: Mapping[str, str], log: Path) -> int:
-        return self._fork(lambda: _command(process, environment), folder, environment, log)
+        return self._fork(lambda: _command(process), folder, environment, log)
 
     def _start_fresh(self, process: Process, folder: Path, environment: Mapping[str, str], log: Path) -> int:
         with log.open("wb") as output:
@@ -170,12 +169,11 @@ class Zygote:
             os._exit(code)
 
 
-def _command(process: Process, environment: Mapping[str, str]) -> None:
-    from tfdist.control.exit_codes import run_command
-
+def _command(process: Process) -> None:
+    """As `python -m tfdist.NAME` does."""
     name, *arguments = process.arguments
     sys.argv = [f"{_REPOSITORY}/tfdist/{name}.py", *arguments]
-    run_command(importlib.import_module(f"tfdist.{name}").main, arguments)
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _end(end: SystemExit) -> int:
