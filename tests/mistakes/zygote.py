@@ -9,7 +9,9 @@ import atexit
 import contextlib
 import importlib
 import os
+import pkgutil
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -63,15 +65,9 @@ class Zygote:
         )
         os.environ.pop("TF_CONFIG", None)
         importlib.import_module("tfdist.control.versions").import_keras()
-        for name in (
-            *COMMANDS,
-            "run.session",
-            "run.parameter_server_session",
-            "run.elastic",
-            "keras_fit.api",
-            "training.model_cost",
-            "telemetry.report_text",
-        ):
+        run = importlib.import_module("tfdist.run")
+        used_later = [f"run.{module.name}" for module in pkgutil.iter_modules(run.__path__)]
+        for name in (*COMMANDS, *used_later, "keras_fit.api", "telemetry.report_text"):
             importlib.import_module(f"tfdist.{name}")
         importlib.import_module("sklearn.datasets")
         assert len(os.listdir("/proc/self/task")) == 1 or sys.platform != "linux", "a fork would lose threads"
@@ -84,9 +80,7 @@ class Zygote:
     def _prepare(self) -> None:
         (self._ready / "mine.py").write_text(modules.MINE)
         writer = self._fork(lambda: prepared.write_data(self._ready), self._ready, {}, self._ready / "data.log")
-        trainer = self._fork(
-            lambda: _command(Process(tuple(prepared.RUN)), {}), self._ready, {}, self._ready / "run.log"
-        )
+        trainer = self._fork(lambda: _command(Process(tuple(prepared.RUN))), self._ready, {}, self._ready / "run.log")
         for pid, log in ((writer, "data.log"), (trainer, "run.log")):
             if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
                 raise RuntimeError((self._ready / log).read_text())
@@ -129,7 +123,7 @@ class Zygote:
             apply(folder, damage)
 
     def _start(self, process: Process, folder: Path, environment: Mapping[str, str], log: Path) -> int:
-        return self._fork(lambda: _command(process, environment), folder, environment, log)
+        return self._fork(lambda: _command(process), folder, environment, log)
 
     def _start_fresh(self, process: Process, folder: Path, environment: Mapping[str, str], log: Path) -> int:
         with log.open("wb") as output:
@@ -175,12 +169,11 @@ class Zygote:
             os._exit(code)
 
 
-def _command(process: Process, environment: Mapping[str, str]) -> None:
-    from tfdist.control.exit_codes import run_command
-
+def _command(process: Process) -> None:
+    """As `python -m tfdist.NAME` does."""
     name, *arguments = process.arguments
     sys.argv = [f"{_REPOSITORY}/tfdist/{name}.py", *arguments]
-    run_command(importlib.import_module(f"tfdist.{name}").main, arguments)
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _end(end: SystemExit) -> int:
