@@ -1,22 +1,25 @@
-"""Kills, stops and breaks a real job again and again, then compares its end with that of an undisturbed one, bit for
-bit.
+"""Kills, stops and breaks a real job again and again; compares its end with an undisturbed one's, bit for bit.
 
     python scripts/chaos.py --kills=20 --seed=1 [--workers=3] [--steps=1300] [--standby] [--keep=FOLDER]
-    [--train="--strategy=mesh --zero=3"]
+    python scripts/chaos.py --train="--strategy=sockets"          or "--strategy=mesh --zero=3", or any other flags
+    python scripts/chaos.py --job=fit                             a script with tfdist.fit and BackupAndRestore
 
-Both runs train the same model with `--deterministic`. While the second one runs, `--kills` faults befall it, drawn from
-the seed:
+Both runs train the same model, deterministically. While the second one runs, `--kills` faults befall it, drawn from the
+seed:
 
-    kill_chief, kill_worker   SIGKILL
-    term_worker, term_all     SIGTERM to one worker, or to the launcher (then started again)
+    kill_chief, kill_worker   SIGKILL           term_worker, term_all   SIGTERM to one worker, or to the launcher (then
+                                                started again)
+    kill_launcher             SIGKILL to the launcher: the workers must end, too; then started again
     stop                      SIGSTOP
-    kill_save, kill_restore   killed while writing a snapshot, while restoring
+    kill_save, kill_restore   killed while writing a snapshot, while restoring; kill_backup: while writing fit's backup
     corrupt                   a bit of the newest snapshot flipped, or a file cut or removed, and a SIGKILL
     disk_full                 two writes fail
+    second_job                the same job is started on the same folder: must be refused with exit code 2, and the
+                              first go on
 
 Compared at the end: every array of the last snapshot (weights, optimizer slots, moving averages, step), the evaluation,
-and for every step the samples of its global batch. Ends with 0 if all are equal, and prints where time went after each
-kill.
+and for every step the samples of its global batch; of fit every array of model and optimizer, and the history. No
+process may be left. Ends with 0 if all are equal, and prints where time went after each kill.
 """
 
 from __future__ import annotations
@@ -32,47 +35,40 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, snapshot  # noqa: E402
+from chaos_jobs import ChaosJob, FitJob, TrainJob  # noqa: E402
 
-KINDS = (
-    "kill_chief",
-    "kill_worker",
-    "term_worker",
-    "term_all",
-    "stop",
-    "kill_save",
-    "kill_restore",
-    "corrupt",
-    "disk_full",
-)
-SAVE_EVERY = 20
-STEP_SECONDS = 0.05  # the model is tiny: faults need time to come
+from tests.e2e.job import ENVIRONMENT, records  # noqa: E402
+
 STALLED_SECONDS = 180.0  # without a step: something hangs
+ORPHANED_SECONDS = 20.0  # that workers have to end after their launcher
+UNNOTICED = ("disk_full", "second_job")  # after which the same attempt goes on
 
 
 class Chaos:
     """One disturbed job."""
 
-    def __init__(self, arguments: argparse.Namespace, run_dir: Path):
-        self.arguments, self.run_dir = arguments, run_dir
+    def __init__(self, arguments: argparse.Namespace, job: ChaosJob, run_dir: Path):
+        self.arguments, self.job, self.run_dir = arguments, job, run_dir
         self.random = random.Random(arguments.seed)
         self.done: list[str] = []
         self.recoveries: list[dict[str, float]] = []
         self.process: subprocess.Popen | None = None
         self.marks = run_dir / "faults"
         self.marks.mkdir(parents=True)
-        (self.marks / "pace").write_text(f"{STEP_SECONDS}")
+        (self.marks / "pace").write_text(f"{job.pace}")
         self.output = open(run_dir.parent / "chaos.log", "w")  # noqa: SIM115
 
     def plan(self) -> list[str]:
         """The faults in random order; each kind occurs if there are enough of them."""
-        count = self.arguments.kills
-        chosen = [*KINDS * (count // len(KINDS)), *self.random.sample(KINDS, count % len(KINDS))]
+        count, kinds = self.arguments.kills, self.job.kinds
+        chosen = [*kinds * (count // len(kinds)), *self.random.sample(kinds, count % len(kinds))]
         self.random.shuffle(chosen)
         return chosen
 
@@ -84,7 +80,7 @@ class Chaos:
             print(f"{number:3d}/{self.arguments.kills}  step {step:5d}  {kind}", file=sys.stderr, flush=True)
             getattr(self, kind)()
             self.done.append(kind)
-            if kind != "disk_full":
+            if kind not in UNNOTICED:
                 self.note_recovery(kind, begun)
         (self.marks / "pace").unlink()  # the rest at full speed
         self.process.wait(timeout=1200)
@@ -92,22 +88,16 @@ class Chaos:
             raise SystemExit(f"the disturbed job ended with {self.process.returncode}: see {self.output.name}")
 
     def start(self) -> None:
+        self.process = self.launched(self.output)
+
+    def launched(self, output: TextIO) -> subprocess.Popen:
         a = self.arguments
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tfdist.launch",
-                f"--workers={a.workers}",
-                f"--max_restarts={a.kills + 5}",
-                "--grace=20",
-                *(["--standby"] if a.standby else []),
-                "--",
-                *flags(a),
-                f"--run_dir={self.run_dir}",
-            ],
+        restarts = [f"--max_restarts={a.kills + 5}", "--grace=20", *(["--standby"] if a.standby else [])]
+        return subprocess.Popen(
+            command(self.job, a.workers, self.run_dir, restarts),
+            cwd=self.run_dir,
             env={**ENVIRONMENT, "TFDIST_FAULTS": "armed"},
-            stdout=self.output,
+            stdout=output,
             stderr=subprocess.STDOUT,
         )
 
@@ -128,6 +118,31 @@ class Chaos:
             raise SystemExit(f"SIGTERM to the launcher ended with {self.process.returncode} instead of 42")
         self.start()
 
+    def kill_launcher(self) -> None:
+        orphans = self.workers()
+        self.process.kill()
+        self.process.wait()
+        deadline = time.monotonic() + ORPHANED_SECONDS
+        while any(Path(f"/proc/{pid}").exists() for pid in orphans):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"workers live on {ORPHANED_SECONDS:g} s after their launcher: {orphans}")
+            time.sleep(0.1)
+        self.start()
+
+    def second_job(self) -> None:
+        with tempfile.TemporaryFile("w+") as output:
+            second = self.launched(output)
+            try:
+                second.wait(timeout=STALLED_SECONDS)
+            except subprocess.TimeoutExpired:
+                second.kill()
+            output.seek(0)
+            said = output.read()
+        if second.returncode != 2 or "is in use by another job" not in said or "Traceback" in said:
+            raise SystemExit(f"a second job on the same folder ended with {second.returncode}: {said}")
+        before = self.step()
+        self.wait(lambda: self.step() > before)
+
     def stop(self) -> None:
         os.kill(self.random.choice(self.workers()), signal.SIGSTOP)
 
@@ -141,6 +156,14 @@ class Chaos:
             self.random.randrange(self.arguments.workers) if "--strategy=mesh" in self.arguments.train else 0,
             "kill_save",
         )
+
+    def kill_backup(self) -> None:
+        """While the backup's new file is written, but does not yet have its name; if it is too fast, just after."""
+        writing = self.run_dir / "backup" / "tfdist-backup.writing"
+        chief, deadline = self.workers()[0], time.monotonic() + 10
+        while not writing.exists() and time.monotonic() < deadline:
+            pass
+        os.kill(chief, signal.SIGKILL)
 
     def kill_restore(self) -> None:
         """A kill, and another one when the restarted job restores."""
@@ -192,7 +215,7 @@ class Chaos:
 
     def wait_for_progress(self) -> None:
         """Until this attempt has trained some steps, so that there is something to lose."""
-        steps = self.random.randrange(5, 2 * SAVE_EVERY)
+        steps = self.random.randrange(*self.job.steps_between)
         self.wait(
             lambda: (
                 [record for record in self.attempt() if record["kind"] == "train"][steps:]
@@ -230,67 +253,8 @@ class Chaos:
         self.recoveries.append({"kind": kind, "seconds": time.time() - begun})
 
 
-def flags(arguments: argparse.Namespace) -> list[str]:
-    return [
-        *CLUSTERS,
-        "--source=tests.e2e.sources:identified",
-        "--objective=tests.e2e.sources:identifying",
-        "--model_args=widths=(16,),dropout=0.1,num_outputs=2",
-        f"--steps={arguments.steps}",
-        "--deterministic",
-        "--optimizer=adamw",
-        "--ema=0.9",
-        "--schedule=cosine",
-        "--accumulation=2",
-        "--log_every=1",
-        f"--save_every={SAVE_EVERY}",
-        "--progress=none",
-        "--trackers=none",
-        "--heartbeat_timeout=3",
-        "--eval_every=500",
-        *arguments.train.split(),
-    ]
-
-
-def batches(run_dir: Path) -> dict[int, tuple]:
-    """Step -> checksums of its samples and its loss; steps that were done again must have had the same."""
-    seen: dict[int, tuple] = {}
-    for record in records(run_dir, kind="train"):
-        values = tuple(
-            record["values"][name]
-            for name in ("train/first_checksum", "train/second_checksum", "data/consumed_samples", "train/loss")
-        )
-        if seen.setdefault(record["step"], values) != values:
-            raise SystemExit(
-                f"step {record['step']} was done again with other samples or another loss: {seen[record['step']]}, then"
-                f" {values}"
-            )
-    return seen
-
-
-def compare(undisturbed: Path, disturbed: Path, steps: int) -> list[str]:
-    """What differs; [] is what should come."""
-    wrong = []
-    one, other = snapshot(undisturbed, steps), snapshot(disturbed, steps)
-    wrong += [
-        f"array {key}"
-        for key in sorted({*one, *other})
-        if key not in one or key not in other or one[key].tobytes() != other[key].tobytes()
-    ]
-    evaluations = [
-        {record["step"]: record["values"] for record in records(folder, kind="eval")}
-        for folder in (undisturbed, disturbed)
-    ]
-    wrong += [
-        f"evaluation at step {step}" for step in evaluations[0] if evaluations[0][step] != evaluations[1].get(step)
-    ]
-    seen = [batches(folder) for folder in (undisturbed, disturbed)]
-    wrong += [
-        f"global batch of step {step}"
-        for step in range(1, steps + 1)
-        if seen[0].get(step) != seen[1].get(step) or step not in seen[0]
-    ]
-    return wrong
+def command(job: ChaosJob, workers: int, run_dir: Path, more: Sequence[str] = ()) -> list[str]:
+    return [sys.executable, "-m", "tfdist.launch", f"--workers={workers}", *more, "--", *job.arguments(run_dir)]
 
 
 def main() -> None:
@@ -298,39 +262,34 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=0, help="default: enough for all kills")
+    parser.add_argument("--steps", type=int, default=0, help="(of fit: epochs) default: enough for all kills")
     parser.add_argument("--standby", action="store_true")
-    parser.add_argument("--train", default="", help="more flags of the job")
+    parser.add_argument("--job", choices=("train", "fit"), default="train")
+    parser.add_argument("--train", default="", help="more flags of a job of tfdist.train")
     parser.add_argument(
         "--keep", default="", help="folder for both runs (default: a temporary one, removed at the end)"
     )
     arguments = parser.parse_args()
-    folder = Path(arguments.keep or tempfile.mkdtemp(prefix="tfdist-chaos-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    arguments.steps = arguments.steps or 100 + 60 * arguments.kills
+    job = FitJob(arguments) if arguments.job == "fit" else TrainJob(arguments)
+    folder = Path(arguments.keep or tempfile.mkdtemp(prefix="tfdist-chaos-")).resolve()
+    undisturbed, disturbed = folder / "undisturbed", folder / "disturbed"
+    undisturbed.mkdir(parents=True, exist_ok=True)
     print("undisturbed run ...", file=sys.stderr, flush=True)
     begun = time.monotonic()
     with open(folder / "undisturbed.log", "w") as output:
         subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tfdist.launch",
-                f"--workers={arguments.workers}",
-                "--",
-                *flags(arguments),
-                f"--run_dir={folder / 'undisturbed'}",
-            ],
+            command(job, arguments.workers, undisturbed),
+            cwd=undisturbed,
             env=ENVIRONMENT,
             stdout=output,
             stderr=subprocess.STDOUT,
             check=True,
         )
     print(f"{time.monotonic() - begun:.0f} s; now with {arguments.kills} faults:", file=sys.stderr, flush=True)
-    chaos = Chaos(arguments, folder / "disturbed")
+    chaos = Chaos(arguments, job, disturbed)
     chaos.run()
-    wrong = compare(folder / "undisturbed", folder / "disturbed", arguments.steps)
-    for kind in KINDS:
+    wrong = job.differences(undisturbed, disturbed)
+    for kind in job.kinds:
         seconds = [recovery["seconds"] for recovery in chaos.recoveries if recovery["kind"] == kind]
         if kind in chaos.done:
             print(
@@ -342,13 +301,13 @@ def main() -> None:
                 )
             )
     print(
-        f"{len(chaos.done)} faults, {len({record['attempt'] for record in records(folder / 'disturbed')})} attempts: "
+        f"{len(chaos.done)} faults, {len({record['attempt'] for record in records(disturbed)})} attempts: "
         + (
             f"{len(wrong)} differences: {', '.join(wrong[:10])}"
             if wrong
             else (
-                f"weights, optimizer state, evaluations and all {arguments.steps} global batches are bitwise those of"
-                " the undisturbed run"
+                f"weights, optimizer state, evaluations and all {job.steps} steps are bitwise those of the undisturbed"
+                " run"
             )
         )
     )

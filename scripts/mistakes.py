@@ -1,4 +1,4 @@
-"""Draws mistakes at random - flags, flag files, TF_CONFIG, run folders, modules and scripts of the user's own - and looks how they end.
+"""Draws mistakes at random (flags, flag files, TF_CONFIG, run folders, modules, scripts) and looks how they end.
 
     python scripts/mistakes.py --count=200 --seed=1
     python scripts/mistakes.py --only=1:17 --verbose       one of them again, with its output

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError
+from tfdist.control.exit_codes import ClusterError, ConfigError
 from tfdist.data import augment, contents, input_pipeline, streams
 from tfdist.data.batch_plan import BatchPlan, plan_batch
 from tfdist.data.sources.load_split import load_split
@@ -52,6 +53,9 @@ from tfdist.training.step_options import Parallelism, StepOptions
 def prepare_environment(config: Config) -> None:
     """Process-wide settings of TensorFlow and Keras; before anything touches a device."""
     tf.get_logger().setLevel("ERROR")  # its warnings are about retracing and packing, which are as meant
+    for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        if (value := os.environ.get(name, "")) and not value.isdecimal():  # TensorFlow would abort
+            raise ClusterError(f"{name}={value} in the environment is no number of threads: unset it, or mend it.")
     if config.cluster.intra_op_threads:
         tf.config.threading.set_intra_op_parallelism_threads(config.cluster.intra_op_threads)
     if config.cluster.inter_op_threads:
@@ -132,20 +136,21 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     train_split, eval_split = _load_splits(config, runtime)
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
+    spec = batch_spec(config, train_split, plan, runtime.first_replica)
 
     keras.utils.set_random_seed(config.run.seed)
     set_policy(config.precision)
     schedule = Schedule.create(config.schedule, config.run.steps)
+    objective = make_objective(config.model, train_split.element_spec[1])
     batch_norm.synchronize_with(runtime)
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         composition_checks.check_compiled(config, runtime, model)
-        warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch)
+        warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch, spec)
         if limits:
             composition_checks.check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
         loss_scale = LossScale(config.precision)
-    objective = make_objective(config.model, train_split.element_spec[1])
     added = _added_losses(config, runtime, model, train_split, plan)
     on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan) if on_mesh(runtime) else None
     if on_axes:
@@ -160,7 +165,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         objective,
         loss_scale,
         _step_options(config, plan, train_split),
-        batch_spec(config, train_split, plan, runtime.first_replica),
+        spec,
         Parallelism(on_axes.update, on_axes.pipeline, added) if on_axes else Parallelism(added=added),
     )
     composition_checks.check_best(config, step.metric_names if eval_split else None)

@@ -63,7 +63,7 @@ class CommOptions:
 
 
 def main(argv: list[str]) -> int:
-    config, options = flags.parse(argv, usage=__doc__, command=CommOptions)
+    config, options = flags.parse(argv, usage=__doc__ or "", command=CommOptions)
     config.replace(steps=1, epochs=0.0).validate()  # nothing is trained
     names, sizes, runtimes = collectives_of(options), sizes_of(options), runtimes_of(config, options)
     out = Path(options.out)

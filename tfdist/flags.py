@@ -52,11 +52,14 @@ def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> P
     if "--version" in argv:
         print(f"tfdist {metadata_version('tfdist') or 'from source'}")
         raise SystemExit(0)
+    for arg in argv:
+        if arg.encode(errors="replace").decode() != arg:  # bytes of another encoding, which flags.txt could not hold
+            raise ConfigError(f"{ascii(arg)} is not text in UTF-8: write it anew.")
     values = _define(components)
     try:
         rest = values(["tfdist", *expand_flagfiles(argv)])[1:]
-    except absl_flags.Error as error:
-        raise ConfigError(_sentence(error)) from None
+    except (absl_flags.Error, ValueError) as error:  # ValueError: of a switch, "--noshuffle=maybe does not take ..."
+        raise error if isinstance(error, ConfigError) else ConfigError(_sentence(error)) from None
     if rest:
         raise ConfigError(f"{rest[0]!r} is not a flag: every argument has the form --name=value.")
     for field in dataclasses.fields(command) if command else ():
@@ -103,7 +106,7 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
         line = line.strip()
         if not line or line.startswith(("#", "//")):
             continue
-        if not line.startswith("-"):
+        if not re.match(r"--?[A-Za-z]", line):
             raise ConfigError(
                 f"{path}, line {number}: {line!r} is not a flag; write --name=value, or # before a comment."
             )
@@ -195,7 +198,7 @@ def _define(components: dict[str, type]) -> absl_flags.FlagValues:
     return values
 
 
-def _sentence(error: absl_flags.Error) -> str:
+def _sentence(error: Exception) -> str:
     """absl's message in our form: the flag, its value, the fix."""
     text = str(error)
     unknown = re.match(r"Unknown command line flag '([^']*)'\.?(.*)", text, re.DOTALL)
@@ -215,6 +218,10 @@ def _sentence(error: absl_flags.Error) -> str:
             else ""
         )
         return f"--{name}={value} is not {wanted}." if wanted else f"--{name}={value}: {reason.strip()}."
+    switch = re.match(r"--no(\w+)=.* does not take an argument", text)
+    if switch:
+        name = switch.group(1)
+        return f"{text.partition(' ')[0]} is a switch that takes no value: write --no{name} alone, or --{name}."
     missing = re.match(r"Missing value for flag --?(\w+)", text)
     if missing:
         return f"--{missing.group(1)} is given without a value: write --{missing.group(1)}=VALUE."

@@ -144,6 +144,7 @@ def launch_script(command: list[str], options: LaunchOptions) -> int:
             f" them, or {command[0]}."
         )
     logs = Path("runs") / Path(command[0]).stem / "logs"
+    os.environ[lease.JOB_VARIABLE] = uuid.uuid4().hex
     if options.on == "ray":
         return launch_on_ray(["-m", "tfdist.script", *command], logs, options)
 

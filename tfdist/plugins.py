@@ -24,7 +24,13 @@ def own_code(flag: str, name: str) -> Iterator[None]:
         yield
     except (TfdistError, MemoryError):
         raise
-    except Exception as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except SystemExit as end:  # else the run would end as if all were well, or with a code that means something else
+        raise ConfigError(
+            f"--{flag}={name} ended the program (sys.exit({end.code!r})): let it return or raise."
+        ) from end
+    except BaseException as error:
         if type(error).__name__ == "ResourceExhaustedError":  # TensorFlow's, which is not imported for this
             raise
         raise ConfigError(f"--{flag}={name} {failure(error)}") from error

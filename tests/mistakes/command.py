@@ -28,7 +28,11 @@ class Verdict:
 
     @property
     def result(self) -> str:
-        return "problem" if self.problems else " ".join(str(code) for code in sorted({outcome.code or 0 for outcome in self.outcomes}, reverse=True))
+        return (
+            "problem"
+            if self.problems
+            else " ".join(str(code) for code in sorted({outcome.code or 0 for outcome in self.outcomes}, reverse=True))
+        )
 
 
 def examine(name: str, mistake: Mistake, zygote: Zygote, fresh: bool = False) -> Verdict:
@@ -41,8 +45,14 @@ def examine(name: str, mistake: Mistake, zygote: Zygote, fresh: bool = False) ->
 
 def main(argv: list[str]) -> int:
     arguments = _parse(argv)
-    chosen = [tuple(map(int, entry.split(":"))) for entry in arguments.only.split(",") if entry] or [(arguments.seed, arguments.first + number) for number in range(arguments.count)]
-    cases = [(f"fixed {seed}:{number}", seed, number) for seed, number in FIXED] if arguments.fixed else [(f"{seed}:{number}", seed, number) for seed, number in chosen]
+    chosen = [tuple(map(int, entry.split(":"))) for entry in arguments.only.split(",") if entry] or [
+        (arguments.seed, arguments.first + number) for number in range(arguments.count)
+    ]
+    cases = (
+        [(f"fixed {seed}:{number}", seed, number) for seed, number in FIXED]
+        if arguments.fixed
+        else [(f"{seed}:{number}", seed, number) for seed, number in chosen]
+    )
     zygote, begun, verdicts = Zygote(), time.monotonic(), []
     try:
         for count, (name, seed, number) in enumerate(cases):
@@ -65,7 +75,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="SEED:NUMBER,..., instead")
     parser.add_argument("--kind", default="", help="of these only those whose kind has this in its name")
     parser.add_argument("--fixed", action="store_true", help="those of the default suite")
-    parser.add_argument("--fresh_every", type=int, default=0, help="every so many is run in processes of its own, as a user would")
+    parser.add_argument(
+        "--fresh_every", type=int, default=0, help="every so many is run in processes of its own, as a user would"
+    )
     parser.add_argument("--log", default="", help="file to which everything is added, for reading")
     parser.add_argument("--verbose", action="store_true", help="a line for each, and its output")
     return parser.parse_args(argv)
@@ -75,13 +87,24 @@ def _tell(verdict: Verdict, fresh: bool, arguments: argparse.Namespace) -> None:
     mistake = verdict.mistake
     ends = "; ".join(f"{outcome.code}: {judge.sentence(outcome) or '-'}" for outcome in verdict.outcomes)
     used = sum(outcome.processor_seconds for outcome in verdict.outcomes)
-    lines = [f"{verdict.name} {mistake.kind}{' (fresh)' if fresh else ''}: {mistake.describe(USUAL)}", f"    {used:.1f} s -> {ends}", *(f"    PROBLEM {problem}" for problem in verdict.problems)]
-    outputs = [f"--- process {index}\n{outcome.output[-6000:]}" for index, outcome in enumerate(verdict.outcomes)] if verdict.problems or arguments.verbose else []
+    lines = [
+        f"{verdict.name} {mistake.kind}{' (fresh)' if fresh else ''}: {mistake.describe(USUAL)}",
+        f"    {used:.1f} s -> {ends}",
+        *(f"    PROBLEM {problem}" for problem in verdict.problems),
+    ]
+    outputs = (
+        [f"--- process {index}\n{outcome.output[-6000:]}" for index, outcome in enumerate(verdict.outcomes)]
+        if verdict.problems or arguments.verbose
+        else []
+    )
     if arguments.log:
         with Path(arguments.log).open("a", errors="backslashreplace") as file:
             file.write("\n".join([*lines, *outputs]) + "\n")
     if verdict.problems or arguments.verbose:
-        print("\n".join([*lines, *(outputs if arguments.verbose else [])]).encode(errors="backslashreplace").decode(), flush=True)
+        print(
+            "\n".join([*lines, *(outputs if arguments.verbose else [])]).encode(errors="backslashreplace").decode(),
+            flush=True,
+        )
 
 
 def _summary(verdicts: list[Verdict], seconds: float) -> int:

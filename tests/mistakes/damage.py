@@ -42,7 +42,7 @@ def apply(folder: Path, damage: Sequence[Any]) -> None:
 def _change(path: Path, operation: str, arguments: Sequence[Any]) -> None:
     data = bytearray(path.read_bytes())
     if operation == "truncate":
-        path.write_bytes(data[:int(len(data) * arguments[0])])
+        path.write_bytes(data[: int(len(data) * arguments[0])])
     elif operation == "append":
         path.write_bytes(data + arguments[0].encode("utf-8", "surrogateescape"))
     elif operation == "flip":
@@ -68,8 +68,8 @@ def _with(document: Any, keys: Sequence[str], value: Sequence[Any]) -> Any:
     if isinstance(document, list):
         at = int(inner) % len(document) if document else 0
         if rest or value:
-            return [*document[:at], _with(document[at] if document else {}, rest, value), *document[at + 1:]]
-        return [*document[:at], *document[at + 1:]]
+            return [*document[:at], _with(document[at] if document else {}, rest, value), *document[at + 1 :]]
+        return [*document[:at], *document[at + 1 :]]
     if not isinstance(document, dict):
         return document
     if rest or value:

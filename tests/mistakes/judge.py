@@ -9,10 +9,12 @@ from tests.mistakes.mistake import Mistake
 from tests.mistakes.zygote import Outcome
 from tfdist.control.exit_codes import ExitCode
 
-_SENTENCE = re.compile(r"^tfdist: error: (.*) \(exit code (\d+), ([A-Z_]+)\)$", re.MULTILINE)
-_INSIDE = re.compile(r"\{\{|\[\[\{|\[Op:|Traceback|site-packages|tensorflow/(?:python|core)|keras/src|node \w+/|Arguments received by|0x[0-9a-f]{6,}")
-_TERMINAL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1b\x7f\x9b\u202e]")
-_MOST_CHARACTERS = 900
+_SENTENCE = re.compile(r"^(?:\[\w+ \d+\] )?tfdist: error: (.*) \(exit code (\d+), ([A-Z_]+)\)$", re.MULTILINE)
+_INSIDE = re.compile(
+    r"\{\{|\[\[\{|\[Op:|Traceback|site-packages|tensorflow/(?:python|core)|keras/src|node \w+/|Arguments received by|0x[0-9a-f]{6,}"
+)
+_TERMINAL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x7f\x9b\u202e]")
+_MOST_CHARACTERS = 1300
 
 
 def sentence(outcome: Outcome) -> str:
@@ -29,8 +31,17 @@ def problems(mistake: Mistake, outcomes: Sequence[Outcome]) -> list[str]:
     codes = [outcome.code for outcome in outcomes]
     if not found and not any(code in mistake.codes for code in codes):
         found.append(f"ended with {codes}, expected one of {sorted(map(int, mistake.codes))}")
-    if mistake.surely_wrong and not found and any(mistake.words) and not any(word in sentence(outcome) for outcome in outcomes if outcome.code in mistake.codes for word in mistake.words):
-        found.append(f"the sentence names none of {', '.join(mistake.words)}: {[sentence(outcome) for outcome in outcomes]}")
+    if (
+        mistake.surely_wrong
+        and not found
+        and any(mistake.words)
+        and not any(
+            word in sentence(outcome) for outcome in outcomes if outcome.code in mistake.codes for word in mistake.words
+        )
+    ):
+        found.append(
+            f"the sentence names none of {', '.join(mistake.words)}: {[sentence(outcome) for outcome in outcomes]}"
+        )
     return found
 
 
@@ -70,7 +81,9 @@ def problems_of_script(outcomes: Sequence[Outcome], alone: Sequence[Outcome]) ->
     for index, outcome in enumerate(outcomes):
         if outcome.code is None:
             found.append(f"process {index}: hangs")
-        elif outcome.code == ExitCode.INTERNAL and plain.code != ExitCode.INTERNAL and _kind(outcome) != "of the script":
+        elif (
+            outcome.code == ExitCode.INTERNAL and plain.code != ExitCode.INTERNAL and _kind(outcome) != "of the script"
+        ):
             found.append(f"process {index}: exit code 1, which one process alone ends with {plain.code}")
         elif outcome.code == ExitCode.INTERNAL and plain.code == ExitCode.INTERNAL and _kind(outcome) != _kind(plain):
             found.append(f"process {index}: {_kind(outcome)} instead of {_kind(plain)}")
@@ -81,7 +94,7 @@ def problems_of_script(outcomes: Sequence[Outcome], alone: Sequence[Outcome]) ->
         for text, _, _ in _SENTENCE.findall(outcome.output):
             if (inside := _INSIDE.search(text)) and outcome.code != ExitCode.INTERNAL:
                 found.append(f"process {index}: the sentence has {inside.group()!r}")
-            if len(text) > _MOST_CHARACTERS:
+            if len(text) > _MOST_CHARACTERS and outcome.code != ExitCode.INTERNAL:
                 found.append(f"process {index}: the sentence has {len(text)} characters")
     if plain.code not in (0, None) and outcomes and all(outcome.code == 0 for outcome in outcomes):
         found.append(f"all ended with 0, one process alone with {plain.code}")

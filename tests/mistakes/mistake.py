@@ -9,8 +9,12 @@ from typing import Any
 
 from tfdist.control.exit_codes import ExitCode
 
-CONFIG, CLUSTER, DATA, STARTUP = (frozenset({code}) for code in (ExitCode.CONFIG, ExitCode.CLUSTER, ExitCode.DATA, ExitCode.STARTUP))
-CHECKPOINT, DIVERGED, UNSUPPORTED = (frozenset({code}) for code in (ExitCode.CHECKPOINT, ExitCode.DIVERGED, ExitCode.UNSUPPORTED))
+CONFIG, CLUSTER, DATA, STARTUP = (
+    frozenset({code}) for code in (ExitCode.CONFIG, ExitCode.CLUSTER, ExitCode.DATA, ExitCode.STARTUP)
+)
+CHECKPOINT, DIVERGED, UNSUPPORTED = (
+    frozenset({code}) for code in (ExitCode.CHECKPOINT, ExitCode.DIVERGED, ExitCode.UNSUPPORTED)
+)
 OK = frozenset({ExitCode.OK})
 ANY = frozenset(ExitCode) - {ExitCode.INTERNAL}  # where the change may have left something valid
 
@@ -49,15 +53,28 @@ class Mistake:
 
     def describe(self, usual: Collection[str] = ()) -> str:
         """In one line, for people; without what is `usual`: arguments, and lines of files."""
-        parts = [" ".join([process.arguments[0], *(argument for argument in process.arguments[1:] if argument not in usual)])
-                 + "".join(f" {name}={value}" for name, value in process.environment.items()) for process in self.processes]
-        files = [f"{name}: " + "; ".join(line.strip() for line in text.splitlines() if line not in usual) for name, text in self.files.items()]
+        parts = [
+            " ".join([process.arguments[0], *(argument for argument in process.arguments[1:] if argument not in usual)])
+            + "".join(f" {name}={value}" for name, value in process.environment.items())
+            for process in self.processes
+        ]
+        files = [
+            f"{name}: " + "; ".join(line.strip() for line in text.splitlines() if line not in usual)
+            for name, text in self.files.items()
+        ]
         return ascii(" | ".join([*parts, *files, *map(str, self.damage)]))[1:700]
 
     def of(self, **changes: Any) -> Mistake:
         return dataclasses.replace(self, **changes)
 
 
-def one(kind: str, arguments: list[str] | tuple[str, ...], codes: frozenset[int], *words: str, environment: Mapping[str, str] | None = None, **fields: Any) -> Mistake:
+def one(
+    kind: str,
+    arguments: list[str] | tuple[str, ...],
+    codes: frozenset[int],
+    *words: str,
+    environment: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> Mistake:
     """A mistake of one process."""
     return Mistake(kind, (Process(tuple(arguments), environment or {}),), codes, words, **fields)

@@ -20,7 +20,10 @@ def write_data(folder: Path) -> None:
     for file in ("train-0", "train-1", "eval-0"):
         with tf.io.TFRecordWriter(str(folder / "records" / f"{file}.tfrecord")) as writer:
             for _ in range(20):
-                features = {"x": tf.train.Feature(float_list=tf.train.FloatList(value=random.normal(size=6))), "y": tf.train.Feature(int64_list=tf.train.Int64List(value=[random.integers(3)]))}
+                features = {
+                    "x": tf.train.Feature(float_list=tf.train.FloatList(value=random.normal(size=6))),
+                    "y": tf.train.Feature(int64_list=tf.train.Int64List(value=[random.integers(3)])),
+                }
                 writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
     for name in "ab":
         (folder / "texts" / f"{name}.txt").write_text("To be, or not to be, that is the question.\n" * 40)

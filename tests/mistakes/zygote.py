@@ -49,10 +49,29 @@ class Zygote:
     """Imports everything once. Each case has a folder of its own, which is removed."""
 
     def __init__(self):
-        os.environ.update({name: ENVIRONMENT[name] for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")}, TF_CPP_MIN_LOG_LEVEL="2")
+        os.environ.update(
+            {
+                name: ENVIRONMENT[name]
+                for name in (
+                    "CUDA_VISIBLE_DEVICES",
+                    "OMP_NUM_THREADS",
+                    "TF_NUM_INTRAOP_THREADS",
+                    "TF_NUM_INTEROP_THREADS",
+                )
+            },
+            TF_CPP_MIN_LOG_LEVEL="2",
+        )
         os.environ.pop("TF_CONFIG", None)
         importlib.import_module("tfdist.control.versions").import_keras()
-        for name in (*COMMANDS, "session", "ps_session", "elastic", "keras_fit.api", "training.count", "telemetry.report_text"):
+        for name in (
+            *COMMANDS,
+            "run.session",
+            "run.parameter_server_session",
+            "run.elastic",
+            "keras_fit.api",
+            "training.model_cost",
+            "telemetry.report_text",
+        ):
             importlib.import_module(f"tfdist.{name}")
         importlib.import_module("sklearn.datasets")
         assert len(os.listdir("/proc/self/task")) == 1 or sys.platform != "linux", "a fork would lose threads"
@@ -65,7 +84,9 @@ class Zygote:
     def _prepare(self) -> None:
         (self._ready / "mine.py").write_text(modules.MINE)
         writer = self._fork(lambda: prepared.write_data(self._ready), self._ready, {}, self._ready / "data.log")
-        trainer = self._fork(lambda: _command(Process(tuple(prepared.RUN)), {}), self._ready, {}, self._ready / "run.log")
+        trainer = self._fork(
+            lambda: _command(Process(tuple(prepared.RUN)), {}), self._ready, {}, self._ready / "run.log"
+        )
         for pid, log in ((writer, "data.log"), (trainer, "run.log")):
             if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
                 raise RuntimeError((self._ready / log).read_text())
@@ -82,12 +103,17 @@ class Zygote:
             busy.bind(("127.0.0.1", 0))
             busy.listen()
             first = free_ports(3)
-            places = {"{busy}": str(busy.getsockname()[1]), **{f"{{port{index}}}": str(first + index) for index in range(3)}}
+            places = {
+                "{busy}": str(busy.getsockname()[1]),
+                **{f"{{port{index}}}": str(first + index) for index in range(3)},
+            }
             try:
                 self._furnish(mistake, folder)
                 started = []
                 for index, process in enumerate(mistake.processes[:1] if alone else mistake.processes):
-                    environment = {name: _filled(value, places) for name, value in process.environment.items() if not alone}
+                    environment = {
+                        name: _filled(value, places) for name, value in process.environment.items() if not alone
+                    }
                     log = folder / f"output-{index}.log"
                     started.append((self._start_fresh if fresh else self._start)(process, folder, environment, log))
                 return _await(started, folder)
@@ -107,8 +133,15 @@ class Zygote:
 
     def _start_fresh(self, process: Process, folder: Path, environment: Mapping[str, str], log: Path) -> int:
         with log.open("wb") as output:
-            return subprocess.Popen([sys.executable, "-m", f"tfdist.{process.arguments[0]}", *process.arguments[1:]], cwd=folder, env={**ENVIRONMENT, **environment}, stdout=output, stderr=output,
-                                    stdin=subprocess.DEVNULL, start_new_session=True).pid
+            return subprocess.Popen(
+                [sys.executable, "-m", f"tfdist.{process.arguments[0]}", *process.arguments[1:]],
+                cwd=folder,
+                env={**ENVIRONMENT, **environment},
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            ).pid
 
     def _fork(self, do: Callable[[], None], folder: Path, environment: Mapping[str, str], log: Path) -> int:
         sys.stdout.flush()
@@ -127,7 +160,9 @@ class Zygote:
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
             os.environ.update(environment)
             sys.path.insert(0, str(folder))
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), _REPOSITORY])  # of processes that the command starts
+            os.environ["PYTHONPATH"] = os.pathsep.join(
+                [str(folder), _REPOSITORY]
+            )  # of processes that the command starts
             do()
             code = 0
         except SystemExit as end:

@@ -3,9 +3,10 @@
 import io
 import sys
 
+import numpy as np
 import pytest
 
-from tests.e2e.job import ENVIRONMENT
+from tests.e2e.job import ENVIRONMENT, records
 from tfdist.control.local_job import LocalJob
 
 pytestmark = pytest.mark.slow
@@ -65,3 +66,36 @@ def test_conformance(name, tmp_path, request):
     result = job.wait()
     assert result.code == 0, f"{result.cause}\n{output.getvalue()}"
     assert output.getvalue().count("is as it must be") == workers
+
+
+def test_a_runtime_of_ones_own_is_a_file_and_a_line(tmp_path):
+    """It passes the suite, and trains as one device does on the same global batches."""
+    flags = [
+        "--source=digits",
+        "--model=mlp",
+        "--model_args=widths=(16,)",
+        "--global_batch=32",
+        "--steps=6",
+        "--log_every=1",
+        "--export=none",
+        "--noplot",
+    ]
+    output = io.StringIO()
+    job = LocalJob(
+        [sys.executable, "-m", "tests.multi.toy_runtime", str(tmp_path), *flags],
+        2,
+        tmp_path / "logs",
+        pin=False,
+        environment=ENVIRONMENT,
+        output=output,
+    )
+    job.start()
+    result = job.wait()
+    assert result.code == 0, f"{result.cause}\n{output.getvalue()}"
+    losses = {
+        run: [record["values"]["train/loss"] for record in records(tmp_path / run, kind="train")]
+        for run in ("toy", "alone")
+    }
+    # The sum over a batch is added up in two parts: a few roundings of 2^-24 a step.
+    assert len(losses["toy"]) == 6
+    np.testing.assert_allclose(losses["toy"], losses["alone"], rtol=2e-6)

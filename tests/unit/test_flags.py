@@ -51,6 +51,8 @@ def test_nested_flag_file_is_found_beside_the_one_that_names_it(tmp_path):
         (["train"], ["'train'", "--name=value"]),
         (["--flagfile=missing.flags"], ["missing.flags", "No such file"]),
         (["--flagfile"], ["--flagfile"]),
+        (["--noshuffle=maybe"], ["--noshuffle=maybe", "switch"]),
+        (["--data_dir=\udcff"], ["--data_dir=", "UTF-8"]),
     ],
 )
 def test_messages(argv, words):
@@ -63,6 +65,8 @@ def test_bad_flag_files(tmp_path):
     file = tmp_path / "x.flags"
     for text, words in [
         ("steps=3\n", "line 1"),
+        ("--steps=3\n--\n", "line 2"),
+        ("-\n", "line 1"),
         ("--bogus=1\n", "--bogus"),
         (f"--flagfile={file}\n", "includes itself"),
     ]:

@@ -107,3 +107,27 @@ def test_it_is_told_before_tensorflow_is_imported(flags, words):
         timeout=60,
     )
     assert words in done.stdout and done.stdout.strip().endswith("False"), done.stdout + done.stderr
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (SystemExit(0), r"^--model=mine:model ended the program \(sys\.exit\(0\)\)"),
+        (SystemExit("bye"), r"sys\.exit\('bye'\)"),
+        (Unspeakable(), r"in test_what_ends_the_own_code: Unspeakable$"),
+        (
+            ValueError(
+                "\x1b[1mtotal size for '{{node Reshape}} = Reshape[T=DT_FLOAT](x)' {{node a}} here Arguments received by f"
+            ),
+            r"ValueError: total size here$",
+        ),
+    ],
+)
+def test_what_ends_the_own_code(error, words):
+    with pytest.raises(ConfigError, match=words), own_code("model", "mine:model"):
+        raise error

@@ -27,7 +27,7 @@ def load_export(path: str) -> keras.Model:
                 " model with a layer of its own class in place of the Lambda."
             ) from None
         raise CheckpointError(
-            f"{path} cannot be loaded: {next(iter(str(error).splitlines()), type(error).__name__)[:300]}"
+            f"The model file {path} cannot be loaded: {next(iter(str(error).splitlines()), type(error).__name__)[:300]}"
         ) from None
 
 

@@ -71,11 +71,11 @@ def _prepare(runtime: Runtime, name: str, collective: Collective, n: int, count:
     """
     expected = _expected(name, n, count)
     mine = count // n if name == "all_gather" else count
-    run = (
-        _on_host(runtime, collective.on_host, mine)
-        if collective.on_host
-        else _in_graph(runtime, collective.in_graph, mine, expected.size)
-    )
+    if collective.in_graph:
+        run = _in_graph(runtime, collective.in_graph, mine, expected.size)
+    else:
+        assert collective.on_host
+        run = _on_host(runtime, collective.on_host, mine)
     result = run(2)
     if not np.array_equal(result, expected):
         raise RuntimeError(f"{name} of {count} elements over {n} members gave {result}, not {expected}")

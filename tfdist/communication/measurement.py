@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tfdist.planner.communication import passed_on
+
 BUS_FACTOR: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * passed_on(n),
+    "all_gather": passed_on,
+    "reduce_scatter": passed_on,
+    "all_to_all": passed_on,
     "broadcast": lambda n: 1.0,
 }
 

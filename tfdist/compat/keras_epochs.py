@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -11,7 +11,25 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator as EpochIterato
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
+from tfdist.control.exit_codes import UnsupportedError
+
 __all__ = ["EpochIterator"]
+DATA = "_get_iterator"  # the method () -> what the epochs are read from, that the class may have replaced
+
+_data_of_keras: Callable[[EpochIterator], Any] | None = getattr(EpochIterator, DATA, None)
+
+
+def data_changed(change: Callable[[tf.data.Dataset], tf.data.Dataset]) -> Callable[[EpochIterator], Any]:
+    """For `EpochIterator.DATA`: what Keras would read, datasets changed. Relies on `TFEpochIterator._get_iterator`."""
+    if _data_of_keras is None:
+        raise UnsupportedError(f"This version of Keras reads data in another way: {DATA} of its epochs is gone.")
+    keras_own = _data_of_keras
+
+    def data(epochs: EpochIterator) -> Any:
+        found = keras_own(epochs)
+        return change(found) if isinstance(found, tf.data.Dataset) else found
+
+    return data
 
 
 def validation_iterator(model: keras.Model) -> EpochIterator | None:

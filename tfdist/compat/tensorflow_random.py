@@ -14,9 +14,7 @@ def _context() -> Any:
 
 
 def global_seed() -> int | None:
-    """What tf.random.set_seed was given; None if it was not called. Relies on `Context._seed`, which tensorflow.python's
-    `global_seed` returns; without it data that is shuffled without a seed is not recognised.
-    """
+    """What tf.random.set_seed was given; None if it was not called. Relies on tensorflow.python's `global_seed`; without it data that is shuffled without a seed is not recognised."""
     return context.global_seed()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 from typing import Any
 
 from tfdist.control.command_parser import check_least
@@ -28,11 +29,16 @@ def option(
     )
 
 
+_LARGEST = 2**63 - 1  # what a tensor can hold
+
+
 def check_option(field: dataclasses.Field, value: Any) -> None:
     """Raises ConfigError if a flag's value is not among its choices, or too small."""
     choices, least = field.metadata["choices"], field.metadata["least"]
     if choices and value not in choices:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
+    if isinstance(value, float) and math.isinf(value) or type(value) is int and abs(value) > _LARGEST:
+        raise ConfigError(f"--{field.name}={value} is too large: give a number that can be counted to.")
     if least is not None:
         check_least(field.name, value, least)
 

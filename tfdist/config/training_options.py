@@ -36,7 +36,7 @@ class DataConfig:
     )
     eval_batch: int = option(0, "Samples per replica in one evaluation step. 0: the micro-batch.", least=0)
     eval_samples: int = option(0, "Evaluate on the first N samples only. 0: all.", least=0)
-    reader_threads: int = option(0, "Batches fetched at the same time. 0: tf.data tunes it.", least=0)
+    reader_threads: int = option(0, "Batches fetched at the same time. 0: one a thread, at most 16.", least=0)
 
 
 @dataclass(frozen=True)

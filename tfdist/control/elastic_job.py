@@ -118,7 +118,7 @@ class ElasticJob(LocalJob):
                 self._wait(self._losses - 1)
                 if left < self.least and self._kill_at is None:
                     self._too_few = f"{loss}, fewer than --min_workers={self.least}"
-                    self.request_stop()
+                    self._request_stop(self.options.grace)
 
     def _may_be_lost(self, code: int) -> bool:
         """Whether going on without this worker can help."""

@@ -15,6 +15,9 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from tfdist.control.terminal import as_line
+from tfdist.control.user_errors import said
+
 
 class ExitCode(enum.IntEnum):
     """What a tfdist process ends with."""
@@ -124,12 +127,15 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
         print("tfdist: interrupted.", file=sys.stderr)
         code = ExitCode.INTERRUPTED
     except TfdistError as error:
-        print(f"tfdist: error: {error} (exit code {error.exit_code.value}, {error.exit_code.name})", file=sys.stderr)
+        print(
+            f"tfdist: error: {as_line(str(error))} (exit code {error.exit_code.value}, {error.exit_code.name})",
+            file=sys.stderr,
+        )
         code = error.exit_code
     except BaseException as error:  # noqa: BLE001 - the last resort
         traceback.print_exc()
         print(
-            f"tfdist: error: unexpected {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} "
+            f"tfdist: error: unexpected {type(error).__name__}: {as_line(said(error).partition(chr(10))[0])} "
             f"(exit code {ExitCode.INTERNAL.value}, INTERNAL)",
             file=sys.stderr,
         )

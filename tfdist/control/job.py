@@ -79,6 +79,7 @@ class Job(Generic[_Worker]):
         self.workers: list[_Worker] = []
         self._lock = threading.Lock()
         self._kill_at: float | None = None  # set: the workers have been asked to end; 0: they are being killed
+        self._asked_to_stop = False  # from outside, and before any worker failed
 
     # -- what a kind of job does its own way ---------------------------------------------------------------------------
 
@@ -173,6 +174,8 @@ class Job(Generic[_Worker]):
         """Asks every worker to save and end (SIGTERM); `poll` and `wait` kill those that have not within the grace
         period.
         """
+        if self._kill_at is None:
+            self._asked_to_stop = not any(worker.code for worker in self.workers if worker.rank is not None)
         self._request_stop(self.options.grace)
 
     def _request_stop(self, grace: float) -> None:
@@ -210,6 +213,8 @@ class Job(Generic[_Worker]):
                 return JobResult(ExitCode.OK, "", codes)
             return JobResult(ExitCode.PREEMPTED, "the job was asked to stop before all workers were started", codes)
         cause = min(failed, key=lambda worker: (root_cause_order(worker), worker.ended_at))
+        if self._asked_to_stop and (early := _ended_before_they_could_save(failed)):
+            return JobResult(ExitCode.PREEMPTED, f"the job was asked to stop before {early} could save", codes)
         return JobResult(
             code=cause.exit_code if cause.exit_code > 0 else ExitCode.PEER_LOST,
             cause=describe(cause),
@@ -217,6 +222,13 @@ class Job(Generic[_Worker]):
             last_lines=() if cause.shown else tuple(cause.last_lines),
             rank=cause.rank,
         )
+
+
+def _ended_before_they_could_save(failed: Sequence[Worker]) -> str:
+    """The workers that SIGTERM killed, as it does while they start, and scripts always; "" if one failed otherwise."""
+    killed = [worker.name for worker in failed if worker.code == -signal.SIGTERM]
+    consequences = (-signal.SIGTERM, ExitCode.PREEMPTED, ExitCode.PEER_LOST, ExitCode.STARTUP)
+    return " and ".join(killed) if all(worker.code in consequences for worker in failed) else ""
 
 
 class Relay:

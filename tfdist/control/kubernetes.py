@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
 from tfdist.control.ranks import environment_number
+from tfdist.control.tf_config import check_address
 
 
 def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
@@ -26,4 +27,6 @@ def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
             f"JOB_COMPLETION_INDEX={rank}, but TFDIST_WORKERS={size}: give the Job as many completions as"
             " TFDIST_WORKERS says."
         )
-    return Cluster.of_workers([template.replace("{index}", str(index)) for index in range(size)], rank)
+    addresses = [template.replace("{index}", str(index)) for index in range(size)]
+    check_address(f"TFDIST_ADDRESS of worker {rank}", addresses[rank])
+    return Cluster.of_workers(addresses, rank)

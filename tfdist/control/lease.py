@@ -51,9 +51,9 @@ def job_identity(environ: Mapping[str, str], cluster: Cluster) -> str:
 
 
 @contextlib.contextmanager
-def held(folder: Path, job: str) -> Iterator[None]:
+def held(folder: Path, job: str, name: str = "") -> Iterator[None]:
     """The lease of `folder` for the time of the context. Raises ConfigError if another job holds it."""
-    lease = Lease(folder, job)
+    lease = Lease(folder, job, name=name)
     lease.take()
     try:
         yield
@@ -67,18 +67,23 @@ def refuse_if_held(folder: Path) -> None:
     with contextlib.suppress(OSError):  # its workers will say
         while (owner := Owner.read(_read(folder / FILE))) and owner.is_here() and owner.runs_here():
             if time.monotonic() - begun > _TO_END_SECONDS:
-                raise _refusal(folder, owner)
+                raise _refusal(_name(folder), owner)
             time.sleep(_LOOK_SECONDS)
 
 
 class Lease:
     """The lease of one folder, as its chief has it.
 
-    on_loss: called in a thread when another has taken it over; ends the process.
+    on_loss: called in a thread when another has taken it over; ends the process. name: how the user knows the folder.
     """
 
-    def __init__(self, folder: Path, job: str, on_loss: Callable[[str], None] | None = None):
-        self._folder, self._path, self.owner = folder, folder / FILE, Owner.myself(job)
+    def __init__(self, folder: Path, job: str, on_loss: Callable[[str], None] | None = None, name: str = ""):
+        self._folder, self._path, self.owner, self._name = (
+            folder,
+            folder / FILE,
+            Owner.myself(job),
+            name or _name(folder),
+        )
         self._on_loss, self._released = on_loss or _end, threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfdist-lease", daemon=True)
 
@@ -99,7 +104,7 @@ class Lease:
                     self._remove(text)
                     continue
                 if owner and (now - begun > _TO_END_SECONDS if owner.is_here() else renewed):
-                    raise _refusal(self._folder, owner)
+                    raise _refusal(self._name, owner)
                 if owner and not owner.is_here() and not said:
                     said = True
                     print(
@@ -111,7 +116,7 @@ class Lease:
                 time.sleep(_LOOK_SECONDS)
         except OSError as error:
             raise ConfigError(
-                f"--run_dir={self._folder} cannot be used ({error.strerror}: {error.filename}): choose a folder that"
+                f"{self._name} cannot be used ({error.strerror}: {error.filename}): choose a folder that"
                 " can be read and written, or make room there."
             ) from None
         self._thread.start()
@@ -231,11 +236,13 @@ def _end(sentence: str) -> None:
     os._exit(ExitCode.CONFIG)
 
 
-def _refusal(folder: Path, owner: Owner | None) -> ConfigError:
+def _name(folder: Path) -> str:
+    return f"--run_dir={folder}"
+
+
+def _refusal(name: str, owner: Owner | None) -> ConfigError:
     who = owner.describe() if owner else "another process"
-    return ConfigError(
-        f"--run_dir={folder} is in use by another job ({who}): choose another folder, or end that job first."
-    )
+    return ConfigError(f"{name} is in use by another job ({who}): choose another folder, or end that job first.")
 
 
 def _write(descriptor: int, text: str) -> None:

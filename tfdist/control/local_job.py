@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tfdist.control import token
-from tfdist.control.exit_codes import StartupError
+from tfdist.control.exit_codes import ConfigError, StartupError
 from tfdist.control.job import Job, JobOptions, Relay
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.preflight import PortReservation
@@ -76,7 +76,13 @@ class LocalJob(Job[LocalWorker]):
         gpus, warning = self._divide_gpus()
         if warning:
             self.say(f"tfdist: warning: {warning}")
-        self._ports = PortReservation(self.count)
+        try:
+            self._ports = PortReservation(self.count)
+        except OSError as error:
+            raise ConfigError(
+                f"--workers={self._trainer_count} needs a port for each of {self.count} processes ({error.strerror}): use"
+                " fewer."
+            ) from None
         try:
             for rank in range(self.started_at_once):
                 self._spawn(self._name(rank), rank, self.command, gpus[rank])
@@ -191,7 +197,7 @@ class LocalJob(Job[LocalWorker]):
                 if worker.name.startswith("worker") and self._restarts.due(worker.name, worker.code):
                     self._restart_worker(worker)
         elif now - chief.ended_at > _CHIEF_GONE_SECONDS:
-            self.request_stop()  # a worker that is only starting would wait for a chief
+            self._request_stop(self.options.grace)  # a worker that is only starting would wait for a chief
 
     def _is_tolerated(self, worker: LocalWorker) -> bool:
         return bool(self._restarts and self._restarts.is_pending(worker.name)) and self.workers[0].code is None

@@ -41,7 +41,13 @@ class PortReservation:
     """
 
     def __init__(self, count: int, host: str = "127.0.0.1"):
-        self._sockets = [bind_everywhere(0) for _ in range(count)]
+        self._sockets: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                self._sockets.append(bind_everywhere(0))
+        except OSError:
+            self.close()
+            raise
         self.addresses = [f"{host}:{reserved.getsockname()[1]}" for reserved in self._sockets]
 
     def close(self) -> None:

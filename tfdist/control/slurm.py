@@ -52,6 +52,10 @@ def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
         if environ.get("TFDIST_PORT")
         else _FIRST_PORT + _STRIDE * (job + 97 * step) % _PORTS
     )
+    if base + size > 65536:
+        raise ClusterError(
+            f"TFDIST_PORT={base} leaves no ports for {size} workers: give one of at most {65536 - size}."
+        )
     return Cluster.of_workers([f"{host}:{base + index}" for index, host in enumerate(hosts)], rank)
 
 

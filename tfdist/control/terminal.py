@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 _LONGEST_LINE = 16_384  # characters; what goes on without a line end is shown in pieces of this size
+_LONGEST_SENTENCE = 1200  # characters
 _BAR_SECONDS = 10.0  # a line that is written over and over (a progress bar) is shown this often
 # Everything that would move the cursor or ring the bell; colours may stay.
 _CONTROL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
@@ -16,10 +17,25 @@ _CONTROL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f
 # In what another process says of itself: also colours, line ends, and what turns the direction of writing.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
 
 def printable(text: str) -> str:
     """Another process's words as part of a line: what could forge lines, or act on a terminal, is replaced."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def as_line(text: str) -> str:
+    """A text with anything in it as one line without colours: what users name and what their code says ends up in
+    sentences of ours. Shortened in the middle where it is too long to be read.
+    """
+    line, half = printable(re.sub(r"\s*[\r\n]\s*", " ", _COLOURS.sub("", text))), _LONGEST_SENTENCE // 2
+    return line if len(line) <= _LONGEST_SENTENCE else f"{line[:half]} ... {line[-half:]}"
+
+
+def without_control(text: str) -> str:
+    """A text without what would move the cursor or ring the bell; colours and line ends may stay."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class LineReader:

@@ -81,7 +81,7 @@ def _check_spec(spec: object) -> dict[str, list[str]]:
                 f'TF_CONFIG: cluster.{role} must be a list of "host:port" texts, not {json.dumps(addresses)}.'
             )
         for index, address in enumerate(addresses):
-            _check_address(f"cluster.{role}[{index}]", address)
+            check_address(f"TF_CONFIG: cluster.{role}[{index}]", address)
             if address in seen:
                 raise ClusterError(
                     f"TF_CONFIG: {address} stands at both {seen[address]} and cluster.{role}[{index}]: give each"
@@ -100,17 +100,16 @@ def _check_spec(spec: object) -> dict[str, list[str]]:
     return {role: list(addresses) for role, addresses in spec.items() if addresses}
 
 
-def _check_address(where: str, address: str) -> None:
+def check_address(where: str, address: str) -> None:
     host, colon, port = address.rpartition(":")
     bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not colon or not host or bare_ipv6 or any(char.isspace() or char == "/" for char in host):
         raise ClusterError(
-            f'TF_CONFIG: {where} is "{address}", which is not host:port: write for example worker-0:2222 or [::1]:2222.'
+            f'{where} is "{address}", which is not host:port: write for example worker-0:2222 or [::1]:2222.'
         )
     if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ClusterError(
-            f'TF_CONFIG: {where} is "{address}", whose port is not a number from 1 to 65535: write for example'
-            f" {host}:2222."
+            f'{where} is "{address}", whose port is not a number from 1 to 65535: write for example {host}:2222.'
         )
 
 

@@ -28,7 +28,15 @@ def failure(error: BaseException) -> str:
     """ "failed at FILE:LINE, in FUNCTION: what": the user's own line in which an error arose, and what it says."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [_Place(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
-    return _failure(places, f"{type(error).__name__}: {error}")
+    return _failure(places, f"{type(error).__name__}: {said(error)}".removesuffix(": "))
+
+
+def said(error: BaseException) -> str:
+    """What an error says of itself, even if its own code for that fails."""
+    try:
+        return str(error)
+    except Exception:  # whatever the user's __str__ raises
+        return ""
 
 
 def failure_in_text(text: str) -> str:
@@ -52,8 +60,25 @@ def _failure(places: Sequence[_Place], what: str) -> str:
     if _REWRITTEN in what:
         places, what = _places_in(what), _what(what)
     own = _own(places)
-    at = f" at {own[-1].file}:{own[-1].line}, in {own[-1].function}" if own else ""
-    return f"failed{at}: {textwrap.shorten(what, 600)}"
+    function = (
+        f", in {own[-1].function}" if own and own[-1].function not in (None, "None") else ""
+    )  # so AutoGraph calls a lambda
+    at = f" at {own[-1].file}:{own[-1].line}{function}" if own else ""
+    return f"failed{at}: {textwrap.shorten(without_internals(what), 600)}"
+
+
+# What TensorFlow and Keras add for themselves: names of their operations and objects, advice for who writes in their
+# graphs, lists of arguments, colours.
+_INTERNALS = re.compile(
+    r" for '\{\{node [^']*'(?: \(op: '\w+'\))?|\{\{[^}]*\}\}|\[\[.*?\]\]|\[Op:\w+\]( name: *)?|\x1b\[[0-9;]*m"
+    r"|Arguments received by .*| You can attempt the following resolutions.*| at 0x[0-9a-f]{6,}",
+    re.DOTALL,
+)
+
+
+def without_internals(text: str) -> str:
+    """What an error of TensorFlow or Keras says to people."""
+    return re.sub(r" +", " ", _INTERNALS.sub("", text)).strip()
 
 
 def _own(places: Sequence[_Place]) -> list[_Place]:

@@ -68,7 +68,17 @@ def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) ->
     result = augment(x, y, seeds)
     if not isinstance(result, tuple) or len(result) != 2:
         raise DataError(f"--augment: the function returned {type(result).__name__} for {name}: it must return (x, y).")
+    for value in tf.nest.flatten(result):
+        if not isinstance(value, tf.Tensor):
+            raise DataError(
+                f"--augment: the function returned {type(value).__name__} for {name}: x and y must be tensors."
+            )
     for tensor in tf.nest.flatten(result):
+        if tensor.shape.rank == 0 or not tensor.shape[:1].is_compatible_with(seeds.shape[:1]):
+            raise DataError(
+                f"--augment: the function returned {tensor.shape} for {seeds.shape[0]} samples of {name}: x and y must keep"
+                " a row for each sample."
+            )
         if not tensor.shape[1:].is_fully_defined():
             raise DataError(
                 f"--augment: the function lost the shape of {name} ({tensor.shape}): end it with tf.ensure_shape."

@@ -20,6 +20,7 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.reading import Reading, as_is, masked, shaper, weighted
 from tfdist.data.sources.split import Sample, Split
 from tfdist.data.streams import stream_batches, stream_eval, stream_length
+from tfdist.data.tuning import untuned
 
 BLOCK = 8  # micro-batches made in one go, if samples are cheap
 BLOCK_BYTES = 2**19  # and a micro-batch is not larger
@@ -34,7 +35,7 @@ def train_dataset(split: Split, reading: Reading, *, plan: BatchPlan, replica: i
     """
     make = stream_batches if split.size is None else _indexed_batches
     dataset = make(split, reading, plan, replica, consumed)
-    return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
+    return untuned(dataset.prefetch(tf.data.AUTOTUNE).with_options(_options()))
 
 
 def batch_fetch(split: Split, reading: Reading) -> Callable[[tf.Tensor], Sample]:
@@ -81,7 +82,7 @@ def eval_dataset(
             return shaped(x, y, masked(w, real))
 
         dataset = tf.data.Dataset.range(steps).map(as_is(eval_batch), num_parallel_calls=tf.data.AUTOTUNE)
-    return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options()), steps
+    return untuned(dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())), steps
 
 
 def _options() -> tf.data.Options:

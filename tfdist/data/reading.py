@@ -15,7 +15,7 @@ from tfdist.data.sources.split import Sample
 class Reading:
     """How a run reads a split, the same on all replicas.
 
-    augment: see augment.py. threads: batches made at the same time; 0: tf.data tunes it.
+    augment: see augment.py. threads: batches made at the same time; 0: one a thread, at most 16.
     cut: of a stream, into how many shards it is cut; None: as `streams.stream_cut` says.
     """
 

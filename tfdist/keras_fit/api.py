@@ -12,7 +12,7 @@ import keras
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.arrays import shuffle_alike
-from tfdist.keras_fit.callbacks import arrange
+from tfdist.keras_fit.callbacks import arrange, backup_held
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
 from tfdist.keras_fit.model import DistributedModel
@@ -74,16 +74,17 @@ def fit(
         "validation_freq": validation_freq,
     }
     agree_on(runtime, "fit", arguments)
-    arranged = arrange(callbacks, runtime, model)
-    backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
-    if has_peers(runtime) or backup is not None:
-        x, y = shuffle_alike(runtime, x, y, arguments, backup)
-    return _over_workers(
-        runtime,
-        model,
-        "fit",
-        lambda: model.fit(x, y, verbose=_of_chief(verbose, runtime), callbacks=arranged, **arguments),
-    )
+    with backup_held(callbacks, runtime):
+        arranged = arrange(callbacks, runtime, model)
+        backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
+        if has_peers(runtime) or backup is not None:
+            x, y = shuffle_alike(runtime, x, y, arguments, backup)
+        return _over_workers(
+            runtime,
+            model,
+            "fit",
+            lambda: model.fit(x, y, verbose=_of_chief(verbose, runtime), callbacks=arranged, **arguments),
+        )
 
 
 def evaluate(

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from tfdist.compat import keras_optimizers
+from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.joining import has_peers
@@ -28,14 +29,7 @@ _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tr
 
 def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[keras.callbacks.Callback]:
     """The callbacks of this worker, between our own: first the same logs, at last the same decisions."""
-    given = (
-        list(callbacks.callbacks)
-        if isinstance(callbacks, keras.callbacks.CallbackList)
-        else keras.tree.flatten(callbacks)
-        if callbacks
-        else []
-    )
-    given = epoch_backup.replace(given, runtime)
+    given = epoch_backup.replace(_listed(callbacks), runtime)
     if not has_peers(runtime):
         return given
     last = [callback for callback in given if isinstance(callback, epoch_backup.EpochBackup)]  # after what they decide
@@ -52,6 +46,23 @@ def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[kera
         kind(runtime, DistributedModel.of(model, runtime)),
         *last,
     ]
+
+
+def backup_held(callbacks: Any, runtime: OneDevice) -> contextlib.AbstractContextManager[None]:
+    """Inside, no other job keeps its backup where these callbacks do. Called by all workers, before `arrange`."""
+    return epoch_backup.held(_listed(callbacks), runtime)
+
+
+def _listed(callbacks: Any) -> list[keras.callbacks.Callback]:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    if wrong := next((one for one in given if not isinstance(one, keras.callbacks.Callback)), None):
+        raise ConfigError(
+            f"callbacks=[...] holds {wrong!r:.80}, which is no keras.callbacks.Callback: give objects, such as"
+            " keras.callbacks.EarlyStopping()."
+        )
+    return given
 
 
 def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:

@@ -7,8 +7,10 @@ after the last complete epoch, on all workers, with the data where it stood (art
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import numpy as np
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.compat import keras_trainer
-from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.lease import Lease, job_identity
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.keras_fit import backup_file
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.runtime.one_device import OneDevice
@@ -43,7 +47,7 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -
 
     Called by all workers.
     """
-    found = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
+    found = _backups(callbacks)
     if not found:
         return list(callbacks)
     others = [callback for callback in callbacks if callback not in found]
@@ -61,6 +65,49 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True  # or it would drop the rows of the epochs before
     return [*others, backup]
+
+
+@contextlib.contextmanager
+def held(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -> Iterator[None]:
+    """Inside, the chief holds the lease of the folder with the backup, if there is to be one: two jobs would go on from
+    each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds it.
+    """
+    found = _backups(callbacks)
+    lease, refusal = None, b""
+    if found and runtime.rank == 0:
+        folder = Path(found[0].backup_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lease = Lease(
+                folder,
+                job_identity(os.environ, resolve_cluster(os.environ)),
+                name=f"BackupAndRestore's folder {folder}",
+            )
+            lease.take()
+        except OSError as error:
+            refusal = f"BackupAndRestore's folder {folder} cannot be made ({error.strerror}): choose another.".encode()
+        except ConfigError as error:
+            refusal = str(error).encode()
+    try:
+        if found and (sentence := _of_chief(runtime, refusal)):
+            raise ConfigError(sentence.decode())
+        yield
+    finally:
+        if lease is not None:
+            lease.give_back()
+
+
+def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.BackupAndRestore]:
+    return [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
+
+
+def _of_chief(runtime: OneDevice, data: bytes) -> bytes:
+    """The chief's bytes, on all workers."""
+    ((length,),) = runtime.broadcast([np.array([len(data)])])
+    (received,) = runtime.broadcast(
+        [np.frombuffer(data, np.uint8) if runtime.rank == 0 else np.empty(length, np.uint8)]
+    )
+    return received.tobytes()
 
 
 class EpochBackup(FitCallback):
@@ -91,13 +138,11 @@ class EpochBackup(FitCallback):
                     raise ValueError("it holds what no backup holds")
             except (OSError, ValueError) as error:  # all must hear of it
                 data, damaged = f"{self._path} cannot be read ({error}): remove it to begin anew.".encode(), True
-        ((length, damaged),) = self._runtime.broadcast([np.array([len(data), damaged])])
-        (received,) = self._runtime.broadcast(
-            [np.frombuffer(data, np.uint8) if self._runtime.rank == 0 else np.empty(length, np.uint8)]
-        )
+        ((damaged,),) = self._runtime.broadcast([np.array([damaged])])
+        received = _of_chief(self._runtime, data)
         if damaged:
-            raise CheckpointError(received.tobytes().decode())
-        return backup_file.parse(received.tobytes()) if length else None
+            raise CheckpointError(received.decode())
+        return backup_file.parse(received) if received else None
 
     def _variables(self) -> list:
         return [*self.fitted.variables, *self.fitted.optimizer.variables]

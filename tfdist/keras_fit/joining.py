@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
-from tfdist.config import Config
+from tfdist.config import Config, check_option, iter_options
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
 from tfdist.control.resolvers import resolve_cluster
@@ -52,6 +52,7 @@ def init(**options: float | str) -> OneDevice:
         for name in options:
             if name not in _OPTIONS:
                 raise ConfigError(f"tfdist.init({name}=...) is not an option: use {', '.join(_OPTIONS)}.")
+            _check_option(name, options[name])
         config = Config().replace(**options)
         cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
         if cluster.rank < 0:
@@ -72,6 +73,14 @@ def init(**options: float | str) -> OneDevice:
             f"tfdist.init({', '.join(options)}) comes too late: call it before the first fit, evaluate or predict."
         )
     return _runtime
+
+
+def _check_option(name: str, value: Any) -> None:
+    field = next(field for _, field in iter_options() if field.name == name)
+    kinds, words = (str, "a text") if isinstance(field.default, str) else ((int, float), "a number")
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise ConfigError(f"tfdist.init({name}={value!r:.80}): give {words}.")
+    check_option(field, value)
 
 
 def _leave(runtime: Sockets) -> None:

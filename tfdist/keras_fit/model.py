@@ -22,7 +22,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_batch_norm, keras_layers, keras_trainer
+from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_trainer
+from tfdist.data.tuning import untuned
 from tfdist.keras_fit import variables
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
@@ -90,6 +91,8 @@ class DistributedModel:
             for layer in keras_layers.all_layers(model):
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
+            data = keras_epochs.data_changed(untuned)
+            stack.enter_context(replaced(keras_epochs.EpochIterator, keras_epochs.DATA, data))
             for function in self._functions:
                 stack.enter_context(replaced(model, function.loop.function_name, function.begin()))
             yield

@@ -80,7 +80,10 @@ _SUMS = [
 
 def suits(model: keras.Model, batch: Any) -> bool:
     """Whether the outputs are large and own rows will do. The model is built."""
-    keras_trainer.build_for(model, batch)  # the compiled losses and metrics, too
+    try:
+        keras_trainer.build_for(model, batch)  # the compiled losses and metrics, too
+    except Exception:  # of the user's own making: Keras will say so when it trains on the batch
+        return False
     x = keras.utils.unpack_x_y_sample_weight(batch)[0]
     standard = all(
         getattr(type(model), name) is getattr(keras.Model, name)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist.compat import keras_layers
 from tfdist.config import ModelConfig, parse_args
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.user_errors import without_internals
 from tfdist.models.model_names import MODELS
 from tfdist.plugins import own_code, resolve
 
@@ -50,12 +51,16 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
         raise ConfigError(
             f"--model={config.model} returned {type(model).__name__}: it must return a keras.Model of Keras 3."
         )
-    if not model.built:
+    with own_code("model", config.model):
+        built = model.built  # which a class lacks whose __init__ does not call super().__init__()
+    if not built:
         raise ConfigError(
             f"--model={config.model} returned a model without variables: call its build(input_shape), or begin it with"
             " keras.Input."
         )
-    _check_not_half(config.model, model, x_spec)
+    if not model.trainable_variables:
+        raise ConfigError(f"--model={config.model} returned a model that has no variables to train.")
+    _check_output_types(config.model, model, x_spec)
     synchronize_batchnorm(model, config.sync_batchnorm)
     return model
 
@@ -86,7 +91,7 @@ def _build_ours(config: ModelConfig, builder: Callable, arguments: dict[str, Any
     except (TypeError, ValueError) as error:  # what Keras says of layers=two, or of an image that is too small
         raise ConfigError(
             f"--model={config.model} with --model_args={config.model_args!r} cannot be built for x of shape"
-            f" {tuple(x_spec.shape)}: {error}"
+            f" {tuple(x_spec.shape)}: {without_internals(str(error))}"
         ) from error
 
 
@@ -139,17 +144,20 @@ def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) ->
     } | options
 
 
-def _check_not_half(name: str, model: keras.Model, x_spec: Any) -> None:
-    """Under float16 or bfloat16 the last layer of a model must be float32, because the loss takes exponentials."""
+def _check_output_types(name: str, model: keras.Model, x_spec: Any) -> None:
+    """Under float16 or bfloat16 the last layer of a model must be float32, because the loss takes exponentials; and whole
+    numbers have no gradient.
+    """
     try:
         output = model.output  # functional and Sequential models know it
     except (AttributeError, ValueError):
         symbols = tf.nest.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape), spec.dtype.name), x_spec)
         with own_code("model", name):
             output = model.compute_output_spec(symbols)
-    halves = {keras.backend.standardize_dtype(tensor.dtype) for tensor in keras.tree.flatten(output)} & {
-        "float16",
-        "bfloat16",
-    }
-    if halves:
+    types = {keras.backend.standardize_dtype(tensor.dtype) for tensor in keras.tree.flatten(output)}
+    if not any("float" in dtype for dtype in types):
+        raise ConfigError(
+            f"--model={name} returns {', '.join(sorted(types)) or 'nothing'}, which has no gradient: let it return floats."
+        )
+    if halves := types & {"float16", "bfloat16"}:
         raise ConfigError(f'--model={name} returns {", ".join(sorted(halves))}: give its last layer dtype="float32".')

@@ -21,6 +21,8 @@ def mlp(
     Raises ConfigError if the shape of x is not known, x is not floating, or there is no number of outputs.
     """
     rate("mlp", dropout)
+    if not isinstance(widths, list | tuple):
+        raise ConfigError(f"--model=mlp got widths={widths!r}: write for example widths=(128,128), or () for no layer.")
     if not x_spec.shape.is_fully_defined() or not x_spec.dtype.is_floating:
         raise ConfigError(
             f"--model=mlp takes floating x of a known shape, but a sample's x is {x_spec.dtype.name} {x_spec.shape}:"

@@ -13,7 +13,7 @@ cost; a run with several workers also the bandwidth. Terms that the runs cannot 
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from tfdist.planner.hardware import Hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS
 from tfdist.planner.shapes import ModelShape
+from tfdist.telemetry.jsonl import read_jsonl
 
 _SMALLEST = 1e-18  # seconds for an operation or a byte: rates stay finite
 _WARM_UP = 1  # log intervals that are left out: they hold tracing
@@ -48,7 +49,7 @@ def read_run(folder: str) -> Measured:
     log = Path(folder) / "logs" / "rank-0.jsonl"
     try:
         config = flags.parse([f"--flagfile={Path(folder) / flags.FLAGS_FILE}"]).config
-        records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        records = list(read_jsonl(log))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--calibrate={folder} is no run folder that can be read ({error}): give the --run_dir of a finished run."
@@ -56,8 +57,9 @@ def read_run(folder: str) -> Measured:
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
     start = next((record["values"] for record in records if record["kind"] == "start"), {})
-    rates = [record["values"]["perf/steps_per_s"] for record in records if record["kind"] == "train"][_WARM_UP:]
-    if not rates or "workers" not in start:
+    told = [record["values"].get("perf/steps_per_s") for record in records if record["kind"] == "train"]
+    rates = [rate for rate in told if isinstance(rate, int | float) and 0 < rate < math.inf][_WARM_UP:]
+    if not rates or not all(type(start.get(name)) is int and start[name] > 0 for name in ("workers", "replicas")):
         raise ConfigError(
             f"--calibrate={folder} holds fewer than two log lines of its last attempt: train for longer, or lower"
             " --log_every."

@@ -25,9 +25,16 @@ class Link:
     beta: float
 
 
+def passed_on(n: int) -> float:
+    """The share of a vector that each member passes on in a reduce-scatter, an all-gather or an all-to-all: all but its
+    own part. An all-reduce is the first two of them.
+    """
+    return (n - 1) / n
+
+
 def ring_all_reduce(n: int, size: float, link: Link) -> float:
     """Seconds."""
-    return 2 * (n - 1) * link.alpha + 2 * (n - 1) / n * size / link.beta
+    return 2 * (n - 1) * link.alpha + 2 * passed_on(n) * size / link.beta
 
 
 def tree_all_reduce(n: int, size: float, link: Link) -> float:
@@ -41,7 +48,7 @@ def halving_doubling_all_reduce(n: int, size: float, link: Link) -> float:
     """
     power = 2 ** int(math.log2(n))
     extra = 2 * (link.alpha + size / link.beta) if power != n else 0.0
-    return extra + 2 * math.log2(power) * link.alpha + 2 * (power - 1) / power * size / link.beta
+    return extra + 2 * math.log2(power) * link.alpha + 2 * passed_on(power) * size / link.beta
 
 
 FLAT: dict[str, Callable[[int, float, Link], float]] = {
@@ -54,12 +61,12 @@ ALGORITHMS = (*FLAT, "hierarchical")
 
 def ring_pass(n: int, size: float, link: Link) -> float:
     """Seconds of a reduce-scatter, or of an all-gather, of S bytes in all: half a ring all-reduce."""
-    return (n - 1) * link.alpha + (n - 1) / n * size / link.beta
+    return (n - 1) * link.alpha + passed_on(n) * size / link.beta
 
 
 def all_to_all(n: int, size: float, link: Link) -> float:
     """Seconds; each member holds S bytes, of which it keeps 1/n."""
-    return (n - 1) * link.alpha + (n - 1) / n * size / link.beta
+    return (n - 1) * link.alpha + passed_on(n) * size / link.beta
 
 
 def hierarchical_all_reduce(nodes: int, local: int, size: float, inside: Link, between: Link) -> float:

@@ -183,8 +183,12 @@ def _evaluate_snapshot(job: Job, store: SnapshotStore, snapshot: Snapshot) -> di
 
 def _evaluate_file(job: Job, path: str) -> dict[str, float]:
     from tfdist.artifacts.export import load_export
+    from tfdist.training.compatibility import check_inputs
 
-    return _scores(job, load_export(path))
+    model = load_export(path)
+    if job.eval_split:
+        check_inputs(f"--model_file={path}", model, job.eval_split.element_spec[0], job.eval_split.name)
+    return _scores(job, model)
 
 
 def _show(values: dict[str, float], origin: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.config import CheckpointConfig
+from tfdist.control.exit_codes import ConfigError
 from tfdist.control.faults import Faults
 from tfdist.run.agreement import broadcast_json
 from tfdist.runtime.base import Runtime
@@ -44,6 +47,8 @@ class SnapshotFiles:
         self.writer = self._make_writer(attempts=2) if writes else None
         self.backup: BackupAndRestore | None = None
         if config.backup_dir:
+            if writes:
+                _make_backup_folder(config.backup_dir)
             self.backup = BackupAndRestore(
                 config.backup_dir,
                 config.backup_every or "epoch",
@@ -117,3 +122,17 @@ class SnapshotFiles:
         """The run has finished: nothing will go on from it."""
         if self.backup:
             self.backup.delete()
+
+
+def _make_backup_folder(name: str) -> None:
+    """Raises ConfigError if it cannot be made or written: each backup would fail, and nobody have noticed at the start."""
+    if "://" in name:
+        return
+    try:
+        os.makedirs(name, 0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=name):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--backup_dir={name} cannot be used ({error.strerror}): name a folder that can be written."
+        ) from None

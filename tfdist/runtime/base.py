@@ -47,67 +47,84 @@ class Runtime(Protocol):
 
     def scope(self) -> AbstractContextManager:
         """Variables created inside exist on every replica, with the chief's initial values."""
+        ...
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
         """Calls `fn(*args)` once per local replica; per-replica arguments are unpacked, results are per-replica."""
+        ...
 
     def per_replica(self, values: Sequence) -> Any:
         """Makes one per-replica value of `local_replicas` values."""
+        ...
 
     def local(self, value: Any) -> tuple:
         """The inverse of `per_replica`: the local replicas' values."""
+        ...
 
     def replica_id(self) -> tf.Tensor:
         """Inside the `fn` of `run`: the global index of the replica, int32 []."""
+        ...
 
-    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Inside the `fn` of `run`: the sum of each tensor over all replicas. Every replica passes the same shapes.
+    def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
+        """Inside the `fn` of `run`: the sum of each tensor over all replicas, of its own kind. Every replica passes the
+        same shapes.
 
         Of tf.IndexedSlices with values of a static shape (if `sums_slices`) the sum is given as those of all replicas,
         one after the other: a row may be there several times. bfloat16, if the strategy knows --compression=bf16,
         travels in two bytes an element, and may come back as float32.
         """
+        ...
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         """Inside the `fn` of `run`: [replicas, k], float32 or float64, the row [k] of every replica, in one order on
         all. Its gradient is that of the sum of all replicas' losses. For rows of a few thousand elements."""
+        ...
 
     def assign(self, variable: tf.Variable, value: Any) -> None:
         """Outside of `run`: sets every local replica's copy of the variable to its own value of a per-replica value."""
+        ...
 
     # Between steps, on host values. Every worker must call these in the same order.
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         """[size, *array.shape]: every worker's array (same shape and dtype on all)."""
+        ...
 
     def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """The chief's arrays, bit for bit, on every worker (same shapes and dtypes on all)."""
+        ...
 
     def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
         """The chief's value (of a kind that encoding.py knows) on every worker; that of the others does not count.
 
         name: for the sentence about what could not be read. Raises ConfigError on all workers for another kind.
         """
+        ...
 
     def barrier(self) -> None:
         """Returns when every worker has called it."""
+        ...
 
     def waiting_for(self) -> int | None:
         """The rank whose data this worker waits for at the moment; None: nobody's, or not known.
 
         Asked by another thread.
         """
+        ...
 
     def reduction_s(self) -> tuple[float, float] | None:
         """Seconds so far in which gradients travelled, and in which nothing else was left to do but to wait for them;
         None: not known.
         """
+        ...
 
     def collectives(self) -> dict[str, Collective]:
         """name -> collective over all workers' replicas, to be measured; none if workers do not talk to each other.
 
         The same on every worker; the call itself may be a collective.
         """
+        ...
 
     def close(self) -> None:
         """Leaves the cluster in order."""
+        ...

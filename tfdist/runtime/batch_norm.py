@@ -56,9 +56,6 @@ def each_alone() -> Iterator[None]:
         _apart = False
 
 
-_weight: tf.Tensor | None = None  # what the rows of this worker count; None: one
-
-
 @contextlib.contextmanager
 def weighted(weight: tf.Tensor) -> Iterator[None]:
     """While a forward pass is traced: 0.0 where the rows of this worker are only there to have any, else 1.0."""
@@ -104,7 +101,7 @@ def _masked(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """(count, mean, variance) of where the mask is true; zeros, and no gradient, where it is true nowhere. What stands
     at the other places may be NaN."""
-    chosen = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
+    chosen = tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(x))
     x = tf.where(chosen, x, tf.zeros_like(x))
     count = tf.reduce_sum(tf.cast(chosen, x.dtype), axes, keepdims=True)
     divisor = tf.maximum(count, 1.0)
@@ -112,4 +109,4 @@ def _masked(
     difference = tf.where(chosen, x - tf.stop_gradient(mean), tf.zeros_like(x))
     variance = tf.reduce_sum(tf.square(difference), axes, keepdims=True) / divisor
     one = tf.reshape(count, [-1])[0]
-    return (one, mean, variance) if keepdims else (one, tf.squeeze(mean, axes), tf.squeeze(variance, axes))
+    return (one, mean, variance) if keepdims else (one, tf.squeeze(mean, list(axes)), tf.squeeze(variance, list(axes)))

@@ -30,7 +30,8 @@ class Overdue:
         self._pause = min(_LONGEST_PAUSE, timeout / _LOOKS)
         with tf.init_scope(), tf.device("CPU:0"):
             self._begun, self._ended = (
-                tf.Variable(0, dtype=tf.int64, trainable=False, name=f"tfdist_{name}") for name in ("begun", "ended")
+                tf.Variable(tf.zeros([], tf.int64), trainable=False, name=f"tfdist_{name}")
+                for name in ("begun", "ended")
             )
         threading.Thread(target=self._watch, name="tfdist-overdue", daemon=True).start()
 

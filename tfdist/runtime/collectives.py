@@ -23,6 +23,9 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfdist.runtime.host import known_dims
+from tfdist.runtime.own_gradient import with_gradient
+
 # The operations that only copy know few types; others travel under the name of one of the same width.
 _CARRIED_AS = {
     tf.bfloat16: tf.float16,
@@ -61,7 +64,7 @@ class Group:
         self._pairs: dict[tuple[int, int, str], Group] = {}
         if nccl:
             with tf.init_scope():
-                self._token = tf.Variable(0.0, trainable=False)
+                self._token = tf.Variable(tf.constant(0.0), trainable=False)
 
     def meet(self, timeout: float) -> None:
         """Returns when all members have called it.
@@ -118,7 +121,7 @@ class Group:
             with tf.control_dependencies([there.put_or_take(t, self.rank, t.shape, t.dtype)]):
                 return tf.constant(0.0), gradient
 
-        return sent(x)
+        return sent(x)  # pyright: ignore[reportReturnType] - see own_gradient.py
 
     def receive(
         self, source: int, shape: Sequence[int], dtype: tf.DType = tf.float32, after: tf.Tensor | None = None
@@ -136,7 +139,8 @@ class Group:
             with tf.control_dependencies([anchor]):
                 return there.put_or_take(None, source, shape, dtype), gradient
 
-        return received(tf.constant(0.0) if after is None else after)
+        anchor = tf.constant(0.0) if after is None else after
+        return received(anchor)  # pyright: ignore[reportReturnType] - see own_gradient.py
 
     # -- without gradients -----------------------------------------------------------------------------------------
 
@@ -165,7 +169,9 @@ class Group:
         if self.size == 1:
             return x
         if axis == 0 and x.shape[0] is not None and x.shape[1:].is_fully_defined():
-            rows = tf.reshape(x, [self.size, x.shape[0] // self.size, *x.shape[1:]])  # the same without a copy
+            rows = tf.reshape(
+                x, [self.size, known_dims(x.shape)[0] // self.size, *x.shape[1:]]
+            )  # the same without a copy
         else:
             rows = tf.stack(tf.split(x, self.size, axis))  # [n, ...]
         if self._nccl:
@@ -191,24 +197,26 @@ class Group:
         with tf.control_dependencies([out]):  # nobody else would hold on to the send, and it would be pruned
             return tf.identity(x) if self.rank == root else out
 
-    def put_or_take(self, x: tf.Tensor | None, root: int, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+    def put_or_take(
+        self, x: tf.Tensor | None, root: int, shape: tf.TensorShape | Sequence[int], dtype: tf.DType
+    ) -> tf.Tensor:
         """The bare broadcast: the root sends x, the others take a tensor of static `shape`."""
         arguments = self._arguments("broadcast" if self.size > 2 else f"send_from_{root}")
         if self.rank == root:
+            assert x is not None
             return tf.raw_ops.CollectiveBcastSendV2(input=_carried(x), **arguments)
         wire = _CARRIED_AS.get(dtype, dtype)
         return _uncarried(
-            tf.raw_ops.CollectiveBcastRecvV2(shape=tf.constant(list(shape), tf.int32), T=wire, **arguments), dtype
+            tf.raw_ops.CollectiveBcastRecvV2(
+                shape=tf.constant(known_dims(tf.TensorShape(shape)), tf.int32), T=wire, **arguments
+            ),
+            dtype,
         )
 
     # -- keys, order and names ---------------------------------------------------------------------------------------
 
     def _differentiable(self, forward: Callable, backward: Callable, x: tf.Tensor) -> tf.Tensor:
-        @tf.custom_gradient
-        def collective(t: tf.Tensor):
-            return forward(t), backward
-
-        return collective(x)
+        return with_gradient(forward, backward, x)
 
     def _arguments(self, kind: str) -> dict:
         """What all of the operations take. The name is how an error finds its way back to the ranks."""

@@ -46,7 +46,7 @@ class RuntimeDefaults:
             raise problem or ConfigError(printable(found))
         return found[0]
 
-    def _broadcast_bytes(self, data: bytes, name: str) -> bytes:
+    def _broadcast_bytes(self, data: bytes, name: str) -> bytes | bytearray:
         """The chief's bytes, of which the other workers do not know the length."""
         length = int(self.all_gather(np.array([len(data)], np.int64))[0, 0])
         mine = np.frombuffer(data, np.uint8) if self.rank == 0 else np.zeros(length, np.uint8)

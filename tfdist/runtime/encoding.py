@@ -146,7 +146,7 @@ class _Reader:
         data = self._bytes(dtype.itemsize * _size(shape))
         return np.frombuffer(bytearray(data), dtype).reshape(shape) if data else np.zeros(shape, dtype)
 
-    def _scalar(self, name: str, shape: list[int]) -> np.generic:
+    def _scalar(self, name: str, shape: list[int]) -> Any:
         if shape != []:
             raise Malformed("a scalar with a shape")
         return self._array(name, shape)[()]

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
-from tfdist.control.user_errors import failure_in_text
+from tfdist.control.user_errors import failure, failure_in_text, without_internals
 from tfdist.runtime.ring_error import MARK, user_error
 
 _PEER_ERRORS = (
@@ -27,6 +27,8 @@ _GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
 
 # What tf.io.parse_example and the image decoders say of a record.
 _RECORD = re.compile(r"Key: \S+\.  |Feature: \S+ \(data type: |Unknown image file format|Could not parse example input")
+# Where tf.data says that it is one of its steps that has failed.
+_READING = re.compile(r"__wrapped__IteratorGetNext|Error in user-defined function passed to|\{\{node IteratorGetNext")
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 
 
@@ -52,11 +54,18 @@ def bad_label(error: BaseException) -> BadLabel | None:
     return BadLabel(int(found[1]), int(found[2])) if found else None
 
 
+def message_of(error: tf.errors.OpError) -> str:
+    """What TensorFlow says, without its class."""
+    return str(error.message)  # pyright: ignore[reportAttributeAccessIssue] - TensorFlow's types do not know it
+
+
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     """The error as a sentence with its exit code, or None if it is not one that we know."""
+    if isinstance(error, MemoryError):
+        return ConfigError(f"Out of memory: lower --micro_batch, or keep less data in memory. Python {failure(error)}")
     if isinstance(error, TfdistError) or not isinstance(error, tf.errors.OpError):
         return None
-    text = str(error.message)
+    text = message_of(error)
     if _HOROVOD_DOWN.search(text):
         return PeerLostError(
             "Horovod stopped: a worker died, was silent for --heartbeat_timeout, or did not enter a collective within"
@@ -78,6 +87,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return DataError(label.sentence)
     if told := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
         return DataError(f"A function of your own, which TensorFlow called, {told}")
+    if _READING.search(text):
+        return DataError(f"The data cannot be read, look at --source and --augment: {cause(text)}")
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         if isinstance(error, tf.errors.DeadlineExceededError) or "timed out" in text.lower():
             if group := _GROUP.search(text, text.lower().rfind("timed out") + 1):
@@ -115,13 +126,11 @@ def _first_line(text: str) -> str:
     return cause(text)[:300] or "nothing"
 
 
+_PLACE = re.compile(r"^Graph execution error:|^Detected at node .*|\[Op:\w+\].*$|^\s*File \".*\", line \d+, in .*")
+
+
 def cause(text: str) -> str:
     """What an error of TensorFlow's says, without what it says of its own operations and devices."""
     text = re.sub(r"^(?:.*?Error in user-defined function passed to .*?: )", "", text.strip(), count=1, flags=re.DOTALL)
-    lines = (
-        re.sub(
-            r"\{\{[^}]*\}\}|\[\[.*?\]\]|\[Op:\w+\].*$|^Graph execution error:|^Detected at node .*", "", line
-        ).strip()
-        for line in text.splitlines()
-    )
+    lines = (without_internals(_PLACE.sub("", line)) for line in text.splitlines())
     return next(filter(None, lines), "")[:300]

@@ -1,4 +1,7 @@
-"""From a configuration to a running Runtime: which strategy it means, and the start. No TensorFlow until it is needed."""
+"""From a configuration to a running Runtime: which strategy it means, and the start.
+
+TensorFlow is not imported before it is needed.
+"""
 
 from __future__ import annotations
 

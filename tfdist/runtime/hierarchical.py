@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
+from tfdist.runtime.host import known_dims
 
 
 def levels(ranks: Sequence[int], rank: int, hosts: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -60,7 +61,7 @@ class HierarchicalGroup:
             return self.across.all_reduce(x)
         if self.across.size == 1:
             return self.within.all_reduce(x)
-        size = math.prod(x.shape)
+        size = math.prod(known_dims(x.shape))
         padding = -size % self.within.size
         flat = tf.pad(tf.reshape(x, [-1]), [[0, padding]])
         part = self.across.all_reduce(self.within.reduce_scatter(flat))

@@ -7,6 +7,7 @@ collectives work, on TensorFlow's own tensors. Installed by scripts/install_horo
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -17,13 +18,16 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime import horovod_start
+from tfdist.runtime.array_bytes import from_bytes, to_bytes
+from tfdist.runtime.bucketing import in_buckets
 from tfdist.runtime.defaults import RuntimeDefaults
+from tfdist.runtime.host import known_dims
 from tfdist.runtime.operations import Collective
+from tfdist.runtime.own_gradient import with_gradient
 
 _CHUNK = 1 << 26  # bytes per host collective, to bound its memory
-_LEAST_COMPRESSED = (
-    1024  # elements: smaller tensors gain nothing, and the step's sums of weights exceed float16's range
-)
+# Elements: smaller tensors gain nothing, and the step's sums of weights exceed float16's range.
+_LEAST_COMPRESSED = 1024
 
 
 class Horovod(RuntimeDefaults):
@@ -68,20 +72,20 @@ class Horovod(RuntimeDefaults):
     def replica_id(self) -> tf.Tensor:
         return tf.constant(self.rank)
 
-    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-            whole = iter(self.all_reduce([tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]))
-            return [
-                self._gathered(tensor) if isinstance(tensor, tf.IndexedSlices) else next(whole) for tensor in tensors
-            ]
-        small = [
-            self._compress and tensor.dtype == tf.float32 and tensor.shape.num_elements() >= _LEAST_COMPRESSED
+    def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
+        whole = iter(self._sum_whole([tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]))
+        return [self._gathered(tensor) if isinstance(tensor, tf.IndexedSlices) else next(whole) for tensor in tensors]
+
+    def _sum_whole(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """As float16 on their way, where that is wanted and pays."""
+        halved = [
+            self._compress and tensor.dtype == tf.float32 and math.prod(known_dims(tensor.shape)) >= _LEAST_COMPRESSED
             for tensor in tensors
         ]
         reduced = self._sum(
-            [tf.cast(tensor, tf.float16) if half else tensor for tensor, half in zip(tensors, small, strict=True)]
+            [tf.cast(tensor, tf.float16) if half else tensor for tensor, half in zip(tensors, halved, strict=True)]
         )
-        return [tf.cast(tensor, tf.float32) if half else tensor for tensor, half in zip(reduced, small, strict=True)]
+        return [tf.cast(tensor, tf.float32) if half else tensor for tensor, half in zip(reduced, halved, strict=True)]
 
     def _gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
         if self.size == 1:
@@ -95,7 +99,8 @@ class Horovod(RuntimeDefaults):
         if self.size == 1:
             return list(tensors)
         reduced: list = [None] * len(tensors)
-        for members in _groups(tensors, self._group_bytes):
+        sizes = [math.prod(known_dims(tensor.shape)) * tensor.dtype.size for tensor in tensors]
+        for members in in_buckets(sizes, self._group_bytes, [tensor.dtype for tensor in tensors]):
             # Horovod does not know bfloat16.
             group = [
                 tf.cast(tensors[index], tf.float32) if tensors[index].dtype == tf.bfloat16 else tensors[index]
@@ -109,21 +114,20 @@ class Horovod(RuntimeDefaults):
         variable.assign(value)
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
-        @tf.custom_gradient
-        def gathered(row: tf.Tensor):
-            # Horovod's own gradient of this is a mean over ranks.
-            return (
-                tf.ensure_shape(self._hvd.allgather(row[tf.newaxis]), [self.size, row.shape[0]]),
-                lambda upstream: self._sum([upstream])[0][self.rank],
-            )
-
-        return row[tf.newaxis] if self.size == 1 else gathered(row)
+        if self.size == 1:
+            return row[tf.newaxis]
+        # Horovod's own gradient of this is a mean over ranks.
+        return with_gradient(
+            lambda row: tf.ensure_shape(self._hvd.allgather(row[tf.newaxis]), [self.size, row.shape[0]]),
+            lambda upstream: self._sum([upstream])[0][self.rank],
+            row,
+        )
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)
         if self.size == 1:
             return array[np.newaxis]
-        data = _to_bytes([array])
+        data = np.frombuffer(to_bytes([array]), np.uint8)
         gathered = (
             np.concatenate(
                 [
@@ -137,17 +141,17 @@ class Horovod(RuntimeDefaults):
             if data.size
             else np.zeros([self.size, 0], np.uint8)
         )
-        return np.stack([_from_bytes(row, [array])[0] for row in gathered])
+        return np.stack([from_bytes(row.tobytes(), [array])[0] for row in gathered])
 
     def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        data = _to_bytes(arrays)
+        data = np.frombuffer(to_bytes(arrays), np.uint8)
         if self.size == 1 or not data.size:
             return [np.asarray(array) for array in arrays]
         chunks = [
             self._hvd.broadcast(tf.constant(data[start : start + _CHUNK]), 0, name="tfdist_broadcast").numpy()
             for start in range(0, data.size, _CHUNK)
         ]
-        return _from_bytes(np.concatenate(chunks), arrays)
+        return from_bytes(np.concatenate(chunks).tobytes(), arrays)
 
     def barrier(self) -> None:
         self.all_gather(np.zeros(1, np.uint8))
@@ -166,31 +170,3 @@ class Horovod(RuntimeDefaults):
 
     def close(self) -> None:
         self._hvd.shutdown()
-
-
-def _groups(tensors: list[tf.Tensor], most_bytes: int) -> list[list[int]]:
-    """Indices of tensors of one dtype, up to about `most_bytes` a group; from the last, whose gradients are ready
-    first.
-    """
-    groups: list[list[int]] = []
-    size = 0
-    for index in reversed(range(len(tensors))):
-        tensor_bytes = tensors[index].shape.num_elements() * tensors[index].dtype.size
-        if not groups or tensors[groups[-1][-1]].dtype != tensors[index].dtype or size + tensor_bytes > most_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(index)
-        size += tensor_bytes
-    return groups
-
-
-def _to_bytes(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.frombuffer(b"".join(np.asarray(array).tobytes() for array in arrays), np.uint8)
-
-
-def _from_bytes(data: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    text, offset, arrays = data.tobytes(), 0, []
-    for array in map(np.asarray, like):
-        arrays.append(np.frombuffer(text, array.dtype, array.size, offset).reshape(array.shape).copy())
-        offset += array.nbytes
-    return arrays

@@ -145,7 +145,7 @@ def _open_port(cluster: Cluster, place: Placement) -> Iterator[None]:
 
     Rank 0: the rendezvous server, if it is ours. The others: probes of peers that are still in the preflight.
     """
-    if place.serve and cluster.rank == 0:
+    if place.serve and place.server and cluster.rank == 0:
         server = _rendezvous_server(place.server[1], bind_address(cluster.address, cluster.peers))
         try:
             yield
@@ -173,8 +173,7 @@ def _rendezvous_server(port: int, host: str = ""):
         def server_bind(self) -> None:
             self.socket.close()
             self.socket = bind_shared(self.server_address[1], host)  # shares the port with its reservation
-            self.server_address = self.socket.getsockname()[:2]
-            self.server_name, self.server_port = self.server_address
+            self.server_name, self.server_port = self.server_address = self.socket.getsockname()[:2]
 
         def handle_error(self, request, client_address) -> None:
             """A probe of the preflight is a connection without a request: no reason for a traceback."""

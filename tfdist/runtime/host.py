@@ -11,7 +11,8 @@ import tensorflow as tf
 def host_view(variable: tf.Variable | tf.Tensor) -> np.ndarray:
     """The value of a variable or tensor, for reading at once: without a copy where it is in host memory already."""
     try:
-        return np.asarray(memoryview(tf.convert_to_tensor(variable)))
+        tensor: Any = tf.convert_to_tensor(variable)  # whose types do not tell that it has a buffer
+        return np.asarray(memoryview(tensor))
     except (
         TypeError,
         ValueError,

@@ -11,7 +11,7 @@ import select
 import threading
 import time
 
-from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_connections import RingConnections
 
 _BEATS = 4  # in the time after which silence counts as death
 
@@ -22,7 +22,7 @@ class Heartbeat:
     `patience`: seconds of silence after which a neighbour is dead.
     """
 
-    def __init__(self, ring: Ring, patience: float):
+    def __init__(self, ring: RingConnections, patience: float):
         self._ring, self._patience = ring, patience
         self._ended = threading.Event()
         self._heard = dict.fromkeys(((ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size), time.monotonic())

@@ -104,7 +104,7 @@ class Mesh:
 
 def _read(text: str) -> dict[str, int]:
     degrees: dict[str, int] = {}
-    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+    for piece in (piece.strip() for piece in text.split(",")) if text.strip() else ():
         axis, equals, degree = (part.strip() for part in piece.partition("="))
         if not equals or axis not in AXES:
             raise ConfigError(

@@ -117,7 +117,7 @@ class MeshRuntime(RuntimeDefaults):
     def replica_id(self) -> tf.Tensor:
         return tf.constant(self.first_replica)
 
-    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_reduce(self, tensors: Sequence[Any]) -> list[Any]:
         return [self.group(*REPLICA_AXES).all_reduce(tensor) for tensor in tensors]
 
     def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:

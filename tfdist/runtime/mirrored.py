@@ -14,6 +14,7 @@ from tfdist.compat.tensorflow_replicas import per_replica
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.array_bytes import from_bytes, to_bytes
 from tfdist.runtime.collective_timeout import Overdue
 from tfdist.runtime.defaults import RuntimeDefaults
 from tfdist.runtime.reducer import RingReducer, suits
@@ -71,11 +72,11 @@ class StrategyRuntime(RuntimeDefaults):
     def replica_id(self) -> tf.Tensor:
         return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
 
-    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
         if self._reducer and all(suits(tensor) for tensor in tensors):
             return self._reducer(tensors)
         reduced: list = [None] * len(tensors)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # it packs tensors of one type only
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # it joins tensors of one type only
             places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
             # Arguments of `run` that pass straight through fail with "destinations can not be empty" without the
             # identity.
@@ -105,11 +106,11 @@ class StrategyRuntime(RuntimeDefaults):
         rows = np.zeros((self.size, words.size), np.int32)
         rows[self.rank] = words
         gathered = self._sum(rows.reshape(-1)).reshape(rows.shape)
-        return np.stack([_from_words(row, [array])[0] for row in gathered])
+        return np.stack([from_bytes(row.tobytes(), [array])[0] for row in gathered])
 
     def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         words = _to_words(arrays)
-        return _from_words(self._sum(words if self.rank == 0 else np.zeros_like(words)), arrays)
+        return from_bytes(self._sum(words if self.rank == 0 else np.zeros_like(words)).tobytes(), arrays)
 
     def barrier(self) -> None:
         self._sum(np.zeros(1, np.int32))
@@ -185,14 +186,5 @@ def communication_options(config: StrategyConfig) -> tf.distribute.experimental.
 
 
 def _to_words(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    data = b"".join(np.asarray(array).tobytes() for array in arrays)
+    data = to_bytes(arrays)
     return np.frombuffer(data + bytes(-len(data) % 4), np.int32)
-
-
-def _from_words(words: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    data, offset, arrays = words.tobytes(), 0, []
-    for array in like:
-        array = np.asarray(array)
-        arrays.append(np.frombuffer(data, array.dtype, array.size, offset).reshape(array.shape).copy())
-        offset += array.nbytes
-    return arrays

@@ -26,6 +26,7 @@ from tfdist.runtime.operations import OUR_RING, Collective, of_group, through_te
 from tfdist.runtime.orderly_exit import say_goodbye
 from tfdist.runtime.reducer import RingReducer
 from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_connections import Patience
 from tfdist.runtime.ring_error import MARK, RingError, user_error
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
@@ -58,9 +59,7 @@ class MultiWorker(StrategyRuntime):
             ring = Ring(
                 cluster,
                 exchange,
-                config.strategy.collective_timeout,
-                is_alive,
-                patience,
+                Patience(config.strategy.collective_timeout, is_alive, patience),
                 share=config.strategy.communication == "auto",
             )
         except RingError as error:
@@ -73,8 +72,10 @@ class MultiWorker(StrategyRuntime):
         return self._reducer is not None
 
     def collectives(self) -> dict[str, Collective]:
-        """all_reduce and all_gather are those of tf.distribute, or the ring where gradients travel through it; it has no
-        others, so the others are TensorFlow's bare operations, which know one replica per worker."""
+        """all_reduce and all_gather are those of tf.distribute, or of the ring where gradients travel through it.
+
+        tf.distribute has no others; those are TensorFlow's bare operations, which know one replica per worker.
+        """
         found = {}
         if self.local_replicas == 1:
             tasks = [self.cluster.task(rank) for rank in range(self.size)]

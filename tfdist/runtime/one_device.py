@@ -50,7 +50,7 @@ class OneDevice(RuntimeDefaults):
     def replica_id(self) -> tf.Tensor:
         return tf.constant(0)
 
-    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
         return list(tensors)
 
     def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:

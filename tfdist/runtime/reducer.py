@@ -12,13 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.runtime.bucketing import in_buckets
 from tfdist.runtime.ring import Ring
 
-_SUM, _SMALL, _ROWS = "sum", "sum of what travels as bfloat16", "rows of all workers"
+_SUM, _HALVED, _ROWS = "sum", "sum of what travels as bfloat16", "rows of all workers"
 _ALIGN = 16  # float32 elements: 64 bytes, what TensorFlow needs to take an array without a copy
 _UNUSED_REFERENCES = 3  # the pool's list, the loop variable, and getrefcount's argument
 
@@ -44,14 +46,14 @@ class RingReducer:
         self._failure: Exception | None = None
         threading.Thread(target=self._serve, name="tfdist-ring", daemon=True).start()
 
-    def __call__(self, tensors: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+    def __call__(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
         """The sum over all workers of each tensor, if it `suits`.
 
         Called while tracing; every worker traces the same.
         """
         wire = [_on_wire(tensor) for tensor in tensors]
         kinds = [
-            _ROWS if len(parts) > 1 else _SMALL if parts[0].dtype == tf.bfloat16 else _SUM
+            _ROWS if len(parts) > 1 else _HALVED if parts[0].dtype == tf.bfloat16 else _SUM
             for parts in wire
             for _ in parts
         ]
@@ -98,7 +100,7 @@ class RingReducer:
         for members in site.buckets:
             buffer = site.done.get()
             if buffer is None:
-                raise self._failure
+                raise self._failure or RuntimeError("a bucket without a result")
             for index in members:
                 reduced[index] = site.result(buffer, index)
         self.wait_s += time.monotonic() - begun
@@ -115,7 +117,7 @@ class RingReducer:
                         if site.kinds[number] == _ROWS:
                             self.ring.gather(buffer, site.number, number)
                         else:
-                            self.ring.all_reduce(buffer, site.number, number, small=site.kinds[number] == _SMALL)
+                            self.ring.all_reduce(buffer, site.number, number, halved=site.kinds[number] == _HALVED)
                 except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
                     self._failure = error
                 self.travel_s += time.monotonic() - begun
@@ -154,18 +156,14 @@ class _Site:
     ):
         self.number, self.shapes, self.rank, self.size = number, shapes, rank, size
         kinds = kinds or [_SUM] * len(shapes)
-        # The backward pass makes the last variables' gradients first.
-        self.buckets: list[list[int]] = []
+        self.buckets = in_buckets([4 * math.prod(shape) for shape in shapes], bucket_bytes, kinds, 4 * _ALIGN)
         self._offsets, self.lengths = {}, []
-        for index in reversed(range(len(shapes))):
-            elements = math.prod(shapes[index])
-            last = self.buckets[-1][0] if self.buckets else None
-            if last is None or kinds[last] != kinds[index] or (self.lengths[-1] + elements) * 4 > bucket_bytes:
-                self.buckets.append([])
-                self.lengths.append(0)
-            self.buckets[-1].append(index)
-            self._offsets[index] = self.lengths[-1]
-            self.lengths[-1] += -(-elements // _ALIGN) * _ALIGN
+        for members in self.buckets:
+            length = 0
+            for index in members:
+                self._offsets[index] = length
+                length += -(-math.prod(shapes[index]) // _ALIGN) * _ALIGN
+            self.lengths.append(length)
         self.kinds = [kinds[members[0]] for members in self.buckets]
         self._parts = {
             index: length

@@ -111,7 +111,7 @@ def _parse_hello(message: bytes) -> tuple[list[str], str] | None:
     with contextlib.suppress(ValueError):
         hello = wire.parse_object(message)
         peers, endpoint = hello.get("peers"), hello.get("endpoint")
-        if _is_texts(peers) and isinstance(endpoint, str):
+        if isinstance(peers, list) and _is_texts(peers) and isinstance(endpoint, str):
             return peers, endpoint
     return None
 

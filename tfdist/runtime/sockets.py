@@ -16,6 +16,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -25,11 +26,14 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm, rendezvous
+from tfdist.runtime.array_bytes import from_bytes, to_bytes
 from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.operations import OUR_RING, Collective
+from tfdist.runtime.own_gradient import with_gradient
 from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_connections import Patience, RingConnections
 from tfdist.runtime.ring_error import RingError, user_error
 
 
@@ -61,25 +65,19 @@ class Sockets(OneDevice):
         self.replicas, self.first_replica = cluster.size, cluster.rank
         self._lock = threading.Lock()
         self._last: dict[str, tf.Operation] = {}
-        timeout, patience = config.strategy.collective_timeout, config.cluster.heartbeat_timeout
-        startup = config.cluster.startup_timeout
-        self._heartbeat, self._reducer, self._gradients = None, None, None
+        startup, silence = config.cluster.startup_timeout, config.cluster.heartbeat_timeout
+        patience = Patience(config.strategy.collective_timeout, self._is_alive, silence)
+        self._heartbeat: Heartbeat | None = None
         try:
-            self._front = Ring(
-                cluster,
-                lambda endpoint: rendezvous.exchange(cluster, endpoint, startup),
-                timeout,
-                self._is_alive,
-                patience,
+            self._front = RingConnections(
+                cluster, lambda endpoint: rendezvous.exchange(cluster, endpoint, startup), patience
             )
 
             def exchange(endpoint: str) -> list[str]:
                 return [bytes(other).decode() for other in self._front.all_gather(endpoint.encode(), "endpoint")]
 
-            self._heartbeat = Heartbeat(Ring(cluster, exchange), patience)
-            self._gradients = Ring(
-                cluster, exchange, timeout, self._is_alive, patience, share=config.strategy.communication == "auto"
-            )
+            self._heartbeat = Heartbeat(RingConnections(cluster, exchange, Patience()), silence)
+            self._gradients = Ring(cluster, exchange, patience, share=config.strategy.communication == "auto")
         except RingError as error:
             raise user_error(str(error)) from error
         self._reducer = RingReducer(self._gradients, int(config.strategy.pack_mb * 2**20))
@@ -102,30 +100,24 @@ class Sockets(OneDevice):
     def replica_id(self) -> tf.Tensor:
         return tf.constant(self.rank)
 
-    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
         suited = [index for index, tensor in enumerate(tensors) if suits(tensor)]
         others = [index for index in range(len(tensors)) if index not in set(suited)]
         reduced = dict(zip(suited, self._reducer([tensors[index] for index in suited]) if suited else [], strict=True))
         if others:
-            rows = self.gather([tensors[index][tf.newaxis] for index in others])
+            rows = self.gather([tf.convert_to_tensor(tensors[index])[tf.newaxis] for index in others])
             reduced |= {index: tf.reduce_sum(stack, axis=0) for index, stack in zip(others, rows, strict=True)}
         return [reduced[index] for index in range(len(tensors))]
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
-        @tf.custom_gradient
-        def gathered(row: tf.Tensor):
-            return self.gather([row[tf.newaxis]])[0], self._own_row_of_sum
-
-        return gathered(row)
+        return with_gradient(lambda row: self.gather([row[tf.newaxis]])[0], self._own_row_of_sum, row)
 
     def _own_row_of_sum(self, rows: tf.Tensor) -> tf.Tensor:
         """The adjoint of gather_row, which is this one's: [workers, k] of each worker -> [k]."""
 
-        @tf.custom_gradient
-        def own(rows: tf.Tensor):
-            return tf.reduce_sum(self.gather([rows[tf.newaxis]])[0], 0)[self.rank], self.gather_row
-
-        return own(rows)
+        return with_gradient(
+            lambda rows: tf.reduce_sum(self.gather([rows[tf.newaxis]])[0], 0)[self.rank], self.gather_row, rows
+        )
 
     def gather(
         self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = (), stamp: Callable[[], int] = lambda: 0
@@ -160,7 +152,9 @@ class Sockets(OneDevice):
         arrays, same = arrays[:count], arrays[count:]
         stamp = stamp_of()
         for array in same:
-            data = repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array)
+            data: Any = np.ascontiguousarray(array)
+            if array.dtype == object:
+                data = repr(array.tolist()).encode()
             stamp = zlib.crc32(data, stamp)
         lengths = np.array([len(array) for array in arrays], np.int64)
         with self._lock:
@@ -184,17 +178,10 @@ class Sockets(OneDevice):
         return np.stack([np.frombuffer(block, array.dtype, array.size).reshape(array.shape) for block in blocks])
 
     def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        arrays = [np.asarray(array) for array in arrays]
-        block = self._host_gather(
-            b"".join(array.tobytes() for array in arrays) if self.rank == 0 else b"", "broadcast"
-        )[0]
-        received, offset = [], 0
-        for array in arrays:
-            received.append(np.frombuffer(block, array.dtype, array.size, offset).reshape(array.shape).copy())
-            offset += array.nbytes
-        return received
+        data = to_bytes(arrays) if self.rank == 0 else b""
+        return from_bytes(self._host_gather(data, "broadcast")[0], arrays)
 
-    def _broadcast_bytes(self, data: bytes, name: str) -> bytes:
+    def _broadcast_bytes(self, data: bytes, name: str) -> bytes | bytearray:
         return self._host_gather(data, name)[0]
 
     def barrier(self) -> None:
@@ -221,18 +208,18 @@ class Sockets(OneDevice):
         self._front.say_goodbye()
 
     def waiting_for(self) -> int | None:
-        return next(
-            (ring.waiting_for for ring in (self._gradients, self._front) if ring and ring.waiting_for is not None), None
-        )
+        rings = (self._gradients, self._front)
+        return next((ring.waiting_for for ring in rings if ring.waiting_for is not None), None)
 
     def reduction_s(self) -> tuple[float, float] | None:
         return self._reducer.travel_s, self._reducer.wait_s
 
     def close(self) -> None:
         self.barrier()  # nobody closes a connection on which another still waits
-        self._heartbeat.close()
+        if self._heartbeat:
+            self._heartbeat.close()
 
-    def _host_gather(self, data: bytes, name: str) -> list[bytes]:
+    def _host_gather(self, data: bytes, name: str) -> list[bytes | bytearray]:
         try:
             with self._lock:
                 return self._front.all_gather(data, name)

@@ -47,7 +47,7 @@ def check_weights(runtime: Runtime, held: Sequence[Held], when: str) -> None:
         for replica, copy in enumerate(runtime.local(each.variable) if each.variable is not None else ()):
             own[replica, place] = (
                 each.piece,
-                zlib.crc32(np.ascontiguousarray(host_view(copy)).reshape(-1).view(np.uint8)),
+                zlib.crc32(np.ascontiguousarray(host_view(copy)).reshape(-1).view(np.uint8).data),
             )
     found = runtime.all_gather(own).reshape(-1, len(held), 2)  # of every replica or, on a mesh, rank
     different: dict[int, set[int]] = {}  # place of a variable -> who differs

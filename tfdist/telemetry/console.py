@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 
+from tfdist.control.terminal import without_control
 from tfdist.telemetry.events import Event
 
 _NOT_METRICS = ("train/learning_rate", "train/gradient_norm", "train/loss_scale", "train/skipped_steps")
@@ -19,7 +20,7 @@ class PlainConsole:
     def __call__(self, event: Event) -> None:
         line = self.line(event)
         if line:
-            print(line, flush=True)
+            print(without_control(line), flush=True)
 
     def line(self, event: Event) -> str:
         """The event as a line; "" if it has nothing to show."""
@@ -86,7 +87,7 @@ class BarConsole(PlainConsole):
         if event.kind in ("start", "restore"):  # a resumed run does not begin at 0
             self._bar.update(self._task, completed=event.step)
         if line := self.line(event):
-            self._bar.console.print(line, markup=False, highlight=False)
+            self._bar.console.print(without_control(line), markup=False, highlight=False)
 
     def close(self) -> None:
         self._bar.stop()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.control.exit_codes import UnsupportedError
+from tfdist.control.exit_codes import ConfigError, UnsupportedError
 from tfdist.plugins import resolve
 from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.jsonl import replay
@@ -62,7 +62,10 @@ class Run:
 
 def make_trackers(names: str, run: Run) -> list[Observer]:
     """The trackers of --trackers. Raises ConfigError for an unknown name, UnsupportedError for a missing package."""
-    return [resolve("trackers", name, TRACKERS)(run) for name in names.split(",") if name not in ("", "none")]
+    chosen = [name for name in names.split(",") if name not in ("", "none")]
+    if chosen and "none" in names.split(","):
+        raise ConfigError(f"--trackers={names} names {chosen[0]} and none: drop one of them.")
+    return [resolve("trackers", name, TRACKERS)(run) for name in chosen]
 
 
 def numbers(event: Event) -> dict[str, float]:

@@ -7,6 +7,7 @@ data, do not end it: these are warnings.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -22,22 +23,37 @@ _VIEWS = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims")
 
 
 def check(
-    config: ModelConfig, model: keras.Model, train: Split, held_out: Split | None, global_batch: int
+    config: ModelConfig,
+    model: keras.Model,
+    train: Split,
+    held_out: Split | None,
+    global_batch: int,
+    batch_spec: tuple | None = None,
 ) -> list[str]:
     """Returns warnings. Raises ConfigError or DataError for what cannot go well; nothing is said of a user's own
     objective.
 
-    model: as it was built, before layers of it are spread over workers.
+    model: as it was built, before layers of it are spread over workers. batch_spec: of the batches that are trained on,
+    where they may differ from the samples of `train` (by an augmentation).
     """
+    if batch_spec:
+        batch = tf.nest.flatten(batch_spec[0])[0].shape[0]
+        spec = tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape[1:], part.dtype), batch_spec)
+        train = dataclasses.replace(train, element_spec=tuple(spec))
+    else:
+        batch = None
+    flag = f"--model={config.model}"
+    for split in filter(None, (train, held_out)):
+        check_inputs(flag, model, split.element_spec[0], split.name, batch)
     warnings = []
     if train.size is not None and global_batch > train.size:
         warnings.append(
             f"--global_batch={global_batch} is more than the {train.size:,} samples of {train.name}: each batch holds"
             f" samples several times; lower it to at most {train.size}."
         )
-    y, outputs = train.element_spec[1], output_shape(model, train.element_spec[0])
-    if ":" in config.objective or outputs is None or not isinstance(y, tf.TensorSpec):
+    if ":" in config.objective:
         return warnings
+    y, outputs = train.element_spec[1], output_shape(flag, model, train.element_spec[0])
     if config.objective == "regression" or (config.objective == "auto" and not y.dtype.is_integer):
         _check_regression(config, train, outputs)
         return warnings
@@ -52,14 +68,65 @@ def check(
     return warnings
 
 
-def output_shape(model: keras.Model, x_spec: Any) -> tuple[int | None, ...] | None:
-    """Of the outputs of one sample; None if they are several tensors, or not known without data."""
+def check_inputs(flag: str, model: keras.Model, x_spec: Any, of: str, batch: int | None = None) -> None:
+    """Raises ConfigError unless the model that `flag` names takes samples with such an x.
+
+    batch: samples at a time, if it is known. Of a model whose inputs are not known before it is called, nothing is said.
+    """
     try:
-        outputs = model.outputs if isinstance(model, keras.Sequential) else keras.tree.flatten(model.output)
+        inputs = model.inputs if isinstance(model, keras.Sequential) else model.input
+    except (AttributeError, ValueError):
+        return
+    wanted, given = _named(inputs), _named(x_spec)
+    if not isinstance(x_spec, dict):
+        given = dict(zip(wanted, given.values(), strict=False)) if len(wanted) == len(given) else given
+    if missing := [name for name in wanted if name not in given]:
+        raise ConfigError(
+            f"{flag} has the inputs {', '.join(wanted)}, but x of {of} has {', '.join(given)}: there is no {missing[0]}."
+        )
+    for name, tensor in wanted.items():
+        spec, place = given[name], f"x of {of}" if len(wanted) == 1 else f"{name} in x of {of}"
+        shape, text = list(tensor.shape[1:]), tensor.dtype == "string"
+        if text != (spec.dtype == tf.string) or not _takes(shape, list(spec.shape)):
+            raise ConfigError(
+                f"{flag} takes samples of {tensor.dtype} {shape}, but {place} is {spec.dtype.name}"
+                f" {spec.shape.as_list()}: change one of the two."
+            )
+        if tensor.shape[0] not in (None, batch or tensor.shape[0]):
+            raise ConfigError(
+                f"{flag} takes batches of {tensor.shape[0]} only, but here are {batch}: drop its batch_size."
+            )
+
+
+def _named(nest: Any) -> dict[str, Any]:
+    """name -> tensor; tensors in a list are called as they call themselves, or by their place."""
+    if isinstance(nest, dict):
+        return dict(nest)
+    return {getattr(tensor, "name", None) or str(at): tensor for at, tensor in enumerate(keras.tree.flatten(nest))}
+
+
+def _takes(wanted: list[int | None], given: list[int]) -> bool:
+    """Whether Keras takes the one for the other: it adds or drops a last dim of 1."""
+    if len(wanted) == len(given) + 1 and wanted[-1] == 1:
+        given = [*given, 1]
+    elif len(given) == len(wanted) + 1 and given[-1] == 1:
+        given = given[:-1]
+    return len(wanted) == len(given) and all(a in (None, b) for a, b in zip(wanted, given, strict=True))
+
+
+def output_shape(flag: str, model: keras.Model, x_spec: Any) -> tuple[int | None, ...]:
+    """Of the outputs of one sample. Raises ConfigError if they are several tensors, or named."""
+    try:
+        output = model.outputs[0] if isinstance(model, keras.Sequential) else model.output
     except (AttributeError, ValueError):
         symbols = tf.nest.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape), spec.dtype.name), x_spec)
-        outputs = keras.tree.flatten(model.compute_output_spec(symbols))
-    return tuple(outputs[0].shape[1:]) if len(outputs) == 1 else None
+        output = model.compute_output_spec(symbols)
+    if isinstance(output, dict | list | tuple):
+        raise ConfigError(
+            f"{flag} returns a {type(output).__name__} of {len(output)}, but losses of ours take one tensor: give"
+            " --objective=package.module:function."
+        )
+    return tuple(output.shape[1:])
 
 
 def _check_regression(config: ModelConfig, split: Split, outputs: tuple) -> None:
@@ -79,6 +146,11 @@ def _check_regression(config: ModelConfig, split: Split, outputs: tuple) -> None
 
 def _check_classes(config: ModelConfig, split: Split, outputs: tuple) -> None:
     y = tuple(split.element_spec[1].shape)
+    if split.element_spec[1].dtype.is_floating:
+        raise ConfigError(
+            f"--objective={config.objective} takes whole numbers of classes, but y of {split.name} is"
+            f" {split.element_spec[1].dtype.name}: make it int32, or use --objective=regression."
+        )
     if len(outputs) != len(y) + 1 or any(a not in (None, b) for a, b in zip(outputs, y, strict=False)):
         raise ConfigError(
             f"--model={config.model} returns {list(outputs)} for a sample, but y of {split.name} is"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from pathlib import Path
 
 import keras
@@ -65,14 +67,14 @@ def peak_flops(config: Config) -> float:
 
 def baseline(text: str) -> float:
     """--scaling_baseline as samples per second; 0 for none. Raises ConfigError."""
-    try:
-        return float(text or 0)
-    except ValueError:
-        pass
+    with contextlib.suppress(ValueError):
+        speed = float(text or 0)
+        if 0 <= speed < math.inf:
+            return speed
     try:
         summary = json.loads((Path(text) / "summary.json").read_text(encoding="utf-8"))
         workers, speed = summary["workers"], float(summary["samples_per_s"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
             f"--scaling_baseline={text} is neither a number nor the folder of a finished run: give samples per second"
             " of one worker, or the --run_dir of a run of one worker."

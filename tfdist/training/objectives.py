@@ -27,6 +27,8 @@ def classification(label_smoothing: float = 0.0) -> Objective:
 
     def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
         logits = tf.cast(outputs, tf.float32)
+        if y.dtype not in (tf.int32, tf.int64):
+            y = tf.cast(y, tf.int64)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
         if label_smoothing:
             # (1 - e) * CE(y) + e * mean over classes of CE(class): Szegedy et al. 2016, arXiv:1512.00567
@@ -88,9 +90,19 @@ def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
                 " --objective=package.module:function."
             )
         name = "classification" if y_spec.dtype.is_integer else "regression"
+    if name in OBJECTIVES and not _is_numeric(y_spec):
+        kind = y_spec.dtype.name if isinstance(y_spec, tf.TensorSpec) else "several tensors"
+        raise ConfigError(
+            f"--objective={config.objective} takes one tensor of numbers, but a sample's y of --source is {kind}: give"
+            " whole numbers for classes, floats for values, or --objective=package.module:function."
+        )
     if name in OBJECTIVES:
         return OBJECTIVES[name](config)
     return own_objective(name, resolve("objective", name, OBJECTIVES))
+
+
+def _is_numeric(spec: Any) -> bool:
+    return isinstance(spec, tf.TensorSpec) and (spec.dtype.is_integer or spec.dtype.is_floating or spec.dtype.is_bool)
 
 
 def weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -94,6 +97,7 @@ def make_optimizer(
             raise ConfigError(
                 f"--optimizer_args={config.optimizer_args}: {name} is set with {OWN_FLAGS[name]}, not here."
             )
+    _check_numbers(config, options)
     if config.ema:
         options |= {"use_ema": True, "ema_momentum": config.ema, "ema_overwrite_frequency": None}
     try:
@@ -108,6 +112,22 @@ def make_optimizer(
     if config.weight_decay and excluded:
         optimizer.exclude_from_weight_decay(var_names=excluded)
     return switch_off_reduction(optimizer)
+
+
+def _check_numbers(config: OptimizerConfig, options: dict[str, Any]) -> None:
+    """Keras takes anything, and fails when the step is traced."""
+    for name, parameter in inspect.signature(OPTIMIZERS[config.optimizer]).parameters.items():
+        usual, value = parameter.default, options.get(name)
+        if name not in options or not isinstance(usual, float):
+            continue
+        below = 1.0 if name.startswith(("beta", "momentum", "rho")) else math.inf
+        if isinstance(value, bool) or not isinstance(value, int | float) or (usual >= 0 and not 0 <= value < below):
+            limits = "" if usual < 0 else " of at least 0" if below > 1 else " of at least 0 and below 1"
+            raise ConfigError(
+                f"--optimizer_args={config.optimizer_args}: {name}={value} must be a number{limits}; without the option it"
+                f" is {usual:g}."
+            )
+        options[name] = float(value)
 
 
 def switch_off_reduction(optimizer: keras.Optimizer) -> keras.Optimizer:

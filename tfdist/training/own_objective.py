@@ -19,6 +19,8 @@ _WANTED = (
     " [n, T], not reduced (tfdist/training/scores.py)"
 )
 
+_NUMBERS = "give a float32 tensor with one number for each sample, or token"
+
 
 def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tensor], Scores]:
     """Raises ConfigError for a function that takes something else, now, and when it is traced for one that fails or
@@ -38,11 +40,20 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
             scores = converted(outputs, y, w)
         if not isinstance(scores, tuple) or len(scores) != 3 or not isinstance(scores[2], Mapping):
             raise ConfigError(f"--objective={name} returned {type(scores).__name__}: an objective is {_WANTED}.")
-        scores = Scores(tf.convert_to_tensor(scores[0]), tf.convert_to_tensor(scores[1]), scores[2])
+        if wrong := next(
+            (metric for metric in scores[2] if not isinstance(metric, str) or not (metric and metric.isprintable())),
+            None,
+        ):
+            raise ConfigError(f"--objective={name} has a metric called {wrong!r}: give each a name.")
+        scores = Scores(
+            _numbers(name, "losses", scores[0], learnable=True),
+            _numbers(name, "weights", scores[1]),
+            {metric: _numbers(name, f"the metric {metric!r}", values) for metric, values in scores[2].items()},
+        )
         if scores.losses.shape.rank == 0:
             raise ConfigError(f"--objective={name} returned one loss for the whole batch: an objective is {_WANTED}.")
         for what, values in {"weights": scores.weights, **scores.metrics}.items():
-            if not tf.convert_to_tensor(values).shape.is_compatible_with(scores.losses.shape):
+            if not values.shape.is_compatible_with(scores.losses.shape):
                 raise ConfigError(
                     f"--objective={name} returned losses of shape {scores.losses.shape}, but {what} of shape"
                     f" {values.shape}: they must be of one shape."
@@ -50,3 +61,16 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
         return scores
 
     return objective
+
+
+def _numbers(name: str, what: str, values: Any, learnable: bool = False) -> tf.Tensor:
+    """Values that the objective called `name` has returned, as float32. Raises ConfigError if they are none."""
+    try:
+        tensor = tf.convert_to_tensor(values)
+    except (TypeError, ValueError):
+        raise ConfigError(f"--objective={name} returned {type(values).__name__} for {what}: {_NUMBERS}.") from None
+    usable = tensor.dtype.is_floating or not learnable and (tensor.dtype.is_integer or tensor.dtype.is_bool)
+    if not usable:
+        why = ", which have no gradient" if learnable and tensor.dtype != tf.string else ""
+        raise ConfigError(f"--objective={name} returned {tensor.dtype.name} for {what}{why}: {_NUMBERS}.")
+    return tf.cast(tensor, tf.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -93,17 +93,33 @@ class ReplicaGradients:
         with self._counting(w):
             with tf.GradientTape(persistent=True) as tape:
                 total = self.total(self.model(x, training=True), y, w, scale)
-            begin, unconnected = self.begin_backward(total), tf.UnconnectedGradients.ZERO
-            gradients, of_added = (
-                []
-                if part is None
-                else as_summands(tape.gradient(part, sources, [begin], unconnected_gradients=unconnected), sources)
+            begin = self.begin_backward(total)
+            found = [
+                [] if part is None else tape.gradient(part, sources, [begin])  # None: it does not depend on that source
                 for part in (total.differentiated, total.added)
-            )
+            ]
             del tape
+        _check_connected([*found[0], *found[1]])
+        gradients, of_added = (as_summands(_with_zeros(part, sources), sources) if part else [] for part in found)
         if not self.options.jit_compile:
             weights_first(gradients, begin)
         return Accumulated(gradients, of_added, total.sums)
+
+
+def _check_connected(gradients: list[Gradient | None]) -> None:
+    """Without any gradient (of whole numbers, behind a stop_gradient) a run would go on and learn nothing."""
+    if all(gradient is None for gradient in gradients):
+        raise ConfigError(
+            "The loss depends on none of the model's trainable variables: let --model and --objective compute it from them"
+            " in floats, without stop_gradient."
+        )
+
+
+def _with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list[Gradient]:
+    return [
+        tf.zeros_like(source) if gradient is None else gradient
+        for gradient, source in zip(gradients, sources, strict=True)
+    ]
 
 
 def _in_one_pass(total: Total) -> tuple[tf.Tensor, tf.Tensor]:

@@ -88,6 +88,7 @@ class DataParallel:
         slices: bool = False,
         bfloat16: bool = False,
     ):
+        slices = slices and runtime.sums_slices
         self.runtime, self.model, self.optimizer, self.slices = runtime, model, optimizer, slices
         self.bfloat16 = bfloat16 and runtime.replicas > 1
         if slices and updates_rows(optimizer):

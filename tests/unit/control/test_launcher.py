@@ -252,9 +252,18 @@ def test_poll_does_not_wait_and_stop_ends_all(tmp_path):
     result = made.stop()
     assert (
         result.exit_codes == {"worker 0": -signal.SIGTERM, "worker 1": -signal.SIGTERM}
-        and result.code == ExitCode.PEER_LOST
+        and result.code == ExitCode.PREEMPTED  # it was asked to: no failure
+        and result.cause == "the job was asked to stop before worker 0 and worker 1 could save"
     )
     assert made.poll() == result
+
+
+@pytest.mark.parametrize("other, code", [("sys.exit(6)", 6), ("sys.exit(3)", 3)])
+def test_a_worker_that_failed_by_itself_counts_whatever_is_asked_for_then(tmp_path, other, code):
+    made, output = job(tmp_path, f"print('ready', flush=True)\nif rank: {other}\ntime.sleep(60)")
+    made.start()
+    until(lambda: made.poll() is None and made.workers[1].code)
+    assert made.stop().code == code
 
 
 def test_what_a_worker_leaves_behind_is_ended(tmp_path):

@@ -152,6 +152,7 @@ def test_outside_of_a_step_a_process_is_alone():
         ({"SLURM_PROCID": "4"}, ["contradict"]),
         ({"SLURM_STEP_NODELIST": "gpu[8"}, ["gpu[8"]),
         ({"SLURM_PROCID": "two"}, ["SLURM_PROCID=two"]),
+        ({"TFDIST_PORT": "70000"}, ["TFDIST_PORT=70000", "at most 655"]),
     ],
 )
 def test_contradictions_are_named(changes, words):
@@ -178,6 +179,7 @@ def test_other_pods_are_alone():
         ({"TFDIST_ADDRESS": "run:2222"}, ["{index}"]),
         ({"JOB_COMPLETION_INDEX": "3"}, ["JOB_COMPLETION_INDEX=3", "TFDIST_WORKERS=3"]),
         ({"TFDIST_WORKERS": "many"}, ["many"]),
+        ({"TFDIST_ADDRESS": "run-{index}"}, ["TFDIST_ADDRESS", '"run-1"', "host:port"]),
     ],
 )
 def test_mistakes_in_a_pod_are_named(changes, words):

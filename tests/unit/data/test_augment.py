@@ -158,3 +158,19 @@ def test_an_augmentation_that_is_none(tmp_path, monkeypatch):
             replica=0,
             consumed=0,
         )
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (
+            (tf.zeros([2, 4]), tf.zeros([2])),
+            r"returned \(2, 4\) for 9 samples of mine: x and y must keep a row for each",
+        ),
+        ((tf.zeros([]), tf.zeros([9])), r"returned \(\) for 9 samples"),
+        ((tf.zeros([9, 4]), 3), "returned int for mine: x and y must be tensors"),
+    ],
+)
+def test_results_that_are_no_micro_batch(result, words):
+    with pytest.raises(DataError, match=words):
+        augment.apply(lambda x, y, seeds: result, (tf.zeros([9, 4]), tf.zeros([9])), tf.zeros([9, 2], tf.int32), "mine")

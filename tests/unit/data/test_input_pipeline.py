@@ -318,6 +318,8 @@ def test_options():
     ):
         assert dataset.options().deterministic
         assert dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF
+        # Else an iterator that is let go may hold Python's lock for up to a minute (data/tuning.py).
+        assert dataset.options().autotune.enabled is False
 
 
 def test_iterates_inside_a_tf_function():

@@ -90,6 +90,15 @@ def unequal(split): return x, y[:3]
 def strings_in_objects(split): return np.array([object()] * 3), y[:3]
 def no_rows(split): return Rows(0)
 def not_pairs(split): return [1, 2, 3]
+def no_columns(split): return x[:, :0], y
+def broken_length(split): return BrokenLength()
+def odd_object(split): return [(x[0], object())]
+def heavy(split): return dataset(split).map(lambda x, y: (x, y, "heavy"))
+def whole_weights(split): return dataset(split).map(lambda x, y: (x, y, 2))
+def other_shape(split): return tf.data.Dataset.from_generator(lambda: zip(x, y), output_signature=(tf.TensorSpec([3]), tf.TensorSpec([], tf.int64)))
+def leaves(split): raise SystemExit(0)
+class BrokenLength(list):
+    def __len__(self): raise KeyError("length")
 def needs(split, folder): return x, y
 """
 
@@ -177,6 +186,14 @@ def test_split():
         ("strings_in_objects", "cannot be a tensor"),
         ("no_rows", "is an empty Rows"),
         ("not_pairs", "item 0 of user_data_module:not_pairs/train is a int"),
+        ("no_columns", "has samples of shape (0,), which hold nothing"),
+        ("broken_length", "the length of user_data_module:broken_length/train, a BrokenLength, failed"),
+        (
+            "other_shape",
+            "user_data_module:other_shape/train, a tf.data.Dataset, cannot be read: TypeError: `generator`",
+        ),
+        ("heavy", "whose weights are no numbers"),
+        ("odd_object", "item 0 of user_data_module:odd_object/train has y = <object object>, which is neither"),
     ],
 )
 def test_bad_data(function, message):
@@ -195,6 +212,7 @@ def test_bad_data(function, message):
         ("user_data_module:by_split", "scale=2", "does not take 'scale'; it takes none"),
         ("user_data_module:as_dict", "scal=2", "does not take 'scal'; it takes scale"),
         ("user_data_module:needs", "", "needs a value for 'folder'"),
+        ("user_data_module:leaves", "", "ended the program (sys.exit(0))"),
     ],
 )
 def test_bad_functions(source, source_args, message):
@@ -281,3 +299,9 @@ print(sum(int(tf.reduce_sum(x["i"])) for x, _, _ in dataset.take(2)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == str(sum(range(20))), done.stderr
+
+
+def test_whole_weights_of_a_dataset_are_floats():
+    split = load("whole_weights")
+    assert split.element_spec[2] == tf.TensorSpec([], tf.float32)
+    assert float(next(iter(split.stream(0, 1)))[2]) == 2.0

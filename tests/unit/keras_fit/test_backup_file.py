@@ -6,10 +6,16 @@ import pickle
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from tfdist.control.exit_codes import CheckpointError
+import tfdist
+from tfdist.compat import keras_epochs
+from tfdist.control import lease
+from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.data.tuning import untuned
 from tfdist.keras_fit import backup_file
 from tfdist.keras_fit.epoch_backup import FILE, EpochBackup, _plain_state
+from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime.one_device import OneDevice
 
 
@@ -57,3 +63,31 @@ def test_what_callbacks_keep_comes_back(tmp_path):
     assert other.monitor_op is keras.ops.less and (other.min_delta, other.best, other.wait) == (-0.5, 3.5, 2)
     np.testing.assert_array_equal(other.best_weights[0], np.ones([2, 3]))
     assert not hasattr(other, "other") and not hasattr(other, "hook")
+
+
+def test_of_two_jobs_on_one_folder_the_second_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "_TO_END_SECONDS", 0.1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+
+    def fit(epochs):
+        callbacks = [keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)]
+        return tfdist.fit(model, x, y, epochs=epochs, callbacks=callbacks, verbose=0).epoch
+
+    with lease.held(tmp_path, "another"), pytest.raises(ConfigError, match=f"{tmp_path} is in use .*another folder"):
+        fit(1)
+    assert fit(1) == [0] and fit(2) == [0, 1]  # nor does a job stand in its own way
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_no_data_is_read_with_the_tuner():
+    """Its end may hold Python's lock for up to a minute (data/tuning.py)."""
+    read = []
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = keras_epochs.data_changed(lambda dataset: read.append(untuned(dataset)) or read[-1])
+    with replaced(keras_epochs.EpochIterator, keras_epochs.DATA, data):
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+        model.predict(tf.data.Dataset.from_tensors(np.ones((4, 2))), verbose=0)
+    assert {dataset.options().autotune.enabled for dataset in read} == {False}

@@ -170,6 +170,25 @@ def returns_text():
     return "a model"
 
 
+def returns_untrainable():
+    x = keras.Input((8, 8, 1))
+    return keras.Model(x, keras.layers.Flatten()(x))
+
+
+class Uninitialised(keras.Model):
+    def __init__(self):
+        self.layer = keras.layers.Dense(3)
+
+
+def returns_uninitialised():
+    return Uninitialised()
+
+
+def returns_whole_numbers():
+    x = keras.Input((8, 8, 1))
+    return keras.Model(x, keras.ops.cast(keras.layers.Dense(3)(keras.layers.Flatten()(x)), "int32"))
+
+
 def returns_unbuilt():
     return keras.Sequential([keras.layers.Dense(3)])
 
@@ -223,6 +242,10 @@ def test_num_outputs_can_be_given_as_an_option():
         (f"{__name__}:own_subclassed", "dtype=float16", r'returns float16: give its last layer dtype="float32"\.'),
         (f"{__name__}:returns_text", "num_outputs=3", r"has no option 'num_outputs'; it accepts none\."),
         (f"{__name__}:returns_unbuilt", "", r"returned a model without variables"),
+        (f"{__name__}:returns_untrainable", "", r"returned a model that has no variables to train"),
+        (f"{__name__}:returns_uninitialised", "", r"returns_uninitialised failed"),
+        (f"{__name__}:returns_whole_numbers", "", r"returns int32, which has no gradient"),
+        ("mlp", "widths={}", r"widths=\{\}: write for example widths=\(128,128\)"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(model, options, sentence):

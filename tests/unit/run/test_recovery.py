@@ -76,7 +76,7 @@ def recovery_of(folder, memory=None, runtime=None, **flags):
         step=SimpleNamespace(
             counter=SimpleNamespace(numpy=lambda: state.arrays["train/step"]), update=update, variables={}
         ),
-        schedule=lambda iterations: config.optimizer.learning_rate,
+        schedule=lambda iterations: config.schedule.learning_rate,
         optimizer=SimpleNamespace(iterations=SimpleNamespace(value=0)),
         model=SimpleNamespace(non_trainable_variables=[]),
         stream_cut=1,

@@ -48,6 +48,7 @@ def test_data_takes_what_remains():
         ("data=0", 2, ["data", "'0'"]),
         ("data=2,data=2", 4, ["data twice"]),
         ("data", 2, ["'data'"]),
+        (",", 2, ["--mesh=,", "axis=degree"]),
     ],
 )
 def test_messages(text, size, words):

@@ -17,6 +17,7 @@ from tfdist.control.token import Secret
 from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.rendezvous import exchange
 from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_connections import Patience
 
 
 @pytest.fixture
@@ -175,7 +176,9 @@ def test_a_stranger_at_a_rings_port_is_no_neighbour():
 
     def make(rank):
         ring = Ring(
-            cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001"), SECRET), lambda endpoint: meet(rank, endpoint), 10
+            cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001"), SECRET),
+            lambda endpoint: meet(rank, endpoint),
+            Patience(10),
         )
         found = ring.all_gather(f"rank {rank}".encode(), "test")
         ring.close()

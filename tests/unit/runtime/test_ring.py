@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from tfdist.control.exit_codes import PeerLostError
 from tfdist.runtime.multi_worker import MultiWorker
 from tfdist.runtime.reducer import RingReducer, _Site
 from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_connections import Patience
 from tfdist.runtime.ring_error import RingError
 from tfdist.runtime.shared_memory import OthersArrays, SharedArrays
 
@@ -47,7 +49,7 @@ def on_every_rank(size, function, timeout=20.0, share=False):
     endpoints = Endpoints(size)
 
     def run(rank):
-        ring = Ring(place(rank, size), endpoints.exchange(rank), timeout, share=share)
+        ring = Ring(place(rank, size), endpoints.exchange(rank), Patience(timeout), share=share)
         try:
             return function(ring)
         finally:
@@ -120,7 +122,7 @@ def test_small_sums(size, count, shared):
         )
         for _ in range(2):
             array[:] = mine[ring.rank]
-            ring.all_reduce(array, small=True)
+            ring.all_reduce(array, halved=True)
         return array.copy()
 
     results = on_every_rank(size, reduce, share=bool(shared))
@@ -239,7 +241,7 @@ def test_a_neighbour_that_is_stopped_is_named():
         if ring.rank == 1:
             waiting.wait(30)
             return
-        ring.patience, ring.is_alive = 0.1, lambda rank: asked.append(rank) or len(asked) < 3
+        ring.patience = Patience(20.0, lambda rank: asked.append(rank) or len(asked) < 3, 0.1)
         try:
             with pytest.raises(RingError, match="rank 1 does not answer"):
                 ring.all_reduce(np.zeros(10, np.float32))
@@ -248,6 +250,26 @@ def test_a_neighbour_that_is_stopped_is_named():
 
     on_every_rank(2, reduce)
     assert asked == [1, 1, 1]
+
+
+def test_a_silent_neighbour_is_looked_at_more_than_once_before_it_counts_as_dead():
+    """One look when the time is over may come a moment too early; the next would come after as long again."""
+    waiting, looks = threading.Event(), []
+
+    def reduce(ring):
+        if ring.rank == 1:
+            waiting.wait(30)
+            return
+        begun = time.monotonic()
+        ring.patience, ring.is_alive = 1.0, lambda rank: looks.append(rank) or time.monotonic() - begun < 1.0
+        try:
+            with pytest.raises(RingError, match="rank 1 does not answer"):
+                ring.all_reduce(np.zeros(10, np.float32))
+        finally:
+            waiting.set()
+
+    on_every_rank(2, reduce)
+    assert len(looks) > 1
 
 
 def test_a_silent_neighbour_is_named_after_the_timeout():
@@ -352,7 +374,7 @@ def test_reducer_takes_all_kinds(bucket_bytes, share):
 
 
 def test_a_neighbour_that_does_not_come_is_a_lost_peer(monkeypatch):
-    monkeypatch.setattr("tfdist.runtime.ring._MEETING_SECONDS", 0.3)
+    monkeypatch.setattr("tfdist.runtime.ring_connections._MEETING_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, says nothing
 
         def gather(row):

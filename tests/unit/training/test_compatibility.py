@@ -7,6 +7,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError, DataError
@@ -129,3 +130,69 @@ def test_a_batch_larger_than_the_data():
         " lower it to at most 60."
     )
     assert checked(model(4), split(CLASSES, classes=4), global_batch=60) == []
+
+
+def two_inputs():
+    a, b = keras.Input([8], name="a"), keras.Input([8], name="b")
+    return keras.Model([a, b], keras.layers.Dense(4)(a + b))
+
+
+def with_outputs(make):
+    x = keras.Input([8])
+    return keras.Model(x, make(keras.layers.Dense(4)(x)))
+
+
+@pytest.mark.parametrize(
+    ("made", "x", "words"),
+    [
+        (lambda: model(4), X[:, :6], r"takes samples of float32 \[8\], but x of mine:data/train is float32 \[6\]"),
+        (lambda: model(4), np.full([60, 8], "a"), r"takes samples of float32 \[8\], but x of .* is string \[8\]"),
+        (two_inputs, X, r"has the inputs a, b, but x of mine:data/train has 0: there is no a"),
+        (two_inputs, {"a": X, "c": X}, r"has the inputs a, b, but x of mine:data/train has a, c: there is no b"),
+        (lambda: with_outputs(lambda y: [y, y]), X, r"returns a list of 2, but losses of ours take one tensor"),
+        (lambda: with_outputs(lambda y: {"out": y}), X, r"returns a dict of 1, but losses"),
+    ],
+)
+def test_a_model_for_other_data(made, x, words):
+    with pytest.raises(ConfigError, match=words):
+        checked(made(), split(CLASSES, x=x, classes=4))
+
+
+def test_a_model_for_such_data():
+    assert (
+        checked(two_inputs(), split(CLASSES, x={"a": X, "b": X}))
+        == checked(two_inputs(), split(CLASSES, x=(X, X)))
+        == []
+    )
+    assert checked(model(4), split(CLASSES, x=X[:, :, None])) == []  # Keras drops a last dim of 1
+    free = keras.Sequential([keras.Input([None, 1]), keras.layers.GlobalMaxPool1D(), keras.layers.Dense(4)])
+    assert checked(free, split(CLASSES, x=X[:, :, None]), split(CLASSES, x=X[:, :5, None])) == []
+
+
+def test_samples_of_the_evaluation_of_another_shape():
+    with pytest.raises(ConfigError, match=r"but x of mine:data/eval is float32 \[4\]"):
+        checked(model(4), split(CLASSES), split(CLASSES, "mine:data/eval", X[:, :4]))
+
+
+def test_batches_that_an_augmentation_has_changed():
+    def after(x, y):
+        return compatibility.check(
+            ModelConfig(model="mine:model"), made, split(CLASSES), None, 10, (x, y, tf.TensorSpec([10]))
+        )
+
+    made, y = model(4), tf.TensorSpec([10], tf.int32)
+    assert after(tf.TensorSpec([10, 8]), y) == []
+    with pytest.raises(ConfigError, match=r"but x of mine:data/train is float32 \[3\]"):
+        after(tf.TensorSpec([10, 3]), y)
+    with pytest.raises(ConfigError, match=r"but y of mine:data/train is int32 \[1\]: classification"):
+        after(tf.TensorSpec([10, 8]), tf.TensorSpec([10, 1], tf.int32))
+    made = keras.Sequential([keras.Input([8], batch_size=5), keras.layers.Dense(4)])
+    with pytest.raises(ConfigError, match="takes batches of 5 only, but here are 10"):
+        after(tf.TensorSpec([10, 8]), y)
+
+
+def test_classes_are_whole_numbers():
+    with pytest.raises(
+        ConfigError, match="--objective=classification takes whole numbers of classes, but y of .* is float64"
+    ):
+        checked(model(4), split(CLASSES / 4), objective="classification")

@@ -112,3 +112,25 @@ def test_own_objectives_with_weights_of_another_shape_are_refused():
     spec = (tf.TensorSpec([None, 2]), tf.TensorSpec([None]), tf.TensorSpec([None]))
     with pytest.raises(ConfigError, match="they must be the same"):
         scores_spec(model, lambda outputs, y, w: Scores(outputs[:, 0] - y, w[:, None], {}), spec)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint64"])
+def test_labels_of_any_whole_type(dtype):
+    logits, y = RANDOM.normal(size=(6, 7)).astype("float32"), RANDOM.integers(0, 7, 6)
+    expected = classification()(tf.constant(logits), tf.constant(y), tf.ones([6]))
+    found = classification()(tf.constant(logits), tf.constant(y.astype(dtype)), tf.ones([6]))
+    np.testing.assert_array_equal(found.losses, expected.losses)
+    np.testing.assert_array_equal(found.metrics["accuracy"], expected.metrics["accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("objective", "spec", "kind"),
+    [
+        ("auto", tf.TensorSpec([], tf.string), "string"),
+        ("regression", tf.TensorSpec([], tf.complex64), "complex64"),
+        ("classification", (tf.TensorSpec([]), tf.TensorSpec([])), "several tensors"),
+    ],
+)
+def test_targets_that_are_no_numbers(objective, spec, kind):
+    with pytest.raises(ConfigError, match=f"--objective={objective} takes one tensor of numbers, but .* is {kind}"):
+        make_objective(ModelConfig(objective=objective), spec)

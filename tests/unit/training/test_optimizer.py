@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfdist.config import OptimizerConfig
 from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
+from tfdist.control.exit_codes import ConfigError
 from tfdist.training.optimizer import ELEMENTWISE, OPTIMIZERS, FusedAdam, make_optimizer, switch_off_reduction
 from tfdist.training.schedule import Schedule
 
@@ -105,3 +106,26 @@ def test_the_update_of_replicas_is_one_operation():
 def test_the_elementwise_classes_are_those_of_the_elementwise_names(name):
     optimizer = make_optimizer(OptimizerConfig(optimizer=name), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
     assert isinstance(optimizer, ELEMENTWISE) == (name in ELEMENTWISE_OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "words"),
+    [
+        ("adamw", "beta_1=abc", "beta_1=abc must be a number of at least 0 and below 1"),
+        ("adamw", "beta_1=None", "beta_1=None must be a number"),
+        ("adamw", "beta_2=1.5", "beta_2=1.5 must be a number of at least 0 and below 1"),
+        ("sgd", "momentum=-1", "momentum=-1 must be"),
+        ("lion", "beta_1=True", "beta_1=True must be"),
+        ("adam", "epsilon=-1", "epsilon=-1 must be a number of at least 0; without the option it is 1e-07"),
+    ],
+)
+def test_options_that_are_no_numbers(optimizer, options, words):
+    with pytest.raises(ConfigError, match=words):
+        make_optimizer(
+            OptimizerConfig(optimizer=optimizer, optimizer_args=options), Schedule("constant", 0.1, 0, 10, 0.1, 0.0)
+        )
+
+
+def test_a_whole_number_is_one():
+    config = OptimizerConfig(optimizer="adamw", optimizer_args="beta_1=0")
+    assert make_optimizer(config, Schedule("constant", 0.1, 0, 10, 0.1, 0.0)).beta_1 == 0.0

@@ -43,6 +43,30 @@ def branches(outputs, y, w):
     return losses, w, {}
 
 
+def no_weights(outputs, y, w):
+    return Scores(outputs[:, 0], None, {})
+
+
+def a_number(outputs, y, w):
+    return Scores(outputs[:, 0], w, {"m": 3})
+
+
+def text(outputs, y, w):
+    return Scores(tf.strings.as_string(outputs[:, 0]), w, {})
+
+
+def whole(outputs, y, w):
+    return Scores(tf.cast(outputs[:, 0], tf.int32), w, {})
+
+
+def unnamed(outputs, y, w):
+    return Scores(outputs[:, 0], w, {3: w})
+
+
+def of_other_types(outputs, y, w):
+    return Scores(tf.cast(outputs[:, 0], tf.float64), w > 0, {"m": y})
+
+
 def traced(function):
     objective = own_objective(f"mine:{function.__name__}", function)
     return tf.function(objective, autograph=False).get_concrete_function(
@@ -65,6 +89,11 @@ def traced(function):
         (a_tensor, r"--objective=mine:a_tensor returned \w*Tensor: an objective is"),
         (other_weights, r"losses of shape \(None, 4\), but weights of shape \(24,\)"),
         (other_metric, r"but all of shape \(None, 4\)"),
+        (no_weights, r"returned NoneType for weights: give a float32 tensor"),
+        (a_number, r"losses of shape \(None,\), but m of shape \(\)"),
+        (text, r"returned string for losses: give"),
+        (whole, r"returned int32 for losses, which have no gradient: give"),
+        (unnamed, r"has a metric called 3: give each a name"),
     ],
 )
 def test_what_is_no_objective(function, words):
@@ -73,4 +102,6 @@ def test_what_is_no_objective(function, words):
 
 
 def test_what_is_one():
+    scores = traced(of_other_types)(tf.ones([24, 4]), tf.zeros([24], tf.int32), tf.ones([24]))
+    assert {part.dtype for part in tf.nest.flatten(scores)} == {tf.float32}
     assert traced(branches)(tf.ones([24, 4]), tf.zeros([24], tf.int32), tf.ones([24])).losses.shape == 24

@@ -40,6 +40,7 @@ def make_step(
     batch=16,
     accumulation=1,
     dropout=0.0,
+    objective=None,
     **options,
 ):
     keras.utils.set_random_seed(1)
@@ -58,7 +59,13 @@ def make_step(
     spec = (tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))
     plan = BatchPlan(batch, accumulation, 1)
     return (MeasuredStep if options.get("phase_every") else TrainStep)(
-        OneDevice(), model, rule, classification(), LossScale(config), StepOptions(plan, 0, **options), spec
+        OneDevice(),
+        model,
+        rule,
+        objective or classification(),
+        LossScale(config),
+        StepOptions(plan, 0, **options),
+        spec,
     )
 
 
@@ -273,3 +280,9 @@ def test_what_is_skipped_leaves_nothing_and_is_not_shown():
         and np.isnan(output.means["loss"])
         and all(np.isfinite(value).all() for value in only)
     )
+
+
+def test_a_loss_on_which_nothing_depends_is_refused():
+    step = make_step(objective=lambda outputs, y, w: classification()(tf.stop_gradient(outputs), y, w))
+    with pytest.raises(ConfigError, match="depends on none of the model's trainable variables"):
+        step(batches(16), 1)

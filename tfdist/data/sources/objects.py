@@ -7,6 +7,7 @@ only a float may lose digits; nothing is truncated, nothing wraps around.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,11 @@ _ORDER = "biufcSUO"  # of kinds of types: bool, whole numbers, floats, complex n
 
 def object_split(name: str, data: Any) -> Split:
     """Random access through data[i], in Python. Raises DataError for items that do not fit each other."""
-    if not len(data):
+    try:
+        size = len(data)
+    except Exception as error:  # whatever the user's code raises, or Python says of what it returns
+        raise DataError(f"--source: the length of {name}, a {type(data).__name__}, {failure(error)}") from error
+    if not size:
         raise DataError(f"--source: {name} is an empty {type(data).__name__}.")
     items = _Items(name, data)
     spec, flat_spec = items.spec, tf.nest.flatten(items.spec)
@@ -35,7 +40,7 @@ def object_split(name: str, data: Any) -> Split:
             column.set_shape([*indices.shape, *s.shape])
         return tf.nest.pack_sequence_as(spec, columns)
 
-    return Split(name, len(data), spec, fetch, getattr(data, "num_classes", None))
+    return Split(name, size, spec, fetch, getattr(data, "num_classes", None))
 
 
 class _Items:
@@ -148,4 +153,5 @@ def _form(item: tuple) -> str:
 
 
 def _said(part: np.ndarray) -> str:
-    return np.array2string(part, threshold=6, edgeitems=2).replace("\n", " ")[:80]
+    text = np.array2string(part, threshold=6, edgeitems=2).replace("\n", " ")
+    return re.sub(" at 0x[0-9a-f]+", "", text)[:80]

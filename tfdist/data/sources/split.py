@@ -90,6 +90,8 @@ class Split:
         for spec in tf.nest.flatten(self.element_spec):
             if not spec.shape.is_fully_defined():
                 raise DataError(f"{self.name} has samples of varying shape {spec.shape}: give all of them one shape.")
+            if 0 in spec.shape:  # TensorFlow's own operations crash on them
+                raise DataError(f"{self.name} has samples of shape {spec.shape}, which hold nothing: look at --source.")
         return self
 
 

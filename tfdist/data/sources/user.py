@@ -37,10 +37,12 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.control.user_errors import failure_in_text
 from tfdist.data.contents import checksums
 from tfdist.data.sources.objects import object_split
 from tfdist.data.sources.split import Split, array_split
 from tfdist.plugins import own_code, resolve
+from tfdist.runtime.errors import cause
 
 
 def load(config: DataConfig, split: str) -> Split:
@@ -141,14 +143,24 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
             f"--source: {name} is a tf.data.Dataset with a dim of unknown length ({spec}): it must yield single samples"
             " of one shape, not batches."
         )
+    if len(spec) == 3 and any(not (s.dtype.is_floating or s.dtype.is_integer) for s in tf.nest.flatten(spec[2])):
+        raise DataError(f"--source: {name} is a tf.data.Dataset whose weights are no numbers ({spec[2]}): mend w.")
     if data.cardinality() == 0:
         raise DataError(f"--source: {name} is an empty tf.data.Dataset.")
+
+    if len(spec) == 3 and any(s.dtype != tf.float32 for s in tf.nest.flatten(spec[2])):
+        data = data.map(lambda x, y, w: (x, y, tf.nest.map_structure(lambda part: tf.cast(part, tf.float32), w)))
 
     def stream(shard: int, shards: int) -> tf.data.Dataset:
         return data.shard(shards, shard) if shards > 1 else data
 
-    split = Split(name, None, spec, stream=stream)
-    first, again = checksums(split), checksums(split)
+    element_spec: Any = data.element_spec
+    split = Split(name, None, element_spec, stream=stream)
+    try:
+        first, again = checksums(split), checksums(split)
+    except tf.errors.OpError as error:
+        reason = failure_in_text(str(error.message)) or f"cannot be read: {cause(str(error.message))}"
+        raise DataError(f"--source: {name}, a tf.data.Dataset, {reason}") from error
     if not any(a == b for a, b in zip(first, again, strict=False)):
         raise DataError(
             f"--source: {name} is a tf.data.Dataset whose first samples are others at a second look: each worker reads"

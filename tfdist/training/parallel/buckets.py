@@ -10,6 +10,7 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
+from tfdist.runtime.bucketing import in_buckets
 from tfdist.runtime.collectives import Group
 
 T = TypeVar("T")
@@ -47,18 +48,7 @@ def make_buckets(variables: Sequence[keras.Variable], groups: Sequence[Group], m
     buckets: list[Bucket] = []
     for kind in dict.fromkeys(kinds):
         own = [place for place, other in enumerate(kinds) if other == kind]
-        for places in _of_about(most, own, [math.prod(shape) for shape in shapes]):
-            buckets.append(Bucket(tuple(places), tuple(shapes[place] for place in places), kind[0]))
-    return buckets
-
-
-def _of_about(most: int, places: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    buckets: list[list[int]] = [[]]
-    total = 0
-    for place in reversed(places):
-        if buckets[-1] and total + sizes[place] > most:
-            buckets.append([])
-            total = 0
-        buckets[-1].append(place)
-        total += sizes[place]
+        for members in in_buckets([math.prod(shapes[place]) for place in own], most):
+            places = tuple(own[member] for member in members)
+            buckets.append(Bucket(places, tuple(shapes[place] for place in places), kind[0]))
     return buckets

@@ -133,6 +133,10 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
     """The parts of the pipeline; none without one."""
     degree, chunks = runtime.mesh.degree("pipe"), config.parallel.pipe_chunks
     if degree == 1:
+        if config.parallel.pipe_cut:
+            raise ConfigError(
+                f"--pipe_cut={config.parallel.pipe_cut} cuts a pipeline, but --mesh has none: add pipe=2 or more, or drop it."
+            )
         return []
     if has_experts(model):
         raise ConfigError(

@@ -1,0 +1,177 @@
+"""A runtime of a user's own, from the protocol in tfdist/runtime/base.py alone: a star of plain sockets, one replica in
+each process. Whatever is exchanged goes to the chief, who sends all of it to everyone. And what it takes to use it: an
+entry in the registry.
+
+python -m tests.multi.toy_runtime RUN_DIR [train flags]      with TF_CONFIG: the conformance suite, then a training
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.control.exit_codes import StartupError
+from tfdist.control.strategies import STRATEGIES, Strategy
+from tfdist.runtime.defaults import RuntimeDefaults
+
+STRATEGIES["toy"] = Strategy("tests.multi.toy_runtime:Toy")
+
+
+class Toy(RuntimeDefaults):
+    name = "toy"
+    local_replicas = 1
+    sums_slices = False
+
+    @classmethod
+    def create(cls, config, cluster):
+        return cls(cluster.rank, cluster.peers, time.monotonic() + config.cluster.startup_timeout)
+
+    def __init__(self, rank, addresses, deadline):
+        self.rank = self.first_replica = rank
+        self.size = self.replicas = len(addresses)
+        self.last = None  # the operation before, of the graph that is being traced
+        host, _, port = addresses[0].rpartition(":")
+        if rank == 0:
+            with socket.create_server((host, int(port)), reuse_port=True) as server:
+                server.settimeout(deadline - time.monotonic())
+                found = {}
+                while len(found) < self.size - 1:
+                    connection, _ = server.accept()
+                    found[connection.recv(1)[0]] = connection
+            self.others = [found[rank] for rank in range(1, self.size)]
+        else:
+            self.others = [_reached(host, int(port), deadline)]
+            self.others[0].sendall(bytes([rank]))
+        for connection in self.others:
+            connection.settimeout(60)
+
+    def _exchange(self, data):
+        """Everyone's bytes, in order of rank."""
+        if self.rank == 0:
+            blocks = [data, *map(_receive, self.others)]
+            for connection in self.others:
+                for block in blocks:
+                    _send(connection, block)
+            return blocks
+        _send(self.others[0], data)
+        return [_receive(self.others[0]) for _ in range(self.size)]
+
+    def _rows(self, x):
+        """[replicas, ...] of everyone's tensor, in the order in which the graph was traced."""
+        graph = tf.compat.v1.get_default_graph()
+        before = [self.last] if self.last is not None and self.last.graph is graph else []
+
+        def exchanged(array):
+            array = np.asarray(array)
+            return np.stack(
+                [np.frombuffer(b, array.dtype).reshape(array.shape) for b in self._exchange(array.tobytes())]
+            )
+
+        with tf.control_dependencies(before):
+            rows = tf.numpy_function(exchanged, [x], x.dtype)
+        self.last = rows.op
+        return tf.ensure_shape(rows, [self.size, *x.shape])
+
+    def scope(self):
+        def create(next_creator, **arguments):
+            variable = next_creator(**arguments)
+            with tf.init_scope():
+                variable.assign(self.broadcast([variable.numpy()])[0])
+            return variable
+
+        return tf.variable_creator_scope(create)
+
+    def run(self, fn, args=()):
+        return fn(*args)
+
+    def per_replica(self, values):
+        (value,) = values
+        return value
+
+    def local(self, value):
+        return (value,)
+
+    def replica_id(self):
+        return tf.constant(self.rank)
+
+    def all_reduce(self, tensors):
+        return [tf.reduce_sum(self._rows(tensor), 0) for tensor in tensors]
+
+    def gather_row(self, row):
+        @tf.custom_gradient
+        def gathered(row):
+            return self._rows(row), lambda upstream: self.all_reduce([upstream])[0][self.rank]
+
+        return gathered(row)
+
+    def assign(self, variable, value):
+        variable.assign(value)
+
+    def all_gather(self, array):
+        array = np.asarray(array)
+        return np.stack([np.frombuffer(b, array.dtype).reshape(array.shape) for b in self._exchange(array.tobytes())])
+
+    def broadcast(self, arrays):
+        return [self.all_gather(array)[0] for array in arrays]
+
+    def barrier(self):
+        self._exchange(b"")
+
+    def close(self):
+        self.barrier()
+        for connection in self.others:
+            connection.close()
+
+
+def _reached(host, port, deadline):
+    while time.monotonic() < deadline:
+        try:
+            return socket.create_connection((host, port))
+        except OSError:
+            time.sleep(0.05)
+    raise StartupError(f"The chief at {host}:{port} does not answer: look at its log.")
+
+
+def _send(connection, data):
+    connection.sendall(len(data).to_bytes(8, "big") + data)
+
+
+def _receive(connection):
+    def exactly(length):
+        data = bytearray()
+        while len(data) < length:
+            more = connection.recv(min(length - len(data), 1 << 20))
+            if not more:
+                raise ConnectionError("the other worker has gone")
+            data += more
+        return bytes(data)
+
+    return exactly(int.from_bytes(exactly(8), "big"))
+
+
+def main(folder, *flags):
+    from tests.multi.conformance import check
+    from tfdist import build, train
+    from tfdist.control.cluster import resolve_cluster
+    from tfdist.flags import parse
+
+    runtime = build.start_runtime(parse(["--strategy=toy", *flags]).config, resolve_cluster(os.environ))
+    check(runtime)
+    runtime.close()
+    code = train.main(["--strategy=toy", f"--run_dir={folder}/toy", *flags])
+    if runtime.rank == 0 and not code:  # the same by a runtime of tfdist's own
+        del os.environ["TF_CONFIG"]
+        code = train.main(["--strategy=one_device", f"--run_dir={folder}/alone", *flags])
+    return code
+
+
+if __name__ == "__main__":
+    # Not as __main__, but under the name by which the registry finds it.
+    from tests.multi import toy_runtime
+
+    sys.exit(toy_runtime.main(*sys.argv[1:]))

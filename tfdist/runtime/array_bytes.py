@@ -1,0 +1,21 @@
+"""Arrays as one row of bytes, and back, where both sides know their shapes and types (encoding.py is for the rest)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def to_bytes(arrays: Sequence[np.ndarray]) -> bytes:
+    """All arrays, one after the other."""
+    return b"".join(np.asarray(array).tobytes() for array in arrays)
+
+
+def from_bytes(data: bytes | bytearray | memoryview, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Arrays of the shapes and types of `like`, with memory of their own."""
+    arrays, offset = [], 0
+    for array in map(np.asarray, like):
+        arrays.append(np.frombuffer(data, array.dtype, array.size, offset).reshape(array.shape).copy())
+        offset += array.nbytes
+    return arrays

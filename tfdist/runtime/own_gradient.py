@@ -1,0 +1,19 @@
+"""Functions whose gradient is not that of their operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+
+def with_gradient(
+    forward: Callable[[tf.Tensor], tf.Tensor], backward: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor
+) -> tf.Tensor:
+    """forward(x), of which `backward` makes the gradient with respect to x from that with respect to the result."""
+
+    @tf.custom_gradient
+    def function(t: tf.Tensor):
+        return forward(t), backward
+
+    return function(x)  # pyright: ignore[reportReturnType] - by TensorFlow's types it would return the pair
