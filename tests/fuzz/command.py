@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
             for verdict in judge_all(chosen, pool, arguments.at_a_time):
                 verdicts.append(verdict)
                 _tell(verdict, len(verdicts), arguments, pool)
-                if arguments.until_first and verdict.bad:
+                if arguments.until_first and verdict.bad or sum(each.cpu for each in verdicts) > arguments.core_minutes * 60:
                     break
     finally:
         pool.close()
@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fuzz.py")
     parser.add_argument("--minutes", type=float, default=10.0, help="end after so many minutes")
+    parser.add_argument("--core_minutes", type=float, default=1e9, help="end after so many minutes of a core, whatever else the machine does")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=10**9, help="at most so many")
     parser.add_argument("--first", type=int, default=0, help="number of the first job of this seed")

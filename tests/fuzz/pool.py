@@ -81,6 +81,7 @@ class Group:
             with contextlib.suppress(OSError, ValueError):
                 connection.send(None)
         self._job.kill()
+        self._job.wait()
         self._folder.cleanup()
 
 

@@ -222,6 +222,8 @@ def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     options = case["options"]
     if set(blocks) & {"batch_norm", "counter", "running_mean", "spectral"}:
         return "statistics are of what one worker has"
+    if case["data"]["weights"] != "none" and set(blocks) & {"mean_loss", "sum_loss", "activity_loss", "dense_l2"}:
+        return "cannot bring together losses that layers add and weighted samples"
     if options.get("precision") == "float16" or options["optimizer"] == "adafactor" or options.get("jit_compile") or options.get("compression") or options.get("recompute"):
         return "not with parameter servers"
     return "not found by number" if case["data"]["source"] != "arrays" else ""

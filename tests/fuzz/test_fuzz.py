@@ -25,7 +25,7 @@ def rounds_to_half(case):
 @pytest.mark.slow
 def test_fixed_cases():
     chosen, pool = fixed.cases(), Pool()
-    assert len(chosen) == 150
+    assert sum(len(space.parts(case)) for case in chosen) == 150
     try:
         pool.start({case["runtime"] for case in chosen})
         verdicts = list(judge_all(chosen, pool))
@@ -33,9 +33,9 @@ def test_fixed_cases():
         pool.close()
     wrong = [verdict for verdict in verdicts if verdict.bad]
     assert not wrong, "\n".join(f"{verdict.case['runtime']}: {'; '.join(verdict.problems)}\n  scripts/fuzz.py --replay='{json.dumps(verdict.case)}'" for verdict in wrong)
-    assert sum(bool(verdict.refused) for verdict in verdicts) <= 15
+    assert sum(bool(verdict.refused) for verdict in verdicts) <= 0.1 * len(verdicts)
     # Half precision rounds as much as a fault may change; of the others most must be able to show a small difference.
-    assert sum(verdict.rough > 1e-3 for verdict in verdicts if not rounds_to_half(verdict.case)) <= 30
+    assert sum(verdict.rough > 1e-3 for verdict in verdicts if not rounds_to_half(verdict.case)) <= 0.2 * len(verdicts)
 
 
 @pytest.mark.parametrize("name", faults.FAULTS)

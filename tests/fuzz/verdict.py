@@ -26,6 +26,7 @@ ALLOWED_REFUSALS = (
     ("ConfigError", r"layer \w*spectral\w* sets its weight \S+ in the forward pass"),
     ("ConfigError", r"--mesh has pipe=, whose stages hand on one tensor"),
     ("ConfigError", r"--jit_compile cannot compile synchronised BatchNormalization over several replicas"),
+    ("ConfigError", r"--strategy=parameter_server cannot bring together losses that layers add and weighted samples"),
     ("ConfigError", r"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable"),
 )
 
