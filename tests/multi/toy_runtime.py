@@ -157,7 +157,7 @@ def _receive(connection):
 def main(folder, *flags):
     from tests.multi.conformance import check
     from tfdist import build, train
-    from tfdist.control.cluster import resolve_cluster
+    from tfdist.control.resolvers import resolve_cluster
     from tfdist.flags import parse
 
     runtime = build.start_runtime(parse(["--strategy=toy", *flags]).config, resolve_cluster(os.environ))
