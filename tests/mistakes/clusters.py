@@ -173,7 +173,7 @@ def peers(chance: random.Random) -> Mistake:
         return _told("TF_CONFIG: a host that is not there", json.dumps(wrong), STARTUP, "no-such-host.invalid")
     if how == "busy":
         wrong = {**VALID, "cluster": {"worker": ["127.0.0.1:{busy}", "127.0.0.1:{port1}"]}}
-        return _told("TF_CONFIG: a port in use", json.dumps(wrong), STARTUP, "{busy}")
+        return _told("TF_CONFIG: a port in use", json.dumps(wrong), STARTUP, "is in use on this machine")
     if how == "other's":
         wrong = {**VALID, "cluster": {"worker": ["192.0.2.1:{port0}", "127.0.0.1:{port1}"]}}  # an address of nobody
         return _told("TF_CONFIG: another machine's address", json.dumps(wrong), STARTUP, "192.0.2.1", "worker 1")

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import enum
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -107,6 +108,15 @@ class MemoryShortError(TfdistError):
     exit_code = ExitCode.MEMORY
 
 
+# What Keras makes of an error that is raised while a layer is called: its own words around ours.
+_AROUND = re.compile(r"Exception encountered when calling .*?\n\n(.*)\n\nArguments received by .*", re.DOTALL)
+
+
+def _sentence(error: TfdistError) -> str:
+    """Without what Keras has put around it."""
+    return _AROUND.sub(r"\1", str(error))
+
+
 def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoReturn:
     """Runs a command's `main(argv)` and ends the process with the code that its result or error means.
 
@@ -128,7 +138,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
         code = ExitCode.INTERRUPTED
     except TfdistError as error:
         print(
-            f"tfdist: error: {as_line(str(error))} (exit code {error.exit_code.value}, {error.exit_code.name})",
+            f"tfdist: error: {as_line(_sentence(error))} (exit code {error.exit_code.value}, {error.exit_code.name})",
             file=sys.stderr,
         )
         code = error.exit_code

@@ -26,6 +26,12 @@ def test_every_code_has_a_meaning_and_every_error_a_code():
             4,
             ["tfdist: error: no files in x: check --data_dir. (exit code 4, DATA)"],
         ),
+        (
+            "raise exit_codes.ConfigError('Exception encountered when calling Sequential.call().\\n\\n'"
+            " 'x is wrong: mend it.\\n\\nArguments received by Sequential.call():\\n  args=(1,)')",
+            2,
+            ["tfdist: error: x is wrong: mend it. (exit code 2, CONFIG)"],
+        ),
         ("raise KeyError('surprise')", 1, ["Traceback", "unexpected KeyError: 'surprise' (exit code 1, INTERNAL)"]),
         ("raise KeyboardInterrupt", 130, ["interrupted"]),
         ("raise SystemExit(0)", 0, []),
