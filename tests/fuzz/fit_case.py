@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.fuzz import data, keras_settings, models, space
-from tests.fuzz.oracle import POLICIES, is_number, once
+from tests.fuzz.oracle import POLICIES, is_number, once, shake
 
 FLOAT = {False: "float32", True: "float64"}
 
@@ -48,20 +48,19 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def run(case: Mapping[str, Any], functions: Any, double: bool = False, eager: bool = False) -> list[dict[str, np.ndarray]]:
+def run(case: Mapping[str, Any], functions: Any, double: bool = False, eager: bool = False, shaken: int = 0) -> list[dict[str, np.ndarray]]:
     """One model, fitted to each of the case's data, one after the other.
 
-    functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not.
+    functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not. shaken: above 0, a
+    seed of changes to the first weights in the last place of float32.
     """
     with keras_settings.restored():
-        return _run(case, functions, double, eager)
-
-
-def _run(case: Mapping[str, Any], functions: Any, double: bool, eager: bool) -> list[dict[str, np.ndarray]]:
-    keras_settings.forget_names()
-    model = _model(case, double)
-    _compile(case, model, eager)
-    return [_fitted(part, model, functions, double) for part in space.parts(case)]
+        keras_settings.forget_names()
+        model = _model(case, double)
+        if shaken:
+            shake(model, np.random.default_rng(shaken))
+        _compile(case, model, eager)
+        return [_fitted(part, model, functions, double) for part in space.parts(case)]
 
 
 def _fitted(case: Mapping[str, Any], model: keras.Model, functions: Any, double: bool) -> dict[str, np.ndarray]:
@@ -192,3 +191,9 @@ def references(case: Mapping[str, Any]) -> list[tuple[dict[str, np.ndarray], dic
     """For each of the case's data: (plain Keras in the precision of the case, in float64)."""
     eager = case["model"]["head"] != "dict"  # Keras 3.15 counts the first batch twice in the shown losses of several outputs, when it runs eagerly
     return list(zip(run(case, keras.Model, eager=eager), run(case, keras.Model, double=True, eager=eager), strict=True))
+
+
+def others(case: Mapping[str, Any]) -> list[tuple[dict[str, np.ndarray], ...]]:
+    """For each of the case's data: more runs, which differ by nothing but rounding."""
+    eager = case["model"]["head"] != "dict"
+    return list(zip(*(run(case, keras.Model, double=True, eager=eager, shaken=seed) for seed in (1, 2, 3)), strict=True))

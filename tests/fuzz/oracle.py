@@ -16,14 +16,16 @@ import tensorflow as tf
 from tests.fuzz import data, keras_settings, models
 from tests.fuzz.layers import SumLoss
 
+LAST_PLACE = 2.0**-24
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 
 
 class Reference:
     """One run of a case."""
 
-    def __init__(self, case: Mapping[str, Any], double: bool = False, turned: bool = False):
-        """turned: the rows of each micro-batch are taken in reverse, which changes nothing but the rounding."""
+    def __init__(self, case: Mapping[str, Any], double: bool = False, turned: bool = False, shaken: int = 0):
+        """turned: the rows of each micro-batch are taken in reverse, which changes nothing but the rounding. shaken: above 0, a seed
+        of changes to the weights in the last place of float32, at the beginning and after each step."""
         self.case, self.options, self.double, self.turned = case, case["options"], double, turned
         keras_settings.forget_names()
         keras.config.set_floatx("float32")
@@ -36,6 +38,8 @@ class Reference:
                 variable.assign(tf.cast(value.value, variable.dtype))
         else:
             self.model = initial
+        self.random = np.random.default_rng(shaken) if shaken else None
+        self._shake()
         self.optimizer = self._optimizer()
         self.optimizer.build(self.model.trainable_variables)
         self.parts = data.arrays(case)
@@ -97,11 +101,16 @@ class Reference:
             factor = clip / norm if clip and norm > clip else 1.0
             self.optimizer.learning_rate = self._learning_rate(int(self.optimizer.iterations.numpy()))
             self.optimizer.apply([gradient * tf.cast(factor, gradient.dtype) for gradient in gradients], self.model.trainable_variables)
+            self._shake()
         else:
             for variable, value in zip(self.model.non_trainable_variables, before, strict=True):
                 variable.assign(value)
             self.scale /= 2 if self.options.get("precision") == "float16" else 1
         return loss_sum, total, norm, finite
+
+    def _shake(self) -> None:
+        if self.random is not None:
+            shake(self.model, self.random)
 
     @property
     def _may_skip(self) -> bool:
@@ -188,6 +197,13 @@ class Reference:
         return {f"eval/{name}": np.array(float(tf.reduce_sum(tf.where(weights > 0, value * weights, 0))) / weight) for name, value in values.items()}
 
 
+def shake(model: keras.Model, random: np.random.Generator) -> None:
+    """Changes weights as rounding to float32 does."""
+    for variable in model.trainable_variables:
+        value = variable.numpy()
+        variable.assign(value * (1 + random.normal(size=value.shape) * LAST_PLACE))
+
+
 def once(variables: list) -> list:
     return list({id(variable): variable for variable in variables}.values())
 
@@ -197,8 +213,14 @@ def is_number(variable: keras.Variable) -> bool:
     return keras.backend.is_float_dtype(variable.dtype)
 
 
-def predict(case: Mapping[str, Any], order: np.ndarray, turned: bool = False) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def predict(case: Mapping[str, Any], order: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(the run in the precision of the case, the run in float64)."""
     with keras_settings.restored():
-        single = Reference(case, turned=turned).run(order)
+        single = Reference(case).run(order)
         return single, Reference(case, double=True).run(order)
+
+
+def others(case: Mapping[str, Any], order: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """More runs, which differ by nothing but rounding."""
+    with keras_settings.restored():
+        return [Reference(case, turned=True).run(order), *(Reference(case, double=True, shaken=seed).run(order) for seed in (1, 2, 3))]

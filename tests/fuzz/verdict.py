@@ -18,6 +18,7 @@ from tests.fuzz.space import MESH_ONLY
 
 Arrays = dict[str, np.ndarray]
 
+HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # of the largest value: the last place
 COMPRESSED = 0.02  # of the largest value: gradients that travel as bfloat16 keep 8 bits
 
 # What tfdist may refuse to do: (error class, pattern of the sentence). All else that it refuses is a failure.
@@ -89,25 +90,26 @@ def _compared(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict
         verdict.refused = f"Keras: {type(error).__name__}: {str(error)[:200]}"
         return verdict
     for number, part in enumerate(space.parts(case)):
-        problems, rough = _compare_part(part, [answer["parts"][number] for answer in answers], expected[number], lambda number=number: references(case, turned=True)[number][0])
+        problems, rough = _compare_part(part, [answer["parts"][number] for answer in answers], expected[number], lambda number=number: others(case)[number])
         verdict.problems += [f"with data {number}: {problem}" if number else problem for problem in problems]
         verdict.rough = max(verdict.rough, rough)
     return verdict
 
 
-def _compare_part(case: Mapping[str, Any], answers: list[dict[str, Any]], expected: tuple[Arrays, Arrays], turned: Callable[[], Arrays]) -> tuple[list[str], float]:
-    """(what is wrong with one of the case's data, the difference that is granted to weights). turned: the oracle in another order of adding."""
+def _compare_part(case: Mapping[str, Any], answers: list[dict[str, Any]], expected: tuple[Arrays, Arrays], others: Callable[[], list[Arrays]]) -> tuple[list[str], float]:
+    """(what is wrong with one of the case's data, the difference that is granted to weights). others: runs of the oracle that differ by rounding."""
     problems = [problem for answer in answers for problem in answer.get("problems", [])] + _unlike_replicas(answers)
     single, double = expected
     silent = _not_told(case)
     single, double = ({name: value for name, value in run.items() if not name.startswith(silent)} if silent else run for run in (single, double))
-    least = COMPRESSED if "compression" in case.get("options", {}) else 0.0
+    options = case.get("options") or case["compile"]
+    least = COMPRESSED if "compression" in options else HALF.get(options.get("precision", ""), 0.0)
     bounds = compare.granted(single, double, least)
     found = compare.differences(answers[0]["arrays"], single, double, bounds)
-    if found and case["kind"] == "train":  # perhaps this case is one that doubles rounding errors: look at another order of adding
-        other = turned()
-        more = compare.granted({name: other[name] for name in double}, double, least)
-        bounds = {name: max(bound, more[name]) for name, bound in bounds.items()}
+    if found:  # perhaps this case is one that makes much of rounding errors
+        for other in others():
+            more = compare.granted({name: other[name] for name in double}, double, least)
+            bounds = {name: max(bound, more[name]) for name, bound in bounds.items()}
         found = compare.differences(answers[0]["arrays"], single, double, bounds)
     problems += [str(difference) for difference in sorted(found, key=lambda difference: -difference.by / difference.granted)[:4]]
     return problems, max((bound for name, bound in bounds.items() if name.startswith("model/")), default=0.0)
@@ -148,21 +150,41 @@ def _unlike_replicas(answers: list[dict[str, Any]]) -> list[str]:
 
 
 KEPT = 16
-_known: dict[str, list[tuple[Arrays, Arrays]]] = {}  # the last few, for cases that differ in the runtime alone
+_known: dict[str, list] = {}  # the last few, for cases that differ in the runtime alone
 
 
-def references(case: Mapping[str, Any], turned: bool = False) -> list[tuple[Arrays, Arrays]]:
+def references(case: Mapping[str, Any]) -> list[tuple[Arrays, Arrays]]:
     """For each of the case's data: (the oracle in the precision of the case, the oracle in float64)."""
+    return _remembered("references", case, _references)
+
+
+def others(case: Mapping[str, Any]) -> list[list[Arrays]]:
+    """For each of the case's data: more runs of the oracle, which differ by nothing but rounding."""
+    return _remembered("others", case, _others)
+
+
+def _references(case: Mapping[str, Any]) -> list[tuple[Arrays, Arrays]]:
     from tests.fuzz import fit_case, oracle
     from tests.fuzz.data_order import order_of
 
+    return fit_case.references(case) if case["kind"] == "fit" else [oracle.predict(part, order_of(part)) for part in space.parts(case)]
+
+
+def _others(case: Mapping[str, Any]) -> list[list[Arrays]]:
+    from tests.fuzz import fit_case, oracle
+    from tests.fuzz.data_order import order_of
+
+    return fit_case.others(case) if case["kind"] == "fit" else [oracle.others(part, order_of(part)) for part in space.parts(case)]
+
+
+def _remembered(what: str, case: Mapping[str, Any], compute: Callable[[Mapping[str, Any]], list]) -> list:
     parts = {name: case.get(name) for name in ("kind", "seed", "model", "data", "again", "calls", "compile", "fit", "evaluate")}
     options = {name: value for name, value in case.get("options", {}).items() if name not in MESH_ONLY}
-    key = json.dumps([parts, options, turned], sort_keys=True)
+    key = json.dumps([what, parts, options], sort_keys=True)
     if key not in _known:
         while len(_known) >= KEPT:
             _known.pop(next(iter(_known)))
-        _known[key] = fit_case.references(case) if case["kind"] == "fit" else [oracle.predict(part, order_of(part), turned) for part in space.parts(case)]
+        _known[key] = compute(case)
     return _known[key]
 
 
