@@ -42,11 +42,12 @@ class Toy(RuntimeDefaults):
                 found = {}
                 while len(found) < self.size - 1:
                     connection, _ = server.accept()
-                    found[connection.recv(1)[0]] = connection
+                    if hello := _first_byte(connection):  # a probe says nothing
+                        connection.sendall(hello)
+                        found[hello[0]] = connection
             self.others = [found[rank] for rank in range(1, self.size)]
         else:
-            self.others = [_reached(host, int(port), deadline)]
-            self.others[0].sendall(bytes([rank]))
+            self.others = [_reached(host, int(port), bytes([rank]), deadline)]
         for connection in self.others:
             connection.settimeout(60)
 
@@ -128,12 +129,26 @@ class Toy(RuntimeDefaults):
             connection.close()
 
 
-def _reached(host, port, deadline):
+def _first_byte(connection):
+    connection.settimeout(5)
+    try:
+        return connection.recv(1)
+    except OSError:
+        return b""
+
+
+def _reached(host, port, hello, deadline):
+    """The connection on which the chief has answered; who else listens there does not."""
     while time.monotonic() < deadline:
         try:
-            return socket.create_connection((host, port))
+            connection = socket.create_connection((host, port))
+            connection.sendall(hello)
+            if _first_byte(connection) == hello:
+                return connection
+            connection.close()
         except OSError:
-            time.sleep(0.05)
+            pass
+        time.sleep(0.05)
     raise StartupError(f"The chief at {host}:{port} does not answer: look at its log.")
 
 

@@ -4,7 +4,8 @@ A *worker* is a process, a *replica* a copy of the model; a worker holds one or 
 one value per replica of this worker; with one replica it is just the value. A new runtime implements this protocol in
 a file of its own, inherits what suits it from RuntimeDefaults (defaults.py), and adds an entry to
 control/strategies.py; tests/multi runs one conformance suite over all of them. Its class has a constructor
-`create(config, cluster)`, which meets the other workers.
+`create(config, cluster)`, which meets the other workers. Others may still probe this worker's address meanwhile, and
+somebody else may answer at theirs (control/preflight.py): who connects must say who it is, and be answered.
 """
 
 from __future__ import annotations
