@@ -39,6 +39,7 @@ class MeasuredStep(TrainStep):
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
+        self._mark = Marks(tf.constant(0.0, tf.float64), False, self._copies)  # of what is traced apart from the steps
         if self.splits:
             self.replica.begin_backward = self._begin_backward
         self._function = tf.function(self._marked_steps, autograph=False)
