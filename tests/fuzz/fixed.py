@@ -12,8 +12,10 @@ from tests.fuzz import known, space
 from tests.fuzz.coverage import Coverage
 
 SEED, CANDIDATES = 15, 12
+STARTED = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2")  # of those on which a run can go on
 # Which runtimes see a job, in turn; of the same kinds of process groups, of which each costs a start.
 TURNS = (("mirrored:3", "sockets:2", "one_device"), ("fit:2",), ("mirrored:2", "mesh:2", "one_device"), ("mirrored:3", "mesh:2", "multi_worker:2"), ("fit:2",), ("mirrored:2", "sockets:2", "mesh:2"))
+BROKEN_OFF = {2: "resumed", 5: "moved"}  # jobs that are stopped in between
 
 
 def cases(count: int = 150) -> list[dict[str, Any]]:
@@ -39,7 +41,7 @@ def _drawn(coverage: Coverage) -> Iterator[dict[str, Any]]:
         while len(candidates) < CANDIDATES:
             case = space.draw(SEED, number * 1000 + draws, [first])
             draws += 1
-            if _light(case) and not known.why(case):
+            if _light(case, BROKEN_OFF.get(number)) and not known.why(case):
                 candidates.append(case)
         job = max(candidates, key=coverage.rarity)
         yield job
@@ -47,10 +49,12 @@ def _drawn(coverage: Coverage) -> Iterator[dict[str, Any]]:
         number += 1
 
 
-def _light(case: dict[str, Any]) -> bool:
-    """Whether it is traced and computed fast."""
+def _light(case: dict[str, Any], broken_off: str | None) -> bool:
+    """Whether it is traced and computed fast, and stopped in between in the way that is wanted."""
     blocks = space.flat_blocks(case)
-    if len(blocks) > 2 or "lstm" in blocks or "attention" in blocks or case["model"]["inputs"] == "both" or {"moved", "resumed", "optimized"} & set(case):
+    if len(blocks) > 2 or "lstm" in blocks or "attention" in blocks or case["model"]["inputs"] == "both" or "optimized" in case:
+        return False
+    if {"moved", "resumed"} & set(case) != ({broken_off} if broken_off else set()) or case.get("moved", STARTED[0]) not in STARTED:
         return False
     if case["kind"] == "fit":
         return not {"jit_compile", "steps_per_execution"} & set(case["compile"]) and case["model"]["head"] != "dict" and "validation" not in case["fit"]

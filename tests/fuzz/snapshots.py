@@ -22,7 +22,7 @@ def save(job, folder: str, step: int) -> None:
     """A snapshot, written when this returns on all ranks. Raises AssertionError if it could not be."""
     recovery = recovery_of(job, folder)
     recovery.save(step)
-    failure = recovery.finish()
+    failure = recovery.files.finish()
     assert not failure, failure
     job.runtime.barrier()
 
