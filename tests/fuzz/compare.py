@@ -1,8 +1,8 @@
 """Differences that rounding does not explain.
 
 What rounding may do to a case is measured, not assumed: by how much the same loop in float32 and in float64 differ. The
-parts of N workers are added in another order, and errors grow with the steps, so FACTOR times that is granted, and a few
-units in the last place of the largest value. A fault of the kinds that are looked for is far above.
+parts of N workers are added in another order, and errors grow with the steps, so FACTOR times that is granted, and a
+few units in the last place of the largest value. A fault of the kinds that are looked for is far above.
 """
 
 from __future__ import annotations
@@ -29,24 +29,40 @@ class Difference:
     found: float
 
     def __str__(self) -> str:
-        return f"{self.name} differs by {self.by:.2e} (rounding explains {self.granted:.1e}): {self.found:.8g} instead of {self.expected:.8g}"
+        return (
+            f"{self.name} differs by {self.by:.2e} (rounding explains {self.granted:.1e}): {self.found:.8g} instead of"
+            f" {self.expected:.8g}"
+        )
 
 
 def granted(single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray], least: float = 0.0) -> dict[str, float]:
-    """name -> the difference that rounding explains. least: a part of the largest value that is granted anyway; what is small
-    may be the difference of large values, each of which is rounded.
+    """name -> the difference that rounding explains. least: a part of the largest value that is granted anyway; what is
+    small may be the difference of large values, each of which is rounded.
 
     What is infinite or beyond LARGEST in the oracle, or not the same in both precisions, tells nothing.
     """
     rounding = {name: _largest(single[name] - double[name]) for name in double}
     weights = max((value for name, value in rounding.items() if name.startswith("model/")), default=0.0)
     largest = max((_largest(value) for name, value in double.items() if name.startswith("model/")), default=0.0)
-    return {name: FACTOR * rounding[name] + (OTHERS * weights if name.startswith("model/") and rounding[name] else FACTOR * weights * 0.1)
-            + UNITS * EPSILON * max(_largest(double[name]), 1e-3) + least * max(_largest(double[name]), PART * largest) if _tells(single[name], double[name]) else np.inf for name in double}
+    return {
+        name: (
+            FACTOR * rounding[name]
+            + (OTHERS * weights if name.startswith("model/") and rounding[name] else FACTOR * weights * 0.1)
+            + UNITS * EPSILON * max(_largest(double[name]), 1e-3)
+            + least * max(_largest(double[name]), PART * largest)
+            if _tells(single[name], double[name])
+            else np.inf
+        )
+        for name in double
+    }
 
 
-def differences(found: Mapping[str, np.ndarray], single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray],
-                bounds: Mapping[str, float] | None = None) -> list[Difference]:
+def differences(
+    found: Mapping[str, np.ndarray],
+    single: Mapping[str, np.ndarray],
+    double: Mapping[str, np.ndarray],
+    bounds: Mapping[str, float] | None = None,
+) -> list[Difference]:
     """What cannot be explained. The middle is the run in float64."""
     bounds = bounds or granted(single, double)
     wrong = []

@@ -17,7 +17,9 @@ ELSEWHERE = 3  # other runtimes that see the same job, for which the oracle is c
 
 
 class Coverage:
-    """Counts of what was drawn. file: to which they are added at the end of a run, and from which the next one goes on."""
+    """Counts of what was drawn. file: to which they are added at the end of a run, and from which the next one goes
+    on.
+    """
 
     def __init__(self, file: str = ""):
         self.pairs: Counter[tuple[str, str]] = Counter()
@@ -31,7 +33,9 @@ class Coverage:
     def write(self) -> None:
         if self.file:
             pairs = {" on ".join(pair): count for pair, count in sorted(self.pairs.items())}
-            self.file.write_text(json.dumps({"runtimes": dict(sorted(self.runtimes.items())), "pairs": pairs}, indent=0))
+            self.file.write_text(
+                json.dumps({"runtimes": dict(sorted(self.runtimes.items())), "pairs": pairs}, indent=0)
+            )
 
     def add(self, case: Mapping[str, Any]) -> None:
         self.runtimes[case["runtime"]] += len(space.parts(case))
@@ -50,8 +54,10 @@ class Coverage:
         pairs = allowed_pairs(tuple(runtimes))
         features = sorted({feature for feature, _ in (*pairs, *self.pairs)})
         width = max(map(len, features), default=0)
-        lines = [" " * width + "".join(f"{name.replace('parameter_server', 'ps'):>15}" for name in runtimes),
-                 f"{'cases':{width}}" + "".join(f"{self.runtimes[name]:>15}" for name in runtimes)]
+        lines = [
+            " " * width + "".join(f"{name.replace('parameter_server', 'ps'):>15}" for name in runtimes),
+            f"{'cases':{width}}" + "".join(f"{self.runtimes[name]:>15}" for name in runtimes),
+        ]
         for feature in features:
             counts = (self.pairs[feature, name] or ("0" if (feature, name) in pairs else ".") for name in runtimes)
             lines.append(f"{feature:{width}}" + "".join(f"{count:>15}" for count in counts))
@@ -61,18 +67,32 @@ class Coverage:
 @cache
 def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
     """All pairs that can be drawn, found by drawing."""
-    return frozenset((feature, case["runtime"]) for number in range(LOOKED_AT) for case in [space.draw(-1, number, runtimes)] if not known.why(case) for feature in space.features(case))
+    return frozenset(
+        (feature, case["runtime"])
+        for number in range(LOOKED_AT)
+        for case in [space.draw(-1, number, runtimes)]
+        if not known.why(case)
+        for feature in space.features(case)
+    )
 
 
-def cases(seed: int, runtimes: Sequence[str], coverage: Coverage, first: int = 0, with_known: bool = False) -> Iterator[dict[str, Any]]:
-    """Endless cases from job `first` on, the same for the same seed, runtimes and counts; of some candidates the one with the rarest pairs."""
+def cases(
+    seed: int, runtimes: Sequence[str], coverage: Coverage, first: int = 0, with_known: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Endless cases from job `first` on, the same for the same seed, runtimes and counts; of some candidates the one
+    with the rarest pairs.
+    """
     number = 0
     while True:
         runtime = runtimes[number % len(runtimes)]
         draws = (space.draw(seed, number * SPACING + index, [runtime]) for index in range(SPACING))
         candidates = list(itertools.islice((case for case in draws if with_known or not known.why(case)), CANDIDATES))
         best = max(candidates, key=coverage.rarity)
-        others = sorted((case for case in space.elsewhere(best, runtimes) if with_known or not known.why(case)), key=coverage.rarity, reverse=True)
+        others = sorted(
+            (case for case in space.elsewhere(best, runtimes) if with_known or not known.why(case)),
+            key=coverage.rarity,
+            reverse=True,
+        )
         for case in (best, *others[:ELSEWHERE]):
             coverage.add(case)
             if number >= first:

@@ -1,4 +1,6 @@
-"""The data of a case: made from its description, alike in every process; and as each kind of source that tfdist takes."""
+"""The data of a case: made from its description, alike in every process; and as each kind of source that tfdist
+takes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def arrays(case: Mapping[str, Any], split: str = "train") -> tuple:
     return tuple(parts)
 
 
-def _inputs(kind: str, size: int, table: int, data: Mapping[str, Any], random: np.random.Generator) -> dict[str, np.ndarray]:
+def _inputs(
+    kind: str, size: int, table: int, data: Mapping[str, Any], random: np.random.Generator
+) -> dict[str, np.ndarray]:
     x = {}
     if kind in ("rows", "both"):
         x["a"] = random.normal(size=(size, WIDTH))
@@ -73,7 +77,10 @@ class Items:
         return len(self.parts[1]) if not isinstance(self.parts[1], dict) else len(self.parts[1]["kind"])
 
     def __getitem__(self, index: int) -> tuple:
-        return tuple({name: value[index] for name, value in part.items()} if isinstance(part, dict) else part[index] for part in self.parts)
+        return tuple(
+            {name: value[index] for name, value in part.items()} if isinstance(part, dict) else part[index]
+            for part in self.parts
+        )
 
 
 def as_source(case: Mapping[str, Any], split: str) -> Any:

@@ -3,8 +3,8 @@
     python -m tests.fuzz.faults            all of FAULTS; some: their names
     python -m tests.fuzz.faults --list
 
-A fault counts as found by a case that shows a difference with the fault and none without it. Exit code 1 if one was not found
-within five minutes of one core.
+A fault counts as found by a case that shows a difference with the fault and none without it. Exit code 1 if one was not
+found within five minutes of one core.
 """
 
 from __future__ import annotations
@@ -35,23 +35,91 @@ class Fault(NamedTuple):
 
 
 FAULTS: dict[str, Fault] = {
-    "remainder": Fault("data/batch_plan.py", "start + (replica + 1) * size // self.replicas", "start + replica * size // self.replicas + size // self.replicas",
-                       "mirrored,sockets:2,mesh:2", "the samples that are left over when a batch does not divide are trained on by nobody"),
-    "duplicates": Fault("training/update.py", "unsorted_segment_sum(", "unsorted_segment_max(", "one_device,mirrored:2,sockets:2", "of the gradients of a row that is looked up twice one is lost"),
-    "clip": Fault("training/gradient_scale.py", "tf.maximum(norm, limit)", "tf.maximum(norm * 1.001, limit)", "one_device,mirrored:2,mesh:2", "clipping shortens gradients by 0.1 % too much"),
-    "accumulation": Fault("training/replica_gradients.py", "lambda a, b: a + b, accumulated, more)", "lambda a, b: a + b, accumulated, more)._replace(sums=more.sums)",
-                          "one_device,mirrored:2", "of the weights of several micro-batches only the last ones count"),
-    "averages": Fault("training/update.py", "averages = ema_variables(self.optimizer)", "averages = []", "one_device,mirrored:2,sockets:2", "evaluation takes the weights and not their moving averages"),
-    "statistics": Fault("runtime/batch_norm.py", "share = tf.math.divide_no_nan(rows[:, :1], tf.reduce_sum(rows[:, :1]))", "share = tf.ones_like(rows[:, :1]) / runtime.size",
-                        "sockets,fit", "each worker's rows count alike in the statistics of BatchNormalization, however many they are"),
-    "gathered": Fault("keras_fit/rows.py", "start + count, count) * tf.cast(runtime.size, grad.dtype)", "start + count, count) * tf.cast(1, grad.dtype)", "fit", "gradients through gathered rows are N times too small"),
-    "slots": Fault("artifacts/state.py", "        _tf_variable(variable).assign(arrays[key])", "        if key != \"optimizer/0002\":\n            _tf_variable(variable).assign(arrays[key])",
-                   "one_device,mirrored:2,sockets:2", "a restored run begins with a momentum of 0 for one variable"),
-    "warmup": Fault("training/schedule.py", "warmup = (step + 1) / max(self.warmup_steps, 1)", "warmup = (step + 0.99) / max(self.warmup_steps, 1)", "one_device,mirrored:2", "the learning rate of the warm-up is 1 % too small"),
-    "skipping": Fault("training/step.py", "        if self._may_skip:\n            tf.cond(", "        if False:\n            tf.cond(", "one_device,mirrored:2", "a step with a NaN is applied although it should be skipped"),
-    "metrics": Fault("keras_fit/own_rows.py", "variable.assign(old + more)", "variable.assign(more)", "fit", "where only the own rows are computed, metrics forget the batches before"),
-    "mask": Fault("training/objectives.py", "    if w.shape.rank == losses.shape.rank:\n        return w", "    if w.shape.rank == losses.shape.rank and w.shape.rank == 1:\n        return w\n    if w.shape.rank == 2:\n        w = tf.reduce_mean(w, 1)",
-                  "one_device,mirrored:2", "the weights of tokens become weights of their sequences"),
+    "remainder": Fault(
+        "data/batch_plan.py",
+        "start + (replica + 1) * size // self.replicas",
+        "start + replica * size // self.replicas + size // self.replicas",
+        "mirrored,sockets:2,mesh:2",
+        "the samples that are left over when a batch does not divide are trained on by nobody",
+    ),
+    "duplicates": Fault(
+        "training/update.py",
+        "unsorted_segment_sum(",
+        "unsorted_segment_max(",
+        "one_device,mirrored:2,sockets:2",
+        "of the gradients of a row that is looked up twice one is lost",
+    ),
+    "clip": Fault(
+        "training/gradient_scale.py",
+        "tf.maximum(norm, limit)",
+        "tf.maximum(norm * 1.001, limit)",
+        "one_device,mirrored:2,mesh:2",
+        "clipping shortens gradients by 0.1 % too much",
+    ),
+    "accumulation": Fault(
+        "training/replica_gradients.py",
+        "lambda a, b: a + b, accumulated, more)",
+        "lambda a, b: a + b, accumulated, more)._replace(sums=more.sums)",
+        "one_device,mirrored:2",
+        "of the weights of several micro-batches only the last ones count",
+    ),
+    "averages": Fault(
+        "training/update.py",
+        "averages = ema_variables(self.optimizer)",
+        "averages = []",
+        "one_device,mirrored:2,sockets:2",
+        "evaluation takes the weights and not their moving averages",
+    ),
+    "statistics": Fault(
+        "runtime/batch_norm.py",
+        "share = tf.math.divide_no_nan(rows[:, :1], tf.reduce_sum(rows[:, :1]))",
+        "share = tf.ones_like(rows[:, :1]) / runtime.size",
+        "sockets,fit",
+        "each worker's rows count alike in the statistics of BatchNormalization, however many they are",
+    ),
+    "gathered": Fault(
+        "keras_fit/rows.py",
+        "start + count, count) * tf.cast(runtime.size, grad.dtype)",
+        "start + count, count) * tf.cast(1, grad.dtype)",
+        "fit",
+        "gradients through gathered rows are N times too small",
+    ),
+    "slots": Fault(
+        "artifacts/state.py",
+        "        _tf_variable(variable).assign(arrays[key])",
+        '        if key != "optimizer/0002":\n            _tf_variable(variable).assign(arrays[key])',
+        "one_device,mirrored:2,sockets:2",
+        "a restored run begins with a momentum of 0 for one variable",
+    ),
+    "warmup": Fault(
+        "training/schedule.py",
+        "warmup = (step + 1) / max(self.warmup_steps, 1)",
+        "warmup = (step + 0.99) / max(self.warmup_steps, 1)",
+        "one_device,mirrored:2",
+        "the learning rate of the warm-up is 1 % too small",
+    ),
+    "skipping": Fault(
+        "training/step.py",
+        "        if self._may_skip:\n            tf.cond(",
+        "        if False:\n            tf.cond(",
+        "one_device,mirrored:2",
+        "a step with a NaN is applied although it should be skipped",
+    ),
+    "metrics": Fault(
+        "keras_fit/own_rows.py",
+        "variable.assign(old + more)",
+        "variable.assign(more)",
+        "fit",
+        "where only the own rows are computed, metrics forget the batches before",
+    ),
+    "mask": Fault(
+        "training/objectives.py",
+        "    if w.shape.rank == losses.shape.rank:\n        return w",
+        "    if w.shape.rank == losses.shape.rank and w.shape.rank == 1:\n        return w\n    if w.shape.rank == 2:\n"
+        "        w = tf.reduce_mean(w, 1)",
+        "one_device,mirrored:2",
+        "the weights of tokens become weights of their sequences",
+    ),
 }
 
 
@@ -66,7 +134,15 @@ def find(name: str) -> tuple[str, float]:
         file.write_text(file.read_text().replace(fault.text, fault.other))
         while (left := MINUTES - (_core_seconds() - begun) / 60) > 0:
             seed += 1
-            said = _fuzz(copy, "--until_first", "--shrink_seconds=0", f"--seed={seed}", "--minutes=60", f"--core_minutes={left}", f"--runtimes={fault.runtimes}")
+            said = _fuzz(
+                copy,
+                "--until_first",
+                "--shrink_seconds=0",
+                f"--seed={seed}",
+                "--minutes=60",
+                f"--core_minutes={left}",
+                f"--runtimes={fault.runtimes}",
+            )
             seconds = _core_seconds() - begun
             case = re.search(r"--replay='(.*)'", said.stdout)
             if case and _fuzz(REPOSITORY, f"--replay={case[1]}").returncode == 0:
@@ -82,7 +158,9 @@ def _core_seconds() -> float:
 
 def _fuzz(folder: Path, *flags: str) -> subprocess.CompletedProcess:
     environment = {**ENVIRONMENT, "PYTHONPATH": str(folder)}
-    return subprocess.run([sys.executable, "scripts/fuzz.py", *flags], cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "scripts/fuzz.py", *flags], cwd=folder, env=environment, capture_output=True, text=True
+    )
 
 
 def main(names: list[str]) -> int:
@@ -93,7 +171,11 @@ def main(names: list[str]) -> int:
     for name in names or FAULTS:
         case, seconds = find(name)
         missed += not case or seconds > MINUTES * 60
-        print(f"{name}: {FAULTS[name].what}: {'found' if case else 'NOT found'} in {seconds:.0f} s{f' by {case}' if case else ''}", flush=True)
+        print(
+            f"{name}: {FAULTS[name].what}: {'found' if case else 'NOT found'} in {seconds:.0f}"
+            f" s{f' by {case}' if case else ''}",
+            flush=True,
+        )
     return int(bool(missed))
 
 

@@ -33,12 +33,20 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "entropy_sum": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
     "ignore_class": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0),
     "masked_mean": lambda: masked_mean,
-    "mse": lambda: "mse", "huber": lambda: keras.losses.Huber(), "cosine": lambda: keras.losses.CosineSimilarity(),
-    "dice": lambda: keras.losses.Dice(), "tversky": lambda: keras.losses.Tversky(),
+    "mse": lambda: "mse",
+    "huber": lambda: keras.losses.Huber(),
+    "cosine": lambda: keras.losses.CosineSimilarity(),
+    "dice": lambda: keras.losses.Dice(),
+    "tversky": lambda: keras.losses.Tversky(),
 }
 METRICS: dict[str, Callable[[], Any]] = {
-    "accuracy": lambda: "accuracy", "top_k": lambda: keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_k"), "largest": lambda: largest,
-    "iou": lambda: keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou"), "mae": lambda: "mae", "r2": lambda: keras.metrics.R2Score(name="r2"), "rmse": lambda: keras.metrics.RootMeanSquaredError(name="rmse"),
+    "accuracy": lambda: "accuracy",
+    "top_k": lambda: keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_k"),
+    "largest": lambda: largest,
+    "iou": lambda: keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou"),
+    "mae": lambda: "mae",
+    "r2": lambda: keras.metrics.R2Score(name="r2"),
+    "rmse": lambda: keras.metrics.RootMeanSquaredError(name="rmse"),
 }
 CALLBACKS: dict[str, Callable[[], Any]] = {
     "early_stopping": lambda: keras.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=0.05),
@@ -48,11 +56,13 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def run(case: Mapping[str, Any], functions: Any, double: bool = False, eager: bool = False, shaken: int = 0) -> list[dict[str, np.ndarray]]:
+def run(
+    case: Mapping[str, Any], functions: Any, double: bool = False, eager: bool = False, shaken: int = 0
+) -> list[dict[str, np.ndarray]]:
     """One model, fitted to each of the case's data, one after the other.
 
-    functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not. shaken: above 0, a
-    seed of changes to the first weights in the last place of float32.
+    functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not. shaken: above
+    0, a seed of changes to the first weights in the last place of float32.
     """
     with keras_settings.restored():
         keras_settings.forget_names()
@@ -66,7 +76,9 @@ def run(case: Mapping[str, Any], functions: Any, double: bool = False, eager: bo
 def _fitted(case: Mapping[str, Any], model: keras.Model, functions: Any, double: bool) -> dict[str, np.ndarray]:
     fit, parts = case["fit"], _cast(data.arrays(case), double)
     validation = _cast(data.arrays(case, "eval"), double)
-    options: dict[str, Any] = {name: fit[name] for name in ("epochs", "initial_epoch", "steps_per_epoch", "validation_freq") if name in fit}
+    options: dict[str, Any] = {
+        name: fit[name] for name in ("epochs", "initial_epoch", "steps_per_epoch", "validation_freq") if name in fit
+    }
     if fit.get("validation") == "data":
         options["validation_data"] = validation
     elif fit.get("validation") == "split":
@@ -77,13 +89,22 @@ def _fitted(case: Mapping[str, Any], model: keras.Model, functions: Any, double:
     (keras.utils.set_random_seed if fit.get("shuffle") else keras_settings.seed)(case["seed"])
     history = functions.fit(model, **_given(case, parts), **options, verbose=0)
     found = {f"loss/{name}": np.array(values, np.float64) for name, values in history.history.items()}
-    found |= {f"model/{index:04d}": np.asarray(variable.value).astype(np.float64) for index, variable in enumerate(once(model.variables)) if is_number(variable)}
+    found |= {
+        f"model/{index:04d}": np.asarray(variable.value).astype(np.float64)
+        for index, variable in enumerate(once(model.variables))
+        if is_number(variable)
+    }
     if fit.get("evaluate") and case.get("evaluate", True):
         x, y, *w = validation
-        scores = functions.evaluate(model, x, y, sample_weight=w[0] if w else None, batch_size=5, return_dict=True, verbose=0)
+        scores = functions.evaluate(
+            model, x, y, sample_weight=w[0] if w else None, batch_size=5, return_dict=True, verbose=0
+        )
         found |= {f"eval/{name}": np.array(value, np.float64) for name, value in scores.items()}
         predicted = functions.predict(model, x, batch_size=6, verbose=0)
-        found |= {f"predict/{index}": np.asarray(value, np.float64) for index, value in enumerate(keras.tree.flatten(predicted))}
+        found |= {
+            f"predict/{index}": np.asarray(value, np.float64)
+            for index, value in enumerate(keras.tree.flatten(predicted))
+        }
     return found
 
 
@@ -108,19 +129,43 @@ def _model(case: Mapping[str, Any], double: bool) -> keras.Model:
 
 def _compile(case: Mapping[str, Any], model: keras.Model, eager: bool) -> None:
     options = case["compile"]
-    optimizer = {"sgd": keras.optimizers.SGD, "momentum": lambda rate, **more: keras.optimizers.SGD(rate, momentum=0.9, **more), "adam": keras.optimizers.Adam,
-                 "adamw": keras.optimizers.AdamW}[options["optimizer"]]
-    arguments = {name: options[name] for name in ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "use_ema", "ema_momentum", "weight_decay") if name in options}
+    optimizer = {
+        "sgd": keras.optimizers.SGD,
+        "momentum": lambda rate, **more: keras.optimizers.SGD(rate, momentum=0.9, **more),
+        "adam": keras.optimizers.Adam,
+        "adamw": keras.optimizers.AdamW,
+    }[options["optimizer"]]
+    arguments = {
+        name: options[name]
+        for name in (
+            "clipnorm",
+            "global_clipnorm",
+            "clipvalue",
+            "gradient_accumulation_steps",
+            "use_ema",
+            "ema_momentum",
+            "weight_decay",
+        )
+        if name in options
+    }
     loss, metrics = LOSSES[options["loss"]](), [METRICS[name]() for name in options["metrics"]]
     if case["model"]["head"] == "dict":
         loss, metrics = {"kind": LOSSES["entropy"](), "size": "mse"}, {"kind": ["accuracy"], "size": ["mae"]}
-    model.compile(optimizer(options["learning_rate"], **arguments), loss=loss, metrics=metrics if not options.get("weighted_metrics") else None,
-                  weighted_metrics=metrics if options.get("weighted_metrics") else None, run_eagerly=eager, jit_compile=bool(options.get("jit_compile")) and not eager,
-                  steps_per_execution=1 if eager else options.get("steps_per_execution", 1))
+    model.compile(
+        optimizer(options["learning_rate"], **arguments),
+        loss=loss,
+        metrics=metrics if not options.get("weighted_metrics") else None,
+        weighted_metrics=metrics if options.get("weighted_metrics") else None,
+        run_eagerly=eager,
+        jit_compile=bool(options.get("jit_compile")) and not eager,
+        steps_per_execution=1 if eager else options.get("steps_per_execution", 1),
+    )
 
 
 def _cast(parts: tuple, double: bool) -> tuple:
-    return keras.tree.map_structure(lambda value: value.astype(FLOAT[double]) if value.dtype.kind == "f" else value, parts)
+    return keras.tree.map_structure(
+        lambda value: value.astype(FLOAT[double]) if value.dtype.kind == "f" else value, parts
+    )
 
 
 class Pages(keras.utils.PyDataset):
@@ -189,11 +234,15 @@ def on_workers(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
 
 def references(case: Mapping[str, Any]) -> list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """For each of the case's data: (plain Keras in the precision of the case, in float64)."""
-    eager = case["model"]["head"] != "dict"  # Keras 3.15 counts the first batch twice in the shown losses of several outputs, when it runs eagerly
+    eager = (
+        case["model"]["head"] != "dict"
+    )  # Keras 3.15 counts the first batch twice in the shown losses of several outputs, when it runs eagerly
     return list(zip(run(case, keras.Model, eager=eager), run(case, keras.Model, double=True, eager=eager), strict=True))
 
 
 def others(case: Mapping[str, Any]) -> list[tuple[dict[str, np.ndarray], ...]]:
     """For each of the case's data: more runs, which differ by nothing but rounding."""
     eager = case["model"]["head"] != "dict"
-    return list(zip(*(run(case, keras.Model, double=True, eager=eager, shaken=seed) for seed in (1, 2, 3)), strict=True))
+    return list(
+        zip(*(run(case, keras.Model, double=True, eager=eager, shaken=seed) for seed in (1, 2, 3)), strict=True)
+    )

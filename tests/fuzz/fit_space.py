@@ -11,6 +11,7 @@ CLASSES = ("GradientPenalty", "Adversarial", "TwoUpdates", "TwoCalls", "WeightsI
 
 def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     """The parts of a case beside model and data, which are changed to suit."""
+
     def maybe(probability: float, value: Any) -> Any:
         return value if chance.random() < probability else None
 
@@ -18,23 +19,46 @@ def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> 
     if model["inputs"] in ("rows", "grid") and model["head"] == "classes" and chance.random() < 0.35:
         model["class"] = chance.choice(CLASSES)
     optimizer = chance.choices(["sgd", "momentum", "adam", "adamw"], [5, 3, 2, 1])[0]
-    losses = {"classes": ["entropy", "entropy", "entropy_sum", "ignore_class", "masked_mean"], "tokens": ["entropy", "entropy", "ignore_class", "masked_mean"],
-              "values": ["mse", "huber", "cosine", "dice", "tversky"], "dict": ["mse"]}[model["head"]]
-    metrics = {"classes": ["accuracy", "top_k", "largest", "iou"], "tokens": ["accuracy", "largest"], "values": ["mae", "r2", "rmse", "largest"], "dict": ["mae"]}[model["head"]]
+    losses = {
+        "classes": ["entropy", "entropy", "entropy_sum", "ignore_class", "masked_mean"],
+        "tokens": ["entropy", "entropy", "ignore_class", "masked_mean"],
+        "values": ["mse", "huber", "cosine", "dice", "tversky"],
+        "dict": ["mse"],
+    }[model["head"]]
+    metrics = {
+        "classes": ["accuracy", "top_k", "largest", "iou"],
+        "tokens": ["accuracy", "largest"],
+        "values": ["mae", "r2", "rmse", "largest"],
+        "dict": ["mae"],
+    }[model["head"]]
     compiled = {
-        "optimizer": optimizer, "learning_rate": 0.1 if optimizer in ("sgd", "momentum") else 0.01, "loss": chance.choice(losses),
-        "metrics": chance.sample(metrics, chance.randint(0, min(2, len(metrics)))), "weighted_metrics": maybe(0.2, True),
-        "steps_per_execution": maybe(0.2, 2), "jit_compile": maybe(0.05, True), "precision": maybe(0.1, chance.choice(["bfloat16", "float16"])),
-        "gradient_accumulation_steps": maybe(0.15, 2), "weight_decay": maybe(0.2, 0.1),
-        **chance.choice([{}, {}, {"clipnorm": 0.1}, {"global_clipnorm": 0.3}, {"clipvalue": 0.02}]), **chance.choice([{}, {}, {}, {"use_ema": True, "ema_momentum": 0.7}]),
+        "optimizer": optimizer,
+        "learning_rate": 0.1 if optimizer in ("sgd", "momentum") else 0.01,
+        "loss": chance.choice(losses),
+        "metrics": chance.sample(metrics, chance.randint(0, min(2, len(metrics)))),
+        "weighted_metrics": maybe(0.2, True),
+        "steps_per_execution": maybe(0.2, 2),
+        "jit_compile": maybe(0.05, True),
+        "precision": maybe(0.1, chance.choice(["bfloat16", "float16"])),
+        "gradient_accumulation_steps": maybe(0.15, 2),
+        "weight_decay": maybe(0.2, 0.1),
+        **chance.choice([{}, {}, {"clipnorm": 0.1}, {"global_clipnorm": 0.3}, {"clipvalue": 0.02}]),
+        **chance.choice([{}, {}, {}, {"use_ema": True, "ema_momentum": 0.7}]),
     }
     batch = chance.randint(3, 12)
     steps = maybe(0.25, 3) if data["source"] in ("arrays", "dataset", "pages") else 3
     fit = {
-        "batch_size": batch, "epochs": chance.choice([1, 2]), "steps_per_epoch": steps, "initial_epoch": maybe(0.1, 1), "shuffle": maybe(0.4, True),
-        "validation": chance.choice([None, "data", "split" if data["source"] == "arrays" else "data"]), "validation_freq": maybe(0.1, 2),
-        "class_weight": maybe(0.2, True) if model["head"] == "classes" else None, "callbacks": maybe(0.3, [chance.choice(["early_stopping", "plateau", "scheduler", "swap_ema"])]),
-        "evaluate": maybe(0.4, True), "large": maybe(0.3, True),
+        "batch_size": batch,
+        "epochs": chance.choice([1, 2]),
+        "steps_per_epoch": steps,
+        "initial_epoch": maybe(0.1, 1),
+        "shuffle": maybe(0.4, True),
+        "validation": chance.choice([None, "data", "split" if data["source"] == "arrays" else "data"]),
+        "validation_freq": maybe(0.1, 2),
+        "class_weight": maybe(0.2, True) if model["head"] == "classes" else None,
+        "callbacks": maybe(0.3, [chance.choice(["early_stopping", "plateau", "scheduler", "swap_ema"])]),
+        "evaluate": maybe(0.4, True),
+        "large": maybe(0.3, True),
     }
     return {"compile": _given(compiled), "fit": _given(fit)}
 
@@ -58,7 +82,11 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "nothing to swap"
     if fit.get("initial_epoch", 0) >= fit["epochs"]:
         return "nothing to train"
-    if "gradient_accumulation_steps" in compiled and {"clipnorm", "use_ema"} & set(compiled) and case["compile"]["optimizer"] == "adam":
+    if (
+        "gradient_accumulation_steps" in compiled
+        and {"clipnorm", "use_ema"} & set(compiled)
+        and case["compile"]["optimizer"] == "adam"
+    ):
         return "Keras' accumulation is enough beside one of them"
     if data["source"] == "dataset" and fit.get("shuffle") and "steps_per_epoch" in fit:
         return "iterators of one shuffled dataset share a generator of seeds"
@@ -68,15 +96,29 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "how Keras rounds is not looked at"
     if "class" in case["model"] and compiled["metrics"]:
         return "train_steps that update no metrics"
-    if "steps_per_epoch" in fit and data["source"] in ("arrays", "pages") and data["size"] < fit["batch_size"] * 3 * (fit["epochs"] + 1) * 1.5:
+    if (
+        "steps_per_epoch" in fit
+        and data["source"] in ("arrays", "pages")
+        and data["size"] < fit["batch_size"] * 3 * (fit["epochs"] + 1) * 1.5
+    ):
         return "Keras runs out of data"
     return ""
 
 
 def features(case: Mapping[str, Any]) -> list[str]:
     compiled, fit = case["compile"], case["fit"]
-    found = [f"fit.loss:{compiled['loss']}", f"optimizer:{compiled['optimizer']}", f"precision:{compiled.get('precision', 'float32')}"] + [f"fit.metric:{name}" for name in compiled["metrics"]]
-    found += [f"fit.option:{name}" for name in compiled if name not in ("optimizer", "learning_rate", "loss", "metrics", "precision", "ema_momentum")]
-    found += [f"fit.{name}" for name in fit if name not in ("batch_size", "epochs", "callbacks", "validation")] + [f"fit.callback:{name}" for name in fit.get("callbacks", ())]
+    found = [
+        f"fit.loss:{compiled['loss']}",
+        f"optimizer:{compiled['optimizer']}",
+        f"precision:{compiled.get('precision', 'float32')}",
+    ] + [f"fit.metric:{name}" for name in compiled["metrics"]]
+    found += [
+        f"fit.option:{name}"
+        for name in compiled
+        if name not in ("optimizer", "learning_rate", "loss", "metrics", "precision", "ema_momentum")
+    ]
+    found += [f"fit.{name}" for name in fit if name not in ("batch_size", "epochs", "callbacks", "validation")] + [
+        f"fit.callback:{name}" for name in fit.get("callbacks", ())
+    ]
     found += [f"fit.validation:{fit['validation']}"] if "validation" in fit else []
     return found + ([f"train_step:{case['model']['class']}"] if "class" in case["model"] else [])

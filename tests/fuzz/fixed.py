@@ -14,7 +14,14 @@ from tests.fuzz.coverage import Coverage
 SEED, CANDIDATES = 15, 12
 STARTED = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2")  # of those on which a run can go on
 # Which runtimes see a job, in turn; of the same kinds of process groups, of which each costs a start.
-TURNS = (("mirrored:3", "sockets:2", "one_device"), ("fit:2",), ("mirrored:2", "mesh:2", "one_device"), ("mirrored:3", "mesh:2", "multi_worker:2"), ("fit:2",), ("mirrored:2", "sockets:2", "mesh:2"))
+TURNS = (
+    ("mirrored:3", "sockets:2", "one_device"),
+    ("fit:2",),
+    ("mirrored:2", "mesh:2", "one_device"),
+    ("mirrored:3", "mesh:2", "multi_worker:2"),
+    ("fit:2",),
+    ("mirrored:2", "sockets:2", "mesh:2"),
+)
 BROKEN_OFF = {2: "resumed", 5: "moved"}  # jobs that are stopped in between
 
 
@@ -52,10 +59,22 @@ def _drawn(coverage: Coverage) -> Iterator[dict[str, Any]]:
 def _light(case: dict[str, Any], broken_off: str | None) -> bool:
     """Whether it is traced and computed fast, and stopped in between in the way that is wanted."""
     blocks = space.flat_blocks(case)
-    if len(blocks) > 2 or "lstm" in blocks or "attention" in blocks or case["model"]["inputs"] == "both" or "optimized" in case:
+    if (
+        len(blocks) > 2
+        or "lstm" in blocks
+        or "attention" in blocks
+        or case["model"]["inputs"] == "both"
+        or "optimized" in case
+    ):
         return False
-    if {"moved", "resumed"} & set(case) != ({broken_off} if broken_off else set()) or case.get("moved", STARTED[0]) not in STARTED:
+    if {"moved", "resumed"} & set(case) != ({broken_off} if broken_off else set()) or case.get(
+        "moved", STARTED[0]
+    ) not in STARTED:
         return False
     if case["kind"] == "fit":
-        return not {"jit_compile", "steps_per_execution"} & set(case["compile"]) and case["model"]["head"] != "dict" and "validation" not in case["fit"]
+        return (
+            not {"jit_compile", "steps_per_execution"} & set(case["compile"])
+            and case["model"]["head"] != "dict"
+            and "validation" not in case["fit"]
+        )
     return case["options"]["accumulation"] <= 2 and not case["options"].get("jit_compile")

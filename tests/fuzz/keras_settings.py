@@ -1,4 +1,6 @@
-"""Keras' settings of the whole process, which a case changes: given back as they were; and the names it has used, forgotten."""
+"""Keras' settings of the whole process, which a case changes: given back as they were; and the names it has used,
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def restored() -> Iterator[None]:
 
 
 def seed(number: int) -> None:
-    """What of keras.utils.set_random_seed a new model's weights hang on. TensorFlow's own seed is left: to set it costs a second."""
+    """What of keras.utils.set_random_seed a new model's weights hang on.
+
+    TensorFlow's own seed is left: to set it costs a second.
+    """
     random.seed(number)
     np.random.seed(number)
 

@@ -1,4 +1,5 @@
-"""Differences that were found, whose causes are known and not mended yet: such cases are not drawn, so that others are seen.
+"""Differences that were found, whose causes are known and not mended yet: such cases are not drawn, so that others are
+seen.
 
 Remove a line when its cause is mended; --with_known draws them all.
 """

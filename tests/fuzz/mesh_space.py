@@ -9,17 +9,25 @@ from typing import Any
 AXES = ("pipe", "data", "expert", "model")
 ELEMENTWISE = ("sgd", "momentum", "adam", "adamw", "lion")
 # workers -> meshes
-MESHES = {2: ["", "", "", "", "data=2", "pipe=2", "pipe=2", "model=2", "expert=2"], 3: [""], 4: ["", "pipe=2,data=2", "data=2,model=2", "pipe=2,model=2", "data=2,expert=2"]}
+MESHES = {
+    2: ["", "", "", "", "data=2", "pipe=2", "pipe=2", "model=2", "expert=2"],
+    3: [""],
+    4: ["", "pipe=2,data=2", "data=2,model=2", "pipe=2,model=2", "data=2,expert=2"],
+}
 
 
-def draw(chance: random.Random, workers: int, model: dict[str, Any], data: dict[str, Any], options: dict[str, Any]) -> None:
+def draw(
+    chance: random.Random, workers: int, model: dict[str, Any], data: dict[str, Any], options: dict[str, Any]
+) -> None:
     """Adds to the options, and changes model and data to suit."""
     mesh = chance.choice(MESHES[workers])
     degree = degrees(mesh, workers)
     if mesh:
         options["mesh"] = mesh
     if degree["model"] > 1 or degree["expert"] > 1 or degree["pipe"] > 1 and chance.random() < 0.4:
-        arguments = "layers=2,width=8,heads=2,num_outputs=12" + (",experts=4,capacity=2.0,balance=0.1" if degree["expert"] > 1 else "")
+        arguments = "layers=2,width=8,heads=2,num_outputs=12" + (
+            ",experts=4,capacity=2.0,balance=0.1" if degree["expert"] > 1 else ""
+        )
         model.clear()
         model.update(inputs="steps", blocks=[], head="tokens", embedding="embedding", builtin=arguments)
         options.update(objective="classification", label_smoothing=chance.choice([None, 0.1]))
@@ -46,7 +54,9 @@ def draw(chance: random.Random, workers: int, model: dict[str, Any], data: dict[
     if degree["model"] > 1 and degree["pipe"] == 1 and options.get("zero") != 3 and chance.random() < 0.4:
         options["sequence_parallel"] = True
     if "builtin" in model:
-        options["recompute"] = chance.choice([None, None, "block", "attention"] if degree["pipe"] == 1 else [None, "block"])
+        options["recompute"] = chance.choice(
+            [None, None, "block", "attention"] if degree["pipe"] == 1 else [None, "block"]
+        )
     if options.get("compression") and mesh not in ("", "data=2"):
         options["compression"] = None
 
@@ -54,7 +64,12 @@ def draw(chance: random.Random, workers: int, model: dict[str, Any], data: dict[
 def can_shard(case: Mapping[str, Any]) -> bool:
     """Whether --zero goes with the rest of a case on a mesh of data only."""
     options = case["options"]
-    return options["optimizer"] in ELEMENTWISE and not options.get("compression") and not options.get("jit_compile") and "mesh" not in options
+    return (
+        options["optimizer"] in ELEMENTWISE
+        and not options.get("compression")
+        and not options.get("jit_compile")
+        and "mesh" not in options
+    )
 
 
 def degrees(mesh: str, workers: int) -> dict[str, int]:
@@ -93,5 +108,12 @@ def conflicts(case: Mapping[str, Any], blocks: list[str], workers: int) -> str:
 
 def features(case: Mapping[str, Any]) -> list[str]:
     options, model = case["options"], case["model"]
-    return [f"mesh:{options.get('mesh') or 'data'}", f"zero:{options.get('zero', 0)}"] + [f"mesh.{name}" for name in ("pipe_schedule", "offload", "all_reduce", "sequence_parallel") if name in options] + (
-        ["model:transformer"] if "builtin" in model else [])
+    return (
+        [f"mesh:{options.get('mesh') or 'data'}", f"zero:{options.get('zero', 0)}"]
+        + [
+            f"mesh.{name}"
+            for name in ("pipe_schedule", "offload", "all_reduce", "sequence_parallel")
+            if name in options
+        ]
+        + (["model:transformer"] if "builtin" in model else [])
+    )

@@ -1,4 +1,5 @@
-"""A model from a drawn description, as the Python source that a user would write: what the fuzzer runs is what it prints.
+"""A model from a drawn description, as the Python source that a user would write: what the fuzzer runs is what it
+prints.
 
 Legend of shapes: rows [n, 6], grid [n, 5, 5, 3], steps [n, 4, 6] made of ids [n, 4].
 """
@@ -14,54 +15,108 @@ WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
 # name -> (shapes it works on, lines; {name} is the layer's name, {width} that of the last dim)
 BLOCKS: dict[str, tuple[str, str]] = {
     "dense": ("rows steps", 'x = layers.Dense({width}, activation="tanh", name="{name}")(x)'),
-    "dense_l2": ("rows steps", 'x = layers.Dense({width}, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.05), name="{name}")(x)'),
-    "activity_loss": ("rows steps", 'x = layers.Dense({width}, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1), name="{name}")(x)'),
+    "dense_l2": (
+        "rows steps",
+        (
+            'x = layers.Dense({width}, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.05),'
+            ' name="{name}")(x)'
+        ),
+    ),
+    "activity_loss": (
+        "rows steps",
+        (
+            'x = layers.Dense({width}, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1),'
+            ' name="{name}")(x)'
+        ),
+    ),
     "mean_loss": ("rows grid steps", 'x = own.MeanLoss(0.3, name="{name}")(x)'),
     "sum_loss": ("rows grid steps", 'x = own.SumLoss(0.02, name="{name}")(x)'),
     "batch_norm": ("rows grid steps", 'x = layers.BatchNormalization(momentum=0.8, name="{name}")(x)'),
     "frozen_batch_norm": ("rows grid", 'x = layers.BatchNormalization(trainable=False, name="{name}")(x)'),
     "layer_norm": ("rows steps", 'x = layers.LayerNormalization(name="{name}")(x)'),
     "frozen": ("rows steps", 'x = layers.Dense({width}, activation="tanh", trainable=False, name="{name}")(x)'),
-    "shared": ("rows steps", '{name} = layers.Dense({width}, activation="tanh", name="{name}")\nx = layers.Add(name="{name}_add")([{name}(x), {name}({name}(x))])'),
+    "shared": (
+        "rows steps",
+        (
+            '{name} = layers.Dense({width}, activation="tanh", name="{name}")\nx ='
+            ' layers.Add(name="{name}_add")([{name}(x), {name}({name}(x))])'
+        ),
+    ),
     "counter": ("rows steps grid", 'x = own.Counter(name="{name}")(x)'),
     "running_mean": ("rows", 'x = own.RunningMean(name="{name}")(x)'),
     "dropout": ("rows grid steps", 'x = layers.Dropout(0.3, name="{name}")(x)'),
     "positions": ("steps", 'x = own.Positions({length}, {width}, name="{name}")(x)'),
-    "spectral": ("rows", 'x = layers.SpectralNormalization(layers.Dense({width}, name="{name}_inner"), name="{name}")(x)'),
+    "spectral": (
+        "rows",
+        'x = layers.SpectralNormalization(layers.Dense({width}, name="{name}_inner"), name="{name}")(x)',
+    ),
     "float64": ("rows", 'x = layers.Dense({width}, activation="tanh", dtype="float64", name="{name}")(x)'),
     "bfloat16": ("rows", 'x = layers.Dense({width}, activation="tanh", dtype="{low_bfloat16}", name="{name}")(x)'),
     "float16": ("rows", 'x = layers.Dense({width}, activation="tanh", dtype="{low_float16}", name="{name}")(x)'),
     "residual": ("rows steps", 'x = layers.Add(name="{name}_add")([x, layers.Dense({width}, name="{name}")(x)])'),
-    "conv": ("grid", 'x = layers.Conv2D({width}, 3, padding="same", use_bias=False, activation="tanh", name="{name}")(x)'),
+    "conv": (
+        "grid",
+        'x = layers.Conv2D({width}, 3, padding="same", use_bias=False, activation="tanh", name="{name}")(x)',
+    ),
     "conv_steps": ("steps", 'x = layers.Conv1D({width}, 3, padding="causal", activation="tanh", name="{name}")(x)'),
     "depthwise": ("grid", 'x = layers.DepthwiseConv2D(2, padding="same", name="{name}")(x)'),
     "lstm": ("steps", 'x = layers.LSTM({width}, return_sequences=True, name="{name}")(x)'),
-    "attention": ("steps", 'x = layers.Add(name="{name}_add")([x, layers.MultiHeadAttention(2, 3, name="{name}")(x, x)])'),
+    "attention": (
+        "steps",
+        'x = layers.Add(name="{name}_add")([x, layers.MultiHeadAttention(2, 3, name="{name}")(x, x)])',
+    ),
     # A block that --recompute=block and pipe= can cut at; {inside} are lines of other blocks.
-    "block": ("rows steps", '{name}_in = x\nx = layers.LayerNormalization(name="{name}_norm_1")(x)\n{inside}\nx = layers.Dense({width}, name="{name}_mlp_out")(x)\n'
-                            'x = layers.Add(name="{name}_mlp_add")([{name}_in, x])'),
+    "block": (
+        "rows steps",
+        (
+            '{name}_in = x\nx = layers.LayerNormalization(name="{name}_norm_1")(x)\n{inside}\nx = layers.Dense({width},'
+            ' name="{name}_mlp_out")(x)\nx = layers.Add(name="{name}_mlp_add")([{name}_in, x])'
+        ),
+    ),
 }
 EMBEDDINGS = {
     "embedding": 'x = layers.Embedding({vocabulary}, {width}, name="table")(x)',
     "embedding_masked": 'x = layers.Embedding({vocabulary}, {width}, mask_zero=True, name="table")(x)',
     "embedding_twice": 'x = own.Twice({vocabulary}, {width}, name="table")(x)',
     "embedding_large": 'x = layers.Embedding(300, {width}, name="table")(x)',  # of which few rows are looked up
-    "embedding_shared": 'table = layers.Embedding({vocabulary}, {width}, name="table")\nx = layers.Subtract()([table(x), layers.Lambda(lambda v: 0.3 * v)(table(layers.Lambda(lambda i: (i + 2) % {vocabulary})(x)))])',
+    "embedding_shared": (
+        'table = layers.Embedding({vocabulary}, {width}, name="table")\nx = layers.Subtract()([table(x),'
+        " layers.Lambda(lambda v: 0.3 * v)(table(layers.Lambda(lambda i: (i + 2) % {vocabulary})(x)))])"
+    ),
 }
 INPUTS = {
     "rows": ['x = inputs = keras.Input(({width},), name="a")'],
-    "grid": ['x = inputs = keras.Input(({side}, {side}, 2), name="a")', 'x = layers.Conv2D({channels}, 3, padding="same", use_bias=False, activation="tanh", name="first")(x)'],
+    "grid": [
+        'x = inputs = keras.Input(({side}, {side}, 2), name="a")',
+        'x = layers.Conv2D({channels}, 3, padding="same", use_bias=False, activation="tanh", name="first")(x)',
+    ],
     "steps": ['x = inputs = keras.Input(({length},), dtype="int32", name="ids")', "{embedding}"],
-    "both": ['inputs = {{"a": keras.Input(({width},), name="a"), "ids": keras.Input(({length},), dtype="int32", name="ids")}}', 'x = inputs["ids"]', "{embedding}",
-             'x = layers.GlobalAveragePooling1D(name="pooled")(x)', 'x = layers.Concatenate(name="joined")([inputs["a"], x])', 'x = layers.Dense({width}, activation="tanh", name="first")(x)'],
+    "both": [
+        (
+            'inputs = {{"a": keras.Input(({width},), name="a"), "ids": keras.Input(({length},), dtype="int32",'
+            ' name="ids")}}'
+        ),
+        'x = inputs["ids"]',
+        "{embedding}",
+        'x = layers.GlobalAveragePooling1D(name="pooled")(x)',
+        'x = layers.Concatenate(name="joined")([inputs["a"], x])',
+        'x = layers.Dense({width}, activation="tanh", name="first")(x)',
+    ],
 }
-TO_ROWS = {"rows": [], "both": [], "grid": ['x = layers.Flatten(name="flat")(x)', 'x = layers.Dense({width}, activation="tanh", name="narrow")(x)'],
-           "steps": ['x = layers.GlobalAveragePooling1D(name="pooled")(x)']}
+TO_ROWS = {
+    "rows": [],
+    "both": [],
+    "grid": ['x = layers.Flatten(name="flat")(x)', 'x = layers.Dense({width}, activation="tanh", name="narrow")(x)'],
+    "steps": ['x = layers.GlobalAveragePooling1D(name="pooled")(x)'],
+}
 HEADS = {
     "classes": ['outputs = layers.Dense(3, dtype="{head}", name="kind")(x)'],
     "values": ['outputs = layers.Dense(2, dtype="{head}", name="size")(x)'],
     "tokens": ['outputs = layers.Dense(4, dtype="{head}", name="kind")(x)'],
-    "dict": ['outputs = {{"kind": layers.Dense(3, dtype="{head}", name="kind")(x), "size": layers.Dense(1, dtype="{head}", name="size")(x)}}'],
+    "dict": [
+        'outputs = {{"kind": layers.Dense(3, dtype="{head}", name="kind")(x), "size": layers.Dense(1, dtype="{head}",'
+        ' name="size")(x)}}'
+    ],
 }
 
 
@@ -73,14 +128,31 @@ def shape_of(inputs: str) -> str:
 def source(model: Mapping[str, Any], double: bool = False) -> str:
     """The function `model()` as Python source. double: all in float64, for the reference."""
     if "builtin" in model:
-        return f'def model():\n    return transformer(x_spec=tf.TensorSpec(({LENGTH},), "int32"), **dict({model["builtin"]}))\n'
+        return (
+            f'def model():\n    return transformer(x_spec=tf.TensorSpec(({LENGTH},), "int32"),'
+            f" **dict({model['builtin']}))\n"
+        )
     shape = shape_of(model["inputs"])
-    words = {"width": CHANNELS if shape == "grid" else WIDTH, "length": LENGTH, "side": SIDE, "channels": CHANNELS, "vocabulary": VOCABULARY,
-             "head": "float64" if double else "float32", "low_bfloat16": "float64" if double else "bfloat16", "low_float16": "float64" if double else "float16"}
-    lines = [line.format(**words, embedding=EMBEDDINGS.get(model.get("embedding", ""), "").format(**words)) for line in INPUTS[model["inputs"]]]
+    words = {
+        "width": CHANNELS if shape == "grid" else WIDTH,
+        "length": LENGTH,
+        "side": SIDE,
+        "channels": CHANNELS,
+        "vocabulary": VOCABULARY,
+        "head": "float64" if double else "float32",
+        "low_bfloat16": "float64" if double else "bfloat16",
+        "low_float16": "float64" if double else "float16",
+    }
+    lines = [
+        line.format(**words, embedding=EMBEDDINGS.get(model.get("embedding", ""), "").format(**words))
+        for line in INPUTS[model["inputs"]]
+    ]
     lines += _blocks(model["blocks"], words, "")
     words["width"] = WIDTH
-    lines += [line.format(**words) for line in ([] if model["head"] == "tokens" else TO_ROWS[model["inputs"]]) + HEADS[model["head"]]]
+    lines += [
+        line.format(**words)
+        for line in ([] if model["head"] == "tokens" else TO_ROWS[model["inputs"]]) + HEADS[model["head"]]
+    ]
     kind = model.get("class")  # of train_steps.py
     lines.append(f"return {f'train_steps.{kind}' if kind else 'keras.Model'}(inputs, outputs)")
     return "def model():\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
@@ -93,7 +165,9 @@ def _blocks(blocks: Sequence, words: Mapping[str, Any], prefix: str) -> list[str
             lines.append(BLOCKS[block][1].format(**words, name=f"{prefix}{block}_{index}"))
         else:  # a list: a block that a model is cut at
             name = f"block_{cut:02d}"
-            lines.append(BLOCKS["block"][1].format(**words, name=name, inside="\n".join(_blocks(block, words, f"{name}_"))))
+            lines.append(
+                BLOCKS["block"][1].format(**words, name=name, inside="\n".join(_blocks(block, words, f"{name}_")))
+            )
             cut += 1
     return [line for text in lines for line in text.split("\n") if line]
 
@@ -108,6 +182,13 @@ def build(model: Mapping[str, Any], double: bool = False):
     from tests.fuzz import train_steps
     from tfdist.models.transformer import transformer
 
-    names: dict[str, Any] = {"keras": keras, "layers": layers, "own": own, "train_steps": train_steps, "tf": tf, "transformer": transformer}
+    names: dict[str, Any] = {
+        "keras": keras,
+        "layers": layers,
+        "own": own,
+        "train_steps": train_steps,
+        "tf": tf,
+        "transformer": transformer,
+    }
     exec(source(model, double), names)  # noqa: S102 - our own text
     return names["model"]()

@@ -1,4 +1,5 @@
-"""What tfdist.train should compute, written without it: a plain loop in one process, Keras' own losses and optimizers, NumPy.
+"""What tfdist.train should compute, written without it: a plain loop in one process, Keras' own losses and optimizers,
+NumPy.
 
 Eager, so that nothing is traced. In float32 or, to see how much rounding matters, all in float64.
 """
@@ -24,8 +25,8 @@ class Reference:
     """One run of a case."""
 
     def __init__(self, case: Mapping[str, Any], double: bool = False, turned: bool = False, shaken: int = 0):
-        """turned: the rows of each micro-batch are taken in reverse, which changes nothing but the rounding. shaken: above 0, a seed
-        of changes to the weights in the last place of float32, at the beginning and after each step."""
+        """turned: the rows of each micro-batch are taken in reverse, which changes nothing but the rounding. shaken:
+        above 0, a seed of changes to the weights in the last place of float32, at the beginning and after each step."""
         self.case, self.options, self.double, self.turned = case, case["options"], double, turned
         keras_settings.forget_names()
         keras.config.set_floatx("float32")
@@ -43,7 +44,11 @@ class Reference:
         self.optimizer = self._optimizer()
         self.optimizer.build(self.model.trainable_variables)
         self.parts = data.arrays(case)
-        self.scale = float(self.options.get("loss_scale_initial", 32768.0)) if self.options.get("precision") == "float16" else 1.0
+        self.scale = (
+            float(self.options.get("loss_scale_initial", 32768.0))
+            if self.options.get("precision") == "float16"
+            else 1.0
+        )
 
     def _model(self, double: bool) -> keras.Model:
         keras_settings.seed(self.options.get("seed", 0))
@@ -52,11 +57,21 @@ class Reference:
 
     def _optimizer(self) -> keras.optimizers.Optimizer:
         options, kind = self.options, self.options.get("optimizer", "adamw")
-        arguments: dict[str, Any] = {"learning_rate": options["learning_rate"], "weight_decay": options.get("weight_decay") or None}
+        arguments: dict[str, Any] = {
+            "learning_rate": options["learning_rate"],
+            "weight_decay": options.get("weight_decay") or None,
+        }
         if options.get("ema"):
             arguments |= {"use_ema": True, "ema_momentum": options["ema"], "ema_overwrite_frequency": None}
-        make = {"sgd": keras.optimizers.SGD, "momentum": keras.optimizers.SGD, "adam": keras.optimizers.Adam, "adamw": keras.optimizers.Adam,
-                "lion": keras.optimizers.Lion, "lamb": keras.optimizers.Lamb, "adafactor": keras.optimizers.Adafactor}[kind]
+        make = {
+            "sgd": keras.optimizers.SGD,
+            "momentum": keras.optimizers.SGD,
+            "adam": keras.optimizers.Adam,
+            "adamw": keras.optimizers.Adam,
+            "lion": keras.optimizers.Lion,
+            "lamb": keras.optimizers.Lamb,
+            "adafactor": keras.optimizers.Adafactor,
+        }[kind]
         optimizer = make(**arguments, **({"momentum": 0.9} if kind == "momentum" else {}))
         excluded = options.get("weight_decay_exclude", "bias,gamma,beta")
         if options.get("weight_decay") and excluded:
@@ -73,14 +88,18 @@ class Reference:
         for call, count in enumerate(self.case["calls"]):
             sums = np.zeros(2)
             for _ in range(count):
-                loss, weight, norm, finite = self._step(order[step * batch:(step + 1) * batch], step)
+                loss, weight, norm, finite = self._step(order[step * batch : (step + 1) * batch], step)
                 step += 1
                 skipped += not finite
                 sums += [loss, weight] if finite else 0
             found[f"loss/{call}"] = np.array(sums[0] / sums[1] if sums[1] else np.nan)
             found[f"norm/{call}"] = np.array(norm)
         found["skipped"] = np.array(float(skipped))
-        found |= {f"model/{index:04d}": variable.numpy().astype("float64") for index, variable in enumerate(once(self.model.variables)) if is_number(variable)}
+        found |= {
+            f"model/{index:04d}": variable.numpy().astype("float64")
+            for index, variable in enumerate(once(self.model.variables))
+            if is_number(variable)
+        }
         return found | (self._evaluate() if self.case.get("evaluate", True) else {})
 
     def _step(self, rows: np.ndarray, step: int) -> tuple[float, float, float, bool]:
@@ -89,7 +108,7 @@ class Reference:
         before = [variable.value.numpy() for variable in self.model.non_trainable_variables]
         total, gradients, loss_sum = self._weight(rows), None, 0.0
         for micro in range(accumulation):
-            own = rows[micro * len(rows) // accumulation:(micro + 1) * len(rows) // accumulation]
+            own = rows[micro * len(rows) // accumulation : (micro + 1) * len(rows) // accumulation]
             grads, loss = self._micro(own[::-1] if self.turned else own, total, len(rows))
             gradients = grads if gradients is None else [a + b for a, b in zip(gradients, grads, strict=True)]
             loss_sum += loss
@@ -100,7 +119,9 @@ class Reference:
             clip = self.options.get("clip_norm", 0.0)
             factor = clip / norm if clip and norm > clip else 1.0
             self.optimizer.learning_rate = self._learning_rate(int(self.optimizer.iterations.numpy()))
-            self.optimizer.apply([gradient * tf.cast(factor, gradient.dtype) for gradient in gradients], self.model.trainable_variables)
+            self.optimizer.apply(
+                [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients], self.model.trainable_variables
+            )
             self._shake()
         else:
             for variable, value in zip(self.model.non_trainable_variables, before, strict=True):
@@ -134,9 +155,17 @@ class Reference:
             losses, weights, _ = self._scores(self.model(x, training=True), y, w)
             loss = tf.reduce_sum(losses * weights)
             sums = self._added(layer for layer in self.model._flatten_layers() if isinstance(layer, SumLoss))
-            means = tf.add_n([tf.cast(term, self.float) for term in self.model.losses]) - sums if self.model.losses else tf.zeros([], self.float)
-            whole = (loss / total + means * (len(rows) / count) + sums if total else 0.0 * loss) * tf.cast(self.scale, self.float)
-        gradients = tape.gradient(whole, [variable.value for variable in self.model.trainable_variables], unconnected_gradients="zero")
+            means = (
+                tf.add_n([tf.cast(term, self.float) for term in self.model.losses]) - sums
+                if self.model.losses
+                else tf.zeros([], self.float)
+            )
+            whole = (loss / total + means * (len(rows) / count) + sums if total else 0.0 * loss) * tf.cast(
+                self.scale, self.float
+            )
+        gradients = tape.gradient(
+            whole, [variable.value for variable in self.model.trainable_variables], unconnected_gradients="zero"
+        )
         return [tf.convert_to_tensor(gradient) for gradient in gradients], float(loss)
 
     def _added(self, layers) -> tf.Tensor:
@@ -174,27 +203,48 @@ class Reference:
         else:
             right = tf.equal(tf.argmax(outputs, -1), tf.cast(y, tf.int64))
             losses, metrics = entropy(y, outputs), {"accuracy": tf.cast(right, self.float)}
-        return losses, tf.broadcast_to(w if w.shape.rank == losses.shape.rank else w[:, tf.newaxis], losses.shape), metrics
+        return (
+            losses,
+            tf.broadcast_to(w if w.shape.rank == losses.shape.rank else w[:, tf.newaxis], losses.shape),
+            metrics,
+        )
 
     def _learning_rate(self, step: int) -> float:
         """The shapes of README."""
         options, peak = self.options, self.options["learning_rate"]
-        shape, warmup, end = options.get("schedule", "constant"), options.get("warmup_steps", 0), sum(self.case["calls"])
+        shape, warmup, end = (
+            options.get("schedule", "constant"),
+            options.get("warmup_steps", 0),
+            sum(self.case["calls"]),
+        )
         if step < warmup:
             return peak * (step + 1) / warmup
         start = max(warmup, round(end * 0.9)) if shape == "wsd" else warmup
         progress = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
-        return peak * {"constant": 1.0, "linear": 1 - progress, "wsd": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[shape]
+        return (
+            peak
+            * {
+                "constant": 1.0,
+                "linear": 1 - progress,
+                "wsd": 1 - progress,
+                "cosine": (1 + math.cos(math.pi * progress)) / 2,
+            }[shape]
+        )
 
     def _evaluate(self) -> dict[str, np.ndarray]:
         if self.options.get("ema"):
-            for variable, average in zip(self.model.trainable_variables, self.optimizer._model_variables_moving_average, strict=True):
+            for variable, average in zip(
+                self.model.trainable_variables, self.optimizer._model_variables_moving_average, strict=True
+            ):
                 variable.assign(average.value)
         x, y, w = self._batch(data.arrays(self.case, "eval"), np.arange(data.EVAL_SIZE))
         losses, weights, metrics = self._scores(self.model(x, training=False), y, w)
         weight = float(tf.reduce_sum(weights))
         values = {"loss": losses, **metrics}
-        return {f"eval/{name}": np.array(float(tf.reduce_sum(tf.where(weights > 0, value * weights, 0))) / weight) for name, value in values.items()}
+        return {
+            f"eval/{name}": np.array(float(tf.reduce_sum(tf.where(weights > 0, value * weights, 0))) / weight)
+            for name, value in values.items()
+        }
 
 
 def shake(model: keras.Model, random: np.random.Generator) -> None:
@@ -223,4 +273,7 @@ def predict(case: Mapping[str, Any], order: np.ndarray) -> tuple[dict[str, np.nd
 def others(case: Mapping[str, Any], order: np.ndarray) -> list[dict[str, np.ndarray]]:
     """More runs, which differ by nothing but rounding."""
     with keras_settings.restored():
-        return [Reference(case, turned=True).run(order), *(Reference(case, double=True, shaken=seed).run(order) for seed in (1, 2, 3))]
+        return [
+            Reference(case, turned=True).run(order),
+            *(Reference(case, double=True, shaken=seed).run(order) for seed in (1, 2, 3)),
+        ]

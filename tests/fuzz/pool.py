@@ -48,7 +48,9 @@ class Group:
         self._connections: list[Connection] = [ranks[rank] for rank in sorted(ranks)]
 
     def run(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        """The answers of all ranks; of one that is gone or hangs {"failed": ..., "gone": True}: the group is then of no use any more."""
+        """The answers of all ranks; of one that is gone or hangs {"failed": ..., "gone": True}: the group is then of no
+        use any more.
+        """
         with contextlib.suppress(OSError):
             for connection in self._connections:
                 connection.send(case)

@@ -20,7 +20,9 @@ class Runtimes:
         self._made: dict[str, Any] = {}
 
     def get(self, case: Mapping[str, Any]) -> Any:
-        """The runtime of a case; one for all cases with the same, but for meshes, which are made anew over the same cluster."""
+        """The runtime of a case; one for all cases with the same, but for meshes, which are made anew over the same
+        cluster.
+        """
         kind, _, count = case["runtime"].partition(":")
         if kind == "mirrored":
             return self._once(case["runtime"], lambda: self._mirrored(int(count)))
@@ -49,7 +51,12 @@ class Runtimes:
         from tfdist.runtime.mesh_runtime import MeshRuntime
 
         world = self._once("multi_worker", lambda: self._start("multi_worker"))
-        return MeshRuntime(Mesh.parse(case["options"].get("mesh", ""), self.cluster.size), self.cluster, world, PATIENCE["collective_timeout"])
+        return MeshRuntime(
+            Mesh.parse(case["options"].get("mesh", ""), self.cluster.size),
+            self.cluster,
+            world,
+            PATIENCE["collective_timeout"],
+        )
 
     def _mirrored(self, devices: int) -> Any:
         """As tfdist.runtime.mirrored makes it; but some of the devices that this process has."""

@@ -43,6 +43,7 @@ def kind_of(verdict: Verdict) -> str:
 
 def reductions(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Cases with one part less, the largest parts first."""
+
     def changed(change: Callable[[dict], Any]) -> dict[str, Any]:
         other = copy.deepcopy(dict(case))
         change(other)
@@ -79,19 +80,32 @@ def _simpler(case: Mapping[str, Any], changed: Callable) -> Iterator[dict[str, A
     if case.get("calls", [1]) != [1]:
         yield changed(lambda other: other.update(calls=other["calls"][:-1] if len(other["calls"]) > 1 else [1]))
     if case["model"]["inputs"] != "rows" and "builtin" not in case["model"]:
-        yield changed(lambda other: other["model"].update(inputs="rows", head="classes" if other["model"]["head"] == "tokens" else other["model"]["head"]))
+        yield changed(
+            lambda other: other["model"].update(
+                inputs="rows", head="classes" if other["model"]["head"] == "tokens" else other["model"]["head"]
+            )
+        )
     if case.get("compile", {}).get("metrics"):
         yield changed(lambda other: other["compile"].update(metrics=[]))
 
 
 def script(case: Mapping[str, Any]) -> str:
     """The case as a program that a user could have written."""
-    text = f'"""Found by scripts/fuzz.py: {case["runtime"]}."""\n\nimport keras\nfrom keras import layers\n\nfrom tests.fuzz import data, train_steps\nfrom tests.fuzz import layers as own\n\nCASE = {dict(case)!r}\n\n\n'
+    text = (
+        f'"""Found by scripts/fuzz.py: {case["runtime"]}."""\n\nimport keras\nfrom keras import layers\n\nfrom'
+        f" tests.fuzz import data, train_steps\nfrom tests.fuzz import layers as own\n\nCASE = {dict(case)!r}\n\n\n"
+    )
     text += models.source(case["model"]).rstrip() + "\n\n\n"
     if case["kind"] == "fit":
-        return text + ("# The program is tests.fuzz.fit_case.run(CASE, tfdist), on the workers, beside .run(CASE, keras.Model), in one process:\n"
-                       f"# compile {json.dumps(case['compile'])}\n# fit {json.dumps(case['fit'])}\n")
+        return (
+            text
+            + "# The program is tests.fuzz.fit_case.run(CASE, tfdist), on the workers, beside .run(CASE, keras.Model),"
+            f" in one process:\n# compile {json.dumps(case['compile'])}\n# fit {json.dumps(case['fit'])}\n"
+        )
     flags = " ".join(f"--{name}={value}" for name, value in case["options"].items())
     workers = space.RUNTIMES[case["runtime"]][1]
-    return text + ("def source(split):\n    return data.as_source(CASE, split)\n\n\n"
-                   f"# python -m tfdist.launch --workers={workers} -- --strategy={case['runtime'].partition(':')[0]} --model=found:model --source=found:source --steps={sum(case['calls'])} {flags}\n")
+    return (
+        text + "def source(split):\n    return data.as_source(CASE, split)\n\n\n# python -m tfdist.launch"
+        f" --workers={workers} -- --strategy={case['runtime'].partition(':')[0]} --model=found:model"
+        f" --source=found:source --steps={sum(case['calls'])} {flags}\n"
+    )

@@ -47,4 +47,8 @@ def revert(job, state, arrays: Mapping[str, np.ndarray]) -> None:
 
 def unlike(first: Mapping[str, np.ndarray], second: Mapping[str, Any]) -> list[str]:
     """The names of what is not bit for bit the same."""
-    return [name for name, value in first.items() if name.startswith(("model/", "optimizer/")) and not np.array_equal(value, second[name], equal_nan=True)]
+    return [
+        name
+        for name, value in first.items()
+        if name.startswith(("model/", "optimizer/")) and not np.array_equal(value, second[name], equal_nan=True)
+    ]

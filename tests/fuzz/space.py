@@ -1,9 +1,9 @@
 """What can be drawn, and which of it goes together.
 
-A case is a dict that JSON can hold: {"kind", "seed", "runtime", "model", "data", "options", "calls"}. Most of its cost is that
-its graph is traced, so "again" lists other data, on which the same graph is run once more, each time from the first weights on
-(tfdist.fit: from those that it has come to). A *feature* is a text such as "block:batch_norm" or "option:ema"; coverage.py counts
-how often each was drawn with each runtime.
+A case is a dict that JSON can hold: {"kind", "seed", "runtime", "model", "data", "options", "calls"}. Most of its cost
+is that its graph is traced, so "again" lists other data, on which the same graph is run once more, each time from the
+first weights on (tfdist.fit: from those that it has come to). A *feature* is a text such as "block:batch_norm" or
+"option:ema"; coverage.py counts how often each was drawn with each runtime.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
 
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
 AGAIN = 5  # other data for a case's graph
-MOVABLE = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2", "multi_worker:3", "horovod:2")  # on which any run can go on
+MOVABLE = (
+    "one_device",
+    "mirrored:2",
+    "sockets:2",
+    "multi_worker:2",
+    "multi_worker:3",
+    "horovod:2",
+)  # on which any run can go on
 
 
 def group_of(runtime: str) -> tuple[str, int]:
@@ -69,7 +76,9 @@ def elsewhere(job: Mapping[str, Any], runtimes: Sequence[str]) -> Iterator[dict[
         if job["kind"] == "train":
             case["options"] = options = {name: value for name, value in job["options"].items() if name not in MESH_ONLY}
             if runtime.startswith("mesh") and mesh_space.can_shard(case) and "builtin" not in job["model"]:
-                case["options"] = options = options | {"zero": random.Random(f"{job['seed']}/{runtime}").choice([0, 1, 2, 3])}
+                case["options"] = options = options | {
+                    "zero": random.Random(f"{job['seed']}/{runtime}").choice([0, 1, 2, 3])
+                }
             if options["global_batch"] < options["accumulation"] * replicas_of(runtime, options):
                 continue
             if runtime.startswith("parameter_server"):
@@ -90,7 +99,10 @@ def _with_again(chance: random.Random, case: dict[str, Any]) -> dict[str, Any]:
             if case["kind"] == "fit" or data["source"] == "dataset":
                 data["source"] = case["data"]["source"]
             # Whether there are weights at all is part of the graph.
-            alike = (data["weights"] == "none", data["weights"].startswith("token")) == (case["data"]["weights"] == "none", case["data"]["weights"].startswith("token"))
+            alike = (data["weights"] == "none", data["weights"].startswith("token")) == (
+                case["data"]["weights"] == "none",
+                case["data"]["weights"].startswith("token"),
+            )
             if alike and not conflicts({**case, "data": data}):
                 again.append(data)
                 break
@@ -113,11 +125,24 @@ def _train(chance: random.Random, runtime: str) -> dict[str, Any]:
     if data["source"] == "dataset":
         options["shuffle"] = False
     evaluate = {} if chance.random() < 0.4 else {"evaluate": False}
-    case = evaluate | {"kind": "train", "seed": chance.randrange(10**6), "runtime": runtime, "model": model, "data": data,
-            "options": {name: value for name, value in sorted(options.items()) if value is not None}, "calls": chance.choice([[3], [1, 2], [2, 1], [1, 1, 1], [2]])}
+    case = evaluate | {
+        "kind": "train",
+        "seed": chance.randrange(10**6),
+        "runtime": runtime,
+        "model": model,
+        "data": data,
+        "options": {name: value for name, value in sorted(options.items()) if value is not None},
+        "calls": chance.choice([[3], [1, 2], [2, 1], [1, 1, 1], [2]]),
+    }
     again = chance.random()
     if len(case["calls"]) > 1 and not runtime.startswith("parameter_server"):
-        case |= {"resumed": True} if again < 0.15 else {"moved": chance.choice([name for name in MOVABLE if name != runtime])} if again < 0.25 else {}
+        case |= (
+            {"resumed": True}
+            if again < 0.15
+            else {"moved": chance.choice([name for name in MOVABLE if name != runtime])}
+            if again < 0.25
+            else {}
+        )
     return case
 
 
@@ -131,18 +156,32 @@ def _fit(chance: random.Random, runtime: str) -> dict[str, Any]:
     model = draw_model(chance)
     model["blocks"] = [name for block in model["blocks"] for name in ([block] if isinstance(block, str) else block)]
     data = draw_data(chance, model)
-    return {"kind": "fit", "seed": chance.randrange(10**6), "runtime": runtime, "model": model, "data": data, **fit_space.draw(chance, model, data)}
+    return {
+        "kind": "fit",
+        "seed": chance.randrange(10**6),
+        "runtime": runtime,
+        "model": model,
+        "data": data,
+        **fit_space.draw(chance, model, data),
+    }
 
 
 def draw_model(chance: random.Random) -> dict[str, Any]:
     inputs = chance.choice(["rows", "rows", "grid", "steps", "steps", "both"])
     shape = models.shape_of(inputs)
     fitting = [name for name, (shapes, _) in models.BLOCKS.items() if shape in shapes.split() and name != "block"]
-    weights = [3 if name in ("batch_norm", "mean_loss", "activity_loss") else 0.3 if name in ("running_mean", "dropout") else 1 for name in fitting]
+    weights = [
+        3 if name in ("batch_norm", "mean_loss", "activity_loss") else 0.3 if name in ("running_mean", "dropout") else 1
+        for name in fitting
+    ]
     blocks: list = chance.choices(fitting, weights, k=chance.randint(1, 3))
     if shape != "grid" and chance.random() < 0.15:
         blocks = [[block] for block in blocks]
-    head = chance.choice(["classes", "classes", "values", "dict"] if shape != "steps" else ["classes", "values", "tokens", "tokens", "dict"])
+    head = chance.choice(
+        ["classes", "classes", "values", "dict"]
+        if shape != "steps"
+        else ["classes", "values", "tokens", "tokens", "dict"]
+    )
     model = {"inputs": inputs, "blocks": blocks, "head": head}
     if inputs in ("steps", "both"):
         model["embedding"] = chance.choice(list(models.EMBEDDINGS))
@@ -150,10 +189,17 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
 
 
 def draw_data(chance: random.Random, model: Mapping[str, Any]) -> dict[str, Any]:
-    data: dict[str, Any] = {"size": chance.randint(13, 40), "source": chance.choices(["arrays", "object", "dataset"], [4, 2, 1])[0],
-                            "weights": chance.choice(["none", "none", "samples", "zeros", *(["tokens", "token_zeros"] if model["head"] == "tokens" else [])])}
+    data: dict[str, Any] = {
+        "size": chance.randint(13, 40),
+        "source": chance.choices(["arrays", "object", "dataset"], [4, 2, 1])[0],
+        "weights": chance.choice(
+            ["none", "none", "samples", "zeros", *(["tokens", "token_zeros"] if model["head"] == "tokens" else [])]
+        ),
+    }
     if model["inputs"] in ("rows", "grid", "both"):
-        data |= _maybe(chance, 0.15, {"constant": True}, {}) | _maybe(chance, 0.1, {"offset": chance.choice([100, 1000])}, {})
+        data |= _maybe(chance, 0.15, {"constant": True}, {}) | _maybe(
+            chance, 0.1, {"offset": chance.choice([100, 1000])}, {}
+        )
         data |= _maybe(chance, 0.1, {"nan": chance.randrange(100)}, {})
     if model["inputs"] in ("steps", "both"):
         data |= _maybe(chance, 0.5, {"padded": True}, {})
@@ -161,9 +207,12 @@ def draw_data(chance: random.Random, model: Mapping[str, Any]) -> dict[str, Any]
 
 
 def draw_options(chance: random.Random, model: Mapping[str, Any]) -> dict[str, Any]:
-    optimizer = chance.choices(["sgd", "momentum", "adam", "adamw", "lion", "lamb", "adafactor"], [6, 4, 3, 2, 0.5, 0.5, 0.5])[0]
+    optimizer = chance.choices(
+        ["sgd", "momentum", "adam", "adamw", "lion", "lamb", "adafactor"], [6, 4, 3, 2, 0.5, 0.5, 0.5]
+    )[0]
     return {
-        "optimizer": optimizer, "learning_rate": chance.choice([0.3, 0.1]) if optimizer in ("sgd", "momentum") else 0.01,
+        "optimizer": optimizer,
+        "learning_rate": chance.choice([0.3, 0.1]) if optimizer in ("sgd", "momentum") else 0.01,
         "accumulation": chance.choice([1, 1, 2, 3]),
         "clip_norm": _maybe(chance, 0.3, chance.choice([0.1, 0.5])),
         "ema": _maybe(chance, 0.2, 0.7),
@@ -207,7 +256,9 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "XLA cannot compile synchronised BatchNormalization"
     if options.get("jit_compile") and ("lstm" in blocks or "nan" in data):
         return "slow to compile"
-    if options.get("compression") and (not several or runtime.startswith("horovod") or options["optimizer"] not in ("sgd", "momentum")):
+    if options.get("compression") and (
+        not several or runtime.startswith("horovod") or options["optimizer"] not in ("sgd", "momentum")
+    ):
         return "for several replicas only"
     if options.get("warmup_steps", 0) >= sum(case["calls"]) and options.get("schedule"):
         return "no step to decay"
@@ -224,16 +275,31 @@ def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "statistics are of what one worker has"
     if case["data"]["weights"] != "none" and set(blocks) & {"mean_loss", "sum_loss", "activity_loss", "dense_l2"}:
         return "cannot bring together losses that layers add and weighted samples"
-    if options.get("precision") == "float16" or options["optimizer"] == "adafactor" or options.get("jit_compile") or options.get("compression") or options.get("recompute"):
+    if (
+        options.get("precision") == "float16"
+        or options["optimizer"] == "adafactor"
+        or options.get("jit_compile")
+        or options.get("compression")
+        or options.get("recompute")
+    ):
         return "not with parameter servers"
     return "not found by number" if case["data"]["source"] != "arrays" else ""
 
 
 def _moved_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
-    there = {**case, "runtime": case["moved"], "options": {name: value for name, value in case["options"].items() if name not in MESH_ONLY}}
+    there = {
+        **case,
+        "runtime": case["moved"],
+        "options": {name: value for name, value in case["options"].items() if name not in MESH_ONLY},
+    }
     del there["moved"]
     least = case["options"]["accumulation"] * RUNTIMES[case["moved"]][2]
-    if case["options"].get("compression") or case["options"]["global_batch"] < least or "batch_norm" in blocks and case["options"].get("jit_compile"):
+    if (
+        case["options"].get("compression")
+        or case["options"]["global_batch"] < least
+        or "batch_norm" in blocks
+        and case["options"].get("jit_compile")
+    ):
         return "not there"
     return conflicts(there)
 
@@ -244,7 +310,10 @@ def features(case: Mapping[str, Any]) -> list[str]:
     found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
     for data in (case["data"], *case.get("again", ())):
-        found += [f"data:{name}" for name in data if name not in ("size", "source", "weights", "draw")] + [f"source:{data['source']}", f"weights:{data['weights']}"]
+        found += [f"data:{name}" for name in data if name not in ("size", "source", "weights", "draw")] + [
+            f"source:{data['source']}",
+            f"weights:{data['weights']}",
+        ]
     found += ["option:graph_optimized"] if case.get("optimized") else []
     found += fit_space.features(case) if case["kind"] == "fit" else _train_features(case)
     return sorted(set(found))
@@ -253,11 +322,30 @@ def features(case: Mapping[str, Any]) -> list[str]:
 def _train_features(case: Mapping[str, Any]) -> list[str]:
     options = case["options"]
     found = [f"optimizer:{options['optimizer']}", f"precision:{options.get('precision', 'float32')}"]
-    found += [f"option:{name}" for name in options if name not in MESH_ONLY and name not in ("optimizer", "precision", "learning_rate", "global_batch", "accumulation", "loss_scale_initial", "objective", "shuffle")]
+    found += [
+        f"option:{name}"
+        for name in options
+        if name not in MESH_ONLY
+        and name
+        not in (
+            "optimizer",
+            "precision",
+            "learning_rate",
+            "global_batch",
+            "accumulation",
+            "loss_scale_initial",
+            "objective",
+            "shuffle",
+        )
+    ]
     found += ["option:accumulation"] if options["accumulation"] > 1 else []
     found += ["option:unshuffled"] if options.get("shuffle") is False else []
     found += ["option:steps_per_loop"] if max(case["calls"]) > 1 else []
     found += ["oracle:evaluated"] if case.get("evaluate", True) else []
     found += ["oracle:resumed"] if "resumed" in case else ["oracle:moved"] if "moved" in case else []
     found += mesh_space.features(case) if case["runtime"].startswith("mesh") else []
-    return found + (["batch:uneven"] if options["global_batch"] % (options["accumulation"] * replicas_of(case["runtime"], options)) else [])
+    return found + (
+        ["batch:uneven"]
+        if options["global_batch"] % (options["accumulation"] * replicas_of(case["runtime"], options))
+        else []
+    )

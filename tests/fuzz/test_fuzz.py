@@ -1,4 +1,6 @@
-"""The fixed set of cases: what tfdist makes of drawn combinations is what plain Keras makes of them. scripts/fuzz.py draws more."""
+"""The fixed set of cases: what tfdist makes of drawn combinations is what plain Keras makes of them. scripts/fuzz.py
+draws more.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def test_fixed_cases():
     finally:
         pool.close()
     wrong = [verdict for verdict in verdicts if verdict.bad]
-    assert not wrong, "\n".join(f"{verdict.case['runtime']}: {'; '.join(verdict.problems)}\n  scripts/fuzz.py --replay='{json.dumps(verdict.case)}'" for verdict in wrong)
+    assert not wrong, "\n".join(
+        f"{verdict.case['runtime']}: {'; '.join(verdict.problems)}\n  scripts/fuzz.py"
+        f" --replay='{json.dumps(verdict.case)}'"
+        for verdict in wrong
+    )
     assert sum(bool(verdict.refused) for verdict in verdicts) <= 0.1 * len(verdicts)
     # Half precision rounds as much as a fault may change; of the others most must be able to show a small difference.
     assert sum(verdict.rough > 1e-3 for verdict in verdicts if not rounds_to_half(verdict.case)) <= 0.2 * len(verdicts)
@@ -45,7 +51,9 @@ def test_a_fault_changes_one_place(name):
 
 
 def test_a_seed_draws_the_same_cases_again():
-    assert [space.draw(3, number, list(space.RUNTIMES)) for number in range(50)] == [space.draw(3, number, list(space.RUNTIMES)) for number in range(50)]
+    assert [space.draw(3, number, list(space.RUNTIMES)) for number in range(50)] == [
+        space.draw(3, number, list(space.RUNTIMES)) for number in range(50)
+    ]
 
 
 def test_every_pair_that_can_be_drawn_comes_soon():
@@ -60,8 +68,15 @@ def test_every_pair_that_can_be_drawn_comes_soon():
 
 def test_a_failure_shrinks_to_its_cause():
     runtimes = list(space.RUNTIMES)
-    case = next(case for number in range(500) for case in [space.draw(8, number, runtimes)]
-                if case["kind"] == "train" and "clip_norm" in case["options"] and "batch_norm" in space.flat_blocks(case) and "builtin" not in case["model"])
+    case = next(
+        case
+        for number in range(500)
+        for case in [space.draw(8, number, runtimes)]
+        if case["kind"] == "train"
+        and "clip_norm" in case["options"]
+        and "batch_norm" in space.flat_blocks(case)
+        and "builtin" not in case["model"]
+    )
 
     def judge(tried):
         bad = "clip_norm" in tried["options"] and "batch_norm" in space.flat_blocks(tried)
@@ -69,7 +84,15 @@ def test_a_failure_shrinks_to_its_cause():
 
     small = shrink(judge(case), judge).case
     assert space.flat_blocks(small) == ["batch_norm"]
-    assert set(small["options"]) <= {"clip_norm", "global_batch", "learning_rate", "optimizer", "accumulation", "mesh", "objective"}
+    assert set(small["options"]) <= {
+        "clip_norm",
+        "global_batch",
+        "learning_rate",
+        "optimizer",
+        "accumulation",
+        "mesh",
+        "objective",
+    }
     compile(script(small), "found.py", "exec")
 
 
@@ -87,7 +110,12 @@ def test_the_oracle_leaves_keras_as_it_was(runtime):
 
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        case = next(case for number in range(100) for case in [space.draw(9, number, [runtime])] if len(space.flat_blocks(case)) == 1)
+        case = next(
+            case
+            for number in range(100)
+            for case in [space.draw(9, number, [runtime])]
+            if len(space.flat_blocks(case)) == 1
+        )
         references(case)
         assert keras.config.floatx() == "float32"
         assert keras.config.dtype_policy().name == "mixed_bfloat16"

@@ -1,8 +1,8 @@
 """A case of tfdist.train in a worker process: composed as the command composes it, trained, evaluated, collected.
 
-case["phase"] says which part of it: nothing for all; {"save": folder} for the first call and a snapshot, {"load": folder} for
-the rest from there, perhaps on another runtime. With case["resumed"] the whole is done without a break and with one, and
-both must be the same bit for bit.
+case["phase"] says which part of it: nothing for all; {"save": folder} for the first call and a snapshot, {"load":
+folder} for the rest from there, perhaps on another runtime. With case["resumed"] the whole is done without a break and
+with one, and both must be the same bit for bit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,30 @@ def config_of(case: Mapping[str, Any]):
     from tfdist.config import Config
 
     model = case["model"]
-    own = {"model": "transformer", "model_args": model["builtin"]} if "builtin" in model else {"model": "tests.fuzz.given:model", "model_args": ""}
-    return Config().replace(**{"source": "tests.fuzz.given:source", **own, "steps": sum(case["calls"]), "strategy": case["runtime"].partition(":")[0],
-                               "log_every": 1000, "export": "none", "eval_batch": 4, "async_save": False, **case["options"]})
+    own = (
+        {"model": "transformer", "model_args": model["builtin"]}
+        if "builtin" in model
+        else {"model": "tests.fuzz.given:model", "model_args": ""}
+    )
+    return Config().replace(
+        **{
+            "source": "tests.fuzz.given:source",
+            **own,
+            "steps": sum(case["calls"]),
+            "strategy": case["runtime"].partition(":")[0],
+            "log_every": 1000,
+            "export": "none",
+            "eval_batch": 4,
+            "async_save": False,
+            **case["options"],
+        }
+    )
 
 
 def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
-    """For each of the case's data: {"arrays": name -> array, "replicas": a digest of the weights of each local replica, "problems": sentences}"""
+    """For each of the case's data: {"arrays": name -> array, "replicas": a digest of the weights of each local replica,
+    "problems": sentences}
+    """
     if not case.get("resumed"):
         return {"parts": _parts(case, runtime, case.get("phase", {}))}
     [whole] = _parts(case, runtime, {})
@@ -37,7 +54,14 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     _parts(case, runtime, {"save": folder})
     [again] = _parts(case, runtime, {"load": folder})
     different = snapshots.unlike(whole["state"], again["state"])
-    problem = [f"stopped and resumed, {len(different)} variables are not bit for bit those of an undisturbed run: {', '.join(different[:4])}"] if different else []
+    problem = (
+        [
+            f"stopped and resumed, {len(different)} variables are not bit for bit those of an undisturbed run:"
+            f" {', '.join(different[:4])}"
+        ]
+        if different
+        else []
+    )
     return {"parts": [{**whole, "problems": problem}]}
 
 
@@ -67,7 +91,9 @@ def _parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list
 
 
 def _splits(config, runtime: Any) -> list:
-    """As build.compose loads them, but that no seed is set: that makes TensorFlow forget its compiled functions, which costs a second."""
+    """As build.compose loads them, but that no seed is set: that makes TensorFlow forget its compiled functions, which
+    costs a second.
+    """
     from tfdist.data import contents
     from tfdist.data.sources.load_split import load_split
     from tfdist.data.sources.split import SPLITS
@@ -83,7 +109,7 @@ def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> d
 
     iterators = snapshots.restore(job, phase["load"]) if "load" in phase else job.iterators(0)
     first = 1 if "load" in phase else 0
-    calls = case["calls"][first:1 if "save" in phase else None]
+    calls = case["calls"][first : 1 if "save" in phase else None]
     outputs = [job.step(iterators, count) for count in calls]
     if "save" in phase:
         snapshots.save(job, phase["save"], calls[0])
@@ -93,9 +119,22 @@ def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> d
     if not phase:
         found["skipped"] = np.array(float(sum(output.skipped for output in outputs)))
     arrays = _without_seeds(state.to_host())
-    found |= {name: np.asarray(value).astype(np.float64) for name, value in arrays.items() if name.startswith("model/") and value.dtype.kind != "i"}
-    found |= {f"eval/{name}": np.array(value) for name, value in job.evaluator()().items() if name != "samples"} if case.get("evaluate", True) and not phase.get("save") else {}
-    return {"arrays": found, "replicas": digests(job.model) if _is_whole(job, case) else [], "state": arrays if case.get("resumed") else {}, "problems": []}
+    found |= {
+        name: np.asarray(value).astype(np.float64)
+        for name, value in arrays.items()
+        if name.startswith("model/") and value.dtype.kind != "i"
+    }
+    found |= (
+        {f"eval/{name}": np.array(value) for name, value in job.evaluator()().items() if name != "samples"}
+        if case.get("evaluate", True) and not phase.get("save")
+        else {}
+    )
+    return {
+        "arrays": found,
+        "replicas": digests(job.model) if _is_whole(job, case) else [],
+        "state": arrays if case.get("resumed") else {},
+        "problems": [],
+    }
 
 
 def _without_seeds(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -106,7 +145,9 @@ def _without_seeds(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _is_whole(job, case: Mapping[str, Any]) -> bool:
     """Whether every rank holds all weights."""
     options = case["options"]
-    return job.state is None or (options.get("zero", 0) < 3 and not any(axis in options.get("mesh", "") for axis in ("pipe", "model", "expert")))
+    return job.state is None or (
+        options.get("zero", 0) < 3 and not any(axis in options.get("mesh", "") for axis in ("pipe", "model", "expert"))
+    )
 
 
 def digests(model) -> list[str]:

@@ -90,18 +90,33 @@ def _compared(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict
         verdict.refused = f"Keras: {type(error).__name__}: {str(error)[:200]}"
         return verdict
     for number, part in enumerate(space.parts(case)):
-        problems, rough = _compare_part(part, [answer["parts"][number] for answer in answers], expected[number], lambda number=number: others(case)[number])
+        problems, rough = _compare_part(
+            part,
+            [answer["parts"][number] for answer in answers],
+            expected[number],
+            lambda number=number: others(case)[number],
+        )
         verdict.problems += [f"with data {number}: {problem}" if number else problem for problem in problems]
         verdict.rough = max(verdict.rough, rough)
     return verdict
 
 
-def _compare_part(case: Mapping[str, Any], answers: list[dict[str, Any]], expected: tuple[Arrays, Arrays], others: Callable[[], list[Arrays]]) -> tuple[list[str], float]:
-    """(what is wrong with one of the case's data, the difference that is granted to weights). others: runs of the oracle that differ by rounding."""
+def _compare_part(
+    case: Mapping[str, Any],
+    answers: list[dict[str, Any]],
+    expected: tuple[Arrays, Arrays],
+    others: Callable[[], list[Arrays]],
+) -> tuple[list[str], float]:
+    """(what is wrong with one of the case's data, the difference that is granted to weights). others: runs of the
+    oracle that differ by rounding.
+    """
     problems = [problem for answer in answers for problem in answer.get("problems", [])] + _unlike_replicas(answers)
     single, double = expected
     silent = _not_told(case)
-    single, double = ({name: value for name, value in run.items() if not name.startswith(silent)} if silent else run for run in (single, double))
+    single, double = (
+        {name: value for name, value in run.items() if not name.startswith(silent)} if silent else run
+        for run in (single, double)
+    )
     options = case.get("options") or case["compile"]
     least = COMPRESSED if "compression" in options else HALF.get(options.get("precision", ""), 0.0)
     bounds = compare.granted(single, double, least)
@@ -111,7 +126,9 @@ def _compare_part(case: Mapping[str, Any], answers: list[dict[str, Any]], expect
             more = compare.granted({name: other[name] for name in double}, double, least)
             bounds = {name: max(bound, more[name]) for name, bound in bounds.items()}
         found = compare.differences(answers[0]["arrays"], single, double, bounds)
-    problems += [str(difference) for difference in sorted(found, key=lambda difference: -difference.by / difference.granted)[:4]]
+    problems += [
+        str(difference) for difference in sorted(found, key=lambda difference: -difference.by / difference.granted)[:4]
+    ]
     return problems, max((bound for name, bound in bounds.items() if name.startswith("model/")), default=0.0)
 
 
@@ -143,7 +160,11 @@ def _unlike_replicas(answers: list[dict[str, Any]]) -> list[str]:
     if len(set(digests)) > 1:
         problems.append(f"the replicas' weights differ: {[digest[:6] for digest in digests]}")
     for rank, answer in enumerate(answers[1:], 1):
-        unlike = [name for name, value in answers[0]["arrays"].items() if name in answer["arrays"] and not np.array_equal(value, answer["arrays"][name], equal_nan=True)]
+        unlike = [
+            name
+            for name, value in answers[0]["arrays"].items()
+            if name in answer["arrays"] and not np.array_equal(value, answer["arrays"][name], equal_nan=True)
+        ]
         if unlike:
             problems.append(f"rank {rank} has other {', '.join(unlike[:5])} than rank 0")
     return problems
@@ -167,18 +188,29 @@ def _references(case: Mapping[str, Any]) -> list[tuple[Arrays, Arrays]]:
     from tests.fuzz import fit_case, oracle
     from tests.fuzz.data_order import order_of
 
-    return fit_case.references(case) if case["kind"] == "fit" else [oracle.predict(part, order_of(part)) for part in space.parts(case)]
+    return (
+        fit_case.references(case)
+        if case["kind"] == "fit"
+        else [oracle.predict(part, order_of(part)) for part in space.parts(case)]
+    )
 
 
 def _others(case: Mapping[str, Any]) -> list[list[Arrays]]:
     from tests.fuzz import fit_case, oracle
     from tests.fuzz.data_order import order_of
 
-    return fit_case.others(case) if case["kind"] == "fit" else [oracle.others(part, order_of(part)) for part in space.parts(case)]
+    return (
+        fit_case.others(case)
+        if case["kind"] == "fit"
+        else [oracle.others(part, order_of(part)) for part in space.parts(case)]
+    )
 
 
 def _remembered(what: str, case: Mapping[str, Any], compute: Callable[[Mapping[str, Any]], list]) -> list:
-    parts = {name: case.get(name) for name in ("kind", "seed", "model", "data", "again", "calls", "compile", "fit", "evaluate")}
+    parts = {
+        name: case.get(name)
+        for name in ("kind", "seed", "model", "data", "again", "calls", "compile", "fit", "evaluate")
+    }
     options = {name: value for name, value in case.get("options", {}).items() if name not in MESH_ONLY}
     key = json.dumps([what, parts, options], sort_keys=True)
     if key not in _known:
@@ -194,7 +226,9 @@ def _answered(verdict: Verdict, answers: list[dict[str, Any]]) -> bool:
     failed = [(rank, answer["failed"]) for rank, answer in told if "failed" in answer]
     refused = [(answer["refused"], answer["sentence"]) for answer in answers if "refused" in answer]
     if failed:
-        verdict.problems.append(f"rank {failed[0][0]} failed:\n{failed[0][1]}" + (f"\nwhile others refuse: {refused[0]}" if refused else ""))
+        verdict.problems.append(
+            f"rank {failed[0][0]} failed:\n{failed[0][1]}" + (f"\nwhile others refuse: {refused[0]}" if refused else "")
+        )
     elif refused and len(refused) < len(answers):
         verdict.problems.append(f"only some ranks refuse: {refused[0]}")
     elif refused and not allowed(*refused[0]):

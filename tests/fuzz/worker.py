@@ -1,6 +1,6 @@
 """One process of a group: takes cases from the fuzzer and hands back what came of them, until the connection ends.
 
-    python -m tests.fuzz.worker PORT KIND        with TF_CONFIG for more than one worker
+python -m tests.fuzz.worker PORT KIND        with TF_CONFIG for more than one worker
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ COLLECT_EVERY = 5  # cases; Python itself would collect in the middle of tracing
 
 
 def answer(case: dict[str, Any], runtimes) -> dict[str, Any]:
-    """What came of a case: {"parts": for each of its data {"arrays", ...}}, {"refused": error class, "sentence"} or {"failed": the error}."""
+    """What came of a case: {"parts": for each of its data {"arrays", ...}}, {"refused": error class, "sentence"} or
+    {"failed": the error}.
+    """
     from tests.fuzz import fit_case, keras_settings, servers_case, train_case
     from tfdist.control.exit_codes import TfdistError
 
@@ -38,8 +40,14 @@ def answer(case: dict[str, Any], runtimes) -> dict[str, Any]:
 
 def _in_short(error: Exception) -> str:
     """The error and the last lines of tfdist that led to it."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/tfdist/" in frame.filename or "/fuzz/" in frame.filename]
-    return f"{type(error).__name__}: {str(error)[:1000]}\n" + "\n".join(f"    {frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-4:])
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/tfdist/" in frame.filename or "/fuzz/" in frame.filename
+    ]
+    return f"{type(error).__name__}: {str(error)[:1000]}\n" + "\n".join(
+        f"    {frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-4:]
+    )
 
 
 def main(port: int, kind: str) -> None:
@@ -51,7 +59,11 @@ def main(port: int, kind: str) -> None:
         from tfdist.config import Config
         from tfdist.runtime import parameter_server
 
-        sys.exit(parameter_server.serve(Config().replace(strategy="parameter_server", steps=1, **PATIENCE), cluster, lambda: True))
+        sys.exit(
+            parameter_server.serve(
+                Config().replace(strategy="parameter_server", steps=1, **PATIENCE), cluster, lambda: True
+            )
+        )
     if kind == "local":
         prepare_devices()
     runtimes = Runtimes(cluster)
