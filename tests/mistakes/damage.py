@@ -1,8 +1,8 @@
 """What happens to files: operations on a path below a folder, as plain data so that a case can be told and repeated.
 
-("remove",) ("truncate", share) ("flip", share) ("append", text) ("write", text) ("folder",) ("copy", path) ("rename", path)
-("json", keys, value) an entry is set, ("drop", keys) removed; with a manifest's checksum made anew: ("sealed", keys, value) and
-("sealed_drop", keys)
+("remove",) ("truncate", share) ("flip", share) ("append", text) ("write", text) ("folder",) ("copy", path) ("rename",
+path) ("json", keys, value) an entry is set, ("drop", keys) removed; with a manifest's checksum made anew: ("sealed",
+keys, value) and ("sealed_drop", keys)
 """
 
 from __future__ import annotations

@@ -195,7 +195,10 @@ def other_file(chance: random.Random) -> Mistake:
 def logs(chance: random.Random) -> Mistake:
     """Records that no version of ours has written."""
     entry = chance.choice(["v", "time", "run_id", "attempt", "rank", "host", "kind", "step", "values"])
-    record = '{"v": 1, "time": "2026-01-01T00:00:00.000+00:00", "run_id": "a", "attempt": 0, "rank": 0, "host": "h", "kind": "%s", "step": 7, "values": {"train/loss": %s, "perf/steps_per_s": %s, "workers": %s, "message": %s}}\n'
+    record = (
+        '{"v": 1, "time": "2026-01-01T00:00:00.000+00:00", "run_id": "a", "attempt": 0, "rank": 0, "host": "h", "kind":'
+        ' "%s", "step": 7, "values": {"train/loss": %s, "perf/steps_per_s": %s, "workers": %s, "message": %s}}\n'
+    )
     values = ("1.0", '"nan"', "null", '"x"', "[]", "{}", "-1", "0", "1e400", "true", '"\\u001b[31m"', "NaN")
     lines = [
         record

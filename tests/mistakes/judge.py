@@ -1,4 +1,6 @@
-"""Whether a mistake ended as it must: the right code, one sentence that names what was wrong, nothing from inside TensorFlow."""
+"""Whether a mistake ended as it must: the right code, one sentence that names what was wrong, nothing from inside
+TensorFlow.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from tfdist.control.exit_codes import ExitCode
 
 _SENTENCE = re.compile(r"^(?:\[\w+ \d+\] )?tfdist: error: (.*) \(exit code (\d+), ([A-Z_]+)\)$", re.MULTILINE)
 _INSIDE = re.compile(
-    r"\{\{|\[\[\{|\[Op:|Traceback|site-packages|tensorflow/(?:python|core)|keras/src|node \w+/|Arguments received by|0x[0-9a-f]{6,}"
+    r"\{\{|\[\[\{|\[Op:|Traceback|site-packages|tensorflow/(?:python|core)|keras/src|node \w+/|Arguments received"
+    r" by|0x[0-9a-f]{6,}"
 )
 _TERMINAL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x7f\x9b\u202e]")
 _MOST_CHARACTERS = 1300

@@ -32,7 +32,8 @@ class Process:
 class Mistake:
     """Processes in a folder of their own.
 
-    codes: how one of them must end; the others may have lost it. words: one of them is in its sentence, if there are any.
+    codes: how one of them must end; the others may have lost it. words: one of them is in its sentence, if there are
+    any.
     files: path -> text, over those of every case (modules.py). prepared: folders that are there (prepared.py).
     damage: what is done to files before (damage.py). plain: the processes run a Keras script, in which what one process
     alone fails with may also be the end of several.

@@ -1,7 +1,7 @@
 """Mistakes in Keras scripts that call tfdist.fit and its kin on two workers.
 
-What is wrong for plain Keras too (the same script in one process) may end as it does there: with Keras' own words and code 1.
-What plain Keras can do must work, or be refused in a sentence.
+What is wrong for plain Keras too (the same script in one process) may end as it does there: with Keras' own words and
+code 1. What plain Keras can do must work, or be refused in a sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _PREDICT = "tfdist.predict(model, x, batch_size=8, verbose=0)"
 _MODEL = (
     'model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)])'
 )
-_COMPILE = 'model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])'
+_COMPILE = (
+    'model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),'
+    ' metrics=["accuracy"])'
+)
 _LABELS = "y = random.integers(0, 3, 24)"
 
 # (old text, new text); with several workers a script knows its rank as `rank`
@@ -97,15 +100,39 @@ CHANGES: tuple[tuple[str, str], ...] = (
             "tfdist.fit(model, ((x[:8], y[:8]) if i < 2 else None for i in range(3)))",
             "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_tensor_slices((x, y)))",
             "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(8), y)",
-            "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(8), batch_size=8)",
+            (
+                "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(8),"
+                " batch_size=8)"
+            ),
             "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(8).take(0))",
-            "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat(), verbose=0, epochs=1, steps_per_epoch=2)",
-            "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(8).map(lambda a, b: (tf.debugging.check_numerics(a / 0., 'mine'), b)), verbose=0)",
-            "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_generator(lambda: (1 / 0 for _ in 'ab'), output_signature=(tf.TensorSpec([8, 6]), tf.TensorSpec([8], tf.int32))), verbose=0)",
-            "class Own(keras.utils.PyDataset):\n    def __len__(self):\n        return 3\n    def __getitem__(self, i):\n        return (x[:8], y[:8]) if i < 2 else 1 / 0\ntfdist.fit(model, Own(), verbose=0)",
-            "class Own(keras.utils.PyDataset):\n    def __getitem__(self, i):\n        return x[:8], y[:8]\ntfdist.fit(model, Own(), verbose=0)",
-            "class Own(keras.utils.PyDataset):\n    def __len__(self):\n        return 0\n    def __getitem__(self, i):\n        return x[:8], y[:8]\ntfdist.fit(model, Own(), verbose=0)",
-            "class Own(keras.utils.PyDataset):\n    def __len__(self):\n        return 3\n    def __getitem__(self, i):\n        return x[:8]\ntfdist.fit(model, Own(), verbose=0)",
+            (
+                "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_tensor_slices((x,"
+                " y)).batch(8).repeat(), verbose=0, epochs=1, steps_per_epoch=2)"
+            ),
+            (
+                "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_tensor_slices((x,"
+                " y)).batch(8).map(lambda a, b: (tf.debugging.check_numerics(a / 0., 'mine'), b)), verbose=0)"
+            ),
+            (
+                "import tensorflow as tf\ntfdist.fit(model, tf.data.Dataset.from_generator(lambda: (1 / 0 for _ in"
+                " 'ab'), output_signature=(tf.TensorSpec([8, 6]), tf.TensorSpec([8], tf.int32))), verbose=0)"
+            ),
+            (
+                "class Own(keras.utils.PyDataset):\n    def __len__(self):\n        return 3\n    def __getitem__(self,"
+                " i):\n        return (x[:8], y[:8]) if i < 2 else 1 / 0\ntfdist.fit(model, Own(), verbose=0)"
+            ),
+            (
+                "class Own(keras.utils.PyDataset):\n    def __getitem__(self, i):\n        return x[:8],"
+                " y[:8]\ntfdist.fit(model, Own(), verbose=0)"
+            ),
+            (
+                "class Own(keras.utils.PyDataset):\n    def __len__(self):\n        return 0\n    def __getitem__(self,"
+                " i):\n        return x[:8], y[:8]\ntfdist.fit(model, Own(), verbose=0)"
+            ),
+            (
+                "class Own(keras.utils.PyDataset):\n    def __len__(self):\n        return 3\n    def __getitem__(self,"
+                " i):\n        return x[:8]\ntfdist.fit(model, Own(), verbose=0)"
+            ),
             "raise RuntimeError('of the script itself')",
             "import sys; sys.exit(3)",
             "import sys; sys.exit('bye')",
@@ -178,20 +205,47 @@ CHANGES: tuple[tuple[str, str], ...] = (
             "model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), keras.layers.Softmax()])",
             "model = keras.Sequential([])",
             "model = keras.Sequential([keras.Input((6,)), keras.layers.Lambda(lambda x: 1 / 0)])",
-            "model = keras.Sequential([keras.Input((6,)), keras.layers.Lambda(lambda x: keras.ops.mean(x, 0, keepdims=True)), keras.layers.Dense(3)])",
-            "model = keras.Sequential([keras.Input((6,)), keras.layers.Reshape((6, 1)), keras.layers.LSTM(3, stateful=True)])",
+            (
+                "model = keras.Sequential([keras.Input((6,)), keras.layers.Lambda(lambda x: keras.ops.mean(x, 0,"
+                " keepdims=True)), keras.layers.Dense(3)])"
+            ),
+            (
+                "model = keras.Sequential([keras.Input((6,)), keras.layers.Reshape((6, 1)), keras.layers.LSTM(3,"
+                " stateful=True)])"
+            ),
             "model = keras.Sequential([keras.Input((6,), batch_size=8), keras.layers.Dense(3)])",
-            "model = keras.Sequential([keras.Input((6,)), keras.layers.Lambda(lambda x: x[:4]), keras.layers.Dense(3)])",
+            (
+                "model = keras.Sequential([keras.Input((6,)), keras.layers.Lambda(lambda x: x[:4]),"
+                " keras.layers.Dense(3)])"
+            ),
             "class Own(keras.Model):\n    pass\nmodel = Own()",
             "class Own(keras.Model):\n    def call(self, x):\n        return 3\nmodel = Own()",
             "class Own(keras.Model):\n    def call(self, x):\n        raise ValueError('in call')\nmodel = Own()",
-            "class Own(keras.Model):\n    def __init__(self):\n        super().__init__()\n        self.d = keras.layers.Dense(3)\n    def call(self, x):\n        return self.d(x)\n    def train_step(self, data):\n        return {'loss': 1 / 0}\nmodel = Own()",
-            "class Own(keras.Model):\n    def __init__(self):\n        super().__init__()\n        self.d = keras.layers.Dense(3)\n    def call(self, x):\n        return self.d(x)\n    def train_step(self, data):\n        return None\nmodel = Own()",
-            "class Own(keras.Model):\n    def __init__(self):\n        super().__init__()\n        self.d = keras.layers.Dense(3)\n    def call(self, x):\n        return self.d(x)\n    def train_step(self, data):\n        return {'loss': self(data[0])}\nmodel = Own()",
-            "import tensorflow as tf\nwith tf.distribute.MirroredStrategy().scope():\n    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])",
+            (
+                "class Own(keras.Model):\n    def __init__(self):\n        super().__init__()\n        self.d ="
+                " keras.layers.Dense(3)\n    def call(self, x):\n        return self.d(x)\n    def train_step(self,"
+                " data):\n        return {'loss': 1 / 0}\nmodel = Own()"
+            ),
+            (
+                "class Own(keras.Model):\n    def __init__(self):\n        super().__init__()\n        self.d ="
+                " keras.layers.Dense(3)\n    def call(self, x):\n        return self.d(x)\n    def train_step(self,"
+                " data):\n        return None\nmodel = Own()"
+            ),
+            (
+                "class Own(keras.Model):\n    def __init__(self):\n        super().__init__()\n        self.d ="
+                " keras.layers.Dense(3)\n    def call(self, x):\n        return self.d(x)\n    def train_step(self,"
+                " data):\n        return {'loss': self(data[0])}\nmodel = Own()"
+            ),
+            (
+                "import tensorflow as tf\nwith tf.distribute.MirroredStrategy().scope():\n    model ="
+                " keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])"
+            ),
             "model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, trainable=False)])",
             "model = keras.Sequential([keras.Input((6,)), keras.layers.Flatten()])",
-            "model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), keras.layers.Lambda(lambda x: x * float('nan'))])",
+            (
+                "model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), keras.layers.Lambda(lambda x: x *"
+                " float('nan'))])"
+            ),
             "a = keras.Input((6,)); b = keras.Input((6,))\nmodel = keras.Model([a, b], keras.layers.Dense(3)(a + b))",
             "a = keras.Input((6,))\nmodel = keras.Model(a, [keras.layers.Dense(3)(a), keras.layers.Dense(3)(a)])",
             "model = keras.applications.MobileNet(weights='nowhere.h5')",
@@ -218,9 +272,18 @@ CHANGES: tuple[tuple[str, str], ...] = (
             'model.compile(optimizer="sgd", loss=["mse", "mse"])',
             'model.compile(optimizer="sgd", loss={"out": "mse"})',
             'model.compile(optimizer="sgd", loss="mse", run_eagerly=True)',
-            'model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True)',
-            'model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=0)',
-            'model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=50)',
+            (
+                'model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),'
+                " jit_compile=True)"
+            ),
+            (
+                'model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),'
+                " steps_per_execution=0)"
+            ),
+            (
+                'model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),'
+                " steps_per_execution=50)"
+            ),
             'model.compile(optimizer=[keras.optimizers.SGD()], loss="mse")',
             'model.compile(optimizer=keras.optimizers.SGD(gradient_accumulation_steps=1), loss="mse")',
             'model.compile(optimizer="sgd", loss="mse", metrics=[lambda a, b: 1 / 0])',
@@ -255,8 +318,14 @@ CHANGES: tuple[tuple[str, str], ...] = (
             "if rank == 0:\n    tfdist.evaluate(model, x, y, verbose=0)\n" + _FIT,
             "tfdist.fit(model, ((x[:8], y[:8]) for _ in range(2 + rank)), verbose=0)",
             "tfdist.fit(model, ((x[:8 - rank], y[:8 - rank]) for _ in range(2)), verbose=0)",
-            "tfdist.fit(model, x, y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda e, l: 1 / 0 if rank else None)])",
-            "tfdist.fit(model, x, y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, l: setattr(model, 'stop_training', rank == 1))])",
+            (
+                "tfdist.fit(model, x, y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda e, l:"
+                " 1 / 0 if rank else None)])"
+            ),
+            (
+                "tfdist.fit(model, x, y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=lambda"
+                " b, l: setattr(model, 'stop_training', rank == 1))])"
+            ),
             "tfdist.fit(model, x[:, :6 - rank], y, verbose=0)",
             "tfdist.fit(model, x, y, class_weight={0: 1, 1: 1, 2: 1 + rank}, verbose=0)",
             "tfdist.fit(model, x, y, validation_data=(x, y) if rank else None, verbose=0)",
@@ -285,15 +354,28 @@ CHANGES: tuple[tuple[str, str], ...] = (
         (_MODEL, new)
         for new in (
             "model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8 + rank), keras.layers.Dense(3)])",
-            "model = keras.Sequential([keras.Input((6,)), *[keras.layers.Dense(8) for _ in range(1 + rank)], keras.layers.Dense(3)])",
-            "model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation='tanh' if rank else 'relu'), keras.layers.Dense(3)])",
+            (
+                "model = keras.Sequential([keras.Input((6,)), *[keras.layers.Dense(8) for _ in range(1 + rank)],"
+                " keras.layers.Dense(3)])"
+            ),
+            (
+                "model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation='tanh' if rank else"
+                " 'relu'), keras.layers.Dense(3)])"
+            ),
             "keras.config.set_floatx('float64' if rank else 'float32')\n" + _MODEL,
-            "model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, dtype='float64' if rank else 'float32'), keras.layers.Dense(3)])",
+            (
+                "model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, dtype='float64' if rank else"
+                " 'float32'), keras.layers.Dense(3)])"
+            ),
             "model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5 * rank), keras.layers.Dense(3)])",
         )
     ),
 )
-_HEAD = 'import json, os\nrank = json.loads(os.environ.get("TF_CONFIG") or "{\\"task\\": {\\"index\\": 0}}")["task"]["index"]\nimport keras\nimport tfdist\nif "TF_CONFIG" in os.environ:\n    tfdist.init(startup_timeout=20, heartbeat_timeout=5)\n'
+_HEAD = (
+    'import json, os\nrank = json.loads(os.environ.get("TF_CONFIG") or "{\\"task\\": {\\"index\\":'
+    ' 0}}")["task"]["index"]\nimport keras\nimport tfdist\nif "TF_CONFIG" in os.environ:\n   '
+    " tfdist.init(startup_timeout=20, heartbeat_timeout=5)\n"
+)
 _OWN_INIT = "tfdist.init("
 
 

@@ -70,9 +70,11 @@ def number(chance: random.Random) -> Mistake:
             "nan",
             "-7",
             str(numbers[flag] - 1),
-            "inf"
-            if flag not in ("grace", "grow_after", "placement_timeout", "tokens", "samples", "factor")
-            else "-inf",
+            (
+                "inf"
+                if flag not in ("grace", "grow_after", "placement_timeout", "tokens", "samples", "factor")
+                else "-inf"
+            ),
             "1e3" if flag not in ("grace", "grow_after", "placement_timeout", "tokens", "samples", "factor") else "x",
         ]
     )

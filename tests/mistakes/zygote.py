@@ -1,4 +1,5 @@
-"""Runs commands of tfdist in forks of a process that has imported TensorFlow but not used it: a start costs 10 ms, not 4 s.
+"""Runs commands of tfdist in forks of a process that has imported TensorFlow but not used it: a start costs 10 ms, not
+4 s.
 
 TensorFlow starts its threads when a device is first asked for, so a fork before that is a process like any other.
 """

@@ -122,7 +122,8 @@ class Unspeakable(Exception):
         (Unspeakable(), r"in test_what_ends_the_own_code: Unspeakable$"),
         (
             ValueError(
-                "\x1b[1mtotal size for '{{node Reshape}} = Reshape[T=DT_FLOAT](x)' {{node a}} here Arguments received by f"
+                "\x1b[1mtotal size for '{{node Reshape}} = Reshape[T=DT_FLOAT](x)' {{node a}} here Arguments received"
+                " by f"
             ),
             r"ValueError: total size here$",
         ),

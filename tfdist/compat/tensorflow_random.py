@@ -14,7 +14,10 @@ def _context() -> Any:
 
 
 def global_seed() -> int | None:
-    """What tf.random.set_seed was given; None if it was not called. Relies on tensorflow.python's `global_seed`; without it data that is shuffled without a seed is not recognised."""
+    """What tf.random.set_seed was given; None if it was not called.
+
+    Relies on tensorflow.python's `global_seed`; without it data that is shuffled without a seed is not recognised.
+    """
     return context.global_seed()
 
 

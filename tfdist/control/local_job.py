@@ -80,8 +80,8 @@ class LocalJob(Job[LocalWorker]):
             self._ports = PortReservation(self.count)
         except OSError as error:
             raise ConfigError(
-                f"--workers={self._trainer_count} needs a port for each of {self.count} processes ({error.strerror}): use"
-                " fewer."
+                f"--workers={self._trainer_count} needs a port for each of {self.count} processes ({error.strerror}):"
+                " use fewer."
             ) from None
         try:
             for rank in range(self.started_at_once):

@@ -76,8 +76,8 @@ def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) ->
     for tensor in tf.nest.flatten(result):
         if tensor.shape.rank == 0 or not tensor.shape[:1].is_compatible_with(seeds.shape[:1]):
             raise DataError(
-                f"--augment: the function returned {tensor.shape} for {seeds.shape[0]} samples of {name}: x and y must keep"
-                " a row for each sample."
+                f"--augment: the function returned {tensor.shape} for {seeds.shape[0]} samples of {name}: x and y must"
+                " keep a row for each sample."
             )
         if not tensor.shape[1:].is_fully_defined():
             raise DataError(

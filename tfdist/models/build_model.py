@@ -145,8 +145,8 @@ def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) ->
 
 
 def _check_output_types(name: str, model: keras.Model, x_spec: Any) -> None:
-    """Under float16 or bfloat16 the last layer of a model must be float32, because the loss takes exponentials; and whole
-    numbers have no gradient.
+    """Under float16 or bfloat16 the last layer of a model must be float32, because the loss takes exponentials; and
+    whole numbers have no gradient.
     """
     try:
         output = model.output  # functional and Sequential models know it
@@ -157,7 +157,8 @@ def _check_output_types(name: str, model: keras.Model, x_spec: Any) -> None:
     types = {keras.backend.standardize_dtype(tensor.dtype) for tensor in keras.tree.flatten(output)}
     if not any("float" in dtype for dtype in types):
         raise ConfigError(
-            f"--model={name} returns {', '.join(sorted(types)) or 'nothing'}, which has no gradient: let it return floats."
+            f"--model={name} returns {', '.join(sorted(types)) or 'nothing'}, which has no gradient: let it return"
+            " floats."
         )
     if halves := types & {"float16", "bfloat16"}:
         raise ConfigError(f'--model={name} returns {", ".join(sorted(halves))}: give its last layer dtype="float32".')

@@ -125,7 +125,9 @@ class SnapshotFiles:
 
 
 def _make_backup_folder(name: str) -> None:
-    """Raises ConfigError if it cannot be made or written: each backup would fail, and nobody have noticed at the start."""
+    """Raises ConfigError if it cannot be made or written: each backup would fail, and nobody have noticed at the
+    start.
+    """
     if "://" in name:
         return
     try:

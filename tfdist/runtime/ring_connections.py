@@ -1,4 +1,6 @@
-"""A worker's connections to its neighbours in a ring of all workers, and what is gathered over them: bytes of any length."""
+"""A worker's connections to its neighbours in a ring of all workers, and what is gathered over them: bytes of any
+length.
+"""
 
 from __future__ import annotations
 

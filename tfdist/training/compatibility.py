@@ -71,7 +71,8 @@ def check(
 def check_inputs(flag: str, model: keras.Model, x_spec: Any, of: str, batch: int | None = None) -> None:
     """Raises ConfigError unless the model that `flag` names takes samples with such an x.
 
-    batch: samples at a time, if it is known. Of a model whose inputs are not known before it is called, nothing is said.
+    batch: samples at a time, if it is known. Of a model whose inputs are not known before it is called, nothing is
+    said.
     """
     try:
         inputs = model.inputs if isinstance(model, keras.Sequential) else model.input
@@ -82,7 +83,8 @@ def check_inputs(flag: str, model: keras.Model, x_spec: Any, of: str, batch: int
         given = dict(zip(wanted, given.values(), strict=False)) if len(wanted) == len(given) else given
     if missing := [name for name in wanted if name not in given]:
         raise ConfigError(
-            f"{flag} has the inputs {', '.join(wanted)}, but x of {of} has {', '.join(given)}: there is no {missing[0]}."
+            f"{flag} has the inputs {', '.join(wanted)}, but x of {of} has {', '.join(given)}: there is no"
+            f" {missing[0]}."
         )
     for name, tensor in wanted.items():
         spec, place = given[name], f"x of {of}" if len(wanted) == 1 else f"{name} in x of {of}"

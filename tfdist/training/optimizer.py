@@ -124,8 +124,8 @@ def _check_numbers(config: OptimizerConfig, options: dict[str, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or (usual >= 0 and not 0 <= value < below):
             limits = "" if usual < 0 else " of at least 0" if below > 1 else " of at least 0 and below 1"
             raise ConfigError(
-                f"--optimizer_args={config.optimizer_args}: {name}={value} must be a number{limits}; without the option it"
-                f" is {usual:g}."
+                f"--optimizer_args={config.optimizer_args}: {name}={value} must be a number{limits}; without the option"
+                f" it is {usual:g}."
             )
         options[name] = float(value)
 

@@ -110,8 +110,8 @@ def _check_connected(gradients: list[Gradient | None]) -> None:
     """Without any gradient (of whole numbers, behind a stop_gradient) a run would go on and learn nothing."""
     if all(gradient is None for gradient in gradients):
         raise ConfigError(
-            "The loss depends on none of the model's trainable variables: let --model and --objective compute it from them"
-            " in floats, without stop_gradient."
+            "The loss depends on none of the model's trainable variables: let --model and --objective compute it from"
+            " them in floats, without stop_gradient."
         )
 
 

@@ -95,7 +95,9 @@ def broken_length(split): return BrokenLength()
 def odd_object(split): return [(x[0], object())]
 def heavy(split): return dataset(split).map(lambda x, y: (x, y, "heavy"))
 def whole_weights(split): return dataset(split).map(lambda x, y: (x, y, 2))
-def other_shape(split): return tf.data.Dataset.from_generator(lambda: zip(x, y), output_signature=(tf.TensorSpec([3]), tf.TensorSpec([], tf.int64)))
+def other_shape(split):
+    spec = tf.TensorSpec([3]), tf.TensorSpec([], tf.int64)
+    return tf.data.Dataset.from_generator(lambda: zip(x, y), output_signature=spec)
 def leaves(split): raise SystemExit(0)
 class BrokenLength(list):
     def __len__(self): raise KeyError("length")

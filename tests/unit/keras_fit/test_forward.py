@@ -1,4 +1,6 @@
-"""The pieces of a distributed model that need no second worker: what stands in for one returns what this worker has sent."""
+"""The pieces of a distributed model that need no second worker: what stands in for one returns what this worker has
+sent.
+"""
 
 import keras
 import numpy as np

@@ -130,6 +130,9 @@ def test_of_a_record_that_does_not_fit_the_cause_alone():
         cause("Graph execution error:\n\nDetected at node A defined at (most recent call last):\nthe cause")
         == "the cause"
     )
-    where = 'Detected at node A defined at (most recent call last):\n  File "<frozen runpy>", line 198, in _run\n\n  File "a b.py", line 1, in f\n\nthe cause'
+    where = (
+        'Detected at node A defined at (most recent call last):\n  File "<frozen runpy>", line 198, in _run\n\n  File'
+        ' "a b.py", line 1, in f\n\nthe cause'
+    )
     assert cause(f"Graph execution error:\n\n{where}") == "the cause"
     assert cause("") == ""

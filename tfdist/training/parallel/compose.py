@@ -135,7 +135,8 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
     if degree == 1:
         if config.parallel.pipe_cut:
             raise ConfigError(
-                f"--pipe_cut={config.parallel.pipe_cut} cuts a pipeline, but --mesh has none: add pipe=2 or more, or drop it."
+                f"--pipe_cut={config.parallel.pipe_cut} cuts a pipeline, but --mesh has none: add pipe=2 or more, or"
+                " drop it."
             )
         return []
     if has_experts(model):

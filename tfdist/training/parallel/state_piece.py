@@ -96,9 +96,11 @@ class Piece:
         shards = [Shard(key, self.shape, box) for region in regions for box in region.boxes]
         contents = iter(read_shards(prefix, shards, self.dtype))
         joined = [
-            next(contents)
-            if len(region.boxes) == 1
-            else np.concatenate([next(contents) for _ in region.boxes], region.dim)
+            (
+                next(contents)
+                if len(region.boxes) == 1
+                else np.concatenate([next(contents) for _ in region.boxes], region.dim)
+            )
             for region in regions
         ]
         if not self.is_shard:
