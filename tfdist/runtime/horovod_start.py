@@ -32,7 +32,7 @@ _LONGEST_STALL_CHECK = 60.0  # seconds until Horovod warns of a stalled tensor, 
 def load() -> ModuleType:
     """The module horovod.tensorflow. Raises UnsupportedError if it is not there, or not made for this TensorFlow."""
     try:
-        import horovod.tensorflow as hvd
+        import horovod.tensorflow as hvd  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "horovod":
             raise UnsupportedError(
@@ -164,7 +164,10 @@ def _rendezvous_server(port: int, host: str = ""):
     """Horovod's server on a port that a launcher may hold for us."""
     import threading
 
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+    from horovod.runner.http.http_server import (  # pyright: ignore[reportMissingImports]
+        RendezvousHandler,
+        RendezvousHTTPServer,
+    )
 
     class Server(RendezvousHTTPServer):
         daemon_threads = True
