@@ -39,9 +39,23 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "dice": lambda: keras.losses.Dice(),
     "tversky": lambda: keras.losses.Tversky(),
 }
+
+
+class TopKOfDoubles(keras.metrics.SparseTopKCategoricalAccuracy):
+    """For the oracle in float64, which TensorFlow has no such operation for."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(y_true, tf.cast(y_pred, tf.float32), sample_weight)
+
+
+def top_k() -> keras.metrics.Metric:
+    kind = TopKOfDoubles if keras.config.floatx() == "float64" else keras.metrics.SparseTopKCategoricalAccuracy
+    return kind(2, name="top_k")
+
+
 METRICS: dict[str, Callable[[], Any]] = {
     "accuracy": lambda: "accuracy",
-    "top_k": lambda: keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_k"),
+    "top_k": top_k,
     "largest": lambda: largest,
     "iou": lambda: keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou"),
     "mae": lambda: "mae",
@@ -182,8 +196,9 @@ def _compile(case: Mapping[str, Any], model: keras.Model, eager: bool) -> None:
     model.compile(
         optimizer(options["learning_rate"], **arguments),
         loss=loss,
-        metrics=metrics if not options.get("weighted_metrics") else None,
-        weighted_metrics=metrics if options.get("weighted_metrics") else None,
+        # An empty list would be a metric that a train_step of one's own has to build.
+        metrics=(metrics or None) if not options.get("weighted_metrics") else None,
+        weighted_metrics=(metrics or None) if options.get("weighted_metrics") else None,
         run_eagerly=eager,
         jit_compile=bool(options.get("jit_compile")) and not eager,
         steps_per_execution=1 if eager else options.get("steps_per_execution", 1),

@@ -9,6 +9,7 @@ from typing import Any
 CLASSES = ("GradientPenalty", "Adversarial", "TwoUpdates", "TwoCalls", "WeightsInTheLoss", "OwnOutput", "Noisy")
 LOOPS = ("own", "gan", "gan_penalty")
 BACKUP_EPOCHS = 3
+ADDING = {"mean_loss", "sum_loss", "max_loss", "activity_loss"}  # blocks that add losses in the type they compute in
 
 
 def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -106,8 +107,16 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "weights of tokens"
     if "class_weight" in fit and data["weights"] != "none":
         return "Keras takes one of both"
-    if data["weights"].startswith("token") and case["model"]["head"] != "tokens":
-        return "weights of tokens"
+    if "class_weight" in fit and data["source"] == "generator":
+        return "Keras takes no class weights beside a generator"
+    if data["weights"] != "none" and data["weights"].startswith("token") != (case["model"]["head"] == "tokens"):
+        return "Keras wants a weight for each loss"
+    if "largest" in compiled["metrics"] and (
+        "weighted_metrics" in compiled or case["model"].get("embedding") == "embedding_masked"
+    ):
+        return "one number for a batch has no weights"
+    if "precision" in compiled and set(blocks) & ADDING:
+        return "Keras cannot add up losses of several types"
     if case["model"]["head"] == "dict" and data["weights"] != "none":
         return "Keras wants weights for each output"
     if "swap_ema" in fit.get("callbacks", ()) and not compiled.get("use_ema"):

@@ -33,7 +33,7 @@ ALLOWED = (
     ),
     Refusal("ConfigError", r"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable"),
 )
-OTHER_SAMPLES = Refusal("DataError", r"hold different samples, or an order that differs, in train")
+OTHER_SAMPLES = Refusal("DataError", r"hold different samples, or an order that differs, in \S*train")
 OTHER_BATCHES = Refusal("DataError", r"hold different batches")
 NO_MEAN_OR_SUM = Refusal("ConfigError", r"neither a mean nor a sum over the rows")
 DRIFT = Refusal("DivergedError", r"^The weights of (rank|replica) .* differ from")

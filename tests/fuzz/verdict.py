@@ -30,6 +30,7 @@ class Verdict:
     case: Mapping[str, Any]
     problems: list[str] = field(default_factory=list)
     refused: str = ""  # an allowed refusal
+    vacuous: bool = False  # plain Keras does not take the case, so that nothing was compared
     rough: float = 0.0  # the difference that is granted to weights
     cpu: float = 0.0  # seconds of a core, of all ranks and the oracle
 
@@ -72,7 +73,7 @@ def _compared(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict
         return _refused_as_demanded(verdict, refusal, answers)
     if not _answered(verdict, answers):
         if case["kind"] == "fit" and (why := _refused_by_keras(case)):
-            return Verdict(case, refused=why)
+            return Verdict(case, refused=why, vacuous=True)
         return verdict
     try:
         expected = references(case)
@@ -80,7 +81,7 @@ def _compared(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict
         if case["kind"] != "fit":
             raise
         # Keras itself does not take this case, whatever tfdist makes of it.
-        verdict.refused = f"Keras: {type(error).__name__}: {str(error)[:200]}"
+        verdict.refused, verdict.vacuous = f"Keras: {type(error).__name__}: {str(error)[:200]}", True
         return verdict
     for number, part in enumerate(space.parts(case)):
         problems, rough = _compare_part(
