@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
                 verdicts.append(verdict)
                 if not verdict.vacuous:
                     coverage.add(verdict.case)
+                    coverage.write()  # that a run which is killed leaves its counts
                 _tell(verdict, len(verdicts), arguments, pool)
                 if (
                     arguments.until_first

@@ -29,6 +29,7 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
     "horovod:2": ("horovod", 2, 2),
     "horovod:3": ("horovod", 3, 3),
     "parameter_server:2": ("servers", 2, 2),
+    "fit:1": ("local", 1, 1),
     "fit:2": ("sockets", 2, 2),
     "fit:3": ("sockets", 3, 3),
 }

@@ -47,7 +47,8 @@ class Additions:
         def update_state(*args: Any, **kwargs: Any) -> None:
             _refuse(metric, args, kwargs)
             # In a layer that computes in half precision `variable.value` would be a copy.
-            variables = [keras_variables.stored_value(variable) for variable in metric.variables]
+            stored = map(keras_variables.stored_value, metric.variables)
+            variables = [variable for variable in stored if variable is not None]
             before = [tf.identity(variable) for variable in variables]
             for variable in variables:
                 variable.assign(tf.zeros_like(variable))
