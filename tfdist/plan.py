@@ -156,6 +156,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    options = plan_parser().parse_args(argv)
+    for name, least in (("devices", 1), ("outputs", 0), ("tokens", 0), ("samples", 0)):
+        check_least(name, getattr(options, name), least)
+    return options
+
+
+def plan_parser() -> CommandParser:
+    """Reads the flags before `--`."""
     parser = CommandParser(
         hint=(
             "the planner's own flags stand before `--`, the run's after it; `python -m tfdist.plan --help` lists the"
@@ -167,10 +175,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     _plan_flags(parser)
     _run_flags(parser)
-    options = parser.parse_args(argv)
-    for name, least in (("devices", 1), ("outputs", 0), ("tokens", 0), ("samples", 0)):
-        check_least(name, getattr(options, name), least)
-    return options
+    return parser
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
