@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tfdist import flags
 from tfdist.config import Config, parse_args
-from tfdist.control import exit_codes
+from tfdist.control import exit_codes, optional_packages
 from tfdist.control.command_parser import CommandParser, check_least, split_at_dashes
 from tfdist.control.exit_codes import ConfigError, ExitCode, TfdistError
 from tfdist.planner import estimate, formulas, plan_text, search, shapes
@@ -37,6 +37,8 @@ _COUNTING_SECONDS = 600
 def main(argv: list[str]) -> int:
     own, train = split_at_dashes(argv)
     options = _parse(own)
+    if options.plot:
+        optional_packages.pyplot("--plot")  # told before the work
     config = flags.parse(train, usage="Flags of the run:").config
     if not config.run.steps and not config.run.epochs:
         config = config.replace(steps=1)  # the number of steps is no part of most questions
