@@ -27,6 +27,7 @@ READ_BY_IMPORTS = re.compile(
 _DEFAULTS = {"TF_ENABLE_ONEDNN_OPTS": "1"}  # the same whether it is set or not
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
+_ROOM = "_" * 16384
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _real_fork_exec = subprocess._fork_exec
 
@@ -180,11 +181,12 @@ def _started(environment: dict[str, str]) -> Zygote:
     if _own is None:
         ours, its = socket.socketpair()
         path = os.pathsep.join([str(_REPOSITORY), environment.get("PYTHONPATH", "")])
-        command = [sys.executable, "-m", "tests.warm_start.zygote", str(its.fileno())]
+        # the last argument and variable make room for those of its forks (forked.py)
+        command = [sys.executable, "-m", "tests.warm_start.zygote", str(its.fileno()), _ROOM]
         with its, _real_start():
             subprocess.Popen(
                 command,
-                env={"TF_CPP_MIN_LOG_LEVEL": "2", **environment, "PYTHONPATH": path},
+                env={"TF_CPP_MIN_LOG_LEVEL": "2", **environment, "PYTHONPATH": path, "ROOM": _ROOM},
                 cwd=_REPOSITORY,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],

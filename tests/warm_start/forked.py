@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import importlib
 import io
@@ -20,6 +21,8 @@ from typing import NoReturn
 from tests.warm_start import client
 from tests.warm_start.client import PackedFunction, Start, Zygote
 
+_PR_SET_NAME = 15
+_LIBC = ctypes.CDLL(None)
 _ALONE = ("tfdist.train", "tfdist.evaluate")  # they start no other process of ours
 _OWN_FILES = os.path.dirname(__file__)
 _held: list[object] = []  # must not be freed: what a free object does then would happen here, too
@@ -135,9 +138,7 @@ def _renew(start: Start) -> None:
 
 def _stream(number: int, errors: str, at_once: bool, line_buffering: bool) -> io.TextIOWrapper:
     raw = open(number, "wb", buffering=0 if at_once else -1, closefd=False)  # noqa: SIM115
-    return io.TextIOWrapper(
-        raw, encoding="utf-8", errors=errors, line_buffering=line_buffering, write_through=at_once
-    )
+    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=line_buffering, write_through=at_once)
 
 
 def _run(start: Start, beside: Callable[[dict[str, str]], Zygote]) -> int:
@@ -145,6 +146,7 @@ def _run(start: Start, beside: Callable[[dict[str, str]], Zygote]) -> int:
     if start.arguments[2 if start.arguments[1] == "-m" else 1] not in _ALONE:
         zygote = beside(dict(os.environ))
         client.install(lambda environment: zygote)
+    _show(start)
     sys.orig_argv = list(start.arguments)
     _held.append(sys.modules["__main__"])
     sys.modules["__main__"] = ModuleType("__main__")
@@ -173,6 +175,19 @@ def _run(start: Start, beside: Callable[[dict[str, str]], Zygote]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     return code & 255
+
+
+def _show(start: Start) -> None:
+    """In /proc/PID/cmdline and environ, as far as the zygote's own have room."""
+    with open("/proc/self/stat", encoding="utf-8") as file:
+        fields = file.read().rpartition(")")[2].split()
+    places = [int(field) for field in fields[45:49]]  # from and to: arguments, environment
+    environment = [name + b"=" + value for name, value in start.environment.items()]
+    for begin, end, texts in ((*places[:2], map(os.fsencode, start.arguments)), (*places[2:], environment)):
+        text = b"".join(text + b"\0" for text in texts)[: end - begin - 1]
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, text, len(text))
+    _LIBC.prctl(_PR_SET_NAME, b"python")
 
 
 def _search_first(folder: str) -> None:

@@ -14,11 +14,11 @@ import socket
 import struct
 import sys
 import threading
+from typing import NoReturn
 
-from tests.warm_start import forked
+from tests.warm_start import ZYGOTE, forked
 from tests.warm_start.client import Start, Zygote, read_by_imports
 
-NAME = "zygote"  # as the process is listed
 _PR_SET_NAME, _PR_SET_PDEATHSIG = 15, 1
 _LIBC = ctypes.CDLL(None)
 
@@ -28,13 +28,15 @@ def import_all() -> None:
     run = importlib.import_module("tfdist.run")
     for name in (*(f"run.{module.name}" for module in pkgutil.iter_modules(run.__path__)), "flags", "keras_fit.api"):
         importlib.import_module(f"tfdist.{name}")
-    importlib.import_module("sklearn.datasets")  # the digits; a second
+    # what a worker imports late, if it needs it
+    for name in ("sklearn.datasets", "fsspec", "tensorboard.plugins.hparams.api"):
+        importlib.import_module(name)
 
 
-def serve(channel: socket.socket) -> None:
+def serve(channel: socket.socket) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the others of the group
-    _LIBC.prctl(_PR_SET_NAME, NAME.encode())
+    _LIBC.prctl(_PR_SET_NAME, ZYGOTE.encode())
     while True:
         head, descriptors, _, _ = socket.recv_fds(channel, 4, 250)
         if not head:
@@ -70,14 +72,14 @@ def beside(environment: dict[str, str]) -> Zygote:
     """A zygote for this process, which has not run a line of its program."""
     ours, its = socket.socketpair()
     parent = os.getpid()
-    if os.fork():
-        its.close()
-        return Zygote(ours, read_by_imports(environment))
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-    forked.keep_only({its.fileno()}, os.open(os.devnull, os.O_RDWR))
-    serve(its)
+    if os.fork() == 0:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+        forked.keep_only({its.fileno()}, os.open(os.devnull, os.O_RDWR))
+        serve(its)
+    its.close()
+    return Zygote(ours, read_by_imports(environment))
 
 
 def main() -> None:
