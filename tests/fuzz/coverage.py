@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.fuzz import known, space
 
-CANDIDATES, SPACING, LOOKED_AT = 8, 1000, 30_000
+CANDIDATES, SPACING, LOOKED_AT = 48, 1000, 30_000
 ELSEWHERE = 3  # other runtimes that see the same job, for which the oracle is computed once
 
 
