@@ -12,7 +12,8 @@ from typing import Any
 
 from tests.fuzz import known, space
 
-CANDIDATES, SPACING, LOOKED_AT = 48, 1000, 30_000
+CANDIDATES, SPACING = 48, 1000
+LOOKED_AT = 2000  # cases of each runtime
 ELSEWHERE = 3  # other runtimes that see the same job, for which the oracle is computed once
 
 
@@ -76,7 +77,7 @@ def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
     """All pairs that can be drawn, found by drawing."""
     return frozenset(
         (feature, case["runtime"])
-        for number in range(LOOKED_AT)
+        for number in range(LOOKED_AT * len(runtimes))
         for case in [space.draw(-1, number, runtimes)]
         if not known.why(case)
         for feature in space.features(case)
