@@ -85,7 +85,12 @@ def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
 
 
 def cases(
-    seed: int, runtimes: Sequence[str], coverage: Coverage, first: int = 0, with_known: bool = False
+    seed: int,
+    runtimes: Sequence[str],
+    coverage: Coverage,
+    first: int = 0,
+    with_known: bool = False,
+    again: int = space.AGAIN,
 ) -> Iterator[dict[str, Any]]:
     """Endless cases from job `first` on, the same for the same seed, runtimes and counts; of some candidates the one
     with the rarest pairs.
@@ -93,7 +98,7 @@ def cases(
     number = 0
     while True:
         runtime = runtimes[number % len(runtimes)]
-        draws = (space.draw(seed, number * SPACING + index, [runtime]) for index in range(SPACING))
+        draws = (space.draw(seed, number * SPACING + index, [runtime], again) for index in range(SPACING))
         candidates = list(itertools.islice((case for case in draws if with_known or not known.why(case)), CANDIDATES))
         best = max(candidates, key=coverage.rarity)
         others = sorted(
