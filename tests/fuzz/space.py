@@ -106,6 +106,7 @@ def _with_again(chance: random.Random, case: dict[str, Any], count: int) -> dict
             data = draw_data(chance, case["model"]) | {"draw": number}
             if case["kind"] == "fit" or data["source"] == "dataset":
                 data["source"] = case["data"]["source"]
+                data.pop("mixed", None)
             # Whether there are weights at all is part of the graph.
             alike = (data["weights"] == "none", data["weights"].startswith("token")) == (
                 case["data"]["weights"] == "none",
