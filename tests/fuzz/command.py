@@ -30,7 +30,9 @@ def main(argv: list[str]) -> int:
                 )
             )
         else:
-            drawn = cases(arguments.seed, arguments.runtimes, coverage, arguments.first, arguments.with_known)
+            drawn = cases(
+                arguments.seed, arguments.runtimes, coverage, arguments.first, arguments.with_known, arguments.again
+            )
             chosen = fixed.cases()[arguments.first :] if arguments.fixed else drawn
             chosen = itertools.takewhile(
                 lambda _: time.monotonic() - begun < arguments.minutes * 60, itertools.islice(chosen, arguments.cases)
@@ -82,6 +84,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--at_a_time", type=int, default=2, help="cases under way in groups of processes")
     parser.add_argument(
         "--tally", default="", help="a file of counts: what is rare in it is drawn first, and what was drawn is added"
+    )
+    parser.add_argument(
+        "--again", type=int, default=space.AGAIN, help="other data for the graph of a case, at most: they cost little"
     )
     parser.add_argument("--verbose", action="store_true", help="a line for each case")
     parser.add_argument(

@@ -12,7 +12,8 @@ from typing import Any
 
 from tests.fuzz import known, space
 
-CANDIDATES, SPACING, LOOKED_AT = 8, 1000, 30_000
+CANDIDATES, SPACING = 48, 1000
+LOOKED_AT = 2000  # cases of each runtime
 ELSEWHERE = 3  # other runtimes that see the same job, for which the oracle is computed once
 
 
@@ -76,7 +77,7 @@ def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
     """All pairs that can be drawn, found by drawing."""
     return frozenset(
         (feature, case["runtime"])
-        for number in range(LOOKED_AT)
+        for number in range(LOOKED_AT * len(runtimes))
         for case in [space.draw(-1, number, runtimes)]
         if not known.why(case)
         for feature in space.features(case)
@@ -84,7 +85,12 @@ def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
 
 
 def cases(
-    seed: int, runtimes: Sequence[str], coverage: Coverage, first: int = 0, with_known: bool = False
+    seed: int,
+    runtimes: Sequence[str],
+    coverage: Coverage,
+    first: int = 0,
+    with_known: bool = False,
+    again: int = space.AGAIN,
 ) -> Iterator[dict[str, Any]]:
     """Endless cases from job `first` on, the same for the same seed, runtimes and counts; of some candidates the one
     with the rarest pairs.
@@ -92,7 +98,7 @@ def cases(
     number = 0
     while True:
         runtime = runtimes[number % len(runtimes)]
-        draws = (space.draw(seed, number * SPACING + index, [runtime]) for index in range(SPACING))
+        draws = (space.draw(seed, number * SPACING + index, [runtime], again) for index in range(SPACING))
         candidates = list(itertools.islice((case for case in draws if with_known or not known.why(case)), CANDIDATES))
         best = max(candidates, key=coverage.rarity)
         others = sorted(

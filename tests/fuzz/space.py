@@ -51,14 +51,14 @@ def group_of(runtime: str) -> tuple[str, int]:
     return RUNTIMES[runtime][:2]
 
 
-def draw(seed: int, number: int, runtimes: Sequence[str]) -> dict[str, Any]:
-    """Case `number` of a seed; always the same."""
+def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) -> dict[str, Any]:
+    """Case `number` of a seed; always the same. again: other data for its graph, at most."""
     chance = random.Random(f"{seed}/{number}")
     runtime = runtimes[number % len(runtimes)]
     while True:
         case = _fit(chance, runtime) if runtime.startswith("fit") else _train(chance, runtime)
         if not conflicts(case):
-            return _with_again(chance, case) | ({"optimized": True} if chance.random() < 0.25 else {})
+            return _with_again(chance, case, again) | ({"optimized": True} if chance.random() < 0.25 else {})
 
 
 def parts(case: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def elsewhere(job: Mapping[str, Any], runtimes: Sequence[str]) -> Iterator[dict[
             yield case
 
 
-def _with_again(chance: random.Random, case: dict[str, Any]) -> dict[str, Any]:
+def _with_again(chance: random.Random, case: dict[str, Any], count: int) -> dict[str, Any]:
     if (
         "resumed" in case
         or "moved" in case
@@ -101,11 +101,12 @@ def _with_again(chance: random.Random, case: dict[str, Any]) -> dict[str, Any]:
     ):
         return case
     again: list[dict[str, Any]] = []
-    for number in range(1, 1 + AGAIN):
+    for number in range(1, 1 + count):
         for _ in range(20):
             data = draw_data(chance, case["model"]) | {"draw": number}
             if case["kind"] == "fit" or data["source"] == "dataset":
                 data["source"] = case["data"]["source"]
+                data.pop("mixed", None)
             # Whether there are weights at all is part of the graph.
             alike = (data["weights"] == "none", data["weights"].startswith("token")) == (
                 case["data"]["weights"] == "none",
