@@ -1,7 +1,7 @@
-"""The docstrings of the code are plain text: this makes reStructuredText of them for autodoc, without a change in their words.
+"""The docstrings of the code are plain text: this makes reStructuredText of them for autodoc, in the same words.
 
-Paragraphs stay paragraphs. Whatever is laid out by hand (indented lines, columns of spaces) is shown as it stands. `code`
-in single backticks becomes code. Sections such as "Args:" on a line of their own are left to napoleon.
+Paragraphs stay paragraphs. Whatever is laid out by hand (indented lines, columns of spaces) is shown as it stands.
+`code` in single backticks becomes code. Sections such as "Args:" on a line of their own are left to napoleon.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The flag reference, made from the flags: what stands in flags.md in place of its marker.
 
-Every flag becomes an `option` of Sphinx: it has an anchor, is found by the search, and can be referred to. Run as a script
+Every flag becomes an `option` of Sphinx: it has an anchor, and the search finds it. Run as a script
 it prints the page.
 """
 
@@ -18,7 +18,12 @@ from tfdist.flags import format_flag
 
 MARKER = "<!-- flags of all commands -->"
 CLASS_COMMANDS = {"evaluate": "tfdist.run.snapshot_evaluation:EvaluateOptions", "comm": "tfdist.comm:CommOptions"}
-PARSER_COMMANDS = {"launch": "tfdist.control.launch_options", "plan": "tfdist.plan", "jobs": "tfdist.jobs", "report": "tfdist.report"}
+PARSER_COMMANDS = {
+    "launch": "tfdist.control.launch_options",
+    "plan": "tfdist.plan",
+    "jobs": "tfdist.jobs",
+    "report": "tfdist.report",
+}
 PARSE = {"launch": "parse_launch_options"}
 
 
@@ -28,7 +33,12 @@ def page() -> str:
 
 
 def _training() -> Iterator[str]:
-    yield from ("## train", "", "Also those of the workers after `--` of launch, plan and jobs, and of evaluate and comm.", "")
+    yield from (
+        "## train",
+        "",
+        "Also those of the workers after `--` of launch, plan and jobs, and of evaluate and comm.",
+        "",
+    )
     yield from ("```{program} train", "```", "")
     for name, kind in COMPONENTS.items():
         yield from (f"### {name}", "", _first_paragraph(kind), "")
