@@ -21,8 +21,10 @@ def as_rst(lines: list[str]) -> list[str]:
         in_section = bool(SECTION.match(paragraph[0])) or (in_section and paragraph[0].startswith(" "))
         if in_section:
             result += [*map(_code, paragraph), ""]
+        elif len(fields := _fields(paragraph)) > 1:
+            result += [*fields, ""]
         elif any(line.startswith(" ") or re.search(r"\S {2,}\S", line) for line in paragraph):
-            result += ["::", "", *(f"    {line}" for line in paragraph), ""]
+            result += [".. code-block:: text", "", *(f"    {line}" for line in paragraph), ""]
         else:
             result += [*map(_code, paragraph), ""]
     return result
@@ -41,6 +43,19 @@ def _paragraphs(lines: list[str]) -> Iterator[list[str]]:
             current = []
     if current:
         yield current
+
+
+def _fields(paragraph: list[str]) -> list[str]:
+    """A list of "name: text", whose texts go on in indented lines, as items of a list; [] if it is something else."""
+    items: list[str] = []
+    for line in paragraph:
+        if match := re.match(r"(\w+(?:, \w+)*): (.*)", line):
+            items.append(f"- **{match.group(1)}**: {_code(match.group(2))}")
+        elif line.startswith("    ") and items:
+            items[-1] += " " + _code(line.strip())
+        else:
+            return []
+    return items
 
 
 def _code(line: str) -> str:
