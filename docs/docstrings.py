@@ -12,6 +12,8 @@ from typing import Any
 
 SECTION = re.compile(r"(Args|Returns|Raises|Attributes|Yields):\s*$")
 
+INLINE = re.compile(r"(Args|Returns|Raises): ")  # a section in a sentence: a paragraph of its own
+
 
 def as_rst(lines: list[str]) -> list[str]:
     """The lines of a docstring, as reStructuredText."""
@@ -21,19 +23,19 @@ def as_rst(lines: list[str]) -> list[str]:
         in_section = bool(SECTION.match(paragraph[0])) or (in_section and paragraph[0].startswith(" "))
         if in_section:
             result += [*map(_code, paragraph), ""]
-        elif len(fields := _fields(paragraph)) > 1:
+        elif not INLINE.match(paragraph[0]) and len(fields := _fields(paragraph)) > 1:
             result += [*fields, ""]
         elif any(line.startswith(" ") or re.search(r"\S {2,}\S", line) for line in paragraph):
             result += [".. code-block:: text", "", *(f"    {line}" for line in paragraph), ""]
         else:
-            result += [*map(_code, paragraph), ""]
+            result += [INLINE.sub(r"**\1**: ", line) for line in map(_code, paragraph)] + [""]
     return result
 
 
 def _paragraphs(lines: list[str]) -> Iterator[list[str]]:
     current: list[str] = []
     for line in lines:
-        if SECTION.match(line) and current:
+        if (SECTION.match(line) or INLINE.match(line)) and current:
             yield current
             current = []
         if line.strip():

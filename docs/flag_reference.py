@@ -90,12 +90,12 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def _option(field: dataclasses.Field) -> Iterator[str]:
     choices = field.metadata["choices"]
-    text = field.metadata["help"]
+    text = _escaped(field.metadata["help"])
     if choices:
         text += f" One of: {', '.join(f'`{choice}`' for choice in choices)}."
     if field.metadata["identity"]:
         text += " *Identity.*"
-    yield from (f"```{{option}} {_default(field)}", _escaped(text), "```", "")
+    yield from (f"```{{option}} {_default(field)}", text, "```", "")
 
 
 def _default(field: dataclasses.Field) -> str:
@@ -124,7 +124,7 @@ def _escaped(text: str) -> str:
     for word in text.split():
         core = word.strip("(),.;:")
         is_code = core.startswith("--") or "_" in core or "*" in core or "<" in core
-        words.append(word.replace(core, f"`{core}`") if is_code and "`" not in word and core != "*Identity" else word)
+        words.append(word.replace(core, f"`{core}`") if is_code and "`" not in word else word)
     return " ".join(words)
 
 

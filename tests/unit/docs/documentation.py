@@ -143,10 +143,13 @@ def _source_commands(file: Path) -> Iterator[tuple[Place, str]]:
         head = "\n".join(line.lstrip("# ") if line.startswith("#") else "" for line in text.splitlines())
     for offset, line in shell_lines(head):
         match = re.search(
-            r"(?:^|: +|`)((?:TF_CONFIG=\S+ )?(?:python|bash|tfdist|sbatch|horovodrun|mpirun) [^`]+)", line
+            r"(?:^|: +|`)((?:TF_CONFIG=\S+ )?(?:python|bash|source|tfdist|sbatch|horovodrun|mpirun) [^`]+)", line
         )
         if match and re.search(r"-m [\w.]+( |$)|\.py|\.sh|\.sbatch|tfdist [a-z]+( -|$)", match.group(1)):
             yield Place(file, offset + 1), re.split(r" {3,}|\s>$|(?<=[\w\]]): ", match.group(1))[0]
+    for offset, line in shell_lines(text) if file.suffix == ".sh" else ():
+        if line.startswith("python -m tfdist."):
+            yield Place(file, offset + 1), re.sub(r"(\S*=)?(\"[^\"]*\$[^\"]*\"|\S*\$\S*)", "", line)
 
 
 # Code spans: flags and files.

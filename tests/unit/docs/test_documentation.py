@@ -76,9 +76,13 @@ def test_wrong_lines_of_flag_files_and_docstrings_are_found(tmp_path):
     (tmp_path / "flags" / "a.flags").write_text("# A run.\n#   command:  python -m tfdist.train --stps=1\n--modl=cnn\n")
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "b.py").write_text('"""Does it.\n\n    python scripts/c.py --fast   at once\n"""\n')
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "d.sh").write_text(
+        'set -e\npython -m tfdist.train --epochs=1 \\\n  --run_dir="$1" --stpes=1 "$@"\n'
+    )
     found = problems(tmp_path)
-    assert [any(word in line for line in found) for word in ("stps", "modl", "c.py")] == [True] * 3
-    assert len(found) == 3
+    assert [any(word in line for line in found) for word in ("stps", "modl", "c.py", "stpes")] == [True] * 4
+    assert len(found) == 4
 
 
 def test_readme_is_short_and_its_figures_have_dates():
