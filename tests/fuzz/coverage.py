@@ -1,4 +1,4 @@
-"""Which pairs of (feature, runtime) were drawn, and cases chosen so that rare pairs come soon."""
+"""Which pairs of (feature, runtime) were drawn and compared, and cases chosen so that rare pairs come soon."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ ELSEWHERE = 3  # other runtimes that see the same job, for which the oracle is c
 
 
 class Coverage:
-    """Counts of what was drawn. file: to which they are added at the end of a run, and from which the next one goes
+    """Counts of what was compared. file: to which they are added at the end of a run, and from which the next one goes
     on.
+
+    Attributes: drawn, pairs of cases that were chosen, whatever came of them.
     """
 
     def __init__(self, file: str = ""):
@@ -29,6 +31,7 @@ class Coverage:
             told = json.loads(self.file.read_text())
             self.runtimes.update(told["runtimes"])
             self.pairs.update({tuple(pair.split(" on ")): count for pair, count in told["pairs"].items()})
+        self.drawn = Counter(self.pairs)
 
     def write(self) -> None:
         if self.file:
@@ -37,13 +40,17 @@ class Coverage:
                 json.dumps({"runtimes": dict(sorted(self.runtimes.items())), "pairs": pairs}, indent=0)
             )
 
+    def draw(self, case: Mapping[str, Any]) -> None:
+        self.drawn.update((feature, case["runtime"]) for feature in space.features(case))
+
     def add(self, case: Mapping[str, Any]) -> None:
+        """Of a case that was compared with its oracle, or refused as it should be."""
         self.runtimes[case["runtime"]] += len(space.parts(case))
         self.pairs.update((feature, case["runtime"]) for feature in space.features(case))
 
     def rarity(self, case: Mapping[str, Any]) -> float:
         """How much a case adds: the rarer its pairs are so far, the more."""
-        return sum(4.0 ** -self.pairs[feature, case["runtime"]] for feature in space.features(case))
+        return sum(4.0 ** -self.drawn[feature, case["runtime"]] for feature in space.features(case))
 
     def missing(self, runtimes: Sequence[str], least: int = 5) -> dict[tuple[str, str], int]:
         """Pairs that can be drawn but were drawn less often than `least`."""
@@ -94,7 +101,7 @@ def cases(
             reverse=True,
         )
         for case in (best, *others[:ELSEWHERE]):
-            coverage.add(case)
+            coverage.draw(case)
             if number >= first:
                 yield case
         number += 1

@@ -46,7 +46,7 @@ FAULTS: dict[str, Fault] = {
         "training/update.py",
         "unsorted_segment_sum(",
         "unsorted_segment_max(",
-        "one_device,mirrored:2,sockets:2",
+        "fit:2,mirrored:2,sockets:2",
         "of the gradients of a row that is looked up twice one is lost",
     ),
     "clip": Fault(

@@ -7,7 +7,7 @@ from pathlib import Path
 from tfdist.control.strategies import STRATEGIES
 
 PACKAGE = Path("tfdist")
-COMMANDS = {"train", "launch", "evaluate", "plan", "jobs", "report", "script", "comm"}
+COMMANDS = {"train", "launch", "evaluate", "plan", "jobs", "report", "script", "comm", "completion", "__main__"}
 # A room may import the rooms of lower levels, and its own.
 LEVEL = {
     "control": 0,
@@ -21,6 +21,7 @@ LEVEL = {
     "run": 7,
     **dict.fromkeys(COMMANDS, 8),
     "train": 9,  # which may turn out to be an evaluator
+    "completion": 9,  # of the flags of the others
 }
 NO_TENSORFLOW = (
     "control",
