@@ -35,9 +35,10 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = f"tfdist {version}"
-html_static_path = ["figures"]
-html_theme_options = {"sidebar_hide_name": False}
-copybutton_exclude = ".linenos, .gp, .go"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+highlight_language = "bash"
 
 
 def setup(app):

@@ -1,7 +1,7 @@
-"""The docstrings of the code are plain text: this makes reStructuredText of them for autodoc, without a change in their words.
+"""The docstrings of the code are plain text: this makes reStructuredText of them for autodoc, in the same words.
 
-Paragraphs stay paragraphs. Whatever is laid out by hand (indented lines, columns of spaces) is shown as it stands. `code`
-in single backticks becomes code. Sections such as "Args:" on a line of their own are left to napoleon.
+Paragraphs stay paragraphs. Whatever is laid out by hand (indented lines, columns of spaces) is shown as it stands.
+`code` in single backticks becomes code. Sections such as "Args:" on a line of their own are left to napoleon.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 SECTION = re.compile(r"(Args|Returns|Raises|Attributes|Yields):\s*$")
 
+INLINE = re.compile(r"(Args|Returns|Raises): ")  # a section in a sentence: a paragraph of its own
+
 
 def as_rst(lines: list[str]) -> list[str]:
     """The lines of a docstring, as reStructuredText."""
@@ -21,17 +23,19 @@ def as_rst(lines: list[str]) -> list[str]:
         in_section = bool(SECTION.match(paragraph[0])) or (in_section and paragraph[0].startswith(" "))
         if in_section:
             result += [*map(_code, paragraph), ""]
+        elif not INLINE.match(paragraph[0]) and len(fields := _fields(paragraph)) > 1:
+            result += [*fields, ""]
         elif any(line.startswith(" ") or re.search(r"\S {2,}\S", line) for line in paragraph):
-            result += ["::", "", *(f"    {line}" for line in paragraph), ""]
+            result += [".. code-block:: text", "", *(f"    {line}" for line in paragraph), ""]
         else:
-            result += [*map(_code, paragraph), ""]
+            result += [INLINE.sub(r"**\1**: ", line) for line in map(_code, paragraph)] + [""]
     return result
 
 
 def _paragraphs(lines: list[str]) -> Iterator[list[str]]:
     current: list[str] = []
     for line in lines:
-        if SECTION.match(line) and current:
+        if (SECTION.match(line) or INLINE.match(line)) and current:
             yield current
             current = []
         if line.strip():
@@ -41,6 +45,19 @@ def _paragraphs(lines: list[str]) -> Iterator[list[str]]:
             current = []
     if current:
         yield current
+
+
+def _fields(paragraph: list[str]) -> list[str]:
+    """A list of "name: text", whose texts go on in indented lines, as items of a list; [] if it is something else."""
+    items: list[str] = []
+    for line in paragraph:
+        if match := re.match(r"(\w+(?:, \w+)*): (.*)", line):
+            items.append(f"- **{match.group(1)}**: {_code(match.group(2))}")
+        elif line.startswith("    ") and items:
+            items[-1] += " " + _code(line.strip())
+        else:
+            return []
+    return items
 
 
 def _code(line: str) -> str:

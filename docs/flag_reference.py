@@ -1,6 +1,6 @@
 """The flag reference, made from the flags: what stands in flags.md in place of its marker.
 
-Every flag becomes an `option` of Sphinx: it has an anchor, is found by the search, and can be referred to. Run as a script
+Every flag becomes an `option` of Sphinx: it has an anchor, and the search finds it. Run as a script
 it prints the page.
 """
 
@@ -18,7 +18,12 @@ from tfdist.flags import format_flag
 
 MARKER = "<!-- flags of all commands -->"
 CLASS_COMMANDS = {"evaluate": "tfdist.run.snapshot_evaluation:EvaluateOptions", "comm": "tfdist.comm:CommOptions"}
-PARSER_COMMANDS = {"launch": "tfdist.control.launch_options", "plan": "tfdist.plan", "jobs": "tfdist.jobs", "report": "tfdist.report"}
+PARSER_COMMANDS = {
+    "launch": "tfdist.control.launch_options",
+    "plan": "tfdist.plan",
+    "jobs": "tfdist.jobs",
+    "report": "tfdist.report",
+}
 PARSE = {"launch": "parse_launch_options"}
 
 
@@ -28,7 +33,12 @@ def page() -> str:
 
 
 def _training() -> Iterator[str]:
-    yield from ("## train", "", "Also those of the workers after `--` of launch, plan and jobs, and of evaluate and comm.", "")
+    yield from (
+        "## train",
+        "",
+        "Also those of the workers after `--` of launch, plan and jobs, and of evaluate and comm.",
+        "",
+    )
     yield from ("```{program} train", "```", "")
     for name, kind in COMPONENTS.items():
         yield from (f"### {name}", "", _first_paragraph(kind), "")
@@ -80,12 +90,12 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def _option(field: dataclasses.Field) -> Iterator[str]:
     choices = field.metadata["choices"]
-    text = field.metadata["help"]
+    text = _escaped(field.metadata["help"])
     if choices:
         text += f" One of: {', '.join(f'`{choice}`' for choice in choices)}."
     if field.metadata["identity"]:
         text += " *Identity.*"
-    yield from (f"```{{option}} {_default(field)}", _escaped(text), "```", "")
+    yield from (f"```{{option}} {_default(field)}", text, "```", "")
 
 
 def _default(field: dataclasses.Field) -> str:
@@ -114,7 +124,7 @@ def _escaped(text: str) -> str:
     for word in text.split():
         core = word.strip("(),.;:")
         is_code = core.startswith("--") or "_" in core or "*" in core or "<" in core
-        words.append(word.replace(core, f"`{core}`") if is_code and "`" not in word and core != "*Identity" else word)
+        words.append(word.replace(core, f"`{core}`") if is_code and "`" not in word else word)
     return " ".join(words)
 
 
