@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+HOST = "CPU:0"
+
 
 def host_view(variable: tf.Variable | tf.Tensor) -> np.ndarray:
     """The value of a variable or tensor, for reading at once: without a copy where it is in host memory already."""
@@ -34,7 +36,7 @@ def on_host() -> AbstractContextManager:
     """Within it operations are placed on this worker's CPU: those of which TensorFlow has no kernel for GPUs (its
     clock, Python functions), and what is small and wanted by the host. Without it they would be errors on a GPU.
     """
-    return tf.device("CPU:0")
+    return tf.device(HOST)
 
 
 def timestamp() -> tf.Tensor:
