@@ -112,7 +112,7 @@ def workers_training(run_dir: Path) -> int:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, the oldest first."""
-    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
     return [int(child) for child in listed if Path(f"/proc/{child}/comm").read_text().strip() != ZYGOTE]
 
 

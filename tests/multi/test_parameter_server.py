@@ -72,8 +72,11 @@ def test_asynchronous_workers_learn_digits_though_one_is_killed(tmp_path):
         {"TFDIST_FAULTS": "armed"},
     )
     wait_for(lambda: records(tmp_path, kind="train"))
+    job.send_signal(signal.SIGSTOP)  # or the worker may be back before the chief has noticed
     os.kill(process(tmp_path, "worker", 0), signal.SIGKILL)
-    wait_for(lambda: said(tmp_path, "worker 0 (") and said(tmp_path, "is back"))
+    wait_for(lambda: said(tmp_path, "worker 0 ("))
+    job.send_signal(signal.SIGCONT)
+    wait_for(lambda: said(tmp_path, "is back"))
     pace.unlink()
     output, _ = job.communicate(timeout=200)
     assert job.returncode == 0, output

@@ -146,7 +146,7 @@ def _run(start: Start, beside: Callable[[dict[str, str]], Zygote]) -> int:
     if start.arguments[2 if start.arguments[1] == "-m" else 1] not in _ALONE:
         zygote = beside(dict(os.environ))
         client.install(lambda environment: zygote)
-    _show(start)
+    show(start.arguments, start.environment)
     sys.orig_argv = list(start.arguments)
     _held.append(sys.modules["__main__"])
     sys.modules["__main__"] = ModuleType("__main__")
@@ -177,17 +177,17 @@ def _run(start: Start, beside: Callable[[dict[str, str]], Zygote]) -> int:
     return code & 255
 
 
-def _show(start: Start) -> None:
-    """In /proc/PID/cmdline and environ, as far as the zygote's own have room."""
+def show(arguments: list[str], environment: dict[bytes, bytes], name: str = "python") -> None:
+    """In /proc/PID/cmdline, environ and comm, as far as the zygote's own have room."""
     with open("/proc/self/stat", encoding="utf-8") as file:
         fields = file.read().rpartition(")")[2].split()
     places = [int(field) for field in fields[45:49]]  # from and to: arguments, environment
-    environment = [name + b"=" + value for name, value in start.environment.items()]
-    for begin, end, texts in ((*places[:2], map(os.fsencode, start.arguments)), (*places[2:], environment)):
+    variables = [name + b"=" + value for name, value in environment.items()]
+    for begin, end, texts in ((*places[:2], map(os.fsencode, arguments)), (*places[2:], variables)):
         text = b"".join(text + b"\0" for text in texts)[: end - begin - 1]
         ctypes.memset(begin, 0, end - begin)
         ctypes.memmove(begin, text, len(text))
-    _LIBC.prctl(_PR_SET_NAME, b"python")
+    _LIBC.prctl(_PR_SET_NAME, name.encode())
 
 
 def _search_first(folder: str) -> None:

@@ -19,7 +19,7 @@ from typing import NoReturn
 from tests.warm_start import ZYGOTE, forked
 from tests.warm_start.client import Start, Zygote, read_by_imports
 
-_PR_SET_NAME, _PR_SET_PDEATHSIG = 15, 1
+_PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
@@ -36,7 +36,7 @@ def import_all() -> None:
 def serve(channel: socket.socket) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the others of the group
-    _LIBC.prctl(_PR_SET_NAME, ZYGOTE.encode())
+    forked.show([*sys.orig_argv[:3]], {}, ZYGOTE)
     while True:
         head, descriptors, _, _ = socket.recv_fds(channel, 4, 250)
         if not head:
