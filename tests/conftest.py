@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -25,6 +26,14 @@ def real_start() -> Iterator[None]:
     """They start as users start them, where a module has `warm_start`."""
     with client.real_start():
         yield
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Python need not look again and again at what was imported, nor in the middle of every trace."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 
 import pytest
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Python need not look again and again at what was imported, nor in the middle of every trace."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)
