@@ -99,7 +99,14 @@ def cases(
     while True:
         runtime = runtimes[number % len(runtimes)]
         draws = (space.draw(seed, number * SPACING + index, [runtime], again) for index in range(SPACING))
-        candidates = list(itertools.islice((case for case in draws if with_known or not known.why(case)), CANDIDATES))
+        there = {name for name in space.MOVABLE if name in runtimes and name != runtime}
+        fitting = (
+            case
+            for case in draws
+            # Where one of the runtimes can go on with a run no other processes are started for that.
+            if (with_known or not known.why(case)) and not (there and case.get("moved", "") not in {"", *there})
+        )
+        candidates = list(itertools.islice(fitting, CANDIDATES))
         best = max(candidates, key=coverage.rarity)
         others = sorted(
             (case for case in space.elsewhere(best, runtimes) if with_known or not known.why(case)),

@@ -58,7 +58,7 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
     while True:
         case = _fit(chance, runtime) if runtime.startswith("fit") else _train(chance, runtime)
         if not conflicts(case):
-            return _with_again(chance, case, again) | ({"optimized": True} if chance.random() < 0.25 else {})
+            return _with_again(chance, case, again) | ({"optimized": True} if chance.random() < 0.15 else {})
 
 
 def parts(case: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -243,7 +243,7 @@ def draw_options(chance: random.Random, model: Mapping[str, Any]) -> dict[str, A
         "precision": chance.choices([None, "bfloat16", "float16"], [8, 1, 1])[0],
         "loss_scale_initial": 1024.0,
         "on_nan": _maybe(chance, 0.3, "skip"),
-        "jit_compile": _maybe(chance, 0.08, True),
+        "jit_compile": _maybe(chance, 0.05, True),
         "recompute": _maybe(chance, 0.7, "block") if isinstance(model["blocks"][0], list) else None,
         "schedule": _maybe(chance, 0.3, chance.choice(["linear", "cosine", "wsd"])),
         "warmup_steps": _maybe(chance, 0.2, 1),
