@@ -30,8 +30,8 @@ from tfdist.run.snapshot_evaluation import EvaluateOptions
 
 # Of other projects; what follows is theirs to check.
 OTHER_PROGRAMS = (
-    *("apt-get", "dmesg", "docker", "echo", "eval", "git", "horovodrun", "ip", "kubectl", "mpirun", "pip", "pre-commit", "ray"),
-    *("sbatch", "scancel", "source", "tensorboard", "ulimit", "unshare"),
+    *("apt-get", "dmesg", "docker", "echo", "eval", "git", "horovodrun", "ip", "kubectl"),
+    *("mpirun", "pip", "pre-commit", "ray", "sbatch", "scancel", "source", "tensorboard", "ulimit", "unshare"),
 )
 OTHER_FLAGS = {"--full", "--host-discovery-script", "--working-dir", "--no-build-isolation", "--signal", "--dist"}
 READERS_OWN = ("mine", "package", "script.py", "mine.py", "./mine.py")
