@@ -11,20 +11,15 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
+from tfdist.comm import CommOptions
+from tfdist.completion import parsers_before_dashes
 from tfdist.config import COMPONENTS
 from tfdist.flags import format_flag
+from tfdist.run.snapshot_evaluation import EvaluateOptions
 
 MARKER = "<!-- flags of all commands -->"
-CLASS_COMMANDS = {"evaluate": "tfdist.run.snapshot_evaluation:EvaluateOptions", "comm": "tfdist.comm:CommOptions"}
-PARSER_COMMANDS = {
-    "launch": "tfdist.control.launch_options",
-    "plan": "tfdist.plan",
-    "jobs": "tfdist.jobs",
-    "report": "tfdist.report",
-}
-PARSE = {"launch": "parse_launch_options"}
+CLASS_COMMANDS = {"evaluate": EvaluateOptions, "comm": CommOptions}
 
 
 def page() -> str:
@@ -47,9 +42,7 @@ def _training() -> Iterator[str]:
 
 
 def _of_classes() -> Iterator[str]:
-    for command, place in CLASS_COMMANDS.items():
-        module, _, name = place.partition(":")
-        kind = getattr(__import__(module, fromlist=[name]), name)
+    for command, kind in CLASS_COMMANDS.items():
         yield from (f"## {command}", "", f"Beside those of train: {_first_paragraph(kind)}", "")
         yield from (f"```{{program}} {command}", "```", "")
         for field in dataclasses.fields(kind):
@@ -57,35 +50,8 @@ def _of_classes() -> Iterator[str]:
 
 
 def _of_parsers() -> Iterator[str]:
-    for command in PARSER_COMMANDS:
-        yield from (f"## {command}", "")
-        yield from (f"```{{program}} {command}", "```", "")
-        parser = parser_of(command)
-        kinds = next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
-        yield from _actions(parser) if kinds is None else ()
-        for kind, sub in (kinds.choices if kinds else {}).items():
-            yield from (f"### {kind}", "", f"```{{program}} {command} {kind}", "```", "")
-            yield from _actions(sub)
-
-
-class _Found(Exception):
-    """The parser that a command has made."""
-
-
-def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of a command's own flags. The command makes it, and is stopped where it would parse."""
-
-    def stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        raise _Found(parser)
-
-    module = __import__(PARSER_COMMANDS[command], fromlist=["_"])
-    parse = getattr(module, PARSE.get(command, "_parse"))
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
-        try:
-            parse([], "") if command == "launch" else parse([])
-        except _Found as found:
-            return found.args[0]
-    raise AssertionError(f"{command} parses its flags in another way")
+    for command, parser in parsers_before_dashes().items():
+        yield from (f"## {command}", "", f"```{{program}} {command}", "```", "", *_actions(parser))
 
 
 def _option(field: dataclasses.Field) -> Iterator[str]:

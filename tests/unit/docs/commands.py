@@ -6,18 +6,19 @@ stand for something else and are let through.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module, util
+from importlib import util
 from pathlib import Path
-from unittest import mock
 
-from tfdist import flags
+from tfdist import completion, flags
+from tfdist.__main__ import COMMANDS, MODULES
+from tfdist.comm import CommOptions
+from tfdist.completion import parsers_before_dashes
 from tfdist.config import Config, check_option, iter_options
 from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.exit_codes import TfdistError
@@ -25,14 +26,12 @@ from tfdist.control.strategies import strategy_named
 from tfdist.data.sources.source_names import SOURCES
 from tfdist.models.model_names import MODELS
 from tfdist.plugins import check_name
+from tfdist.run.snapshot_evaluation import EvaluateOptions
 
-COMMANDS = ("train", "launch", "evaluate", "plan", "jobs", "comm", "report", "script")
-# What a `tfdist` command has beside the modules (tfdist/__main__.py).
-OTHER_NAMES = {"fit", "completion", "--help", "--helpfull", "--version"}
 # Of other projects; what follows is theirs to check.
 OTHER_PROGRAMS = (
-    *("apt-get", "dmesg", "docker", "echo", "git", "horovodrun", "ip", "kubectl", "mpirun", "pip", "pre-commit", "ray"),
-    *("sbatch", "scancel", "source", "tensorboard", "ulimit", "unshare"),
+    *("apt-get", "dmesg", "docker", "echo", "eval", "git", "horovodrun", "ip", "kubectl"),
+    *("mpirun", "pip", "pre-commit", "ray", "sbatch", "scancel", "source", "tensorboard", "ulimit", "unshare"),
 )
 OTHER_FLAGS = {"--full", "--host-discovery-script", "--working-dir", "--no-build-isolation", "--signal", "--dist"}
 READERS_OWN = ("mine", "package", "script.py", "mine.py", "./mine.py")
@@ -91,10 +90,9 @@ def _simple_problems(words: list[str], root: Path) -> Iterator[str]:
 def _python_command_problems(words: list[str], root: Path) -> Iterator[str]:
     if words[0] == "tfdist":
         name, arguments = words[1], words[2:]
-        name = "script" if name == "fit" else name
         if name in COMMANDS:
-            yield from _tfdist_problems(name, arguments, root)
-        elif name not in OTHER_NAMES and not is_placeholder(name):
+            yield from _tfdist_problems(MODULES.get(name, name), arguments, root)
+        elif name not in ("--help", "--version") and not is_placeholder(name):
             yield f"tfdist has no command {name!r}"
     elif words[1] == "-m":
         module, arguments = words[2], words[3:]
@@ -159,13 +157,17 @@ def _tfdist_problems(name: str, arguments: list[str], root: Path) -> Iterator[st
         yield from train_problems(own)
     elif name in ("evaluate", "comm"):
         yield from train_problems(own, command=name)
+    elif name == "completion":
+        yield from (f"{shell} is no shell that tfdist completes for" for shell in own if shell not in completion.SHELLS)
     elif name == "script":
         yield from file_problems(own[0], root) if own and own[0] not in READERS_OWN else ()
     else:
         try:
-            with mock.patch("sys.stderr"), mock.patch("sys.stdout"):
-                command_parser(name).parse_args([*own, *([] if own or name != "report" else ["RUN_DIR"])])
-        except (TfdistError, SystemExit) as error:
+            kind = [own.pop(0)] if name == "jobs" and own else []
+            parsers_before_dashes()[" ".join([name, *kind])].parse_args(own)
+        except KeyError:
+            yield from (f"tfdist.{name} makes no {word}" for word in kind)
+        except TfdistError as error:
             if "required" not in str(error):  # of a fragment, or of what a placeholder stands for
                 yield str(error)
         if rest and rest[0].endswith(".py"):
@@ -176,7 +178,7 @@ def _tfdist_problems(name: str, arguments: list[str], root: Path) -> Iterator[st
 
 def train_problems(arguments: list[str], command: str = "") -> Iterator[str]:
     """Flags of the training: known, with values that are allowed, and allowed together where the run is complete."""
-    kind = _command_class(command) if command else None
+    kind = {"evaluate": EvaluateOptions, "comm": CommOptions}.get(command)
     try:
         config = flags.parse(arguments, command=kind).config
         _check(config)
@@ -198,31 +200,6 @@ def _check(config: Config) -> None:
             check_name(name, value, known)
 
 
-def _command_class(command: str) -> type:
-    name = {"evaluate": "EvaluateOptions", "comm": "CommOptions"}[command]
-    module = "tfdist.comm" if command == "comm" else "tfdist.run.snapshot_evaluation"
-    return getattr(import_module(module), name)
-
-
-class _Found(Exception):
-    """The parser that a command has made."""
-
-
-@cache
-def command_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of a command's own flags. The command makes it, and is stopped where it would parse."""
-
-    def stop(parser: argparse.ArgumentParser, *_, **__) -> None:
-        raise _Found(parser)
-
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
-        try:
-            import_module(f"tfdist.{name}").main([])
-        except _Found as found:
-            return found.args[0]
-    raise AssertionError(f"{name} parses its flags in another way")
-
-
 def is_flag(word: str) -> bool:
     name = word.partition("=")[0]
     return name in _all_flags() or name in OTHER_FLAGS
@@ -234,24 +211,15 @@ def _all_flags() -> set[str]:
     names = {"--help", "--helpfull", "--version", "--flagfile"}
     for _, field in iter_options():
         names |= {f"--{field.name}", f"--no{field.name}"}
-    for command in ("evaluate", "comm"):
-        names |= {f"--{field.name}" for field in dataclasses.fields(_command_class(command))}
-    for command in ("launch", "plan", "jobs", "report"):
-        names |= _option_strings(command_parser(command))
+    for kind in (EvaluateOptions, CommOptions):
+        names |= {f"--{field.name}" for field in dataclasses.fields(kind)}
+    for parser in parsers_before_dashes().values():
+        names |= {flag.name for flag in parser.flags()}
     for script in Path("scripts").glob("*.py"):
         names |= set(_script_flags(script.resolve()))
     for script in Path("scripts").glob("*.sh"):
         names |= set(re.findall(r"--[a-z_]+", script.read_text()))
     return names
-
-
-def _option_strings(parser: argparse.ArgumentParser) -> set[str]:
-    found: set[str] = set()
-    for action in parser._actions:
-        found |= set(action.option_strings)
-        if isinstance(action, argparse._SubParsersAction):
-            found = found.union(*(_option_strings(sub) for sub in action.choices.values()))
-    return found
 
 
 def value_problems(word: str) -> Iterator[str]:
@@ -267,9 +235,7 @@ def value_problems(word: str) -> Iterator[str]:
 @cache
 def _also_others() -> set[str]:
     """Flags of the training whose names other commands use for something else."""
-    return {"--recompute", "--zero"} | set().union(
-        *(_option_strings(command_parser(c)) for c in ("launch", "plan", "jobs"))
-    )
+    return {flag.name for parser in parsers_before_dashes().values() for flag in parser.flags()}
 
 
 def _stands_for_another(word: str) -> bool:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.unit.docs.commands import (
-    COMMANDS,
     command_problems,
     file_problems,
     is_flag,
@@ -22,6 +21,7 @@ from tests.unit.docs.commands import (
     train_problems,
     value_problems,
 )
+from tfdist.__main__ import COMMANDS
 
 SHELLS = ("", "bash", "sh", "console", "shell")
 

@@ -31,6 +31,8 @@ def test_commands_files_and_links_are_true():
         ("python -m tfdist.launch --workers=2 -- examples/nothing.py", "nothing.py"),
         ("python -m tfdist.plan --device=8 -- --flagfile=flags/gpt2_124m.flags", "device"),
         ("python -m tfdist.jobs slurm --node=4 -- --flagfile=flags/gpt2_124m.flags", "node"),
+        ("python -m tfdist.jobs slrum --nodes=4", "slrum"),
+        ("tfdist completion tcsh", "tcsh"),
         ("python -m tfdist.report runs/first --txt", "txt"),
         ("python -m tfdist.evaluate --run_dir=runs/first --at_stp=3", "at_stp"),
         ("python -m tfdist.comm --worker=2", "worker"),
