@@ -7,4 +7,5 @@
 # Expected, in about a minute: evaluation accuracy of at least 0.97. When a node is lost, its worker is placed anew.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/environment.sh"
-python -m tfdist.launch --on=ray --workers=2 --min_workers=1 -- --flagfile=flags/digits_cnn.flags --run_dir=runs/ray "$@"
+python -m tfdist.launch --on=ray --workers=2 --min_workers=1 -- --flagfile=flags/digits_cnn.flags \
+  --run_dir=runs/ray "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A model that does not fit a device: workers each hold a share of parameters, gradients and optimizer state (ZeRO-3).
-# First the planner, for 9.7 billion parameters on 8 GPUs of 80 GB; then a small model of the same kind is trained in the
+# First the planner, for 9.7 billion parameters on 8 GPUs of 80 GB; then a small model of the same kind is trained the
 # same way on two workers of this machine.
 #
 #   bash examples/zero3.sh

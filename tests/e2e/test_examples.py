@@ -145,6 +145,7 @@ def test_a_slurm_job_is_written_and_submitted(tmp_path):
     assert "#SBATCH --nodes=2" in job_file and "--epochs=3" in job_file
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_on_ray(tmp_path):
@@ -156,7 +157,7 @@ def test_on_ray(tmp_path):
         patch.setenv("PYTHONPATH", os.getcwd())  # where the actors find tfdist
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            ended = in_the_shell("ray_job.sh", tmp_path, *QUICK, "--epochs=2", RAY_ADDRESS=cluster.address)
+            ended = in_the_shell("ray_job.sh", tmp_path, *QUICK, "--epochs=4", RAY_ADDRESS=cluster.address)
         finally:
             cluster.shutdown()
     assert ended.returncode == 0 and "eval/accuracy" in ended.stdout, ended.stdout + ended.stderr
