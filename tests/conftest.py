@@ -10,6 +10,22 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.warm_start import client
+
+
+@pytest.fixture(scope="module")
+def warm_start() -> Iterator[None]:
+    """Processes of tfdist and of the tests start in milliseconds (tests/warm_start)."""
+    with client.warm_start():
+        yield
+
+
+@pytest.fixture
+def real_start() -> Iterator[None]:
+    """They start as users start them, where a module has `warm_start`."""
+    with client.real_start():
+        yield
+
 
 @pytest.fixture(autouse=True)
 def keras_settings() -> Iterator[None]:

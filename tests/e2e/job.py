@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.warm_start import ZYGOTE
 from tfdist.telemetry.jsonl import read_jsonl
 
 # One thread each: the tests share few cores.
@@ -107,6 +108,12 @@ def workers_training(run_dir: Path) -> int:
         elif record["kind"] == "train":
             workers = started
     return workers
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, the oldest first."""
+    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
+    return [int(child) for child in listed if Path(f"/proc/{child}/comm").read_text().strip() != ZYGOTE]
 
 
 def batches(run_dir: Path) -> dict[int, tuple]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.attacker import Attacker, processes
-from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, start, wait_for
+from tests.e2e.job import CLUSTERS, ENVIRONMENT, children, records, start, wait_for
 from tests.unit.control.test_packet_filter import machines_address
 from tfdist.control.preflight import PortReservation
 from tfdist.control.tf_config import worker_environment
@@ -41,12 +41,7 @@ print("losses:", history.history["loss"])
 
 def workers_of(process: subprocess.Popen) -> list[int]:
     """By rank."""
-    return [
-        int(pid)
-        for pid in subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-        ).stdout.split()
-    ]
+    return children(process.pid)
 
 
 def is_training(folder: Path, size: int, process: subprocess.Popen) -> bool:

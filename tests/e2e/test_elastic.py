@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.job import CLUSTERS, records, run, snapshot, start, wait_for
+from tests.e2e.job import CLUSTERS, children, records, run, snapshot, start, wait_for
 from tfdist.telemetry.jsonl import read_jsonl
 
 SLOW_MACHINE_SECONDS = 300
@@ -63,15 +63,6 @@ def batches(run_dir: Path) -> dict[int, tuple]:
     return seen
 
 
-def children(process: subprocess.Popen) -> list[int]:
-    return [
-        int(pid)
-        for pid in subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-        ).stdout.split()
-    ]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
     """By one process."""
@@ -109,15 +100,15 @@ def test_a_lost_worker_is_done_without_and_replaced(lost, undisturbed, tmp_path)
     The two others go on in the same processes, without a snapshot; a third joins.
     """
     with elastic_job(tmp_path) as (process, _):
-        before = children(process)
+        before = children(process.pid)
         os.kill(before[lost], signal.SIGKILL)
-        wait_for(lambda: set(children(process)) - set(before), SLOW_MACHINE_SECONDS)
-        (newcomer,) = set(children(process)) - set(before)
+        wait_for(lambda: set(children(process.pid)) - set(before), SLOW_MACHINE_SECONDS)
+        (newcomer,) = set(children(process.pid)) - set(before)
         os.kill(newcomer, signal.SIGSTOP)  # or it may be ready before both others have noticed the loss
         wait_for(lambda: [workers for workers, _ in groups(tmp_path)] == [3, 2], SLOW_MACHINE_SECONDS)
         os.kill(newcomer, signal.SIGCONT)
         wait_for(lambda: [workers for workers, _ in groups(tmp_path)] == [3, 2, 3], SLOW_MACHINE_SECONDS)
-        after = children(process)
+        after = children(process.pid)
         (tmp_path / "faults" / "pace").unlink()
         output, _ = process.communicate(timeout=SLOW_MACHINE_SECONDS)
     assert process.returncode == 0, output
@@ -131,7 +122,7 @@ def test_a_lost_worker_is_done_without_and_replaced(lost, undisturbed, tmp_path)
 def test_a_stop_while_the_group_changes_saves_what_is_in_memory(undisturbed, tmp_path):
     """SIGTERM right after the loss of the chief; then another job, of two workers, goes on from there."""
     with elastic_job(tmp_path) as (process, flags):
-        os.kill(children(process)[0], signal.SIGKILL)
+        os.kill(children(process.pid)[0], signal.SIGKILL)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=SLOW_MACHINE_SECONDS)
     assert process.returncode == 42, output

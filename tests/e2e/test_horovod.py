@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.e2e.job import CLUSTERS, records, run, snapshot, start, wait_for
+from tests.e2e.job import CLUSTERS, children, records, run, snapshot, start, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("horovod")]
 
@@ -61,13 +60,7 @@ def test_a_stopped_worker_is_noticed(tmp_path):
             (tmp_path / "logs" / f"rank-{rank}.jsonl").exists() and records(tmp_path, rank, "train") for rank in (0, 1)
         )
     )
-    children = [
-        int(pid)
-        for pid in subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-        ).stdout.split()
-    ]
-    os.kill(children[1], signal.SIGSTOP)
+    os.kill(children(process.pid)[1], signal.SIGSTOP)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 6 and "Horovod stopped: a worker died, was silent for --heartbeat_timeout" in output, (
         output

@@ -250,6 +250,7 @@ def test_a_changed_schedule_is_refused_or_said(tmp_path):
     assert result.returncode == 0 and "the learning rate jumps from 0.01 to 0.5" in result.stdout
 
 
+@pytest.mark.usefixtures("real_start")
 def test_chaos_ends_where_the_undisturbed_run_ends(tmp_path):
     """Three faults of scripts/chaos.py: the chief killed while saving, a second job on the folder, a damaged snapshot
     (what this seed draws).

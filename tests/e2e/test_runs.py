@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, run, snapshot, start, train, wait_for
+from tests.e2e.job import CLUSTERS, ENVIRONMENT, children, records, run, snapshot, start, train, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +44,7 @@ def undisturbed(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("real_start")
 def test_two_workers_learn_the_digits_and_leave_everything_behind(tmp_path):
     output = run(2, ["--flagfile=flags/digits_cnn.flags", f"--run_dir={tmp_path}"])
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -92,10 +93,7 @@ def test_a_stopped_and_resumed_run_is_bitwise_equal(undisturbed, tmp_path):
     run(2, [*flags, "--steps=31"])
     process = start(2, [*flags, "--steps_per_loop=1", "--log_every=1"])
     wait_for(lambda: any(record["step"] >= 40 for record in records(tmp_path, rank=1)))
-    children = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    os.kill(int(children[-1]), signal.SIGTERM)
+    os.kill(children(process.pid)[-1], signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 42, output
     steps = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*"))
@@ -226,16 +224,11 @@ def test_a_killed_worker_is_named_and_nothing_is_left_running(tmp_path):
             for rank in range(3)
         )
     )
-    children = [
-        int(pid)
-        for pid in subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-        ).stdout.split()
-    ]
-    os.kill(children[1], signal.SIGKILL)
+    pids = children(process.pid)
+    os.kill(pids[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 6 and "worker 1 was killed by signal 9 (SIGKILL)" in output, output
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 @pytest.mark.thorough
@@ -243,10 +236,7 @@ def test_a_supervised_job_goes_on_after_a_kill(undisturbed, tmp_path):
     """SIGKILL, restart from the newest snapshot, and the same end, bit for bit."""
     process = start(2, [*HARD, "--save_every=40", "--log_every=1", f"--run_dir={tmp_path}"], ("--max_restarts=2",))
     wait_for(lambda: (tmp_path / "checkpoints" / "step-00000120").exists())
-    children = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "was killed by signal 9 (SIGKILL); restart number 1 in" in output, output
     assert_same_end(undisturbed, tmp_path, 900)
@@ -275,16 +265,11 @@ def test_a_stopped_worker_is_noticed(communication, tmp_path):
             for rank in range(2)
         )
     )
-    children = [
-        int(pid)
-        for pid in subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-        ).stdout.split()
-    ]
-    os.kill(children[1], signal.SIGSTOP)
+    pids = children(process.pid)
+    os.kill(pids[1], signal.SIGSTOP)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 6 and "worker 0 ended with exit code 6" in output, output
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_workers_with_different_flags_refuse_each_other(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.job import CLUSTERS, ENVIRONMENT, free_ports
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("real_start")]
 
 TIMEOUT = 25
 

@@ -286,9 +286,9 @@ def test_long_functions():
                 assert node.end_lineno - node.lineno < 60, f"{path}: {node.name} has more than 60 lines"
 
 
-def test_the_readme_has_the_table_of_exit_codes():
+def test_the_documentation_has_the_table_of_exit_codes():
     from tfdist.control.exit_codes import MEANING, RESTARTABLE
 
-    readme = Path("README.md").read_text()
+    page = Path("docs/exit_codes.md").read_text()
     for code, meaning in MEANING.items():
-        assert f"| {code.value} | {code.name} | {meaning} | {'yes' if code in RESTARTABLE else 'no'} |" in readme, code
+        assert f"| {code.value} | {code.name} | {meaning} | {'yes' if code in RESTARTABLE else 'no'} |" in page, code
