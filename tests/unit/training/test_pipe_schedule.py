@@ -1,9 +1,21 @@
 """Schedules of pipelines as data: complete, free of deadlock, with the bubble and the memory that the papers give."""
 
+import graphlib
+import itertools
+
 import pytest
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.parallel.pipe_schedule import Action, bubble, live, make_schedule, picture, timeline
+from tfdist.training.parallel.pipe_schedule import (
+    Action,
+    Receipt,
+    bubble,
+    live,
+    make_schedule,
+    picture,
+    receipts,
+    timeline,
+)
 
 CASES = [
     (name, stages, micros, chunks)
@@ -60,3 +72,23 @@ def test_picture():
 def test_rounds_must_be_whole():
     with pytest.raises(ConfigError, match="--pipe_chunks=2.*--accumulation=3"):
         make_schedule("1f1b", 2, 3, 2)
+
+
+@pytest.mark.parametrize("name, stages, micros, chunks", CASES)
+def test_one_order_of_all_transfers_suits_all_stages(name, stages, micros, chunks):
+    schedule = make_schedule(name, stages, micros, chunks)
+    earlier: dict[Receipt, set[Receipt]] = {}
+    for stage, (actions, received) in enumerate(zip(schedule, receipts(schedule), strict=True)):
+        transfers, there = [], set()
+        for action, before in zip(actions, received, strict=True):
+            part = action.chunk * stages + stage
+            transfers += before
+            there |= set(before)
+            assert part in (0, stages * chunks - 1) or action.forward or Receipt(False, action.micro, part + 1) in there
+            assert part == 0 or not action.forward or Receipt(True, action.micro, part - 1) in there
+            if 0 <= (part + 1 if action.forward else part - 1) < stages * chunks:
+                transfers.append(Receipt(action.forward, action.micro, part))
+        for one, other in itertools.pairwise(transfers):
+            earlier.setdefault(other, set()).add(one)
+    assert len(earlier) >= 2 * micros * (stages * chunks - 1) - 1  # each once, but for the first
+    graphlib.TopologicalSorter(earlier).prepare()  # an error, if stages would wait for each other

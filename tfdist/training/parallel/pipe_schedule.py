@@ -10,6 +10,7 @@ the model. An action takes one micro-batch forward or backward through one part.
 
 from __future__ import annotations
 
+import collections
 from typing import NamedTuple
 
 from tfdist.control.exit_codes import ConfigError
@@ -93,6 +94,54 @@ def timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> list[li
     if any(position[stage] < len(actions) for stage, actions in enumerate(schedule)):
         raise ValueError("the stages wait for each other for ever")
     return result
+
+
+class Receipt(NamedTuple):
+    """What is received before an action: the output (forward) or gradient of part `part` for one micro-batch."""
+
+    forward: bool
+    micro: int
+    part: int  # that sends it
+
+
+def receipts(schedule: Schedule) -> list[list[list[Receipt]]]:
+    """For each stage and each of its actions: what it receives before the action. What it makes it sends after it.
+
+    So that one order of all transfers exists, which NCCL needs: that in which they are made if all are as quick as in
+    `timeline`. Before a stage sends, it has received all that was made before, even if it is to be used later.
+    """
+    stages = len(schedule)
+    last = stages * (1 + max(action.chunk for action in schedule[0])) - 1
+    lines = timeline(schedule)
+    made = [[_made(start, action, stage, stages) for start, action in line] for stage, line in enumerate(lines)]
+    waiting: list[list[tuple[int, Receipt]]] = [[] for _ in schedule]
+    for transfer in sorted(transfer for of_stage in made for transfer in of_stage):
+        to = _goes_to(transfer[1])
+        if 0 <= to <= last:
+            waiting[to % stages].append(transfer)
+    found: list[list[list[Receipt]]] = []
+    for stage, line in enumerate(lines):
+        queue, of_stage = collections.deque(waiting[stage]), []
+        for (_, action), own in zip(line, made[stage], strict=True):
+            part, before = action.chunk * stages + stage, []
+            needed = Receipt(action.forward, action.micro, part - 1 if action.forward else part + 1)
+            sends = 0 <= _goes_to(own[1]) <= last
+            while queue and (sends and queue[0] < own or any(receipt == needed for _, receipt in queue)):
+                before.append(queue.popleft()[1])
+            of_stage.append(before)
+        found.append(of_stage)
+    return found
+
+
+def _made(start: int, action: Action, stage: int, stages: int) -> tuple[int, Receipt]:
+    """(when an action ends, what it makes)."""
+    end = start + (1 if action.forward else 2)
+    return end, Receipt(action.forward, action.micro, action.chunk * stages + stage)
+
+
+def _goes_to(receipt: Receipt) -> int:
+    """The part that uses it; outside of the model's: none."""
+    return receipt.part + 1 if receipt.forward else receipt.part - 1
 
 
 def bubble(schedule: Schedule) -> float:

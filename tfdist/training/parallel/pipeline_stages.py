@@ -2,8 +2,8 @@
 
 The micro-batches are those of --accumulation. All of a step is one graph on each stage: its actions (pipe_schedule.py)
 one after the other, held in order by control dependencies, with activations received from the stage before and
-gradients from the stage behind. What a stage does not hold it sets free. A variable that two stages use (a tied
-embedding) is on both, and they sum its gradient, so that it stays the same.
+gradients from the stage behind, in an order that suits all stages. What a stage does not hold it sets free. A variable
+that two stages use (a tied embedding) is on both, and they sum its gradient, so that it stays the same.
 
 What layers add to the loss is differentiated where it is added, beside what comes from the stages behind; regularizers
 of weights where the first part that uses the weight is.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -24,7 +23,8 @@ from tfdist.training.dtypes import as_summands, zero_summands
 from tfdist.training.parallel import segments as cutting
 from tfdist.training.parallel.gathered import forbid_use
 from tfdist.training.parallel.mesh_update import MeshUpdate
-from tfdist.training.parallel.pipe_schedule import Schedule
+from tfdist.training.parallel.pipe_schedule import Receipt, Schedule, receipts
+from tfdist.training.parallel.pipeline_state import ForwardPass, StageState
 from tfdist.training.parallel.segments import Cut, Segment
 from tfdist.training.parallel.tensor import static_dims
 
@@ -143,7 +143,8 @@ class Pipeline:
     ):
         self._width = width
         self.group = runtime.group("pipe")
-        self.parts, self.schedule, self.model = parts, schedule[self.group.index], model
+        self.parts, self.model = parts, model
+        self.schedule, self.receipts = schedule[self.group.index], receipts(schedule)[self.group.index]
         self.sources, self.storage = update.sources, update.storage_variables()  # see segments.recompute
         self._regularized = _first_users(parts, model.trainable_variables)
         self._ties = [
@@ -192,10 +193,12 @@ class Pipeline:
           total: (outputs, y, w, losses that the last part adds) -> (what is differentiated, float32 [sums]).
           added: the same of (w, losses that another part adds).
         """
-        state = _State(zero_summands(self.sources()), tf.zeros([sums]))
-        for action in self.schedule:
+        state = StageState(zero_summands(self.sources()), tf.zeros([sums]))
+        for action, before in zip(self.schedule, self.receipts, strict=True):
             number = action.chunk * self.group.size + self.group.index
             with tf.control_dependencies(state.after):
+                for receipt in before:
+                    state.received[receipt] = self._receive_for_training(state, receipt, batches[receipt.micro])
                 if action.forward:
                     begin(action.micro)
                     self._forward(state, number, action.micro, batches[action.micro], total, added)
@@ -205,8 +208,11 @@ class Pipeline:
         with tf.control_dependencies(state.sent):
             return gradients, self.group.all_reduce(state.sums)
 
-    def _forward(self, state: _State, number: int, micro: int, batch: tuple, total: Callable, added: Callable) -> None:
-        x = self._receive(number, "forward", batch[0]) if number else tf.nest.map_structure(tf.identity, batch[0])
+    def _forward(
+        self, state: StageState, number: int, micro: int, batch: tuple, total: Callable, added: Callable
+    ) -> None:
+        received = state.received.pop(Receipt(True, micro, number - 1), None)
+        x = tf.nest.map_structure(tf.identity, batch[0]) if received is None else received
         is_last, losses = number == len(self.parts) - 1, []
         with tf.GradientTape() as tape:
             if number:
@@ -217,16 +223,16 @@ class Pipeline:
             if is_last or losses:
                 own, sums = total(y, *batch[1:], losses) if is_last else added(batch[2], losses)
                 state.sums += sums
-        state.passes[number, micro] = _ForwardPass(tape, x, y, own)
+        state.passes[number, micro] = ForwardPass(tape, x, y, own)
         state.after = [y] if own is None else [y, own]
         if not is_last:
             state.sent.append(self._send(number, "forward", y))
 
-    def _backward(self, state: _State, number: int, micro: int) -> None:
+    def _backward(self, state: StageState, number: int, micro: int) -> None:
         tape, x, y, own = state.passes.pop((number, micro))
         targets, upstream = ([], []) if own is None else ([own], [tf.ones_like(own)])
         if number < len(self.parts) - 1:
-            targets, upstream = [y, *targets], [self._receive(number, "backward", y), *upstream]
+            targets, upstream = [y, *targets], [state.received.pop(Receipt(False, micro, number + 1)), *upstream]
         sources = self.sources()
         wanted = [*sources, *([x] if number else [])]
         found = tape.gradient(targets, wanted, upstream, unconnected_gradients=tf.UnconnectedGradients.ZERO)
@@ -237,6 +243,12 @@ class Pipeline:
             of_input = tf.convert_to_tensor(found[-1])
             state.sent.append(self._send(number, "backward", of_input))
             state.after.append(of_input)
+
+    def _receive_for_training(self, state: StageState, receipt: Receipt, batch: tuple) -> tf.Tensor:
+        if receipt.forward:
+            return self._receive(receipt.part + 1, "forward", batch[0])
+        number = receipt.part - 1
+        return self._receive(number, "backward", state.passes[number, receipt.micro].output)
 
     # -- between stages ---------------------------------------------------------------------------------------------
 
@@ -273,22 +285,3 @@ def _run(
 ) -> tf.Tensor:
     """A part, which takes one tensor, and gives one."""
     return cutting.run(part, {part[0].takes[0]: x}, training, storage, added)[part[-1].gives[0]]
-
-
-class _ForwardPass(NamedTuple):
-    """Of a micro-batch through a part."""
-
-    tape: tf.GradientTape
-    input: tf.Tensor
-    output: tf.Tensor
-    own: tf.Tensor | None  # what is differentiated on this stage
-
-
-class _State:
-    """What a stage carries from action to action."""
-
-    def __init__(self, gradients: list[tf.Tensor], sums: tf.Tensor):
-        self.gradients, self.sums = gradients, sums
-        self.passes: dict[tuple[int, int], _ForwardPass] = {}  # of (part, micro-batch), until the backward pass
-        self.after: list[tf.Tensor] = []  # what the next action waits for
-        self.sent: list[tf.Tensor] = []  # sends, which nobody but the end of the step waits for

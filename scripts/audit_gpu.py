@@ -1,0 +1,119 @@
+"""What would a GPU run? A table, made without one: tests/gpu/graph_audit.py says what is looked at.
+
+    python scripts/audit_gpu.py                    every combination of tests/gpu/combinations.py, one process each kind
+    python scripts/audit_gpu.py --only=cnn         those whose name holds a word
+    python scripts/audit_gpu.py --meshes=2,4       and all meshes of tests/parity with 2 and 4 workers
+    python scripts/audit_gpu.py --out=FILE         the table into a file as well
+
+Exit code 1 if something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.e2e.job import ENVIRONMENT
+from tests.gpu.graph_audit import Audit, Finding, summary
+from tests.gpu.launch_order import problems
+from tfdist.control.local_job import LocalJob
+from tfdist.runtime.launch_order import Launch
+
+
+def main() -> int:
+    options = _options()
+    if options.child:
+        return _child(options.only, options.child)
+    from tests.gpu.combinations import COMBINATIONS
+
+    names = [name for name in COMBINATIONS if options.only in name]
+    alone = [name for name in names if "several devices" in name]  # which are made once in a process
+    found: dict[str, Audit] = {}
+    with tempfile.TemporaryDirectory(prefix="tfdist-audit-") as folder:
+        for number, group in enumerate([[name for name in names if name not in alone], *([name] for name in alone)]):
+            if group:
+                found |= _in_a_process(group, Path(folder) / f"{number}.json")
+        orders: list[str] = []
+        for workers in options.meshes:
+            more, wrong = _meshes(workers, Path(folder))
+            found |= more
+            orders += wrong
+    table = summary(found.items())
+    table += f"\n\n{len(found)} combinations, {sum(audit.operations for audit in found.values())} operations."
+    if options.meshes:
+        table += f" Collectives: {'; '.join(orders) or 'one order suits all ranks of every mesh'}."
+    print(table)
+    if options.out:
+        Path(options.out).write_text(table + "\n")
+    return int(bool(orders) or any(audit.findings for audit in found.values()))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a part of the names")
+    parser.add_argument("--meshes", default="", help="numbers of workers, for example 2,4")
+    parser.add_argument("--out", default="", help="a file for the table")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.meshes = [int(number) for number in options.meshes.split(",") if number]
+    return options
+
+
+def _in_a_process(names: list[str], file: Path) -> dict[str, Audit]:
+    subprocess.run(
+        [sys.executable, __file__, f"--child={file}", f"--only={json.dumps(names)}"], env=ENVIRONMENT, check=True
+    )
+    return {name: _audit(report) for name, report in json.loads(file.read_text()).items()}
+
+
+def _child(names: str, file: str) -> int:
+    import dataclasses
+
+    from tests.gpu.combinations import COMBINATIONS, of_training
+
+    found = {}
+    for number, name in enumerate(json.loads(names), 1):
+        found[name] = dataclasses.asdict(of_training(COMBINATIONS[name]))
+        print(f"{number}: {name}: {len(found[name]['findings'])} wrong", file=sys.stderr, flush=True)
+    Path(file).write_text(json.dumps(found))
+    return 0
+
+
+def _meshes(workers: int, folder: Path) -> tuple[dict[str, Audit], list[str]]:
+    """(the audit of each mesh, what is wrong with the order of its collectives)"""
+    out = folder / f"meshes-{workers}"
+    out.mkdir()
+    job = LocalJob(
+        [sys.executable, "-m", "tests.gpu.mesh_worker", str(out)],
+        workers,
+        out / "logs",
+        pin=False,
+        environment=ENVIRONMENT,
+    )
+    job.start()
+    ended = job.wait()
+    if ended.code:
+        raise SystemExit(ended.cause)
+    found, wrong = {}, []
+    for row in sorted({file.stem.rpartition("-")[0] for file in out.glob("*.json")}):
+        reports = [json.loads((out / f"{row}-{rank}.json").read_text()) for rank in range(workers)]
+        launches = {
+            rank: [Launch(group, number, tuple(ranks), kind) for group, number, ranks, kind in report["launches"]]
+            for rank, report in enumerate(reports)
+        }
+        wrong += [f"{row}: {each}" for each in problems(launches)]
+        found[f"{row}, {workers} workers"] = _audit(reports[0]["audit"])
+    return found, wrong
+
+
+def _audit(report: dict) -> Audit:
+    findings = tuple(Finding(**each) for each in report["findings"])
+    return Audit(report["operations"], findings, tuple(report["on_host"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
