@@ -28,9 +28,11 @@ def real_start() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Python need not look again and again at what was imported, nor in the middle of every trace."""
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_is_not_looked_at_again() -> None:
+    """Python's collector need not walk all of TensorFlow again and again (each keras.clear_session has it do so), nor
+    stop in the middle of every trace.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

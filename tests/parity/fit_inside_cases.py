@@ -46,24 +46,28 @@ def table_beside_the_batch(fit, evaluate, predict, folder):
     table = np.random.default_rng(3).normal(size=(50, 8)).astype("float32")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     found = {}
-    for rows in (50, 9, 8):
-        for remainder in (True, False):  # with and without a static number of rows
-            for options in ({}, {"run_eagerly": True}) if rows == 8 else ({},):
+    for rows, remainder, options in (  # remainder: with and without a static number of rows
+        (50, False, {}),
+        (9, True, {}),
+        (8, True, {}),
+        (8, False, {}),
+        (8, True, {"run_eagerly": True}),
+    ):
 
-                def beside(x, y, rows=rows):
-                    return {"x": x, "a table": tf.constant(table[:rows])}, y
+        def beside(x, y, rows=rows):
+            return {"x": x, "a table": tf.constant(table[:rows])}, y
 
-                dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=remainder).map(beside)
-                model = Beside()
-                model.build(None)
-                model.compile(keras.optimizers.SGD(0.1), loss, **options)
-                history = fit(model, dataset, epochs=1).history
-                found[f"{rows} {remainder} {options}"] = {
-                    "history": history,
-                    "weights": weights(model),
-                    "evaluate": evaluate(model, dataset),
-                    "predict": predict(model, dataset),
-                }
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=remainder).map(beside)
+        model = Beside()
+        model.build(None)
+        model.compile(keras.optimizers.SGD(0.1), loss, **options)
+        history = fit(model, dataset, epochs=1).history
+        found[f"{rows} {remainder} {options}"] = {
+            "history": history,
+            "weights": weights(model),
+            "evaluate": evaluate(model, dataset),
+            "predict": predict(model, dataset),
+        }
     model = Beside()
     model.build(None)
     optimizer = keras.optimizers.SGD(0.1)
