@@ -10,8 +10,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 # Tests start several TensorFlow processes on few cores: without this their threads fight. No GPU: results are
 # compared bit for bit.
 export OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1 CUDA_VISIBLE_DEVICES= TF_CPP_MIN_LOG_LEVEL=2
-python -m ruff check tfdist tests scripts
-python -m ruff format --check --quiet tfdist tests scripts
+python -m ruff check tfdist tests scripts examples docs
+python -m ruff format --check --quiet tfdist tests scripts examples docs/*.py
 python -m basedpyright
 # Two at a time: much of a test of processes is waiting for them. TFDIST_TEST_PROCESSES=0 runs them one by one. In the
 # order of folders: files of few long tests come first, and in the end neither of the two waits long for the other. A

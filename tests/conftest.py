@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -25,6 +26,16 @@ def real_start() -> Iterator[None]:
     """They start as users start them, where a module has `warm_start`."""
     with client.real_start():
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_is_not_looked_at_again() -> None:
+    """Python's collector need not walk all of TensorFlow again and again (each keras.clear_session has it do so), nor
+    stop in the middle of every trace.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from tfdist.communication.measurement import BUS_FACTOR
 from tfdist.config import Config, option
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ClusterError, ConfigError
+from tfdist.control.exit_codes import ClusterError, ConfigError, UnsupportedError
 from tfdist.control.local_job import LocalJob
 from tfdist.control.preflight import Preflight
 from tfdist.control.resolvers import resolve_cluster
@@ -34,6 +35,7 @@ from tfdist.control.token import with_token
 from tfdist.runtime.factory import resolve_strategy
 
 if TYPE_CHECKING:
+    from tfdist.communication.present import Series
     from tfdist.runtime.base import Runtime
 
 COLLECTIVES = tuple(BUS_FACTOR)
@@ -200,8 +202,7 @@ def measure_on(
     if runtime.rank == 0 and results:
         path = stem(out, label, results[0].members)
         present.write_csv(path.with_suffix(".csv"), results)
-        present.draw(path.with_suffix(".png"), results)
-        tell(f"{path}.csv, {path}.png")
+        tell(f"{path}.csv, {drawn(present.draw, path.with_suffix('.png'), results)}")
 
 
 def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, list[str]]], out: Path) -> int:
@@ -249,9 +250,16 @@ def compare_models(label: str, out: Path, counts: list[int]) -> None:
                 sep="\n",
                 flush=True,
             )
-    path = stem(out, label, "models").with_suffix(".png")
-    present.draw_models(path, together)
-    print(f"\n{path}", flush=True)
+    print(f"\n{drawn(present.draw_models, stem(out, label, 'models').with_suffix('.png'), together)}", flush=True)
+
+
+def drawn(draw: Callable[[Path, Sequence[Series]], None], path: Path, series: Sequence[Series]) -> str:
+    """Draws a picture. Returns its name, or why there is none: the numbers are worth having without it."""
+    try:
+        draw(path, series)
+    except UnsupportedError as error:
+        return f"no picture: {error}"
+    return str(path)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Only the commands import this. What differs from plain absl, on purpose:
 - The command line always wins over flag files, wherever `--flagfile` stands (absl: the last one by position).
 - A nested flag file is looked up beside the file that names it, then in the working directory.
-- `--help` lists the flags by component.
+- `--help` shows the flags that people use first, by component; `--helpfull` all.
 No TensorFlow import: `--help` and `--dry_run` must answer at once.
 """
 
@@ -17,10 +17,11 @@ import sys
 import textwrap
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from absl import flags as absl_flags
 
+from tfdist import __version__
 from tfdist.config import COMPONENTS, Config, check_option
 from tfdist.control.exit_codes import ConfigError
 
@@ -46,11 +47,11 @@ def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> P
     Raises: ConfigError with a sentence; SystemExit(0) for --help and --version.
     """
     components = {**({"command": command} if command else {}), **COMPONENTS}
-    if any(arg in ("--help", "-h", "-help", "--helpfull", "--helpshort") for arg in argv):
-        print(help_text(usage, components))
+    if asked := asked_help(argv):
+        print(help_text(usage, components, full=asked == "full"))
         raise SystemExit(0)
     if "--version" in argv:
-        print(f"tfdist {metadata_version('tfdist') or 'from source'}")
+        print(f"tfdist {__version__}")
         raise SystemExit(0)
     for arg in argv:
         if arg.encode(errors="replace").decode() != arg:  # bytes of another encoding, which flags.txt could not hold
@@ -71,6 +72,13 @@ def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> P
         ),
         own,
     )
+
+
+def asked_help(argv: list[str]) -> Literal["", "key", "full"]:
+    """Which help a command line asks for: of the flags that people use first, of all, or none."""
+    if "--helpfull" in argv:
+        return "full"
+    return "key" if {"--help", "-h", "-help", "--helpshort"} & set(argv) else ""
 
 
 def expand_flagfiles(argv: list[str]) -> list[str]:
@@ -164,23 +172,29 @@ def metadata_version(distribution: str) -> str | None:
         return None
 
 
-def help_text(usage: str, components: dict[str, type]) -> str:
-    """All flags by component, with defaults and allowed values."""
+def help_text(usage: str, components: dict[str, type], *, full: bool) -> str:
+    """The flags by component, with defaults and allowed values: all, or a command's own and those used first."""
     lines = [
         usage.strip(),
         "",
         "  --flagfile=PATH",
         "        Read flags from a file, one a line; # starts a comment. The command line wins over it.",
     ]
-    for kind in components.values():
-        lines += ["", (kind.__doc__ or "").strip().splitlines()[0]]
-        for field in dataclasses.fields(kind):
+    for component, kind in components.items():
+        shown = [
+            field for field in dataclasses.fields(kind) if full or field.metadata["key"] or component not in COMPONENTS
+        ]
+        if shown:
+            lines += ["", (kind.__doc__ or "").strip().splitlines()[0]]
+        for field in shown:
             default = format_flag(field.name, field.default)
             allowed = f" One of: {', '.join(field.metadata['choices'])}." if field.metadata["choices"] else ""
             lines.append(f"  {default}")
             lines += textwrap.wrap(
                 field.metadata["help"] + allowed, 100, initial_indent=" " * 8, subsequent_indent=" " * 8
             )
+    if not full:
+        lines += ["", "These are the flags that people use first: --helpfull shows all."]
     return "\n".join(lines)
 
 

@@ -20,13 +20,13 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from tfdist import flags
 from tfdist.config import Config
 from tfdist.control import exit_codes, jobspecs
-from tfdist.control.command_parser import CommandParser, check_least, split_at_dashes
+from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.jobspecs.job_options import parse_job_options
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, with room for -workers-0-N
 _NOT_NAMES = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")  # which YAML takes for something else
@@ -37,7 +37,7 @@ _PORT = 2222
 
 def main(argv: list[str]) -> int:
     own, train = split_at_dashes(argv)
-    options = _parse(own)
+    options = parse_job_options(own, __doc__ or "")
     if options.kind == "dockerfile":
         text = jobspecs.render("dockerfile", vars(options))
     else:
@@ -181,117 +181,6 @@ def _quoted(options: argparse.Namespace) -> dict[str, str]:
 
 def _name_of(config: Config) -> str:
     return re.sub(r"[^a-z0-9]+", "-", Path(config.run.run_dir).name.lower()).strip("-")[:53] or "tfdist"
-
-
-class _Parser(CommandParser):
-    """Of the command, and of each kind of file."""
-
-    def __init__(self, **options: Any):
-        hint = (
-            "write `python -m tfdist.jobs slurm|kubernetes|tfjob|dockerfile [flags] -- <flags of tfdist.train>`;"
-            " `--help` lists them"
-        )
-        super().__init__(hint, **options)
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog="python -m tfdist.jobs", description=__doc__)
-    kinds = parser.add_subparsers(dest="kind", required=True, parser_class=_Parser)
-    made = {
-        kind: kinds.add_parser(kind, help=text)
-        for kind, text in (
-            ("slurm", "a batch script for sbatch"),
-            ("kubernetes", "an Indexed Job, or with --jobset a JobSet"),
-            ("tfjob", "a TFJob of the Kubeflow training operator"),
-            ("dockerfile", "an image for them"),
-        )
-    }
-    for kind, sub in made.items():
-        sub.add_argument(
-            "--write", dest="output_file", default="", metavar="FILE", help="write there, not to the terminal"
-        )
-        if kind != "dockerfile":
-            _job_flags(sub)
-    _slurm_flags(made["slurm"])
-    for kind in ("kubernetes", "tfjob"):
-        _kubernetes_flags(made[kind])
-    made["kubernetes"].add_argument(
-        "--jobset",
-        action="store_true",
-        help="a JobSet, which starts all workers again together; without it an Indexed Job",
-    )
-    _dockerfile_flags(made["dockerfile"])
-    options = parser.parse_args(argv)
-    _check(options)
-    return options
-
-
-def _check(options: argparse.Namespace) -> None:
-    for name, least in (
-        ("nodes", 1),
-        ("per_node", 1),
-        ("workers", 1),
-        ("gpus", 0),
-        ("cpus", 1),
-        ("grace", 1),
-        ("max_restarts", 0),
-    ):
-        check_least(name, getattr(options, name, least), least)
-    for name, value in vars(options).items():
-        if isinstance(value, str) and "\n" in value and name != "setup":
-            raise ConfigError(f"--{name} holds a line break: write it in one line.")
-
-
-def _job_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default="", help="of the job (default: the last part of --run_dir)")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs of each worker (default 0)")
-    parser.add_argument("--cpus", type=int, default=4, help="cores of each worker (default 4)")
-    parser.add_argument("--grace", type=int, default=120, help="seconds to save in after SIGTERM (default 120)")
-    parser.add_argument(
-        "--max_restarts",
-        type=int,
-        default=10,
-        help="restarts after errors; those after saving on request do not count where the engine can tell (default 10)",
-    )
-
-
-def _dockerfile_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", default="python:3.12-slim", help="image to build on (default python:3.12-slim)")
-    parser.add_argument("--image", default="tfdist:latest", help="name, for the comment")
-    parser.add_argument("--mount", default="/runs", help="where the volume for runs goes (default /runs)")
-    parser.add_argument(
-        "--cuda", nargs="?", const=' "tensorflow[and-cuda]~=2.21.0"', default="", help="with TensorFlow's CUDA packages"
-    )
-
-
-def _slurm_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, default=1, help="nodes (default 1)")
-    parser.add_argument(
-        "--per_node", type=int, default=1, help="workers on each node (default 1; with --gpus=1, its GPUs)"
-    )
-    parser.add_argument("--time", default="24:00:00", help="time limit (default 24:00:00); the job goes on after it")
-    parser.add_argument("--partition", default="", help="partition")
-    parser.add_argument("--account", default="", help="account")
-    parser.add_argument("--memory", default="", help="memory of each node, for example 64G")
-    parser.add_argument("--log", default="", help="log file (default NAME-%%j.log)")
-    parser.add_argument(
-        "--python", default="python", help="how Python is started, for example 'apptainer exec image.sif python'"
-    )
-    parser.add_argument(
-        "--setup", default="", help="shell line before the workers start, for example 'source .venv/bin/activate'"
-    )
-
-
-def _kubernetes_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, default=1, help="workers (pods)")
-    parser.add_argument("--image", required=True, help="container image, see `tfdist.jobs dockerfile`")
-    parser.add_argument("--namespace", default="", help="namespace")
-    parser.add_argument("--claim", default="", help="PersistentVolumeClaim for the run folder, writable by all workers")
-    parser.add_argument("--mount", default="/runs", help="where it is mounted (default /runs)")
-    parser.add_argument("--memory", default="16Gi", help="memory of each worker (default 16Gi)")
-    parser.add_argument(
-        "--rdma", default="", help="RDMA resource of each worker, for example rdma/hca_shared_devices_a=1"
-    )
 
 
 if __name__ == "__main__":

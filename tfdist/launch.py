@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import flags
-from tfdist.config import Config
+from tfdist.config import COMPONENTS, Config
 from tfdist.control import exit_codes, lease
 from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.elastic_job import ElasticJob
@@ -53,7 +53,7 @@ STANDBY_AFTER_SECONDS = 15.0  # the job itself should have started by then
 
 def main(argv: list[str]) -> int:
     own, train = split_at_dashes(argv)
-    options = parse_launch_options(own, __doc__ or "")
+    options = parse_launch_options(own, __doc__ or "", workers_help(own))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # workers may print what this terminal cannot
     if train and train[0].endswith(".py"):
@@ -67,6 +67,13 @@ def main(argv: list[str]) -> int:
     if options.on == "ray":
         return launch_on_ray(["-m", "tfdist.train", *train], run_dir / "logs", options, config)
     return launch_here(train, options, config)
+
+
+def workers_help(own: list[str]) -> str:
+    """What --help and --helpfull show below the launcher's own flags."""
+    asked = flags.asked_help(own)
+    usage = "flags of the workers, after `--`:"
+    return asked and flags.help_text(usage, COMPONENTS, full=asked == "full")
 
 
 def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int:

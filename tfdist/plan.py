@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tfdist import flags
 from tfdist.config import Config, parse_args
-from tfdist.control import exit_codes
+from tfdist.control import exit_codes, optional_packages
 from tfdist.control.command_parser import CommandParser, check_least, split_at_dashes
 from tfdist.control.exit_codes import ConfigError, ExitCode, TfdistError
 from tfdist.planner import estimate, formulas, plan_text, search, shapes
@@ -37,6 +37,8 @@ _COUNTING_SECONDS = 600
 def main(argv: list[str]) -> int:
     own, train = split_at_dashes(argv)
     options = _parse(own)
+    if options.plot:
+        optional_packages.pyplot("--plot")  # told before the work
     config = flags.parse(train, usage="Flags of the run:").config
     if not config.run.steps and not config.run.epochs:
         config = config.replace(steps=1)  # the number of steps is no part of most questions
@@ -156,6 +158,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    options = plan_parser().parse_args(argv)
+    for name, least in (("devices", 1), ("outputs", 0), ("tokens", 0), ("samples", 0)):
+        check_least(name, getattr(options, name), least)
+    return options
+
+
+def plan_parser() -> CommandParser:
+    """Reads the flags before `--`."""
     parser = CommandParser(
         hint=(
             "the planner's own flags stand before `--`, the run's after it; `python -m tfdist.plan --help` lists the"
@@ -167,10 +177,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     _plan_flags(parser)
     _run_flags(parser)
-    options = parser.parse_args(argv)
-    for name, least in (("devices", 1), ("outputs", 0), ("tokens", 0), ("samples", 0)):
-        check_least(name, getattr(options, name), least)
-    return options
+    return parser
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:

@@ -11,20 +11,20 @@ run goes on, and again when it is over.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist.control import exit_codes
+from tfdist.control.command_parser import CommandParser
 from tfdist.control.exit_codes import ConfigError, ExitCode, UnsupportedError
 from tfdist.telemetry.report_text import as_text
 from tfdist.telemetry.run_log import RunLog
 
 
 def main(argv: list[str]) -> int:
-    options = _parse(argv)
+    options = report_parser().parse_args(argv)
     runs = read_runs(options.run_dirs)
     if options.text:
         print("\n\n".join(as_text(run) for run in runs))
@@ -107,17 +107,12 @@ def _is_page(path: Path) -> bool:
         return False
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ConfigError(f"{message}: write python -m tfdist.report RUN_DIR [RUN_DIR ...] [--out=FILE.html] [--text].")
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(
-        allow_abbrev=False,
+def report_parser() -> CommandParser:
+    """Reads the command line."""
+    parser = CommandParser(
+        hint="write python -m tfdist.report RUN_DIR [RUN_DIR ...] [--out=FILE.html] [--text]",
         prog="python -m tfdist.report",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="a run's folder")
     parser.add_argument(
@@ -127,7 +122,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="the page (default report.html in the run's folder, or comparison.html in the first, unless --text)",
     )
     parser.add_argument("--text", action="store_true", help="print goodput and the main facts")
-    return parser.parse_args(argv)
+    return parser
 
 
 if __name__ == "__main__":

@@ -30,13 +30,18 @@ def main(argv: list[str]) -> int:
                 )
             )
         else:
-            drawn = cases(arguments.seed, arguments.runtimes, coverage, arguments.first, arguments.with_known)
+            drawn = cases(
+                arguments.seed, arguments.runtimes, coverage, arguments.first, arguments.with_known, arguments.again
+            )
             chosen = fixed.cases()[arguments.first :] if arguments.fixed else drawn
             chosen = itertools.takewhile(
                 lambda _: time.monotonic() - begun < arguments.minutes * 60, itertools.islice(chosen, arguments.cases)
             )
             for verdict in judge_all(chosen, pool, arguments.at_a_time):
                 verdicts.append(verdict)
+                if not verdict.vacuous:
+                    coverage.add(verdict.case)
+                    coverage.write()  # that a run which is killed leaves its counts
                 _tell(verdict, len(verdicts), arguments, pool)
                 if (
                     arguments.until_first
@@ -80,6 +85,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tally", default="", help="a file of counts: what is rare in it is drawn first, and what was drawn is added"
     )
+    parser.add_argument(
+        "--again", type=int, default=space.AGAIN, help="other data for the graph of a case, at most: they cost little"
+    )
     parser.add_argument("--verbose", action="store_true", help="a line for each case")
     parser.add_argument(
         "--table", action="store_true", help="at the end, how often each feature was drawn with each runtime"
@@ -117,25 +125,30 @@ def _tell(verdict: Verdict, number: int, arguments: argparse.Namespace, pool: Po
 def _summary(verdicts: list[Verdict], coverage: Coverage, arguments: argparse.Namespace, seconds: float) -> int:
     bad = [verdict for verdict in verdicts if verdict.bad]
     counts = {
-        name: sum(len(space.parts(verdict.case)) for verdict in verdicts if verdict.case["runtime"] == name)
+        name: sum(
+            len(space.parts(verdict.case))
+            for verdict in verdicts
+            if verdict.case["runtime"] == name and not verdict.vacuous
+        )
         for name in space.RUNTIMES
     }
     print(
         f"{sum(counts.values())} cases, of {len(verdicts)} traced graphs, in {seconds:.0f} s"
         f" ({', '.join(f'{name} {count}' for name, count in counts.items() if count)}): {len(bad)} with a difference,"
-        f" {sum(bool(verdict.refused) for verdict in verdicts)} refused,"
+        f" {sum(bool(verdict.refused) for verdict in verdicts)} refused"
+        f" ({sum(verdict.vacuous for verdict in verdicts)} by plain Keras, too, which are not counted),"
         f" {sum(verdict.rough > 1e-3 for verdict in verdicts)} too rough to tell much"
     )
     spent = {name: [verdict.cpu for verdict in verdicts if verdict.case["runtime"] == name] for name in space.RUNTIMES}
     print(
         f"{sum(map(sum, spent.values())) / max(sum(counts.values()), 1):.2f} seconds of a core a case"
-        f" ({', '.join(f'{name} {sum(each) / counts[name]:.2f}' for name, each in spent.items() if each)})"
+        f" ({', '.join(f'{name} {sum(each) / max(counts[name], 1):.2f}' for name, each in spent.items() if each)})"
     )
     if not arguments.replay:
         coverage.write()
         missing = coverage.missing(arguments.runtimes)
         print(
-            f"{len(coverage.pairs)} pairs of feature and runtime drawn; {len(missing)} that are allowed less than five"
+            f"{len(coverage.pairs)} pairs of feature and runtime compared; {len(missing)} that are allowed less than 5"
             " times" + (f", for example {list(missing)[:5]}" if missing else "")
         )
         if arguments.table:

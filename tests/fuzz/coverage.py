@@ -1,4 +1,4 @@
-"""Which pairs of (feature, runtime) were drawn, and cases chosen so that rare pairs come soon."""
+"""Which pairs of (feature, runtime) were drawn and compared, and cases chosen so that rare pairs come soon."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any
 
 from tests.fuzz import known, space
 
-CANDIDATES, SPACING, LOOKED_AT = 8, 1000, 30_000
+CANDIDATES, SPACING = 48, 1000
+LOOKED_AT = 2000  # cases of each runtime
 ELSEWHERE = 3  # other runtimes that see the same job, for which the oracle is computed once
 
 
 class Coverage:
-    """Counts of what was drawn. file: to which they are added at the end of a run, and from which the next one goes
+    """Counts of what was compared. file: to which they are added at the end of a run, and from which the next one goes
     on.
+
+    Attributes: drawn, pairs of cases that were chosen, whatever came of them.
     """
 
     def __init__(self, file: str = ""):
@@ -29,6 +32,7 @@ class Coverage:
             told = json.loads(self.file.read_text())
             self.runtimes.update(told["runtimes"])
             self.pairs.update({tuple(pair.split(" on ")): count for pair, count in told["pairs"].items()})
+        self.drawn = Counter(self.pairs)
 
     def write(self) -> None:
         if self.file:
@@ -37,13 +41,17 @@ class Coverage:
                 json.dumps({"runtimes": dict(sorted(self.runtimes.items())), "pairs": pairs}, indent=0)
             )
 
+    def draw(self, case: Mapping[str, Any]) -> None:
+        self.drawn.update((feature, case["runtime"]) for feature in space.features(case))
+
     def add(self, case: Mapping[str, Any]) -> None:
+        """Of a case that was compared with its oracle, or refused as it should be."""
         self.runtimes[case["runtime"]] += len(space.parts(case))
         self.pairs.update((feature, case["runtime"]) for feature in space.features(case))
 
     def rarity(self, case: Mapping[str, Any]) -> float:
         """How much a case adds: the rarer its pairs are so far, the more."""
-        return sum(4.0 ** -self.pairs[feature, case["runtime"]] for feature in space.features(case))
+        return sum(4.0 ** -self.drawn[feature, case["runtime"]] for feature in space.features(case))
 
     def missing(self, runtimes: Sequence[str], least: int = 5) -> dict[tuple[str, str], int]:
         """Pairs that can be drawn but were drawn less often than `least`."""
@@ -69,7 +77,7 @@ def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
     """All pairs that can be drawn, found by drawing."""
     return frozenset(
         (feature, case["runtime"])
-        for number in range(LOOKED_AT)
+        for number in range(LOOKED_AT * len(runtimes))
         for case in [space.draw(-1, number, runtimes)]
         if not known.why(case)
         for feature in space.features(case)
@@ -77,7 +85,12 @@ def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
 
 
 def cases(
-    seed: int, runtimes: Sequence[str], coverage: Coverage, first: int = 0, with_known: bool = False
+    seed: int,
+    runtimes: Sequence[str],
+    coverage: Coverage,
+    first: int = 0,
+    with_known: bool = False,
+    again: int = space.AGAIN,
 ) -> Iterator[dict[str, Any]]:
     """Endless cases from job `first` on, the same for the same seed, runtimes and counts; of some candidates the one
     with the rarest pairs.
@@ -85,8 +98,15 @@ def cases(
     number = 0
     while True:
         runtime = runtimes[number % len(runtimes)]
-        draws = (space.draw(seed, number * SPACING + index, [runtime]) for index in range(SPACING))
-        candidates = list(itertools.islice((case for case in draws if with_known or not known.why(case)), CANDIDATES))
+        draws = (space.draw(seed, number * SPACING + index, [runtime], again) for index in range(SPACING))
+        there = {name for name in space.MOVABLE if name in runtimes and name != runtime}
+        fitting = (
+            case
+            for case in draws
+            # Where one of the runtimes can go on with a run no other processes are started for that.
+            if (with_known or not known.why(case)) and not (there and case.get("moved", "") not in {"", *there})
+        )
+        candidates = list(itertools.islice(fitting, CANDIDATES))
         best = max(candidates, key=coverage.rarity)
         others = sorted(
             (case for case in space.elsewhere(best, runtimes) if with_known or not known.why(case)),
@@ -94,7 +114,7 @@ def cases(
             reverse=True,
         )
         for case in (best, *others[:ELSEWHERE]):
-            coverage.add(case)
+            coverage.draw(case)
             if number >= first:
                 yield case
         number += 1

@@ -4,7 +4,7 @@ takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from tests.fuzz.models import LENGTH, SIDE, VOCABULARY, WIDTH
 EVAL_SIZE = 13
 
 
-def arrays(case: Mapping[str, Any], split: str = "train") -> tuple:
-    """(x, y) or (x, y, w) of a split."""
+def arrays(case: Mapping[str, Any], split: str = "train", rank: int = 0) -> tuple:
+    """(x, y) or (x, y, w) of a split, as a rank holds it."""
     data, model = case["data"], case["model"]
     random = np.random.default_rng([case["seed"], split == "train", data.get("draw", 0)])
     size = data["size"] if split == "train" else EVAL_SIZE
@@ -33,7 +33,34 @@ def arrays(case: Mapping[str, Any], split: str = "train") -> tuple:
         if data["weights"].endswith("zeros"):
             w *= random.random(shape) < 0.6
         parts.append(w)
+    if data.get("mixed"):
+        parts[1] = _mapped(
+            parts[1], lambda values: np.where(_mixed(values), np.rint(values), values).astype(values.dtype)
+        )
+    if split == "train" and rank and "differs" in data:
+        parts = _changed(parts, data["differs"], data.get("differs_at", 0))
     return tuple(parts)
+
+
+def _changed(parts: list, what: str, row: int) -> list:
+    """What the workers that are not the chief hold, where data differ."""
+    if what == "order":
+        return [_mapped(part, lambda values: np.roll(values, 1, axis=0)) for part in parts]
+    number = {"input": 0, "target": 1, "weight": 2}[what]
+    part = _mapped(parts[number], np.copy)
+    values = part if isinstance(part, np.ndarray) else next(iter(part.values()))
+    place = (row, *[0] * (values.ndim - 1))
+    values[place] = values[place] + 0.25 if values.dtype.kind == "f" else (values[place] + 1) % 3
+    return [*parts[:number], part, *parts[number + 1 :]]
+
+
+def _mapped(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
+    return {name: function(values) for name, values in part.items()} if isinstance(part, dict) else function(part)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Where an own object gives another type than elsewhere: item 0, and each third after it."""
+    return (np.arange(len(values)) % 3 == 0).reshape(-1, *[1] * (values.ndim - 1))
 
 
 def _inputs(
@@ -68,26 +95,29 @@ def _targets(model: Mapping[str, Any], size: int, random: np.random.Generator) -
 
 
 class Items:
-    """An object with __getitem__."""
+    """An object with __getitem__. mixed: targets are of several types."""
 
-    def __init__(self, parts: tuple):
-        self.parts = parts
+    def __init__(self, parts: tuple, mixed: bool = False):
+        self.parts, self.mixed = parts, mixed
 
     def __len__(self) -> int:
         return len(self.parts[1]) if not isinstance(self.parts[1], dict) else len(self.parts[1]["kind"])
 
     def __getitem__(self, index: int) -> tuple:
-        return tuple(
-            {name: value[index] for name, value in part.items()} if isinstance(part, dict) else part[index]
-            for part in self.parts
-        )
+        x, y, *w = (_mapped(part, lambda values: values[index]) for part in self.parts)
+        if self.mixed:
+            whole = index % 3 == 0
+            y = _mapped(
+                y, lambda value: value.astype("uint8" if value.dtype.kind == "i" else "int32") if whole else value
+            )
+        return (x, y, *w)
 
 
-def as_source(case: Mapping[str, Any], split: str) -> Any:
-    """What a user's source function returns."""
-    parts, kind = arrays(case, split), case["data"]["source"]
+def as_source(case: Mapping[str, Any], split: str, rank: int = 0) -> Any:
+    """What a user's source function returns on a rank."""
+    parts, kind = arrays(case, split, rank), case["data"]["source"]
     if kind == "object":
-        return Items(parts)
+        return Items(parts, bool(case["data"].get("mixed")))
     if kind == "dataset":
         import tensorflow as tf
 

@@ -46,7 +46,7 @@ FAULTS: dict[str, Fault] = {
         "training/update.py",
         "unsorted_segment_sum(",
         "unsorted_segment_max(",
-        "one_device,mirrored:2,sockets:2",
+        "fit:2,mirrored:2,sockets:2",
         "of the gradients of a row that is looked up twice one is lost",
     ),
     "clip": Fault(
@@ -111,6 +111,34 @@ FAULTS: dict[str, Fault] = {
         "variable.assign(more)",
         "fit",
         "where only the own rows are computed, metrics forget the batches before",
+    ),
+    "sums": Fault(
+        "keras_fit/rows.py",
+        "(weight if scales == SUM else share)",
+        "share",
+        "fit",
+        "losses that a model adds as sums over rows count as if they were means",
+    ),
+    "noise": Fault(
+        "keras_fit/random_numbers.py",
+        "take_the_chiefs(self._runtime, [generator.state])",
+        "pass",
+        "fit",
+        "each worker draws random numbers of its own in a train_step",
+    ),
+    "contents": Fault(
+        "data/contents.py",
+        "    if not _others(_gathered(runtime, split, own)):",
+        "    if split.size:",
+        "sockets,multi_worker",
+        "workers that hold different samples are not noticed",
+    ),
+    "drift": Fault(
+        "runtime/weight_check.py",
+        "    if different:",
+        "    if len(different) > 1:",
+        "mirrored:2,sockets:2",
+        "one variable that differs between replicas is not noticed",
     ),
     "mask": Fault(
         "training/objectives.py",

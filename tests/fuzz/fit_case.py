@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz import data, keras_settings, models, space
+from tests.fuzz import data, given, keras_settings, loops, models, space, train_steps
 from tests.fuzz.oracle import POLICIES, is_number, once, shake
 
 FLOAT = {False: "float32", True: "float64"}
@@ -39,9 +39,23 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "dice": lambda: keras.losses.Dice(),
     "tversky": lambda: keras.losses.Tversky(),
 }
+
+
+class TopKOfDoubles(keras.metrics.SparseTopKCategoricalAccuracy):
+    """For the oracle in float64, which TensorFlow has no such operation for."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(y_true, tf.cast(y_pred, tf.float32), sample_weight)
+
+
+def top_k() -> keras.metrics.Metric:
+    kind = TopKOfDoubles if keras.config.floatx() == "float64" else keras.metrics.SparseTopKCategoricalAccuracy
+    return kind(2, name="top_k")
+
+
 METRICS: dict[str, Callable[[], Any]] = {
     "accuracy": lambda: "accuracy",
-    "top_k": lambda: keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_k"),
+    "top_k": top_k,
     "largest": lambda: largest,
     "iou": lambda: keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou"),
     "mae": lambda: "mae",
@@ -57,12 +71,17 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
 
 
 def run(
-    case: Mapping[str, Any], functions: Any, double: bool = False, eager: bool = False, shaken: int = 0
+    case: Mapping[str, Any],
+    functions: Any,
+    double: bool = False,
+    eager: bool = False,
+    shaken: int = 0,
+    more: Sequence[keras.callbacks.Callback] = (),
 ) -> list[dict[str, np.ndarray]]:
     """One model, fitted to each of the case's data, one after the other.
 
     functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not. shaken: above
-    0, a seed of changes to the first weights in the last place of float32.
+    0, a seed of changes to the first weights in the last place of float32. more: callbacks beside those of the case.
     """
     with keras_settings.restored():
         keras_settings.forget_names()
@@ -70,11 +89,38 @@ def run(
         if shaken:
             shake(model, np.random.default_rng(shaken))
         _compile(case, model, eager)
-        return [_fitted(part, model, functions, double) for part in space.parts(case)]
+        if "loop" in case:
+            return [_looped(part, model, functions, double, eager) for part in space.parts(case)]
+        return [_fitted(part, model, functions, double, more) for part in space.parts(case)]
 
 
-def _fitted(case: Mapping[str, Any], model: keras.Model, functions: Any, double: bool) -> dict[str, np.ndarray]:
-    fit, parts = case["fit"], _cast(data.arrays(case), double)
+def _looped(
+    case: Mapping[str, Any], model: keras.Model, functions: Any, double: bool, eager: bool
+) -> dict[str, np.ndarray]:
+    parts, rows = _cast(data.arrays(case), double), case["fit"]["batch_size"]
+    batches = [
+        keras.tree.map_structure(tf.constant, _rows(parts, start, start + rows))
+        for start in range(0, case["data"]["size"], rows)
+    ]
+    return loops.run(case, model, functions, batches * case["fit"]["epochs"], eager) | _weights(model)
+
+
+def _weights(model: keras.Model) -> dict[str, np.ndarray]:
+    return {
+        f"model/{index:04d}": np.asarray(variable.value).astype(np.float64)
+        for index, variable in enumerate(once(model.variables))
+        if is_number(variable)
+    }
+
+
+def _fitted(
+    case: Mapping[str, Any],
+    model: keras.Model,
+    functions: Any,
+    double: bool,
+    more: Sequence[keras.callbacks.Callback] = (),
+) -> dict[str, np.ndarray]:
+    fit, parts = case["fit"], _cast(data.arrays(case, rank=0 if functions is keras.Model else given.rank), double)
     validation = _cast(data.arrays(case, "eval"), double)
     options: dict[str, Any] = {
         name: fit[name] for name in ("epochs", "initial_epoch", "steps_per_epoch", "validation_freq") if name in fit
@@ -85,15 +131,11 @@ def _fitted(case: Mapping[str, Any], model: keras.Model, functions: Any, double:
         options["validation_split"] = 0.3
     if "class_weight" in fit:
         options["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.0}
-    options["callbacks"] = [CALLBACKS[name]() for name in fit.get("callbacks", ())]
+    options["callbacks"] = [CALLBACKS[name]() for name in fit.get("callbacks", ())] + list(more)
     (keras.utils.set_random_seed if fit.get("shuffle") else keras_settings.seed)(case["seed"])
     history = functions.fit(model, **_given(case, parts), **options, verbose=0)
     found = {f"loss/{name}": np.array(values, np.float64) for name, values in history.history.items()}
-    found |= {
-        f"model/{index:04d}": np.asarray(variable.value).astype(np.float64)
-        for index, variable in enumerate(once(model.variables))
-        if is_number(variable)
-    }
+    found |= _weights(model)
     if fit.get("evaluate") and case.get("evaluate", True):
         x, y, *w = validation
         scores = functions.evaluate(
@@ -154,8 +196,9 @@ def _compile(case: Mapping[str, Any], model: keras.Model, eager: bool) -> None:
     model.compile(
         optimizer(options["learning_rate"], **arguments),
         loss=loss,
-        metrics=metrics if not options.get("weighted_metrics") else None,
-        weighted_metrics=metrics if options.get("weighted_metrics") else None,
+        # An empty list would be a metric that a train_step of one's own has to build.
+        metrics=(metrics or None) if not options.get("weighted_metrics") else None,
+        weighted_metrics=(metrics or None) if options.get("weighted_metrics") else None,
         run_eagerly=eager,
         jit_compile=bool(options.get("jit_compile")) and not eager,
         steps_per_execution=1 if eager else options.get("steps_per_execution", 1),
@@ -228,7 +271,12 @@ def on_workers(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
     from tfdist.keras_fit import joining
 
     joining._runtime = runtime  # that this process has joined already
+    train_steps.Noisy.rank = runtime.rank
     with large_outputs(bool(case["fit"].get("large"))):
+        if "backup" in case["fit"]:
+            from tests.fuzz import fit_resumed
+
+            return {"parts": [fit_resumed.run(case, tfdist, runtime)]}
         return {"parts": [{"arrays": arrays, "replicas": []} for arrays in run(case, tfdist)]}
 
 

@@ -6,7 +6,10 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-CLASSES = ("GradientPenalty", "Adversarial", "TwoUpdates", "TwoCalls", "WeightsInTheLoss")
+CLASSES = ("GradientPenalty", "Adversarial", "TwoUpdates", "TwoCalls", "WeightsInTheLoss", "OwnOutput", "Noisy")
+LOOPS = ("own", "gan", "gan_penalty")
+BACKUP_EPOCHS = 3
+ADDING = {"mean_loss", "sum_loss", "max_loss", "activity_loss"}  # blocks that add losses in the type they compute in
 
 
 def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -16,6 +19,7 @@ def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> 
         return value if chance.random() < probability else None
 
     data["source"] = chance.choice(["arrays", "arrays", "dataset", "pages", "generator"])
+    data.pop("mixed", None)
     if model["inputs"] in ("rows", "grid") and model["head"] == "classes" and chance.random() < 0.35:
         model["class"] = chance.choice(CLASSES)
     optimizer = chance.choices(["sgd", "momentum", "adam", "adamw"], [5, 3, 2, 1])[0]
@@ -60,7 +64,30 @@ def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> 
         "evaluate": maybe(0.4, True),
         "large": maybe(0.3, True),
     }
+    if data["source"] == "arrays" and model["head"] != "dict" and "class" not in model and chance.random() < 0.25:
+        return _loop(chance, model, compiled, fit)
+    if chance.random() < 0.1:
+        fit |= {"epochs": BACKUP_EPOCHS, "initial_epoch": None, "backup": chance.choice([1, 2])}
+    elif chance.random() < 0.1:
+        data["differs"] = chance.choice(
+            ["order", "input", "target", *(["weight"] if data["weights"] != "none" else [])]
+        )
+        if data["differs"] != "order" and chance.random() < 0.3:
+            data["differs_at"] = batch
     return {"compile": _given(compiled), "fit": _given(fit)}
+
+
+def _loop(
+    chance: random.Random, model: dict[str, Any], compiled: dict[str, Any], fit: dict[str, Any]
+) -> dict[str, Any]:
+    """A loop of the user's own, of what remains of compile and fit."""
+    kept = ("optimizer", "learning_rate", "loss", "weight_decay", "clipnorm", "global_clipnorm", "clipvalue")
+    loop = chance.choice(LOOPS if model["head"] == "values" else LOOPS[:1])
+    return {
+        "compile": {**_given({name: compiled.get(name) for name in kept}), "metrics": []},
+        "fit": {"batch_size": fit["batch_size"], "epochs": fit["epochs"]},
+        "loop": loop,
+    }
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,12 +97,26 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     """Why a case cannot be compared with Keras, or is none; "" if it can."""
     compiled, fit, data = case["compile"], case["fit"], case["data"]
-    if "nan" in data or "dropout" in blocks or set(blocks) & {"float16", "bfloat16", "float64"}:
+    if "nan" in data or set(blocks) & {"float16", "bfloat16", "float64", "running_mean"}:
         return "not here"
+    if "differs" in data and (why := _differing_conflicts(case)):
+        return why
+    if case["model"].get("class") == "OwnOutput" and case["model"]["inputs"] != "rows":
+        return "outputs are no inputs"
+    if case.get("loop") == "own" and data["weights"].startswith("token"):
+        return "weights of tokens"
     if "class_weight" in fit and data["weights"] != "none":
         return "Keras takes one of both"
-    if data["weights"].startswith("token") and case["model"]["head"] != "tokens":
-        return "weights of tokens"
+    if "class_weight" in fit and data["source"] == "generator":
+        return "Keras takes no class weights beside a generator"
+    if data["weights"] != "none" and data["weights"].startswith("token") != (case["model"]["head"] == "tokens"):
+        return "Keras wants a weight for each loss"
+    if "largest" in compiled["metrics"] and (
+        "weighted_metrics" in compiled or case["model"].get("embedding") == "embedding_masked"
+    ):
+        return "one number for a batch has no weights"
+    if "precision" in compiled and set(blocks) & ADDING:
+        return "Keras cannot add up losses of several types"
     if case["model"]["head"] == "dict" and data["weights"] != "none":
         return "Keras wants weights for each output"
     if "swap_ema" in fit.get("callbacks", ()) and not compiled.get("use_ema"):
@@ -105,6 +146,18 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     return ""
 
 
+def _differing_conflicts(case: Mapping[str, Any]) -> str:
+    fit, data = case["fit"], case["data"]
+    if case["runtime"] == "fit:1":
+        return "there is one worker"
+    if fit.get("shuffle"):
+        return "the first batch may be the same"
+    rows = int(data["size"] * 0.7) if fit.get("validation") == "split" else data["size"]
+    if data.get("differs_at", 0) >= rows or "max_loss" in case["model"]["blocks"]:
+        return "nothing differs that is read"
+    return ""
+
+
 def features(case: Mapping[str, Any]) -> list[str]:
     compiled, fit = case["compile"], case["fit"]
     found = [
@@ -121,4 +174,5 @@ def features(case: Mapping[str, Any]) -> list[str]:
         f"fit.callback:{name}" for name in fit.get("callbacks", ())
     ]
     found += [f"fit.validation:{fit['validation']}"] if "validation" in fit else []
+    found += [f"loop:{case['loop']}"] if "loop" in case else []
     return found + ([f"train_step:{case['model']['class']}"] if "class" in case["model"] else [])

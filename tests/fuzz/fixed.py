@@ -31,7 +31,7 @@ def cases(count: int = 150) -> list[dict[str, Any]]:
     for case in _drawn(coverage):
         if len(space.parts(case)) > left:
             case["again"] = case["again"][: left - 1]
-        coverage.add(case)
+        coverage.draw(case)
         found.append(case)
         left -= len(space.parts(case))
         if not left:
@@ -73,7 +73,8 @@ def _light(case: dict[str, Any], broken_off: str | None) -> bool:
         return False
     if case["kind"] == "fit":
         return (
-            not {"jit_compile", "steps_per_execution"} & set(case["compile"])
+            "differs_at" not in case["data"]  # after which processes are started anew
+            and not {"jit_compile", "steps_per_execution"} & set(case["compile"])
             and case["model"]["head"] != "dict"
             and "validation" not in case["fit"]
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.fuzz import data, models
 
 case: dict = {}
+rank = 0  # of this process
 
 
 def model():
@@ -12,4 +13,4 @@ def model():
 
 
 def source(split: str):
-    return data.as_source(case, split)
+    return data.as_source(case, split, rank)

@@ -18,9 +18,7 @@ def _blocks(case: Case) -> set[str]:
     return set(space.flat_blocks(case))
 
 
-KNOWN: dict[str, Callable[[Case], bool]] = {
-    "state of rows": lambda case: "running_mean" in _blocks(case),
-}
+KNOWN: dict[str, Callable[[Case], bool]] = {}
 
 
 def why(case: Case) -> str:

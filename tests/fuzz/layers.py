@@ -26,6 +26,28 @@ class SumLoss(MeanLoss):
         return x
 
 
+class MaxLoss(MeanLoss):
+    """Adds the largest x^2 to the loss, which is neither a mean nor a sum over rows."""
+
+    def call(self, x):
+        self.add_loss(self.rate * ops.max(ops.square(x)))
+        return x
+
+
+class InnerMetric(keras.layers.Layer):
+    """Updates a metric in its call, with a value for each row."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.mean = keras.metrics.Mean(name=f"{self.name}_mean")
+        self.supports_masking = True
+
+    def call(self, x):
+        rows = ops.mean(ops.square(ops.cast(x, self.mean.dtype)), axis=tuple(range(1, len(x.shape))))
+        self.mean.update_state(rows)
+        return x
+
+
 class Counter(keras.layers.Layer):
     """State of its own that is the same on all workers: how often it was called in training."""
 

@@ -61,6 +61,22 @@ def draw(
         options["compression"] = None
 
 
+def compress(chance: random.Random, model: dict[str, Any], *options: dict[str, Any]) -> None:
+    """Perhaps a compression that carries its errors on: of a resumed run, which must be the undisturbed one."""
+    if (
+        any(options[0].get(name) for name in ("zero", "offload", "all_reduce"))
+        or options[0].get("mesh", "data=2") != "data=2"
+    ):
+        return
+    if chance.random() < 0.5:
+        large = model["inputs"] in ("steps", "both")
+        kind = chance.choice(["int8", "topk", "powersgd"] if large else ["int8"])
+        if kind != "int8":  # which leave small tensors as they are
+            model["embedding"] = "embedding_large"
+        for each in options:
+            each.update(compression=kind, compression_after=chance.choice([0, 1]) if kind != "int8" else 0)
+
+
 def can_shard(case: Mapping[str, Any]) -> bool:
     """Whether --zero goes with the rest of a case on a mesh of data only."""
     options = case["options"]
@@ -101,8 +117,8 @@ def conflicts(case: Mapping[str, Any], blocks: list[str], workers: int) -> str:
         return "state in stages is not looked at yet"
     if degree["expert"] > 1 and (case["data"]["weights"] != "none" or case["data"].get("padded")):
         return "balance losses with weights"
-    if options.get("compression") not in (None, "bf16", "fp16"):
-        return "a lossy compression"
+    if options.get("compression") in ("int8", "topk", "powersgd") and options.get("precision") == "float16":
+        return "errors that are carried on"
     return ""
 
 

@@ -31,6 +31,8 @@ BLOCKS: dict[str, tuple[str, str]] = {
     ),
     "mean_loss": ("rows grid steps", 'x = own.MeanLoss(0.3, name="{name}")(x)'),
     "sum_loss": ("rows grid steps", 'x = own.SumLoss(0.02, name="{name}")(x)'),
+    "max_loss": ("rows grid steps", 'x = own.MaxLoss(0.1, name="{name}")(x)'),
+    "inner_metric": ("rows grid steps", 'x = own.InnerMetric(name="{name}")(x)'),
     "batch_norm": ("rows grid steps", 'x = layers.BatchNormalization(momentum=0.8, name="{name}")(x)'),
     "frozen_batch_norm": ("rows grid", 'x = layers.BatchNormalization(trainable=False, name="{name}")(x)'),
     "layer_norm": ("rows steps", 'x = layers.LayerNormalization(name="{name}")(x)'),

@@ -10,5 +10,5 @@ def both(outputs, y, w):
     from tfdist.training.objectives import Scores
 
     kind = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y["kind"], logits=tf.cast(outputs["kind"], tf.float32))
-    size = tf.reduce_mean(tf.square(tf.cast(outputs["size"], tf.float32) - y["size"]), -1)
+    size = tf.reduce_mean(tf.square(tf.cast(outputs["size"], tf.float32) - tf.cast(y["size"], tf.float32)), -1)
     return Scores(kind + 0.5 * size, w, {"size_error": size})

@@ -210,7 +210,7 @@ class Reference:
         )
 
     def _learning_rate(self, step: int) -> float:
-        """The shapes of README."""
+        """The shapes of docs/model_and_data.md."""
         options, peak = self.options, self.options["learning_rate"]
         shape, warmup, end = (
             options.get("schedule", "constant"),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.job import ENVIRONMENT
+from tests.fuzz import refusals
 from tests.fuzz.space import group_of
 from tests.fuzz.worker import KEY
 from tfdist.control.local_job import LocalJob
@@ -106,9 +107,8 @@ class Pool:
             self.start([case["runtime"]])
             answers = self._groups[key].run(case)
             failed = sum("failed" in answer for answer in answers)
-            if any("gone" in answer for answer in answers) or 0 < failed < len(
-                answers
-            ):  # where all failed alike, none waits for another
+            # Where all failed alike, none waits for another.
+            if any("gone" in answer for answer in answers) or 0 < failed < len(answers) or refusals.breaks_off(case):
                 self._groups.pop(key).close()
         return answers
 

@@ -28,7 +28,8 @@ class Runtimes:
             return self._once(case["runtime"], lambda: self._mirrored(int(count)))
         if kind == "mesh":
             return self._mesh(case)
-        kind = "sockets" if kind == "fit" else kind
+        if kind == "fit":  # as tfdist.init chooses
+            kind = "sockets" if self.cluster.size > 1 else "one_device"
         return self._once(kind, lambda: self._start(kind))
 
     def _once(self, name: str, make) -> Any:

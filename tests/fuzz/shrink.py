@@ -35,7 +35,15 @@ def shrink(verdict: Verdict, judge: Callable[[dict], Verdict], seconds: float = 
 def kind_of(verdict: Verdict) -> str:
     """What went wrong, without the numbers."""
     first = verdict.problems[0]
-    for word in ("failed", "refused", "refuse", "replicas' weights differ", "bit for bit", "has other"):
+    for word in (
+        "should be refused",
+        "failed",
+        "refused",
+        "refuse",
+        "replicas' weights differ",
+        "bit for bit",
+        "has other",
+    ):
         if word in first:
             return word + (first.split("\n")[1][:60] if word == "failed" and "\n" in first else "")
     return "differs"

@@ -18,6 +18,11 @@ def recovery_of(job, folder: str):
     return Recovery(job, Path(folder), Clock(), Faults({}, Path(folder) / "faults"))
 
 
+def shared(runtime, folder: str) -> str:
+    """The chief's folder, on all ranks."""
+    return runtime.broadcast([np.frombuffer(folder.encode().ljust(200), np.uint8)])[0].tobytes().decode().strip()
+
+
 def save(job, folder: str, step: int) -> None:
     """A snapshot, written when this returns on all ranks. Raises AssertionError if it could not be."""
     recovery = recovery_of(job, folder)

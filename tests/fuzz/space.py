@@ -27,7 +27,9 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
     "mesh:3": ("tensorflow", 3, 3),
     "mesh:4": ("tensorflow", 4, 4),
     "horovod:2": ("horovod", 2, 2),
+    "horovod:3": ("horovod", 3, 3),
     "parameter_server:2": ("servers", 2, 2),
+    "fit:1": ("local", 1, 1),
     "fit:2": ("sockets", 2, 2),
     "fit:3": ("sockets", 3, 3),
 }
@@ -49,14 +51,14 @@ def group_of(runtime: str) -> tuple[str, int]:
     return RUNTIMES[runtime][:2]
 
 
-def draw(seed: int, number: int, runtimes: Sequence[str]) -> dict[str, Any]:
-    """Case `number` of a seed; always the same."""
+def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) -> dict[str, Any]:
+    """Case `number` of a seed; always the same. again: other data for its graph, at most."""
     chance = random.Random(f"{seed}/{number}")
     runtime = runtimes[number % len(runtimes)]
     while True:
         case = _fit(chance, runtime) if runtime.startswith("fit") else _train(chance, runtime)
         if not conflicts(case):
-            return _with_again(chance, case) | ({"optimized": True} if chance.random() < 0.25 else {})
+            return _with_again(chance, case, again) | ({"optimized": True} if chance.random() < 0.15 else {})
 
 
 def parts(case: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -89,15 +91,22 @@ def elsewhere(job: Mapping[str, Any], runtimes: Sequence[str]) -> Iterator[dict[
             yield case
 
 
-def _with_again(chance: random.Random, case: dict[str, Any]) -> dict[str, Any]:
-    if "resumed" in case or "moved" in case or case["runtime"].startswith("parameter_server"):
+def _with_again(chance: random.Random, case: dict[str, Any], count: int) -> dict[str, Any]:
+    if (
+        "resumed" in case
+        or "moved" in case
+        or "differs" in case["data"]
+        or "backup" in case.get("fit", {})
+        or case["runtime"].startswith("parameter_server")
+    ):
         return case
     again: list[dict[str, Any]] = []
-    for number in range(1, 1 + AGAIN):
+    for number in range(1, 1 + count):
         for _ in range(20):
             data = draw_data(chance, case["model"]) | {"draw": number}
             if case["kind"] == "fit" or data["source"] == "dataset":
                 data["source"] = case["data"]["source"]
+                data.pop("mixed", None)
             # Whether there are weights at all is part of the graph.
             alike = (data["weights"] == "none", data["weights"].startswith("token")) == (
                 case["data"]["weights"] == "none",
@@ -143,6 +152,11 @@ def _train(chance: random.Random, runtime: str) -> dict[str, Any]:
             if again < 0.25
             else {}
         )
+    if "resumed" in case and runtime.startswith("mesh"):
+        mesh_space.compress(chance, model, options, case["options"])
+    elif workers > 1 and again > 0.25 and not runtime.startswith("parameter_server") and chance.random() < 0.06:
+        kinds = ["order"] + (["input", "target"] if data["source"] == "arrays" else [])
+        data["differs"] = chance.choice(kinds + (["weight"] if len(kinds) > 1 and data["weights"] != "none" else []))
     return case
 
 
@@ -171,7 +185,11 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
     shape = models.shape_of(inputs)
     fitting = [name for name, (shapes, _) in models.BLOCKS.items() if shape in shapes.split() and name != "block"]
     weights = [
-        3 if name in ("batch_norm", "mean_loss", "activity_loss") else 0.3 if name in ("running_mean", "dropout") else 1
+        3
+        if name in ("batch_norm", "mean_loss", "activity_loss")
+        else 0.3
+        if name in ("running_mean", "dropout", "max_loss")
+        else 1
         for name in fitting
     ]
     blocks: list = chance.choices(fitting, weights, k=chance.randint(1, 3))
@@ -184,7 +202,9 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
     )
     model = {"inputs": inputs, "blocks": blocks, "head": head}
     if inputs in ("steps", "both"):
-        model["embedding"] = chance.choice(list(models.EMBEDDINGS))
+        # Of the large table few rows are looked up, which then travel and are updated alone.
+        weights = [3 if name == "embedding_large" else 1 for name in models.EMBEDDINGS]
+        model["embedding"] = chance.choices(list(models.EMBEDDINGS), weights)[0]
     return model
 
 
@@ -203,7 +223,9 @@ def draw_data(chance: random.Random, model: Mapping[str, Any]) -> dict[str, Any]
         data |= _maybe(chance, 0.1, {"nan": chance.randrange(100)}, {})
     if model["inputs"] in ("steps", "both"):
         data |= _maybe(chance, 0.5, {"padded": True}, {})
-    return data | _maybe(chance, 0.2, {"duplicates": True}, {})
+    if data["source"] == "object":
+        data |= _maybe(chance, 0.3, {"mixed": True}, {})
+    return data | _maybe(chance, 0.3, {"duplicates": True}, {})
 
 
 def draw_options(chance: random.Random, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +243,7 @@ def draw_options(chance: random.Random, model: Mapping[str, Any]) -> dict[str, A
         "precision": chance.choices([None, "bfloat16", "float16"], [8, 1, 1])[0],
         "loss_scale_initial": 1024.0,
         "on_nan": _maybe(chance, 0.3, "skip"),
-        "jit_compile": _maybe(chance, 0.08, True),
+        "jit_compile": _maybe(chance, 0.05, True),
         "recompute": _maybe(chance, 0.7, "block") if isinstance(model["blocks"][0], list) else None,
         "schedule": _maybe(chance, 0.3, chance.choice(["linear", "cosine", "wsd"])),
         "warmup_steps": _maybe(chance, 0.2, 1),
@@ -256,7 +278,11 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "XLA cannot compile synchronised BatchNormalization"
     if options.get("jit_compile") and ("lstm" in blocks or "nan" in data):
         return "slow to compile"
-    if options.get("compression") and (
+    if options.get("compression") in ("int8", "topk", "powersgd") and not (
+        runtime.startswith("mesh") and "resumed" in case
+    ):
+        return "bit for bit only"
+    if options.get("compression") in ("bf16", "fp16") and (
         not several or runtime.startswith("horovod") or options["optimizer"] not in ("sgd", "momentum")
     ):
         return "for several replicas only"
@@ -264,6 +290,14 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "no step to decay"
     if data["size"] < options["global_batch"]:
         return "fewer samples than a batch"
+    if "inner_metric" in blocks:
+        return "state of a worker's rows"
+    if "differs" in data and (RUNTIMES[runtime][1] == 1 or {"resumed", "moved"} & set(case) or "nan" in data):
+        return "nothing to compare"
+    if "differs" in data and data["source"] != "arrays" and data["differs"] != "order":
+        return "some samples are compared"
+    if "mixed" in data and data["source"] != "object":
+        return "arrays have one type"
     if "dropout" in blocks and ("resumed" not in case or "moved" in case):
         return "each replica has masks of its own, and the oracle others"
     return ""
@@ -338,6 +372,7 @@ def _train_features(case: Mapping[str, Any]) -> list[str]:
             "shuffle",
         )
     ]
+    found += [f"compression:{options['compression']}"] if "compression" in options else []
     found += ["option:accumulation"] if options["accumulation"] > 1 else []
     found += ["option:unshuffled"] if options.get("shuffle") is False else []
     found += ["option:steps_per_loop"] if max(case["calls"]) > 1 else []

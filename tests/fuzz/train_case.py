@@ -50,7 +50,7 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     if not case.get("resumed"):
         return {"parts": _parts(case, runtime, case.get("phase", {}))}
     [whole] = _parts(case, runtime, {})
-    folder = _shared(runtime, tempfile.mkdtemp(prefix="tfdist-fuzz-"))
+    folder = snapshots.shared(runtime, tempfile.mkdtemp(prefix="tfdist-fuzz-"))
     _parts(case, runtime, {"save": folder})
     [again] = _parts(case, runtime, {"load": folder})
     different = snapshots.unlike(whole["state"], again["state"])
@@ -63,11 +63,6 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
         else []
     )
     return {"parts": [{**whole, "problems": problem}]}
-
-
-def _shared(runtime: Any, folder: str) -> str:
-    """The chief's folder, on all ranks."""
-    return runtime.broadcast([np.frombuffer(folder.encode().ljust(200), np.uint8)])[0].tobytes().decode().strip()
 
 
 def _parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -92,3 +92,36 @@ class WeightsInTheLoss(_Own):
             loss += 0.01 * tf.add_n([tf.reduce_sum(tf.square(variable.value)) for variable in self.trainable_variables])
         self.apply(tape, loss)
         return self.told(loss)
+
+
+class OwnOutput(_Own):
+    """The model is called on what it has made of its input."""
+
+    def train_step(self, data):
+        x, y, w = self.parts(data)
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            outputs = self(tf.cast(tf.concat([outputs, outputs], -1), x.dtype), training=True)
+            loss = self.compute_loss(x, y, outputs, w)
+        self.apply(tape, loss)
+        return self.told(loss)
+
+
+class Noisy(_Own):
+    """Draws random numbers for all rows, from a generator that each worker has seeded apart, as one without a seed
+    does: all are to draw the chief's.
+    """
+
+    rank = 0
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.generator = keras.random.SeedGenerator(3 + Noisy.rank)
+
+    def train_step(self, data):
+        x, y, w = self.parts(data)
+        x = x + 0.3 * tf.cast(keras.random.normal(tf.shape(x), dtype="float32", seed=self.generator), x.dtype)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True), w)
+        self.apply(tape, loss)
+        return self.told(loss)

@@ -51,6 +51,7 @@ def _in_short(error: Exception) -> str:
 
 
 def main(port: int, kind: str) -> None:
+    from tests.fuzz import given
     from tests.fuzz.runtimes import PATIENCE, Runtimes, prepare_devices
     from tfdist.control.resolvers import resolve_cluster
 
@@ -66,6 +67,7 @@ def main(port: int, kind: str) -> None:
         )
     if kind == "local":
         prepare_devices()
+    given.rank = max(cluster.rank, 0)
     runtimes = Runtimes(cluster)
     from tests.fuzz import fit_case, servers_case, train_case  # noqa: F401 - before what is there already is frozen
     from tfdist import build  # noqa: F401

@@ -65,7 +65,7 @@ def check(runtime) -> None:
     local = [int(index) for index in indices()]
     assert local == list(range(runtime.first_replica, runtime.first_replica + runtime.local_replicas))
 
-    shapes = [(), (7,), (0,), (33, 65), (1,)]
+    shapes = [(), (7,), (0,), (33, 65), (1,), (7,), (33, 65)]  # two of a kind, which must not change places
 
     def of_replica(index):
         return [
@@ -81,15 +81,17 @@ def check(runtime) -> None:
                 for index in range(runtime.local_replicas)
             ]
         )
-        for _ in tf.range(n):  # a second round on the sums of the first
+        for _ in tf.range(
+            n
+        ):  # a second and third round on the sums of the first: what changes places twice is back again
             values = runtime.run(lambda tensors: runtime.all_reduce(list(tensors)), (values,))
         return runtime.local(values)
 
     expected = [
-        runtime.replicas * sum(parts)
+        runtime.replicas**2 * sum(parts)
         for parts in zip(*(map(np.float64, of_replica(index)) for index in range(runtime.replicas)), strict=True)
     ]
-    for replica in summed(tf.constant(2)):
+    for replica in summed(tf.constant(3)):
         for value, wanted in zip(replica, expected, strict=True):
             np.testing.assert_allclose(value.numpy(), wanted, rtol=1e-5, atol=1e-5)
             everywhere = runtime.all_gather(value.numpy())

@@ -41,7 +41,6 @@ RUNTIMES = {
                 in (
                     "three workers by Horovod, small packs",
                     "three workers over gRPC",
-                    "three workers, plain sockets",
                 )
                 else []
             ),

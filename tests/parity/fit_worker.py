@@ -18,6 +18,7 @@ def main(out: Path, which: str, names: list[str]) -> None:
     import numpy as np
 
     import tfdist
+    from tests.parity import lean
     from tests.parity.fit_inside_cases import CASES
 
     if which == "plain":
@@ -30,6 +31,7 @@ def main(out: Path, which: str, names: list[str]) -> None:
     def quiet(function):
         return lambda *args, **kwargs: function(*args, **{"verbose": 0, **kwargs})
 
+    lean.prepare(oracle=which == "plain")
     found = {}
     for name in names or CASES:
         keras.backend.clear_session()

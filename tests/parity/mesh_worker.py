@@ -158,6 +158,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
     import numpy as np
     import tensorflow as tf
 
+    from tests.parity import lean
     from tfdist import build
     from tfdist.artifacts.parts import PartedStore
     from tfdist.config import Config
@@ -176,6 +177,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
         heartbeat_timeout=60.0,
     )
     runtime = build.start_runtime(base, cluster)
+    lean.prepare(oracle=kind == "one")
     for name, row in (JOBS if kind == "one" else ROWS).items():
         if (kind == "mesh" and row.workers != cluster.size) or (chosen and name not in chosen):
             continue

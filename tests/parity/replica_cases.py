@@ -1,8 +1,9 @@
 """Models with state, masks and added losses on one, two and three replicas of one process, against a plain Keras loop.
 
-    python -m tests.parity.replica_cases OUT.json
+    python -m tests.parity.replica_cases OUT.json some|all [CASE...]
 
 writes {case: {replicas: largest difference / what rounding allows}}.
+`some` runs each case on the numbers of replicas that it names, `all` on one, two and three.
 One process runs all cases: a model and its tracing take about a second, starting TensorFlow takes four.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+from tests.parity import lean
 from tfdist.config import OptimizerConfig, PrecisionConfig
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime import batch_norm
@@ -44,6 +46,7 @@ class Case:
 
     model: Callable[[], keras.Model]
     x: np.ndarray
+    replicas: tuple[int, ...]  # on which it runs by default; between them the cases show each feature on two and three
     weighted: bool = False
     recompute: bool = False
     accumulation: int = 1
@@ -150,23 +153,23 @@ def adds():
 
 
 CASES: dict[str, Case] = {
-    "adds_between_batch_norms": Case(adds_between_batch_norms, normal(7)),
-    "adds_between_batch_norms_weighted": Case(adds_between_batch_norms, normal(7), weighted=True),
-    "adds_recomputed": Case(adds_in_a_block, normal(7), recompute=True),
-    "adds_recomputed_weighted": Case(adds_in_a_block, normal(7), weighted=True, recompute=True),
-    "adds_behind_a_mask": Case(adds_behind_a_mask, tokens(), bound=5e-5),
-    "adds_accumulation": Case(adds, normal(7), accumulation=2),
-    "adds_accumulation_weighted": Case(adds, normal(7), accumulation=2, weighted=True),
-    "adds_weighted_jit": Case(adds, normal(7), weighted=True, options={"jit_compile": True}),
-    "nan_skip_batch_norm": Case(plain_batch_norm, normal(7), nan_step=1, options={"skip_non_finite": True}),
+    "adds_between_batch_norms": Case(adds_between_batch_norms, normal(7), (3,)),
+    "adds_between_batch_norms_weighted": Case(adds_between_batch_norms, normal(7), (2,), weighted=True),
+    "adds_recomputed": Case(adds_in_a_block, normal(7), (2,), recompute=True),
+    "adds_recomputed_weighted": Case(adds_in_a_block, normal(7), (1, 3), weighted=True, recompute=True),
+    "adds_behind_a_mask": Case(adds_behind_a_mask, tokens(), (2,), bound=5e-5),
+    "adds_accumulation": Case(adds, normal(7), (3,), accumulation=2),
+    "adds_accumulation_weighted": Case(adds, normal(7), (1, 2), accumulation=2, weighted=True),
+    "adds_weighted_jit": Case(adds, normal(7), (2,), weighted=True, options={"jit_compile": True}),
+    "nan_skip_batch_norm": Case(plain_batch_norm, normal(7), (2,), nan_step=1, options={"skip_non_finite": True}),
     "nan_skip_weighted": Case(
-        adds_between_batch_norms, normal(7), nan_step=1, weighted=True, options={"skip_non_finite": True}
+        adds_between_batch_norms, normal(7), (3,), nan_step=1, weighted=True, options={"skip_non_finite": True}
     ),
-    "batch_norm_mask": Case(masked_batch_norm, tokens()),
+    "batch_norm_mask": Case(masked_batch_norm, tokens(), (3,)),
     "batch_norm_offset": Case(
-        plain_batch_norm, normal(7, offset=2000.0), bound=3e-4
+        plain_batch_norm, normal(7, offset=2000.0), (1, 2), bound=3e-4
     ),  # of numbers of 2000 float32 keeps 1e-4
-    "batch_norm": Case(plain_batch_norm, normal(7)),
+    "batch_norm": Case(plain_batch_norm, normal(7), (3,)),
 }
 
 
@@ -281,22 +284,23 @@ def difference(case, found, expected):
     )  # NaN if one is
 
 
-def main(out: Path, names: list[str]) -> None:
+def main(out: Path, every: bool, names: list[str]) -> None:
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
     )
     runtimes = {1: OneDevice(), 2: mirrored(2), 3: mirrored(3)}
+    lean.prepare()
     results = {}
     for name in names or CASES:
         case, results[name] = CASES[name], {}
         expected = by_keras(case)
-        for count, runtime in runtimes.items():
+        for count in runtimes if every else case.replicas:
             try:
-                results[name][count] = difference(case, by_tfdist(case, runtime), expected)
+                results[name][count] = difference(case, by_tfdist(case, runtimes[count]), expected)
             except Exception:  # noqa: BLE001 - one case must not hide the others
                 results[name][count] = traceback.format_exc(limit=-3)[-2000:]
     out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2] == "all", sys.argv[3:])

@@ -13,11 +13,11 @@ from tests.parity.replica_cases import CASES
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.thorough)])
+def results(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("replicas") / "results.json"
     made = subprocess.run(
-        [sys.executable, "-m", "tests.parity.replica_cases", str(out)], capture_output=True, text=True
+        [sys.executable, "-m", "tests.parity.replica_cases", str(out), request.param], capture_output=True, text=True
     )
     assert made.returncode == 0, made.stdout + made.stderr
     return json.loads(out.read_text())
@@ -25,6 +25,7 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_plain_keras(results, name):
+    assert results[name]
     problems = {
         replicas: found for replicas, found in results[name].items() if not isinstance(found, float) or not found <= 1.0
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tfdist.communication.fit import ALGORITHMS, Line, errors, explain, fit_line, show_rate, split
 from tfdist.communication.measurement import Measurement
+from tfdist.control import optional_packages
 
 COLUMNS = (
     "runtime",
@@ -138,7 +139,7 @@ def read_csv(path: Path) -> list[Series]:
 
 def draw(path: Path, results: Sequence[Series]) -> None:
     """Time and bus bandwidth over size, a column per collective."""
-    pyplot = _pyplot()
+    pyplot = optional_packages.pyplot("a picture")
     figure, axes = pyplot.subplots(
         2, len(results), figsize=(4.0 * len(results), 7), dpi=100, squeeze=False, sharex="col"
     )
@@ -176,7 +177,7 @@ def draw_models(path: Path, together: Sequence[Series]) -> None:
     """Time over size at several numbers of members, a panel per collective, each with the one link that explains all
     best.
     """
-    pyplot = _pyplot()
+    pyplot = optional_packages.pyplot("a picture")
     names = list(dict.fromkeys(series.collective for series in together))
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.0 * len(names), 4), dpi=100, squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
@@ -205,15 +206,6 @@ def draw_models(path: Path, together: Sequence[Series]) -> None:
         axis.legend(frameon=False, fontsize=8)
     _finish(figure, axes, together[0].runtime, path)
     pyplot.close(figure)
-
-
-def _pyplot():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def _finish(figure, axes, title: str, path: Path) -> None:

@@ -57,6 +57,7 @@ class StrategyConfig:
         "auto: parameter_server if TF_CONFIG lists ps, multi_worker if it lists several workers, horovod under"
         " horovodrun or mpirun, mirrored if there are several local GPUs, else one_device. sockets: plain processes"
         " over TCP, without tf.distribute; one device each. mesh: see --mesh.",
+        key=True,
     )
     virtual_devices: int = option(
         0, "With --strategy=mirrored: this many CPU devices instead of the local GPUs.", least=0
@@ -103,12 +104,14 @@ class ParallelConfig:
         "",
         "Axes over all workers: pipe, data, expert, model, for example data=2,model=2. data, if left out, takes the"
         " workers that remain.",
+        key=True,
     )
     zero: int = option(
         0,
         "What the data axis shares out instead of holding copies of. 1: optimizer state; 2: gradients too; 3:"
         " parameters too.",
         least=0,
+        key=True,
     )
     pipe_schedule: str = option(
         "1f1b",

@@ -21,11 +21,18 @@ from tfdist.control.exit_codes import ConfigError
 
 
 def option(
-    default: Any, help: str, *, choices: tuple[str, ...] = (), identity: bool = False, least: float | None = None
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    identity: bool = False,
+    least: float | None = None,
+    key: bool = False,
 ) -> Any:
-    """Declares a field that is also a flag: its help text, its allowed values, whether it is part of the identity."""
+    """Declares a field that is also a flag: its help text, its allowed values, whether it is part of the identity, and
+    whether --help shows it (people use it first)."""
     return dataclasses.field(
-        default=default, metadata={"help": help, "choices": choices, "identity": identity, "least": least}
+        default=default, metadata={"help": help, "choices": choices, "identity": identity, "least": least, "key": key}
     )
 
 

@@ -11,12 +11,14 @@ from tfdist.config.options import option
 class RunConfig:
     """The run as a whole."""
 
-    run_dir: str = option("runs/default", "Folder of this run: logs, checkpoints, exports. An existing one is resumed.")
-    steps: int = option(0, "Optimizer steps to train in all. 0: taken from --epochs.", least=0)
-    epochs: float = option(0.0, "Passes over the training data, instead of --steps.", least=0)
+    run_dir: str = option(
+        "runs/default", "Folder of this run: logs, checkpoints, exports. An existing one is resumed.", key=True
+    )
+    steps: int = option(0, "Optimizer steps to train in all. 0: taken from --epochs.", least=0, key=True)
+    epochs: float = option(0.0, "Passes over the training data, instead of --steps.", least=0, key=True)
     seed: int = option(0, "Seed of weights, data order, dropout and augmentation.", identity=True, least=0)
     deterministic: bool = option(False, "Bitwise repeatable: deterministic kernels, slower on GPUs.")
-    dry_run: bool = option(False, "Print the resolved configuration and the batch arithmetic, then stop.")
+    dry_run: bool = option(False, "Print the resolved configuration and the batch arithmetic, then stop.", key=True)
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class LoopConfig:
         0, "Steps inside one tf.function call. 0: up to the next boundary, at most 100.", least=0
     )
     log_every: int = option(20, "Steps between two log lines.", least=1)
-    eval_every: int = option(0, "Steps between two evaluations. 0: at the end only; -1: never.", least=-1)
+    eval_every: int = option(0, "Steps between two evaluations. 0: at the end only; -1: never.", least=-1, key=True)
     on_nan: str = option(
         "stop",
         "What a NaN or infinite loss or gradient does (float16 overflow is handled by the loss scale). skip: no update"
@@ -41,7 +43,9 @@ class LoopConfig:
 class CheckpointConfig:
     """Snapshots: when to save, what to keep, what to trust."""
 
-    save_every: int = option(0, "Steps between two snapshots. 0: by --save_minutes and at the end only.", least=0)
+    save_every: int = option(
+        0, "Steps between two snapshots. 0: by --save_minutes and at the end only.", least=0, key=True
+    )
     save_minutes: float = option(15.0, "Minutes between two snapshots, by the chief's clock. 0: off.", least=0)
     save_final: bool = option(True, "Save when training ends.")
     keep: int = option(3, "Newest snapshots kept.", least=1)

@@ -12,12 +12,17 @@ class BatchConfig:
     """global batch = micro-batch x accumulation x replicas. Give any two; the third follows."""
 
     global_batch: int = option(
-        0, "Samples per optimizer step over all workers. 0: follows from the others.", identity=True, least=0
+        0,
+        "Samples per optimizer step over all workers. 0: follows from the others.",
+        identity=True,
+        least=0,
+        key=True,
     )
     micro_batch: int = option(
         0,
         "Samples per replica in one forward pass; beside --global_batch, at most. 0: follows from the others.",
         least=0,
+        key=True,
     )
     accumulation: int = option(0, "Micro-batches per optimizer step. 0: follows from the others.", least=0)
 
@@ -26,9 +31,11 @@ class BatchConfig:
 class DataConfig:
     """What is trained on, in which order."""
 
-    source: str = option("digits", "Data source: a registered name or package.module:function.", identity=True)
-    source_args: str = option("", "Options of the source, key=value,key=value.", identity=True)
-    data_dir: str = option("", "Where the source finds its files, if it needs any.")
+    source: str = option(
+        "digits", "Data source: a registered name or package.module:function.", identity=True, key=True
+    )
+    source_args: str = option("", "Options of the source, key=value,key=value.", identity=True, key=True)
+    data_dir: str = option("", "Where the source finds its files, if it needs any.", key=True)
     sequence_length: int = option(128, "Tokens per sample of a text source.", identity=True, least=1)
     shuffle: bool = option(True, "Permute the samples anew in each epoch.", identity=True)
     augment: str = option(
@@ -44,10 +51,16 @@ class ModelConfig:
     """What is trained."""
 
     model: str = option(
-        "cnn", "Model: a registered name or package.module:function returning a Keras 3 model.", identity=True
+        "cnn",
+        "Model: a registered name or package.module:function returning a Keras 3 model.",
+        identity=True,
+        key=True,
     )
     model_args: str = option(
-        "", "Options of the model, key=value,key=value, for example size=tiny,dropout=0.1.", identity=True
+        "",
+        "Options of the model, key=value,key=value, for example size=tiny,dropout=0.1.",
+        identity=True,
+        key=True,
     )
     objective: str = option(
         "auto",
@@ -70,7 +83,11 @@ class PrecisionConfig:
     """Compute type, and the dynamic loss scale of float16 (Micikevicius et al. 2018, arXiv:1710.03740)."""
 
     precision: str = option(
-        "float32", "Compute type; variables stay float32.", choices=("float32", "bfloat16", "float16"), identity=True
+        "float32",
+        "Compute type; variables stay float32.",
+        choices=("float32", "bfloat16", "float16"),
+        identity=True,
+        key=True,
     )
     loss_scale_initial: float = option(32768.0, "First loss scale of float16.", identity=True, least=1)
     loss_scale_growth_steps: int = option(
@@ -91,6 +108,7 @@ class OptimizerConfig:
         "Update rule.",
         choices=(*ELEMENTWISE_OPTIMIZERS, "lamb", "adafactor", "muon"),
         identity=True,
+        key=True,
     )
     optimizer_args: str = option(
         "", "Options of the Keras optimizer, key=value,key=value, for example beta_2=0.95.", identity=True
@@ -114,12 +132,13 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Learning rate over the steps."""
 
-    learning_rate: float = option(1e-3, "Peak learning rate.", identity=True, least=0)
+    learning_rate: float = option(1e-3, "Peak learning rate.", identity=True, least=0, key=True)
     schedule: str = option(
         "constant",
         "Shape after the warm-up. wsd: warm-up, stable, linear decay.",
         choices=("constant", "linear", "cosine", "wsd"),
         identity=True,
+        key=True,
     )
     warmup_steps: int = option(0, "Steps of linear warm-up from 0.", identity=True, least=0)
     decay_steps: int = option(0, "Step at which the decay ends. 0: the last step of the run.", identity=True, least=0)

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tfdist.control.exit_codes import ConfigError
+
+
+@dataclass(frozen=True)
+class FlagValues:
+    """A flag, for tab completion: its name with the dashes, and what it may be set to."""
+
+    name: str
+    values: tuple[str, ...] = ()  # empty: anything
+    switch: bool = False  # takes no value
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -17,6 +27,23 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}: {self.hint}.")
+
+    def flags(self) -> list[FlagValues]:
+        """All flags, for tab completion."""
+        return [
+            FlagValues(action.option_strings[-1], tuple(map(str, action.choices or ())), action.nargs == 0)
+            for action in self._actions
+            if action.option_strings
+        ]
+
+    def kinds(self) -> dict[str, CommandParser]:
+        """The parsers within this one, by the word that chooses one."""
+        return {
+            name: parser
+            for action in self._actions
+            if isinstance(action.choices, dict)
+            for name, parser in action.choices.items()
+        }
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

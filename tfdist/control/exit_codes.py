@@ -1,7 +1,7 @@
 """The table of exit codes, the errors that carry them, and how a command maps an error to its code.
 
-A supervisor (ours, Kubernetes, Slurm) decides by the code alone whether to start the job again; README holds the
-same table, and a test compares the two.
+A supervisor (ours, Kubernetes, Slurm) decides by the code alone whether to start the job again;
+docs/exit_codes.md holds the same table, and a test compares the two.
 """
 
 from __future__ import annotations

@@ -32,20 +32,10 @@ class LaunchOptions:
     elastic: bool
 
 
-def parse_launch_options(argv: list[str], description: str) -> LaunchOptions:
-    """The flags before `--`. Raises ConfigError; --help prints `description` and the flags, and ends the process."""
-    parser = CommandParser(
-        hint=(
-            "the launcher's own flags stand before `--`, the workers' flags after it; `python -m tfdist.launch --help`"
-            " lists the first, `python -m tfdist.train --help` the second"
-        ),
-        prog="python -m tfdist.launch",
-        description=description,
-        usage="%(prog)s --workers=N [flags] -- <flags of tfdist.train>",
-    )
-    _add_workers(parser)
-    _add_restarts(parser)
-    options = parser.parse_args(argv)
+def parse_launch_options(argv: list[str], description: str, epilog: str = "") -> LaunchOptions:
+    """The flags before `--`. Raises ConfigError; --help prints `description`, the flags and `epilog`, and ends the
+    process."""
+    options = launch_parser(description, epilog).parse_args(argv)
     if options.max_restarts is None:
         options.max_restarts = 3 if options.on == "ray" else 0
     _check_amounts(options)
@@ -53,6 +43,24 @@ def parse_launch_options(argv: list[str], description: str) -> LaunchOptions:
     processes = options.workers + (1 + options.ps if options.ps else 0)
     show = parse_ranks("show_ranks", options.show_ranks, processes)
     return LaunchOptions(**{**vars(options), "pin": options.pin == "auto", "show_ranks": show})
+
+
+def launch_parser(description: str, epilog: str = "") -> CommandParser:
+    """Reads the flags before `--`."""
+    parser = CommandParser(
+        hint=(
+            "the launcher's own flags stand before `--`, the workers' flags after it; `python -m tfdist.launch --help`"
+            " lists the first, `python -m tfdist.train --help` the second"
+        ),
+        prog="python -m tfdist.launch",
+        description=description,
+        epilog=epilog,
+        usage="%(prog)s --workers=N [flags] -- <flags of tfdist.train>",
+    )
+    _add_workers(parser)
+    _add_restarts(parser)
+    parser.add_argument("--helpfull", action="help", help="show this, and all flags of the workers")
+    return parser
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:

@@ -117,7 +117,7 @@ def with_token(cluster: Cluster, environment: MutableMapping[str, str], file: st
     if cluster.is_chief and len(peers) > 1 and not secret and not all(is_loopback(host_of(peer)) for peer in peers):
         print(
             f"tfdist: warning: this job has no token, so whoever reaches {host_of(peers[0])} and the other workers can"
-            f" join it: give all the same --job_token_file or {VARIABLE} (README, Security).",
+            f" join it: give all the same --job_token_file or {VARIABLE} (docs/security.md).",
             file=sys.stderr,
             flush=True,
         )

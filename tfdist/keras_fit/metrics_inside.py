@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_layers
+from tfdist.compat import keras_layers, keras_variables
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows
 from tfdist.keras_fit.temporary_attributes import replaced
@@ -46,7 +46,9 @@ class Additions:
 
         def update_state(*args: Any, **kwargs: Any) -> None:
             _refuse(metric, args, kwargs)
-            variables = [variable.value for variable in metric.variables]
+            # In a layer that computes in half precision `variable.value` would be a copy.
+            stored = map(keras_variables.stored_value, metric.variables)
+            variables = [variable for variable in stored if variable is not None]
             before = [tf.identity(variable) for variable in variables]
             for variable in variables:
                 variable.assign(tf.zeros_like(variable))

@@ -13,12 +13,13 @@ cost; a run with several workers also the bandwidth. Terms that the runs cannot 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tfdist import flags
 from tfdist.config import Config
@@ -28,6 +29,9 @@ from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS
 from tfdist.planner.shapes import ModelShape
 from tfdist.telemetry.jsonl import read_jsonl
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _SMALLEST = 1e-18  # seconds for an operation or a byte: rates stay finite
 _WARM_UP = 1  # log intervals that are left out: they hold tracing
@@ -127,13 +131,31 @@ def fit(
     `known`.
     """
     import numpy as np
-    from scipy.optimize import nnls
 
     measured = np.array(seconds)
     matrix = np.array(rows, float) / measured[:, None]
     coefficients = np.array(known, float)
     coefficients[list(free)] = 0.0
     scale = matrix[:, list(free)].max(axis=0)
-    solved, _ = nnls(matrix[:, list(free)] / scale, np.maximum(1 - matrix @ coefficients, 0.0))
+    solved = nonnegative_least_squares(matrix[:, list(free)] / scale, np.maximum(1 - matrix @ coefficients, 0.0))
     coefficients[list(free)] = solved / scale
     return [float(value) if index == 0 else max(float(value), _SMALLEST) for index, value in enumerate(coefficients)]
+
+
+def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """x >= 0 with the least |matrix @ x - target|, for a few columns.
+
+    It is the unbounded solution on the columns where it is positive (Lawson and Hanson, Solving Least Squares Problems,
+    1974, chapter 23), so of all choices of columns whose solution has no negative part the best is taken.
+    """
+    import numpy as np
+
+    columns = matrix.shape[1]
+    best, least = np.zeros(columns), float(target @ target)
+    for chosen in itertools.product((False, True), repeat=columns):
+        trial, some = np.zeros(columns), np.flatnonzero(chosen)
+        trial[some] = np.linalg.lstsq(matrix[:, some], target, rcond=None)[0]
+        error = target - matrix @ trial
+        if trial.min() >= 0 and error @ error < least:
+            best, least = trial, float(error @ error)
+    return best

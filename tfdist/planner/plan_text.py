@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tfdist.control import optional_packages
 from tfdist.planner import estimate as figures
 from tfdist.planner.estimate import Estimate, Plan
 from tfdist.planner.time import DAY, bubble_fraction
@@ -143,11 +144,7 @@ def _saving(best: Estimate) -> list[str]:
 
 def draw(plan: Plan, best: Estimate, picture: Path) -> None:
     """Memory by ZeRO stage, the parts of a step, and scaling, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = optional_packages.pyplot("--plot")
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.5), dpi=100)
     table = figures.zero_table(plan, best.layout)
     base = [0.0] * 4

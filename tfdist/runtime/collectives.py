@@ -17,6 +17,7 @@ Legend. n: members of the group. Ranks are those of the whole cluster; a member'
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdist.runtime.host import known_dims
+from tfdist.runtime.launch_order import Launch, note, ordering_token
 from tfdist.runtime.own_gradient import with_gradient
 
 # The operations that only copy know few types; others travel under the name of one of the same width.
@@ -62,9 +64,6 @@ class Group:
         self._to_wire = None if order == list(range(self.size)) else order  # wire place -> index
         self._from_wire = self._to_wire and [order.index(index) for index in range(self.size)]
         self._pairs: dict[tuple[int, int, str], Group] = {}
-        if nccl:
-            with tf.init_scope():
-                self._token = tf.Variable(tf.constant(0.0), trainable=False)
 
     def meet(self, timeout: float) -> None:
         """Returns when all members have called it.
@@ -202,16 +201,14 @@ class Group:
     ) -> tf.Tensor:
         """The bare broadcast: the root sends x, the others take a tensor of static `shape`."""
         arguments = self._arguments("broadcast" if self.size > 2 else f"send_from_{root}")
-        if self.rank == root:
-            assert x is not None
-            return tf.raw_ops.CollectiveBcastSendV2(input=_carried(x), **arguments)
-        wire = _CARRIED_AS.get(dtype, dtype)
-        return _uncarried(
-            tf.raw_ops.CollectiveBcastRecvV2(
-                shape=tf.constant(known_dims(tf.TensorShape(shape)), tf.int32), T=wire, **arguments
-            ),
-            dtype,
-        )
+        with self._after_the_others():
+            if self.rank == root:
+                assert x is not None
+                return self._before_the_others(tf.raw_ops.CollectiveBcastSendV2(input=_carried(x), **arguments))
+            wire = _CARRIED_AS.get(dtype, dtype)
+            size = tf.constant(known_dims(tf.TensorShape(shape)), tf.int32)
+            taken = self._before_the_others(tf.raw_ops.CollectiveBcastRecvV2(shape=size, T=wire, **arguments))
+        return _uncarried(taken, dtype)
 
     # -- keys, order and names ---------------------------------------------------------------------------------------
 
@@ -221,17 +218,29 @@ class Group:
     def _arguments(self, kind: str) -> dict:
         """What all of the operations take. The name is how an error finds its way back to the ranks."""
         ranks = "_".join(map(str, self.ranks)) if self.size <= 64 else f"{self.ranks[0]}_to_{self.ranks[-1]}"
+        number = next(self._instances)
+        note(Launch(self._key, number, self.ranks, kind))
         return {
             "group_size": self.size,
             "group_key": self._key,
-            "instance_key": next(self._instances),
+            "instance_key": number,
             "communication_hint": "nccl" if self._nccl else "auto",
             "name": f"tfdist_{kind}_of_ranks_{ranks}_end",
         }
 
     def _ordering(self) -> dict:
-        """NCCL must see collectives in one order on all members: TensorFlow orders those that share a token."""
-        return {"ordering_token": [self._token.handle] if self._nccl else []}
+        return {"ordering_token": [ordering_token().handle] if self._nccl else []}
+
+    def _after_the_others(self) -> contextlib.AbstractContextManager:
+        """For operations that take no token: within it all wait for what was traced before with the token."""
+        return tf.control_dependencies([ordering_token().assign(0.0)] if self._nccl else [])
+
+    def _before_the_others(self, out: tf.Tensor) -> tf.Tensor:
+        """The same tensor; what is traced later with the token waits for it."""
+        if not self._nccl:
+            return out
+        with tf.control_dependencies([out]), tf.control_dependencies([ordering_token().assign(0.0)]):
+            return tf.identity(out)
 
     def _reordered(self, rows: tf.Tensor, order: list[int] | None) -> tf.Tensor:
         return rows if order is None else tf.gather(rows, order)

@@ -1,11 +1,14 @@
-"""Values of variables in host memory."""
+"""What stays on the host: values in its memory, and operations that no GPU has a kernel for."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+HOST = "CPU:0"
 
 
 def host_view(variable: tf.Variable | tf.Tensor) -> np.ndarray:
@@ -27,3 +30,16 @@ def known_dims(shape: tf.TensorShape) -> list[int]:
     """The dims of a shape that is fully defined."""
     dims: Any = shape.as_list()
     return dims
+
+
+def on_host() -> AbstractContextManager:
+    """Within it operations are placed on this worker's CPU: those of which TensorFlow has no kernel for GPUs (its
+    clock, Python functions), and what is small and wanted by the host. Without it they would be errors on a GPU.
+    """
+    return tf.device(HOST)
+
+
+def timestamp() -> tf.Tensor:
+    """float64 []: Unix seconds, by TensorFlow's clock, of which there is none on GPUs."""
+    with on_host():
+        return tf.timestamp()

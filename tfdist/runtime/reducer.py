@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.runtime.bucketing import in_buckets
+from tfdist.runtime.host import on_host
 from tfdist.runtime.ring import Ring
 
 _SUM, _HALVED, _ROWS = "sum", "sum of what travels as bfloat16", "rows of all workers"
@@ -73,13 +74,14 @@ class RingReducer:
             self.ring.size,
         )
         self._sites += 1
-        started = [
-            tf.numpy_function(
-                functools.partial(self._start, site, number), [tensors[index] for index in members], tf.int32
-            )
-            for number, members in enumerate(site.buckets)
-        ]
-        with tf.control_dependencies(started):
+        with on_host():
+            started = [
+                tf.numpy_function(
+                    functools.partial(self._start, site, number), [tensors[index] for index in members], tf.int32
+                )
+                for number, members in enumerate(site.buckets)
+            ]
+        with tf.control_dependencies(started), on_host():
             reduced = tf.numpy_function(functools.partial(self._finish, site), [], [tf.float32] * len(tensors))
         for index, value in enumerate(reduced):
             value.set_shape(site.result_shape(index))

@@ -27,6 +27,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm, rendezvous
 from tfdist.runtime.array_bytes import from_bytes, to_bytes
+from tfdist.runtime.host import on_host
 from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.operations import OUR_RING, Collective
@@ -129,7 +130,7 @@ class Sockets(OneDevice):
         stamp: gives, each time that the gather runs, a number that must be the same on all workers as well.
         """
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        with tf.control_dependencies(self._previous()):
+        with tf.control_dependencies(self._previous()), on_host():
             rows = tf.numpy_function(
                 functools.partial(self._exchange_rows, len(tensors), stamp),
                 [*tensors, *same],

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 
+from tfdist.control.optional_packages import optional_module
 from tfdist.telemetry.background import Background
 from tfdist.telemetry.events import Event
-from tfdist.telemetry.trackers import Run, numbers, optional_module
+from tfdist.telemetry.trackers import Run, numbers
 
 _TAG = "tfdist.run_id"
 _MOST_PARAMETERS = 100  # in one call

@@ -14,8 +14,9 @@ import time
 from importlib.metadata import entry_points
 
 from tfdist.control.exit_codes import UnsupportedError
+from tfdist.control.optional_packages import optional_module
 from tfdist.telemetry.events import Event
-from tfdist.telemetry.trackers import Run, numbers, optional_module
+from tfdist.telemetry.trackers import Run, numbers
 
 _PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _STARTUP_PARTS = (("import", "import_s"), ("build", "build_s"), ("restore", "restore_s"))  # in order of time

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tfdist.control import optional_packages
+from tfdist.control.exit_codes import UnsupportedError
 from tfdist.telemetry.jsonl import read_jsonl
 
 _BLUE, _ORANGE, _GRAY = "#1f5fa8", "#d9730d", "#777777"
@@ -17,12 +19,9 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None 
     log: a rank-0.jsonl. reference: label -> loss, drawn as dashed lines. Returns "" or why there is no picture.
     """
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return "no picture: matplotlib is not installed"
+        pyplot = optional_packages.pyplot("--plot")
+    except UnsupportedError as error:
+        return f"no picture: {error}"
     series = read_series(log)
     if not any(series.values()):
         return "no picture: the log has no steps yet"

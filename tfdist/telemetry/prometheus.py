@@ -20,8 +20,9 @@ import time
 from typing import Any
 
 from tfdist.control.exit_codes import StartupError
+from tfdist.control.optional_packages import optional_module
 from tfdist.telemetry.events import Event
-from tfdist.telemetry.trackers import Run, numbers, optional_module
+from tfdist.telemetry.trackers import Run, numbers
 
 
 class PrometheusEndpoint:

@@ -8,17 +8,15 @@ taken from the JSONL log (`Run.replay`). So a curve has each step once, whatever
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from tfdist.control.exit_codes import ConfigError, UnsupportedError
+from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import resolve
 from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.jsonl import replay
@@ -75,13 +73,3 @@ def numbers(event: Event) -> dict[str, float]:
         for name, value in event.values.items()
         if isinstance(value, Real) and not isinstance(value, bool)
     }
-
-
-def optional_module(module: str, flag: str, packages: str) -> ModuleType:
-    """Imports a package that only `flag` needs. Raises UnsupportedError, which says how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"{flag} needs the Python package {error.name}, which is not installed: pip install {packages}"
-        ) from error

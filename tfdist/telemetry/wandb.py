@@ -10,9 +10,10 @@ import os
 from types import ModuleType
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.optional_packages import optional_module
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.jsonl import read_jsonl
-from tfdist.telemetry.trackers import Run, numbers, optional_module
+from tfdist.telemetry.trackers import Run, numbers
 
 
 def track(run: Run) -> WandbTracker:

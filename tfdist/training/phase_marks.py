@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfdist.runtime.host import on_host, timestamp
 from tfdist.training.dtypes import Gradient
 from tfdist.training.replica_gradients import Accumulated
 
@@ -73,18 +74,17 @@ class Marks:
         """
         with tf.control_dependencies(after):
             if self.always:
-                return tf.timestamp()
+                return timestamp()
             sampled = tf.greater(self.base, 0.0)
 
         def look() -> tf.Tensor:
             there = tf.constant(0.0, tf.float64)
             if self.on_device:
-                with tf.device("CPU:0"):
-                    there = tf.reduce_sum(tf.cast(tf.reshape(after[-1], [-1])[:1], tf.float64))
+                first = tf.reshape(after[-1], [-1])[:1]
+                with on_host():
+                    there = tf.reduce_sum(tf.cast(first, tf.float64))
             with tf.control_dependencies([there]):
-                now = (
-                    tf.timestamp() if self.timed else tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
-                )
+                now = timestamp() if self.timed else _time_of_python()
             # Always 0, which TensorFlow does not see: it would drop a copy that nobody uses.
             return now + tf.cast(tf.logical_and(there > 0, there < 0), tf.float64)
 
@@ -137,3 +137,9 @@ def in_step(times: MarkTimes, wait_s: float | None) -> np.ndarray:
             times.total - (times.reduced - times.start),
         ]
     )
+
+
+def _time_of_python() -> tf.Tensor:
+    """For runs that are deterministic, in which TensorFlow refuses to tell the time."""
+    with on_host():
+        return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])

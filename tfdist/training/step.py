@@ -25,6 +25,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.host import timestamp
 from tfdist.runtime.layer_records import separate_replicas
 from tfdist.telemetry.phases import Call
 from tfdist.training.forward_state import ForwardState
@@ -217,7 +218,7 @@ class TrainStep:
             return self._now() - begun
 
     def _now(self) -> tf.Tensor:
-        return tf.timestamp() if self.options.timed else tf.constant(0.0, tf.float64)
+        return timestamp() if self.options.timed else tf.constant(0.0, tf.float64)
 
     # Reduce
 
@@ -285,8 +286,7 @@ class TrainStep:
         sums = shown_sums(self.layout, reduced.sums)
         overflow = tf.logical_not(finite)
         if self._may_skip:
-            # A step that did not take place is not part of what is shown, and did no harm; but if no loss scale is
-            # small enough, the model itself produces NaN.
+            # A step that did not take place is not shown. If no loss scale is small enough, the model itself makes NaN.
             sums = tf.where(finite, sums, tf.zeros_like(sums))
             skipped, bad = tf.cast(overflow, tf.int32), tf.less(self.loss_scale.value(), SMALLEST_SCALE)
         else:

@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.host import on_host
 from tfdist.training.dtypes import Gradient, global_norm
 from tfdist.training.optimizer import ema_variables, subtract_by_assignment, swapped_in, updates_rows
 
@@ -217,7 +218,7 @@ def rows_once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     TensorFlow's update of single rows takes rows that are there several times in the order in which its threads come:
     each replica would round in its own way, and they would drift apart.
     """
-    with tf.device("CPU:0"):
+    with tf.name_scope("rows_once"), on_host():
         rows, place = tf.unique(slices.indices)
         return tf.IndexedSlices(
             tf.math.unsorted_segment_sum(slices.values, place, tf.size(rows)), rows, slices.dense_shape

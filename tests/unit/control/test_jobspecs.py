@@ -12,6 +12,7 @@ from tfdist import jobs
 from tfdist.config import Config
 from tfdist.control import jobspecs
 from tfdist.control.exit_codes import RESTARTABLE, ConfigError, ExitCode
+from tfdist.control.jobspecs.job_options import parse_job_options
 from tfdist.control.kubernetes import from_kubernetes
 from tfdist.jobs import main
 
@@ -307,7 +308,7 @@ def test_whatever_a_flag_holds_reaches_the_worker_as_it_was(kind, tmp_path, monk
         )[1:]
         assert found == NASTY and not list(tmp_path.iterdir())
         return
-    options = jobs._parse(
+    options = parse_job_options(
         [
             "kubernetes" if kind == "jobset" else kind,
             "--image=1.5",
@@ -316,7 +317,8 @@ def test_whatever_a_flag_holds_reaches_the_worker_as_it_was(kind, tmp_path, monk
             "--memory=16Gi",
             "--name=run",
             *(["--jobset"] if kind == "jobset" else []),
-        ]
+        ],
+        "",
     )
     make = jobs.tfjob if kind == "tfjob" else jobs.kubernetes
     config = Config().replace(run_dir="/runs/run")

@@ -183,13 +183,16 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
         losses.MeanSquaredError(reduction="sum"),
         losses.MeanSquaredError(reduction="mean_with_sample_weight"),
         losses.Dice(),
+        "dice",
         "tversky",
+        losses.Tversky(0.3, 0.7),
         "hinge",
         losses.CosineSimilarity(axis=0),
         lambda y_true, y_pred: keras.ops.mean(y_true - y_pred, -1),
     ):
         assert not suits(loss=loss), loss
-    assert not suits(loss=losses.Circle(), y=tf.zeros([4]))
+    assert not suits(loss=losses.Circle(gamma=2.0), y=tf.zeros([4]))
+    assert not suits(loss=losses.SparseCategoricalCrossentropy(ignore_class=1), y=tf.zeros([4]))
     for metric in (
         lambda y_true, y_pred: keras.ops.mean(y_pred),
         metrics.MeanMetricWrapper(losses.dice),

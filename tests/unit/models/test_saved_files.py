@@ -19,13 +19,13 @@ OUTPUTS = 10
 pytestmark = pytest.mark.slow  # nine exports
 CASES = {
     "mlp": ("mlp", "widths=(16,16),dropout=0.1", IMAGE),
-    "cnn": ("cnn", "dropout=0.1", IMAGE),
-    "cnn_group": ("cnn", "norm=group", IMAGE),
-    "transformer": ("transformer", "dropout=0.1", TOKENS),
+    "cnn": ("cnn", "widths=(4,8),dropout=0.1", IMAGE),
+    "cnn_group": ("cnn", "widths=(8,16),norm=group", IMAGE),
+    "transformer": ("transformer", "layers=2,width=32,heads=2,dropout=0.1", TOKENS),
     "transformer_experts": ("transformer", "layers=1,width=32,heads=2,experts=4", TOKENS),
-    "transformer_untied": ("transformer", "tied=False,context=20", TOKENS),
-    "vit": ("vit", "layers=2,width=32,heads=2,dropout=0.1", IMAGE),
-    "vit_class": ("vit", "layers=2,width=32,heads=2,pool=class", IMAGE),
+    "transformer_untied": ("transformer", "layers=1,width=32,heads=2,tied=False,context=20", TOKENS),
+    "vit": ("vit", "layers=1,width=32,heads=2,dropout=0.1", IMAGE),
+    "vit_class": ("vit", "layers=1,width=32,heads=2,pool=class", IMAGE),
     "applications": ("applications", "name=MobileNetV2,alpha=0.35", tf.TensorSpec((32, 32, 3), tf.float32)),
 }
 

@@ -9,11 +9,12 @@ import pytest
 
 from tfdist.config import TelemetryConfig
 from tfdist.control.exit_codes import ConfigError, UnsupportedError
+from tfdist.control.optional_packages import optional_module
 from tfdist.telemetry.background import Background
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.jsonl import JsonlObserver, replay
 from tfdist.telemetry.observers import build_observers
-from tfdist.telemetry.trackers import Run, make_trackers, optional_module
+from tfdist.telemetry.trackers import Run, make_trackers
 
 
 def train_event(step, loss, **values):

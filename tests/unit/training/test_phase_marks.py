@@ -21,6 +21,7 @@ def slow_batches(size, seconds):
     return [iter(tf.data.Dataset.from_tensor_slices((X, Y, W)).repeat().batch(size).map(slowly))]
 
 
+@pytest.mark.usefixtures("rewritten_graphs")
 @pytest.mark.parametrize(
     "options",
     [

@@ -51,6 +51,7 @@ def _float32_policy():
     keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.usefixtures("rewritten_graphs")
 @pytest.mark.parametrize(
     "kind, precision", [("block", "float32"), ("attention", "float32"), ("block", "mixed_bfloat16")]
 )

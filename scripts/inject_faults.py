@@ -1,0 +1,166 @@
+"""Does the test suite notice silent damage? Faults put into a copy of the code, one at a time; each must turn it red.
+
+    python scripts/inject_faults.py             all of FAULTS, with the tests that stand for the mechanism
+    python scripts/inject_faults.py NAME ...    some
+    python scripts/inject_faults.py --list
+
+Only the tests named beside a fault are run, to the first that fails, so that it takes minutes and not hours: they are
+all of the default suite. Exit code 1 if a fault is not noticed, or if the tests fail without it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.e2e.job import ENVIRONMENT
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Fault(NamedTuple):
+    """In `file` below tfdist, `text` becomes `other`. tests: arguments of pytest."""
+
+    what: str
+    file: str
+    text: str
+    other: str
+    tests: tuple[str, ...]
+
+
+FAULTS: dict[str, Fault] = {
+    "reduction": Fault(
+        "gradients are not added up over the workers",
+        "training/update.py",
+        "        reduced = self.runtime.all_reduce([*travel, tf.concat([sums, signals], 0)])\n",
+        "        reduced = [*travel, *self.runtime.all_reduce([tf.concat([sums, signals], 0)])]\n",
+        ("tests/parity/test_parity.py",),
+    ),
+    "neighbour": Fault(
+        "each worker but the first takes a sample of its neighbour in place of one of its own",
+        "data/order.py",
+        "first = consumed + step",
+        "first = (replica > 0) + consumed + step",
+        ("tests/unit/data",),
+    ),
+    "seed": Fault(
+        "the state of seed generators is not saved",
+        "artifacts/state.py",
+        "enumerate(_once(model.variables))}",
+        'enumerate(_once([v for v in model.variables if "seed" not in v.path]))}',
+        ("tests/unit/artifacts",),
+    ),
+    "clip": Fault(
+        "gradients are clipped on each worker before they are added up",
+        "training/step.py",
+        "        return self.update.reduce(gradients, sums, signals)\n",
+        "        if self.options.clip_norm:\n"
+        "            local = clipping(tf.linalg.global_norm(gradients) * self.runtime.size, self.options.clip_norm)\n"
+        "            gradients = [scaled(gradient, local) for gradient in gradients]\n"
+        "        return self.update.reduce(gradients, sums, signals)\n",
+        ("tests/parity/test_parity.py", "tests/fuzz"),
+    ),
+    "loss scale": Fault(
+        "gradients are divided by the loss scale of the step before",
+        "training/step.py",
+        "        factor = self._unscaling(reduced, scale)\n",
+        "        older = scale\n"
+        "        if self.loss_scale.dynamic:  # after a step that did not fit it was twice as large\n"
+        "            halved = tf.logical_and(tf.equal(self.loss_scale._good_steps, 0), step > 0)\n"
+        "            older = tf.where(halved, 2.0 * scale, scale)\n"
+        "        factor = self._unscaling(reduced, older)\n",
+        ("tests/unit/training", "tests/parity/test_parity.py"),
+    ),
+    "slot": Fault(
+        "one slot variable of the optimizer is not restored",
+        "artifacts/state.py",
+        "        _tf_variable(variable).assign(arrays[key])",
+        '        if key != "optimizer/0002":\n            _tf_variable(variable).assign(arrays[key])',
+        ("tests/unit/artifacts", "tests/unit/run"),
+    ),
+    "batch norm": Fault(
+        "BatchNormalization takes the statistics of its worker's rows alone",
+        "runtime/batch_norm.py",
+        "synchronized=lambda x, axes, keepdims: moments(runtime, x, axes, keepdims)",
+        "synchronized=lambda x, axes, keepdims: tf.nn.moments(x, axes, keepdims=keepdims)",
+        ("tests/parity/test_replicas.py", "tests/parity/test_parity.py", "tests/fuzz"),
+    ),
+    "bucket": Fault(
+        "two gradients of one shape come out of a bucket in each other's place",
+        "runtime/reducer.py",
+        "        self.wait_s += time.monotonic() - begun\n",
+        "        shapes = [array.shape for array in reduced]\n"
+        "        twins = [i for i, shape in enumerate(shapes) if shape and shape == shapes[-2]][:2]\n"
+        "        if len(twins) == 2:\n"
+        "            reduced[twins[0]], reduced[twins[1]] = reduced[twins[1]], reduced[twins[0]]\n"
+        "        self.wait_s += time.monotonic() - begun\n",
+        ("tests/multi/test_conformance.py",),
+    ),
+    "epoch": Fault(
+        "the last sample of an epoch is shuffled as if it were of the next",
+        "data/order.py",
+        "    epoch = positions // size\n",
+        "    epoch = (positions + 1) // size\n",
+        ("tests/unit/data",),
+    ),
+    "fsync": Fault(
+        "a snapshot is committed before its files are on the disk",
+        "artifacts/store.py",
+        "flush=self.local)",
+        "flush=False)",
+        ("tests/unit/artifacts",),
+    ),
+}
+
+
+def noticed(fault: Fault | None, tests: tuple[str, ...]) -> str:
+    """The first test that fails in a copy of the repository with the fault; "" if none does."""
+    with tempfile.TemporaryDirectory(prefix="tfdist-fault-") as folder:
+        copy = Path(folder) / "repository"
+        shutil.copytree(
+            REPOSITORY, copy, symlinks=True, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", "runs")
+        )
+        if fault:
+            file = copy / "tfdist" / fault.file
+            before = file.read_text()
+            if before.count(fault.text) != 1:
+                raise SystemExit(f"{fault.file} does not hold this text once any more: mend FAULTS: {fault.text!r}")
+            file.write_text(before.replace(fault.text, fault.other))
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+            cwd=copy,
+            env={**ENVIRONMENT, "PYTHONPATH": str(copy)},
+            capture_output=True,
+            text=True,
+        )
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if done.returncode not in (0, 1) or bool(failed) != bool(done.returncode):
+            raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+        return failed[0] if failed else ""
+
+
+def main(names: list[str]) -> int:
+    if names == ["--list"]:
+        print("\n".join(f"{name}: {fault.what} ({fault.file})" for name, fault in FAULTS.items()))
+        return 0
+    chosen = {name: FAULTS[name] for name in names} if names else FAULTS
+    missed = []
+    for name, fault in chosen.items():
+        begun = time.monotonic()
+        by = noticed(fault, fault.tests)
+        if not by:
+            missed.append(name)
+        print(f"{name}: {fault.what}: {by or 'NOT noticed'} ({time.monotonic() - begun:.0f} s)", flush=True)
+    every = tuple(dict.fromkeys(test for fault in chosen.values() for test in fault.tests))
+    if not names and (by := noticed(None, every)):
+        raise SystemExit(f"without a fault: {by}")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

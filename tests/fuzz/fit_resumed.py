@@ -1,0 +1,50 @@
+"""A fit with BackupAndRestore that is killed between epochs and started again, beside an undisturbed one."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from tests.fuzz import fit_case
+from tests.fuzz.snapshots import shared
+
+
+class Killed(Exception):
+    """Instead of the end of a process."""
+
+
+class KilledBefore(keras.callbacks.Callback):
+    """Ends the program when an epoch begins; never if it is -1."""
+
+    def __init__(self, epoch: int):
+        super().__init__()
+        self._epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self._epoch:
+            raise Killed
+
+
+def run(case: Mapping[str, Any], functions: Any, runtime: Any) -> dict[str, Any]:
+    """The arrays of the resumed run; a problem if they are not bit for bit those of the undisturbed one."""
+    folder = shared(runtime, tempfile.mkdtemp(prefix="tfdist-fuzz-"))
+    [whole] = fit_case.run(case, functions)
+
+    def program(killed: int) -> dict[str, np.ndarray]:
+        callbacks = [KilledBefore(killed), keras.callbacks.BackupAndRestore(folder)]
+        [found] = fit_case.run(case, functions, more=callbacks)
+        return found
+
+    with contextlib.suppress(Killed):
+        program(case["fit"]["backup"])
+    again = program(-1)
+    unlike = [
+        name for name, value in whole.items() if not np.array_equal(value, again.get(name, np.nan), equal_nan=True)
+    ]
+    problem = f"killed and started again, not bit for bit those of an undisturbed run: {', '.join(unlike[:4])}"
+    return {"arrays": again, "replicas": [], "problems": [problem] if unlike else []}

@@ -1,0 +1,66 @@
+"""What tfdist must refuse, and by which sentence; and what else it may.
+
+A case that must be refused has no right result: another number would be silent damage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tests.fuzz import space
+
+
+class Refusal(NamedTuple):
+    """The class of an error, and a pattern of its sentence."""
+
+    error: str
+    sentence: str
+
+    def is_said(self, error: str, sentence: str) -> bool:
+        return error == self.error and re.search(self.sentence, sentence) is not None
+
+
+# What tfdist may refuse to do. All else that it refuses is a failure.
+ALLOWED = (
+    Refusal("ConfigError", r"leaves some of \d+ replicas x \d+ micro-batches empty"),
+    Refusal("ConfigError", r"layer \w*spectral\w* sets its weight \S+ in the forward pass"),
+    Refusal("ConfigError", r"--mesh has pipe=, whose stages hand on one tensor"),
+    Refusal("ConfigError", r"--jit_compile cannot compile synchronised BatchNormalization over several replicas"),
+    Refusal(
+        "ConfigError", r"--strategy=parameter_server cannot bring together losses that layers add and weighted samples"
+    ),
+    Refusal("ConfigError", r"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable"),
+)
+OTHER_SAMPLES = Refusal("DataError", r"hold different samples, or an order that differs, in \S*train")
+OTHER_BATCHES = Refusal("DataError", r"hold different batches")
+NO_MEAN_OR_SUM = Refusal("ConfigError", r"neither a mean nor a sum over the rows")
+DRIFT = Refusal("DivergedError", r"^The weights of (rank|replica) .* differ from")
+
+
+def allowed(error: str, sentence: str) -> bool:
+    return any(each.is_said(error, sentence) for each in ALLOWED)
+
+
+def demanded(case: Mapping[str, Any]) -> Refusal | None:
+    """What must be said to a case; None if it must be computed."""
+    blocks, data = space.flat_blocks(case), case["data"]
+    if case["runtime"] == "fit:1":
+        return None
+    if case["kind"] == "fit":
+        # What differs in the first batch does no harm: all take the chief's.
+        return NO_MEAN_OR_SUM if "max_loss" in blocks else OTHER_BATCHES if "differs_at" in data else None
+    if "differs" in data:
+        return OTHER_SAMPLES
+    copies = max(
+        space.replicas_of(runtime, case["options"]) for runtime in {case["runtime"], case.get("moved", case["runtime"])}
+    )
+    if "max_loss" in blocks and copies * case["options"]["accumulation"] > 1:
+        return NO_MEAN_OR_SUM
+    return DRIFT if "running_mean" in blocks and copies > 1 else None
+
+
+def breaks_off(case: Mapping[str, Any]) -> bool:
+    """Whether workers cannot go on together after the refusal, which comes in the middle of a step."""
+    return demanded(case) is OTHER_BATCHES

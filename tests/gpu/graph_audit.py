@@ -1,0 +1,182 @@
+"""Would a traced function run on a GPU? Looked up in the kernels of this TensorFlow's build, without a GPU.
+
+TensorFlow registers the kernels of all devices in one table, in the wheel for CPUs, too. A function is traced within
+`tf.device("GPU:0")`; every operation of its graph, and of the graphs that it calls, must then
+  - have a kernel for GPUs for its dtypes, or be pinned to the CPU, or stand in ON_THE_HOST with the reason;
+  - not call Python, unless it is pinned to the CPU;
+  - take nothing large through an argument that a kernel wants in the host's memory;
+  - make nothing large in float64, in which GPUs are up to 64 times slower;
+  - if it is pinned to the CPU, neither take nor give anything large.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import tensorflow as tf
+from tensorflow.python.framework import kernels, op_def_registry
+
+LARGE_BYTES = 64 * 2**10
+_PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+_TRIVIAL = ("NoOp", "Const", "Placeholder", "Identity")
+
+# Operations without a kernel for GPUs that no device runs, or that cost a GPU nothing.
+ON_THE_HOST = {
+    "_Arg": "an argument of a function",
+    "_Retval": "a result of a function",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with one operation."""
+
+    rule: str  # "no kernel", "Python", "large on the host", "large in float64", "large on the CPU"
+    op: str  # its type
+    name: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.op} ({self.name}): {self.detail}"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Of one function."""
+
+    operations: int
+    findings: tuple[Finding, ...]
+    on_host: tuple[str, ...]  # types of operations that are pinned to the CPU, each once
+
+
+def audit(function: tf.types.experimental.ConcreteFunction, host: str = "CPU:0") -> Audit:
+    """Looks at every operation of a traced function. host: the device that stands for the host in it."""
+    graph = function.graph
+    operations = [operation for each in (graph, *_called(graph)) for operation in each.get_operations()]
+    findings = [finding for operation in operations for finding in _findings(operation, host)]
+    pinned = sorted({each.type for each in operations if _pinned(each, host) and each.type not in _TRIVIAL})
+    return Audit(len(operations), tuple(findings), tuple(pinned))
+
+
+def _called(graph: tf.Graph) -> Iterator[tf.Graph]:
+    """The graphs of all functions that a graph knows: bodies of loops, branches, gradients."""
+    seen: set[str] = set()
+    waiting = [graph]
+    while waiting:
+        for name, definition in _functions(waiting.pop()).items():
+            if name not in seen:
+                seen.add(name)
+                body = definition.graph
+                waiting.append(body)
+                yield body
+
+
+def _functions(graph: tf.Graph) -> dict:
+    return {str(name): function for name, function in graph._functions.items() if getattr(function, "graph", None)}
+
+
+def _pinned(operation: tf.Operation, host: str) -> bool:
+    return operation.device.upper().endswith(host)
+
+
+def _findings(operation: tf.Operation, host: str) -> Iterator[Finding]:
+    pinned = _pinned(operation, host)
+    kernel = None if pinned else _kernel(operation)
+    if pinned:
+        yield from _large("large on the CPU", operation, (*operation.inputs, *operation.outputs))
+        return
+    if operation.type in _PYTHON:
+        yield Finding("Python", operation.type, operation.name, "its tensors pass through Python")
+    elif kernel is None and operation.type not in ON_THE_HOST:
+        dtypes = ", ".join(sorted({tensor.dtype.base_dtype.name for tensor in (*operation.inputs, *operation.outputs)}))
+        yield Finding("no kernel", operation.type, operation.name, f"none for GPUs for {dtypes}")
+    if kernel is not None:
+        yield from _large("large on the host", operation, _host_tensors(operation, kernel))
+    doubles = [tensor for tensor in operation.outputs if tensor.dtype.base_dtype == tf.float64]
+    yield from _large("large in float64", operation, doubles)
+
+
+def _large(rule: str, operation: tf.Operation, tensors: Iterable[tf.Tensor]) -> Iterator[Finding]:
+    for tensor in tensors:
+        if _bytes(tensor) > LARGE_BYTES:
+            yield Finding(rule, operation.type, operation.name, _described(tensor))
+
+
+def _kernel(operation: tf.Operation):
+    """The kernel that a GPU would run; None if there is none."""
+    for kernel in _kernels(operation.type):
+        if all(_suits(operation, constraint) for constraint in kernel.constraint):
+            return kernel
+    return None
+
+
+@functools.cache
+def _kernels(kind: str) -> tuple:
+    """For GPUs; a kernel made for them comes before one that is for any device."""
+    found = [
+        kernel
+        for kernel in kernels.get_registered_kernels_for_op(kind).kernel
+        if kernel.device_type in ("GPU", "DEFAULT") and "Xla" not in kernel.label
+    ]
+    return tuple(sorted(found, key=lambda kernel: (kernel.device_type != "GPU", -kernel.priority)))
+
+
+def _suits(operation: tf.Operation, constraint) -> bool:
+    """Whether the types of an operation are among those of a kernel."""
+    allowed = {tf.as_dtype(number) for number in constraint.allowed_values.list.type}
+    try:
+        given = operation.get_attr(constraint.name)
+    except ValueError:
+        return True
+    given = given if isinstance(given, list) else [given]
+    return not allowed or all(tf.as_dtype(each).base_dtype in allowed for each in given)
+
+
+def _host_tensors(operation: tf.Operation, kernel) -> Iterator[tf.Tensor]:
+    """Inputs and outputs that the kernel wants, or leaves, in the host's memory."""
+    definition = op_def_registry.get(operation.type)
+    if definition is None:
+        return
+    on_host = set(kernel.host_memory_arg)
+    for arguments, tensors in (
+        (definition.input_arg, list(operation.inputs)),
+        (definition.output_arg, list(operation.outputs)),
+    ):
+        for argument in arguments:
+            count = _length(operation, argument)
+            mine, tensors = tensors[:count], tensors[count:]
+            if argument.name in on_host:
+                yield from mine
+
+
+def _length(operation: tf.Operation, argument) -> int:
+    """How many tensors belong to an argument."""
+    if argument.number_attr:
+        return int(operation.get_attr(argument.number_attr))
+    if argument.type_list_attr:
+        return len(operation.get_attr(argument.type_list_attr))
+    return 1
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    """Of what is known of its shape; a dimension that is not known counts as 1."""
+    dtype = tensor.dtype.base_dtype
+    if dtype in (tf.resource, tf.variant, tf.string) or tensor.shape.rank is None:
+        return 0
+    return math.prod(size or 1 for size in tensor.shape.as_list()) * dtype.size
+
+
+def _described(tensor: tf.Tensor) -> str:
+    return f"{tensor.dtype.base_dtype.name} {tensor.shape}, {_bytes(tensor)} bytes"
+
+
+def summary(audits: Iterable[tuple[str, Audit]]) -> str:
+    """A table in Markdown: what was looked at, how many operations, what runs on the host, what is wrong."""
+    rows = ["| what | operations | on the host | wrong |", "|---|---|---|---|"]
+    for name, each in audits:
+        wrong = "; ".join(sorted({f"{finding.rule}: {finding.op}" for finding in each.findings})) or "nothing"
+        rows.append(f"| {name} | {each.operations} | {', '.join(each.on_host) or 'nothing'} | {wrong} |")
+    return "\n".join(rows)

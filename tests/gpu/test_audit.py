@@ -1,0 +1,99 @@
+"""What runs on GPUs has kernels there, and launches its collectives in one order; looked up without a GPU."""
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.e2e.job import ENVIRONMENT
+from tests.gpu.combinations import COMBINATIONS, of_evaluation, of_training
+from tests.gpu.graph_audit import Audit, audit
+from tests.gpu.launch_order import problems
+from tfdist.control.local_job import LocalJob
+from tfdist.runtime.launch_order import Launch
+
+
+@pytest.mark.parametrize(
+    "name", ["cnn, float16, accumulation, clipping", "transformer, bfloat16, plain", "experts, float32, plain"]
+)
+def test_a_step_has_kernels_for_gpus(name):
+    found = of_training(COMBINATIONS[name])
+    assert found.operations > 500 and not found.findings, found.findings
+    assert set(found.on_host) <= {"Timestamp", "Cast", "Sum"}, (
+        found.on_host
+    )  # the clock, and one element that it waits for
+
+
+def test_an_evaluation_has_kernels_for_gpus():
+    assert of_evaluation(COMBINATIONS["mlp, float32, plain"]).findings == ()
+
+
+def _of(function, *arguments) -> Audit:
+    with tf.device("GPU:0"):
+        return audit(tf.function(function, autograph=False).get_concrete_function(*arguments))
+
+
+LARGE = tf.TensorSpec([256, 256])
+
+
+def _through_text(x):
+    return [tf.ensure_shape(tf.strings.to_number(tf.strings.as_string(x)), x.shape)]
+
+
+def _pinned(x):
+    with tf.device("CPU:0"):
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: tf.strings.length(tf.strings.as_string(x)), "no kernel: AsString"),
+        (lambda x: tf.numpy_function(np.sin, [x], tf.float32), "Python: PyFunc"),
+        (lambda x: tf.py_function(lambda y: y, [x], tf.float32), "Python: EagerPyFunc"),
+        (lambda x: tf.cast(x, tf.float64), "large in float64: Cast"),
+        (lambda x: tf.reshape(x, tf.cast(tf.reshape(x, [-1]), tf.int32)), "large on the host: Reshape"),
+        (lambda x: tf.while_loop(lambda y: True, _through_text, [x]), "no kernel: AsString"),
+        (_pinned, "large on the CPU: AddV2"),
+    ],
+)
+def test_what_would_not_run_on_a_gpu_is_found(function, words):
+    assert any(words in str(finding) for finding in _of(function, LARGE).findings), _of(function, LARGE)
+
+
+def test_what_runs_on_a_gpu_is_not_reported():
+    assert _of(lambda x: tf.nn.relu(x @ x), LARGE).findings == ()
+
+
+@pytest.mark.slow
+def test_collectives_of_meshes_have_one_order_and_kernels(tmp_path):
+    rows = ["pipe2_gpipe", "model2_sequence", "expert2_zero3_recompute"]
+    output = io.StringIO()
+    command = [sys.executable, "-m", "tests.gpu.mesh_worker", str(tmp_path), ",".join(rows)]
+    job = LocalJob(command, 2, tmp_path / "logs", pin=False, environment=ENVIRONMENT, output=output)
+    job.start()
+    assert job.wait().code == 0, output.getvalue()
+    for row in rows:
+        reports = [json.loads((tmp_path / f"{row}-{rank}.json").read_text()) for rank in range(2)]
+        launches = {
+            rank: [Launch(group, number, tuple(ranks), kind) for group, number, ranks, kind in report["launches"]]
+            for rank, report in enumerate(reports)
+        }
+        assert len(launches[0]) > 3 and list(problems(launches)) == []
+        for report in reports:
+            assert report["audit"]["findings"] == []
+
+
+def test_an_order_that_suits_nobody_is_found():
+    pair, other = Launch(1, 1, (0, 1), "all_reduce"), Launch(2, 1, (0, 1), "all_gather")
+    assert list(problems({0: [pair, other], 1: [pair, other]})) == []
+    (said,) = problems({0: [pair, other], 1: [other, pair]})
+    assert "no order suits all ranks" in said
+    third = Launch(3, 1, (1, 2), "all_reduce")
+    fourth = Launch(4, 1, (0, 2), "all_reduce")
+    assert list(problems({0: [fourth, pair], 1: [pair, third], 2: [third, fourth]}))  # round three ranks
+    assert "never launch" in next(problems({0: [pair], 1: []}))
+    assert "on another" in next(problems({0: [pair], 1: [pair._replace(kind="broadcast")]}))
