@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from types import CellType, FunctionType, ModuleType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from tests.warm_start import client
 from tests.warm_start.client import PackedFunction, Start, Zygote
@@ -129,16 +129,18 @@ def _renew(start: Start) -> None:
     time.tzset()
     _held.extend([sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__])
     at_once = bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = _stream(1, "strict", at_once, line_buffering=os.isatty(1))
-    sys.stderr = sys.__stderr__ = _stream(2, "backslashreplace", at_once, line_buffering=True)
+    sys.stdin = sys.__stdin__ = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = _stream(1, sys.stdout, at_once, at_lines=os.isatty(1))
+    sys.stderr = sys.__stderr__ = _stream(2, sys.stderr, at_once, at_lines=True)
     if "numpy" in sys.modules:  # Python's own generator sees to itself
         sys.modules["numpy"].random.seed()
 
 
-def _stream(number: int, errors: str, at_once: bool, line_buffering: bool) -> io.TextIOWrapper:
+def _stream(number: int, like: TextIO, at_once: bool, at_lines: bool) -> io.TextIOWrapper:
     raw = open(number, "wb", buffering=0 if at_once else -1, closefd=False)  # noqa: SIM115
-    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=line_buffering, write_through=at_once)
+    return io.TextIOWrapper(
+        raw, encoding=like.encoding, errors=like.errors, line_buffering=at_lines and not at_once, write_through=at_once
+    )
 
 
 def _run(start: Start, beside: Callable[[dict[str, str]], Zygote]) -> int:
