@@ -81,7 +81,7 @@ FAULTS: dict[str, Fault] = {
         "keras_fit/rows.py",
         "start + count, count) * tf.cast(runtime.size, grad.dtype)",
         "start + count, count) * tf.cast(1, grad.dtype)",
-        "fit",
+        "fit:2,fit:3",
         "gradients through gathered rows are N times too small",
     ),
     "slots": Fault(
@@ -109,21 +109,21 @@ FAULTS: dict[str, Fault] = {
         "keras_fit/own_rows.py",
         "variable.assign(old + more)",
         "variable.assign(more)",
-        "fit",
+        "fit:2,fit:3",
         "where only the own rows are computed, metrics forget the batches before",
     ),
     "sums": Fault(
         "keras_fit/rows.py",
         "(weight if scales == SUM else share)",
         "share",
-        "fit",
+        "fit:2,fit:3",
         "losses that a model adds as sums over rows count as if they were means",
     ),
     "noise": Fault(
         "keras_fit/random_numbers.py",
         "take_the_chiefs(self._runtime, [generator.state])",
         "pass",
-        "fit",
+        "fit:2,fit:3",
         "each worker draws random numbers of its own in a train_step",
     ),
     "contents": Fault(

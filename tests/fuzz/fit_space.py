@@ -20,8 +20,8 @@ def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> 
 
     data["source"] = chance.choice(["arrays", "arrays", "dataset", "pages", "generator"])
     data.pop("mixed", None)
-    if model["inputs"] in ("rows", "grid") and model["head"] == "classes" and chance.random() < 0.35:
-        model["class"] = chance.choice(CLASSES)
+    if model["inputs"] in ("rows", "grid") and model["head"] in ("classes", "values") and chance.random() < 0.5:
+        model["class"] = chance.choices(CLASSES, [2 if name == "Noisy" else 1 for name in CLASSES])[0]
     optimizer = chance.choices(["sgd", "momentum", "adam", "adamw"], [5, 3, 2, 1])[0]
     losses = {
         "classes": ["entropy", "entropy", "entropy_sum", "ignore_class", "masked_mean"],
@@ -101,7 +101,10 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "not here"
     if "differs" in data and (why := _differing_conflicts(case)):
         return why
-    if case["model"].get("class") == "OwnOutput" and case["model"]["inputs"] != "rows":
+    if case["model"].get("class") == "OwnOutput" and (case["model"]["inputs"], case["model"]["head"]) != (
+        "rows",
+        "classes",
+    ):
         return "outputs are no inputs"
     if case.get("loop") == "own" and data["weights"].startswith("token"):
         return "weights of tokens"

@@ -154,7 +154,7 @@ def _train(chance: random.Random, runtime: str) -> dict[str, Any]:
         )
     if "resumed" in case and runtime.startswith("mesh"):
         mesh_space.compress(chance, model, options, case["options"])
-    elif workers > 1 and again > 0.25 and not runtime.startswith("parameter_server") and chance.random() < 0.06:
+    elif workers > 1 and again > 0.25 and not runtime.startswith("parameter_server") and chance.random() < 0.12:
         kinds = ["order"] + (["input", "target"] if data["source"] == "arrays" else [])
         data["differs"] = chance.choice(kinds + (["weight"] if len(kinds) > 1 and data["weights"] != "none" else []))
     return case
@@ -186,7 +186,7 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
     fitting = [name for name, (shapes, _) in models.BLOCKS.items() if shape in shapes.split() and name != "block"]
     weights = [
         3
-        if name in ("batch_norm", "mean_loss", "activity_loss")
+        if name in ("batch_norm", "mean_loss", "sum_loss", "activity_loss")
         else 0.3
         if name in ("running_mean", "dropout", "max_loss")
         else 1
@@ -290,6 +290,12 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "no step to decay"
     if data["size"] < options["global_batch"]:
         return "fewer samples than a batch"
+    if (
+        "max_loss" in blocks
+        and options["accumulation"] > 1
+        and set(blocks) & {"batch_norm", "counter", "spectral", "running_mean"}
+    ):
+        return "the oracle takes the rows of all micro-batches at once"
     if "inner_metric" in blocks:
         return "state of a worker's rows"
     if "differs" in data and (RUNTIMES[runtime][1] == 1 or {"resumed", "moved"} & set(case) or "nan" in data):

@@ -40,7 +40,11 @@ def test_fixed_cases():
         f" --replay='{json.dumps(verdict.case)}'"
         for verdict in wrong
     )
-    needlessly = [verdict.refused for verdict in verdicts if verdict.refused and not refusals.demanded(verdict.case)]
+    needlessly = [
+        verdict.refused
+        for verdict in verdicts
+        if verdict.refused and not refusals.demanded(verdict.case) and "max_loss" not in space.flat_blocks(verdict.case)
+    ]
     assert len(needlessly) <= 0.1 * len(verdicts)
     assert not [verdict.refused for verdict in verdicts if verdict.vacuous]
     # Half precision rounds as much as a fault may change; of the others most must be able to show a small difference.

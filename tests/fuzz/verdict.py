@@ -97,7 +97,7 @@ def _compared(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict
 
 def _refused_as_demanded(verdict: Verdict, refusal: refusals.Refusal, answers: list[dict[str, Any]]) -> Verdict:
     told = [(answer.get("refused", ""), answer.get("sentence", "")) for answer in answers]
-    said = [refusal.is_said(*each) for each in told]
+    said = [refusal.is_said(*each) or refusals.allowed(verdict.case, *each) for each in told]
     # Who finds a difference in the middle of a step takes its connections along: others may say that it is gone.
     if any(said) and all(said if not refusals.breaks_off(verdict.case) else [error for error, _ in told]):
         verdict.refused = next(sentence for each, (_, sentence) in zip(said, told, strict=True) if each)
@@ -240,7 +240,7 @@ def _answered(verdict: Verdict, answers: list[dict[str, Any]]) -> bool:
         )
     elif refused and len(refused) < len(answers):
         verdict.problems.append(f"only some ranks refuse: {refused[0]}")
-    elif refused and not refusals.allowed(*refused[0]):
+    elif refused and not refusals.allowed(verdict.case, *refused[0]):
         verdict.problems.append(f"refused: {refused[0][0]}: {refused[0][1]}")
     elif refused:
         verdict.refused = refused[0][1]

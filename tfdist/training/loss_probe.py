@@ -128,12 +128,14 @@ class Probe:
     def judged(self, training: bool) -> dict[Key, str]:
         """Of each added loss MEAN, SUM, or why it is neither."""
         found: dict[Key, str] = {}
-        for weights, disturb in (
-            (self.weights, 0.0),
-            (_disturbed(self.weights, 0.3), 0.0),
-            (_disturbed(self.weights, 1.0), 1.0),
+        for weights, kept, noise in (
+            (self.weights, 1.0, 0.0),
+            (_disturbed(self.weights, 0.3), 1.0, 0.0),
+            (_disturbed(self.weights, 1.0), 1.0, 1.0),
+            # Rows far from 0 may all drive a layer to the same limit: then its largest value is its mean.
+            (_disturbed(self.weights, 1.0), 0.0, 1.0),
         ):
-            judged = self._judged(weights, disturb, training)
+            judged = self._judged(weights, kept, noise, training)
             for key, scales in judged.items():
                 before = found.get(key, UNKNOWN)
                 settled = {scales, before} - {UNKNOWN, _WEAK} or ({_WEAK} & {scales, before}) or {UNKNOWN}
@@ -142,8 +144,8 @@ class Probe:
                 break
         return {key: MEAN if scales == _WEAK else scales for key, scales in found.items()}
 
-    def _judged(self, weights: Sequence[np.ndarray], disturb: float, training: bool) -> dict[Key, str]:
-        x = keras.tree.map_structure(lambda leaf: _sound(leaf, disturb), self._take(self.x, self.rows))
+    def _judged(self, weights: Sequence[np.ndarray], kept: float, noise: float, training: bool) -> dict[Key, str]:
+        x = keras.tree.map_structure(lambda leaf: _sound(leaf, kept, noise), self._take(self.x, self.rows))
         batches = [[place] for place in range(ROWS)] + [list(range(ROWS)), [0, 0, 1]]
         batches = [self._take(x, batch) for batch in batches]
 
@@ -199,14 +201,20 @@ def _disturbed(weights: Sequence[np.ndarray], by: float) -> list[np.ndarray]:
     ]
 
 
-def _sound(leaf: Any, disturb: float) -> tf.Tensor:
-    """A tensor without NaN, and, with `disturb`, with other values in each row, if it holds numbers at all."""
+def _sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
+    """`kept` of a tensor without its NaN, and, with `noise`, other values in each row: of whole numbers, which may be
+    places in a table, some that were there."""
     leaf = tf.convert_to_tensor(leaf)
-    if not leaf.dtype.is_floating:
-        return leaf
-    values = tf.where(tf.math.is_finite(leaf), leaf, tf.zeros_like(leaf))
-    noise = tf.constant(np.random.default_rng(1).normal(size=leaf.shape), leaf.dtype)
-    return values + disturb * noise * (tf.math.reduce_std(values) + tf.cast(values.shape.rank is not None, leaf.dtype))
+    if leaf.dtype.is_floating:
+        values = kept * tf.where(tf.math.is_finite(leaf), leaf, tf.zeros_like(leaf))
+        drawn = tf.constant(np.random.default_rng(1).normal(size=leaf.shape), leaf.dtype)
+        return values + noise * drawn * (tf.math.reduce_std(values) + tf.ones([], leaf.dtype))
+    numbers = leaf.numpy()
+    if leaf.dtype.is_integer and noise and numbers.ndim > 1 and numbers.size:
+        rows, places = numbers.reshape(len(numbers), -1), np.arange(len(numbers))
+        one_each = rows[places, places % rows.shape[1]]
+        return tf.constant(np.broadcast_to(one_each.reshape(-1, *[1] * (numbers.ndim - 1)), numbers.shape))
+    return leaf
 
 
 def is_of_keras(layer: keras.Layer) -> bool:

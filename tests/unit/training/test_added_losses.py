@@ -135,6 +135,16 @@ def test_anything_else_is_refused(function):
         added_losses(model_of(Adds(a_mean, function, name="odd")), X)
 
 
+def test_rows_that_look_alike_do_not_make_a_mean_of_a_maximum():
+    limited = model_of(layers.Dense(5, activation="tanh"), Adds(the_largest, name="odd"))
+    with pytest.raises(ConfigError, match="that layer odd adds"):
+        added_losses(limited, X + 1000)
+    x = layers.Input((4,), dtype="int32")
+    looked_up = keras.Model(x, Adds(the_largest, name="odd")(layers.Embedding(9, 3)(x)))
+    with pytest.raises(ConfigError, match="that layer odd adds"):
+        added_losses(looked_up, np.tile([[1, 5, 3, 2]], [4, 1]))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_few_rows_will_do(rows):
     assert scales(model_of(layers.Dense(3), Adds(a_sum, a_mean, closed)), X[:rows]) == [SUM, MEAN, SUM]
