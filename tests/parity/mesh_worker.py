@@ -49,7 +49,7 @@ ADAMW = {
 EMA = {**ADAMW, "ema": 0.9}
 DEEP = {
     **TEXT,
-    "model_args": "layers=3,width=32,heads=4,dropout=0.1",
+    "model_args": "layers=2,width=32,heads=4,dropout=0.1",
     "global_batch": 8,
     "accumulation": 4,
 }  # dropout: the masks are those of one device
@@ -66,6 +66,7 @@ EXPERTS = {
 # Losses that layers add in each block, and regularizers of weights, one of which two stages share.
 ADDED = {**DENSE, **SGD, "model": "tests.parity.models:blocks", "accumulation": 4}
 
+DEEPER = {**DEEP, "model_args": "layers=3,width=32,heads=4,dropout=0.1"}
 PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
 LONG = {
     **TEXT,
@@ -121,7 +122,7 @@ ROWS: dict[str, Row] = {
     "pipe2_data2_added": Row(4, "pipe=2", ADDED, {}),
     "model2_added": Row(2, "model=2", ADDED, {"recompute": "block"}),
     "pipe2_model2_added": Row(4, "pipe=2,model=2", ADDED, {}),
-    **{f"pipe4_{name}": Row(4, "pipe=4", DEEP | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
+    **{f"pipe4_{name}": Row(4, "pipe=4", DEEPER | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
     **{f"pipe2_{name}_peak": Row(2, "pipe=2", LONG | ADAMW, PIPES[name]) for name in ("gpipe", "1f1b")},
     "pipe2_model2": Row(4, "pipe=2,model=2", PLAIN | ADAMW, {"recompute": "block"}),
     "data2_pipe2_zero1": Row(4, "pipe=2,data=2", PLAIN | EMA, {"zero": 1}),
