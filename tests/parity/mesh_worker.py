@@ -229,7 +229,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
                 peak=peak,
                 **arrays,
             )
-    runtime.barrier()
+    runtime.close()
     print("mesh worker: done", flush=True)
 
 
