@@ -249,7 +249,7 @@ def main(argument: str) -> None:
                 check(runtime, axes)
             check_hierarchical(runtime)
             count_threads(runtime)
-            runtime.barrier()
+            runtime.close()
             print(f"collectives: rank {runtime.rank} of {runtime.mesh.describe()} is as it must be", flush=True)
     except Exception as error:
         told = error if isinstance(error, TfdistError) else explain(error, cluster)

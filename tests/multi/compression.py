@@ -99,7 +99,7 @@ def main(name: str) -> None:
         found[kind] = [loss, sent, wire]
     if runtime.rank == 0:
         print("found " + json.dumps(found), flush=True)
-    runtime.barrier()
+    runtime.close()
 
 
 def resumed(folder: str) -> None:
@@ -163,7 +163,7 @@ def resumed(folder: str) -> None:
             )
     if runtime.rank == 0:
         print("found " + json.dumps(found), flush=True)
-    runtime.barrier()
+    runtime.close()
 
 
 def operations(function):

@@ -230,7 +230,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
                 peak=peak,
                 **arrays,
             )
-    runtime.barrier()
+    runtime.close()
     print("mesh worker: done", flush=True)
 
 

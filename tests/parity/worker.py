@@ -86,7 +86,7 @@ def main(out: Path, rows: list[str], flags: list[str]) -> None:
             evaluation=[evaluation[key] for key in sorted(evaluation)],
             **weights,
         )
-    runtime.barrier()
+    runtime.close()
     print("parity worker: done", flush=True)
 
 
