@@ -6,7 +6,16 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-CLASSES = ("GradientPenalty", "Adversarial", "TwoUpdates", "TwoCalls", "WeightsInTheLoss", "OwnOutput", "Noisy")
+CLASSES = (
+    "GradientPenalty",
+    "Adversarial",
+    "TwoUpdates",
+    "TwoCalls",
+    "WeightsInTheLoss",
+    "OwnOutput",
+    "Noisy",
+    "NoisyElsewhere",
+)
 LOOPS = ("own", "gan", "gan_penalty")
 BACKUP_EPOCHS = 3
 ADDING = {"mean_loss", "sum_loss", "max_loss", "activity_loss"}  # blocks that add losses in the type they compute in
@@ -21,7 +30,7 @@ def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> 
     data["source"] = chance.choice(["arrays", "arrays", "dataset", "pages", "generator"])
     data.pop("mixed", None)
     if model["inputs"] in ("rows", "grid") and model["head"] in ("classes", "values") and chance.random() < 0.5:
-        model["class"] = chance.choices(CLASSES, [2 if name == "Noisy" else 1 for name in CLASSES])[0]
+        model["class"] = chance.choices(CLASSES, [2 if name.startswith("Noisy") else 1 for name in CLASSES])[0]
     optimizer = chance.choices(["sgd", "momentum", "adam", "adamw"], [5, 3, 2, 1])[0]
     losses = {
         "classes": ["entropy", "entropy", "entropy_sum", "ignore_class", "masked_mean"],
@@ -99,6 +108,8 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     compiled, fit, data = case["compile"], case["fit"], case["data"]
     if "nan" in data or set(blocks) & {"float16", "bfloat16", "float64", "running_mean"}:
         return "not here"
+    if case["model"].get("class") == "NoisyElsewhere" and "backup" in fit:
+        return "a backup holds what belongs to the model"
     if "differs" in data and (why := _differing_conflicts(case)):
         return why
     if case["model"].get("class") == "OwnOutput" and (case["model"]["inputs"], case["model"]["head"]) != (

@@ -118,10 +118,26 @@ class Noisy(_Own):
         super().__init__(*args, **options)
         self.generator = keras.random.SeedGenerator(3 + Noisy.rank)
 
+    def drawn_from(self):
+        return self.generator
+
     def train_step(self, data):
         x, y, w = self.parts(data)
-        x = x + 0.3 * tf.cast(keras.random.normal(tf.shape(x), dtype="float32", seed=self.generator), x.dtype)
+        x = x + 0.3 * tf.cast(keras.random.normal(tf.shape(x), dtype="float32", seed=self.drawn_from()), x.dtype)
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True), w)
         self.apply(tape, loss)
         return self.told(loss)
+
+
+class NoisyElsewhere(Noisy):
+    """From a generator that is no part of the model."""
+
+    generators: list = []  # of the newest model
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        NoisyElsewhere.generators[:] = [keras.random.SeedGenerator(7 + Noisy.rank)]
+
+    def drawn_from(self):
+        return NoisyElsewhere.generators[0]
