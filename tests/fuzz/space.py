@@ -101,7 +101,7 @@ def _with_again(chance: random.Random, case: dict[str, Any], count: int) -> dict
     ):
         return case
     again: list[dict[str, Any]] = []
-    for number in range(1, 1 + count):
+    for number in range(1, 1 + (min(count, AGAIN) if case["kind"] == "fit" else count)):  # Keras' fit costs more
         for _ in range(20):
             data = draw_data(chance, case["model"]) | {"draw": number}
             if case["kind"] == "fit" or data["source"] == "dataset":

@@ -21,7 +21,7 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None 
     try:
         pyplot = optional_packages.pyplot("--plot")
     except UnsupportedError as error:
-        return f"no picture: {error}"
+        return f"no picture: {error}, or use --noplot"
     series = read_series(log)
     if not any(series.values()):
         return "no picture: the log has no steps yet"
