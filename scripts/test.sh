@@ -13,7 +13,7 @@ export OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1 CUDA_
 python -m ruff check tfdist tests scripts examples docs
 python -m ruff format --check --quiet tfdist tests scripts examples docs/*.py
 python -m basedpyright
-# Two at a time: much of a test of processes is waiting for them. TFDIST_TEST_PROCESSES=0 runs them one by one. In the
-# order of folders: files of few long tests come first, and in the end neither of the two waits long for the other. A
+# Three at a time on two cores: much of a test of processes is waiting for them. TFDIST_TEST_PROCESSES=0 runs them one by
+# one. In the order of folders: files of few long tests come first, and in the end nobody waits long for the others. A
 # process that dies is the end: pytest-xdist would start another, and wait for ever (seen with 3.8 and loadfile).
-exec python -m pytest -n "${TFDIST_TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"
+exec python -m pytest -n "${TFDIST_TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"

@@ -59,6 +59,8 @@ def _drawn(coverage: Coverage) -> Iterator[dict[str, Any]]:
 def _light(case: dict[str, Any], broken_off: str | None) -> bool:
     """Whether it is traced and computed fast, and stopped in between in the way that is wanted."""
     blocks = space.flat_blocks(case)
+    if "spectral" in blocks and "recompute" in case.get("options", {}):  # is refused, so it shows little
+        return False
     if (
         len(blocks) > 2
         or "lstm" in blocks

@@ -21,6 +21,7 @@ begins with as many seconds of sleep as the file "pace" there says.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -89,8 +90,9 @@ class Faults:
                 except FileNotFoundError:
                     continue
                 self._do(kind, step)
-        if place == "step" and (self.folder / "pace").exists():
-            time.sleep(float((self.folder / "pace").read_text()))
+        if place == "step":
+            with contextlib.suppress(FileNotFoundError):  # it may be taken away at any moment
+                time.sleep(float((self.folder / "pace").read_text()))
 
     def _do(self, kind: str, step: int) -> None:
         os.write(2, f"tfdist: fault on purpose: {kind} at step {step}.\n".encode())
