@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 
 from tests.e2e.job import ENVIRONMENT
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 NOTEBOOK = Path("scripts/walkthrough.ipynb")
 
 

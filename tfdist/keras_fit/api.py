@@ -27,6 +27,8 @@ def _join(model: Any, purpose: str) -> OneDevice:
         raise ConfigError(
             f"tfdist.{purpose} takes a keras.Model, not {type(model).__name__}: pass the model first, then its data."
         )
+    if purpose == "fit" and not model.compiled:
+        raise ConfigError("The model is not compiled: call model.compile(...) before tfdist.fit.")
     return init()
 
 

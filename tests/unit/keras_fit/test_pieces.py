@@ -241,3 +241,9 @@ def test_one_process_is_keras(monkeypatch):
         tfdist.init(startup_timeout=3)
     with pytest.raises(ConfigError, match="keras.Model, not ndarray"):
         tfdist.fit(x, x)
+
+
+def test_a_model_that_is_not_compiled_is_refused():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with pytest.raises(ConfigError, match=r"not compiled: call model.compile\(...\) before tfdist.fit"):
+        tfdist.fit(model, np.zeros((4, 3)), np.zeros(4))
