@@ -81,13 +81,13 @@ def run(
     """One model, fitted to each of the case's data, one after the other.
 
     functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not. shaken: above
-    0, a seed of changes to the first weights in the last place of float32. more: callbacks beside those of the case.
+    0, a seed of changes to the first weights in the last place of the type. more: callbacks beside those of the case.
     """
     with keras_settings.restored():
         keras_settings.forget_names()
         model = _model(case, double)
         if shaken:
-            shake(model, np.random.default_rng(shaken))
+            shake(model, np.random.default_rng(shaken), case["compile"].get("precision", "float32"))
         _compile(case, model, eager)
         if "loop" in case:
             return [_looped(part, model, functions, double, eager) for part in space.parts(case)]

@@ -129,6 +129,8 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         "weighted_metrics" in compiled or case["model"].get("embedding") == "embedding_masked"
     ):
         return "one number for a batch has no weights"
+    if "precision" in compiled and compiled["loss"] in ("dice", "tversky"):
+        return "a quotient whose denominator passes 0, where targets are no probabilities"
     if "precision" in compiled and set(blocks) & ADDING:
         return "Keras cannot add up losses of several types"
     if case["model"]["head"] == "dict" and data["weights"] != "none":

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tests.fuzz import data, keras_settings, models, space
 from tests.fuzz.layers import SumLoss
 
-LAST_PLACE = 2.0**-24
+LAST_PLACE = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of what is computed with
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 
 
@@ -26,7 +26,7 @@ class Reference:
 
     def __init__(self, case: Mapping[str, Any], double: bool = False, turned: bool = False, shaken: int = 0):
         """turned: the rows of each micro-batch are taken in reverse, which changes nothing but the rounding. shaken:
-        above 0, a seed of changes to the weights in the last place of float32, at the beginning and after each step."""
+        above 0, a seed of changes to the weights in the last place of the type, at first and after each step."""
         self.case, self.options, self.double, self.turned = case, case["options"], double, turned
         keras_settings.forget_names()
         keras.config.set_floatx("float32")
@@ -132,7 +132,7 @@ class Reference:
 
     def _shake(self) -> None:
         if self.random is not None:
-            shake(self.model, self.random)
+            shake(self.model, self.random, self.options.get("precision", "float32"))
 
     @property
     def _may_skip(self) -> bool:
@@ -248,11 +248,11 @@ class Reference:
         }
 
 
-def shake(model: keras.Model, random: np.random.Generator) -> None:
-    """Changes weights as rounding to float32 does."""
+def shake(model: keras.Model, random: np.random.Generator, precision: str) -> None:
+    """Changes weights as rounding to the type does that they are computed with."""
     for variable in model.trainable_variables:
         value = variable.numpy()
-        variable.assign(value * (1 + random.normal(size=value.shape) * LAST_PLACE))
+        variable.assign(value * (1 + random.normal(size=value.shape) * LAST_PLACE[precision]))
 
 
 def once(variables: list) -> list:
