@@ -91,7 +91,7 @@ class Reference:
                 loss, weight, norm, finite = self._step(order[step * batch : (step + 1) * batch], step)
                 step += 1
                 skipped += not finite
-                sums += [loss, weight] if finite else 0
+                sums += [loss, weight] if finite or not self._may_skip else 0
             found[f"loss/{call}"] = np.array(sums[0] / sums[1] if sums[1] else np.nan)
             found[f"norm/{call}"] = np.array(norm)
         found["skipped"] = np.array(float(skipped))
