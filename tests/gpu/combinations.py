@@ -39,7 +39,7 @@ OPTIONS = {
     "momentum, NaN skipped": ("--optimizer=momentum", "--on_nan=skip"),
     "lamb": ("--optimizer=lamb",),
     "adafactor": ("--optimizer=adafactor",),
-    "recompute": ("--recompute=full",),
+    "recompute": ("--recompute=block",),
     "deterministic": ("--deterministic",),
     "no phases": ("--phase_every=0",),
     "rows of a table": ("--optimizer=sgd",),
@@ -50,7 +50,7 @@ OPTIONS = {
 _PAIRS = (
     [(model, precision, "plain") for model in MODELS for precision in PRECISIONS]
     + [("transformer", "bfloat16", option) for option in OPTIONS if option != "plain"]
-    + [("cnn", "float16", option) for option in OPTIONS if option not in ("plain", "rows of a table")]
+    + [("cnn", "float16", option) for option in OPTIONS if option not in ("plain", "rows of a table", "recompute")]
 )
 COMBINATIONS = {
     f"{model}, {precision}, {option}": (*MODELS[model], f"--precision={precision}", *OPTIONS[option])
