@@ -18,10 +18,9 @@ import tempfile
 from pathlib import Path
 
 from tests.e2e.job import ENVIRONMENT
-from tests.gpu.graph_audit import Audit, Finding, summary
+from tests.gpu.graph_audit import Audit, summary
 from tests.gpu.launch_order import problems
-from tfdist.control.local_job import LocalJob
-from tfdist.runtime.launch_order import Launch
+from tests.gpu.mesh_reports import of_meshes
 
 
 def main() -> int:
@@ -67,7 +66,7 @@ def _in_a_process(names: list[str], file: Path) -> dict[str, Audit]:
     subprocess.run(
         [sys.executable, __file__, f"--child={file}", f"--only={json.dumps(names)}"], env=ENVIRONMENT, check=True
     )
-    return {name: _audit(report) for name, report in json.loads(file.read_text()).items()}
+    return {name: Audit.from_dict(report) for name, report in json.loads(file.read_text()).items()}
 
 
 def _child(names: str, file: str) -> int:
@@ -87,32 +86,9 @@ def _meshes(workers: int, folder: Path) -> tuple[dict[str, Audit], list[str]]:
     """(the audit of each mesh, what is wrong with the order of its collectives)"""
     out = folder / f"meshes-{workers}"
     out.mkdir()
-    job = LocalJob(
-        [sys.executable, "-m", "tests.gpu.mesh_worker", str(out)],
-        workers,
-        out / "logs",
-        pin=False,
-        environment=ENVIRONMENT,
-    )
-    job.start()
-    ended = job.wait()
-    if ended.code:
-        raise SystemExit(ended.cause)
-    found, wrong = {}, []
-    for row in sorted({file.stem.rpartition("-")[0] for file in out.glob("*.json")}):
-        reports = [json.loads((out / f"{row}-{rank}.json").read_text()) for rank in range(workers)]
-        launches = {
-            rank: [Launch(group, number, tuple(ranks), kind) for group, number, ranks, kind in report["launches"]]
-            for rank, report in enumerate(reports)
-        }
-        wrong += [f"{row}: {each}" for each in problems(launches)]
-        found[f"{row}, {workers} workers"] = _audit(reports[0]["audit"])
-    return found, wrong
-
-
-def _audit(report: dict) -> Audit:
-    findings = tuple(Finding(**each) for each in report["findings"])
-    return Audit(report["operations"], findings, tuple(report["on_host"]))
+    reports = of_meshes(workers, out)
+    wrong = [f"{row}: {each}" for row, report in reports.items() for each in problems(report.launches)]
+    return {f"{row}, {workers} workers": report.audits[0] for row, report in reports.items()}, wrong
 
 
 if __name__ == "__main__":

@@ -10,17 +10,13 @@ all of the default suite. Exit code 1 if a fault is not noticed, or if the tests
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 from tests.e2e.job import ENVIRONMENT
-
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests.faulty_copy import faulty_copy
 
 
 class Fault(NamedTuple):
@@ -120,17 +116,7 @@ FAULTS: dict[str, Fault] = {
 
 def noticed(fault: Fault | None, tests: tuple[str, ...]) -> str:
     """The first test that fails in a copy of the repository with the fault; "" if none does."""
-    with tempfile.TemporaryDirectory(prefix="tfdist-fault-") as folder:
-        copy = Path(folder) / "repository"
-        shutil.copytree(
-            REPOSITORY, copy, symlinks=True, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", "runs")
-        )
-        if fault:
-            file = copy / "tfdist" / fault.file
-            before = file.read_text()
-            if before.count(fault.text) != 1:
-                raise SystemExit(f"{fault.file} does not hold this text once any more: mend FAULTS: {fault.text!r}")
-            file.write_text(before.replace(fault.text, fault.other))
+    with faulty_copy(*((fault.file, fault.text, fault.other) if fault else ())) as copy:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
             cwd=copy,

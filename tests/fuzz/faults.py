@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import re
 import resource
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.e2e.job import ENVIRONMENT
+from tests.faulty_copy import REPOSITORY, faulty_copy
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MINUTES = 5.0
 
 
@@ -154,12 +152,7 @@ FAULTS: dict[str, Fault] = {
 def find(name: str) -> tuple[str, float]:
     """(the case that shows a fault, seconds of a core until then); "" if none did."""
     fault, begun, seed = FAULTS[name], _core_seconds(), 0
-    with tempfile.TemporaryDirectory(prefix="tfdist-fault-") as folder:
-        copy = Path(folder)
-        for part in ("tfdist", "tests", "scripts"):
-            shutil.copytree(REPOSITORY / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-        file = copy / "tfdist" / fault.file
-        file.write_text(file.read_text().replace(fault.text, fault.other))
+    with faulty_copy(fault.file, fault.text, fault.other) as copy:
         while (left := MINUTES - (_core_seconds() - begun) / 60) > 0:
             seed += 1
             said = _fuzz(

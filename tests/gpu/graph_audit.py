@@ -51,6 +51,12 @@ class Audit:
     findings: tuple[Finding, ...]
     on_host: tuple[str, ...]  # types of operations that are pinned to the CPU, each once
 
+    @classmethod
+    def from_dict(cls, found: dict) -> Audit:
+        """The inverse of dataclasses.asdict, by way of JSON."""
+        findings = tuple(Finding(**finding) for finding in found["findings"])
+        return cls(found["operations"], findings, tuple(found["on_host"]))
+
 
 def audit(function: tf.types.experimental.ConcreteFunction, host: str = "CPU:0") -> Audit:
     """Looks at every operation of a traced function. host: the device that stands for the host in it."""

@@ -1,18 +1,13 @@
 """What runs on GPUs has kernels there, and launches its collectives in one order; looked up without a GPU."""
 
-import io
-import json
-import sys
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e.job import ENVIRONMENT
 from tests.gpu.combinations import COMBINATIONS, of_evaluation, of_training
 from tests.gpu.graph_audit import Audit, audit
 from tests.gpu.launch_order import problems
-from tfdist.control.local_job import LocalJob
+from tests.gpu.mesh_reports import of_meshes
 from tfdist.runtime.launch_order import Launch
 
 
@@ -71,20 +66,11 @@ def test_what_runs_on_a_gpu_is_not_reported():
 @pytest.mark.slow
 def test_collectives_of_meshes_have_one_order_and_kernels(tmp_path):
     rows = ["pipe2_interleaved", "expert2_zero3_recompute"]
-    output = io.StringIO()
-    command = [sys.executable, "-m", "tests.gpu.mesh_worker", str(tmp_path), ",".join(rows)]
-    job = LocalJob(command, 2, tmp_path / "logs", pin=False, environment=ENVIRONMENT, output=output)
-    job.start()
-    assert job.wait().code == 0, output.getvalue()
-    for row in rows:
-        reports = [json.loads((tmp_path / f"{row}-{rank}.json").read_text()) for rank in range(2)]
-        launches = {
-            rank: [Launch(group, number, tuple(ranks), kind) for group, number, ranks, kind in report["launches"]]
-            for rank, report in enumerate(reports)
-        }
-        assert len(launches[0]) > 3 and list(problems(launches)) == []
-        for report in reports:
-            assert report["audit"]["findings"] == []
+    reports = of_meshes(2, tmp_path, rows)
+    assert sorted(reports) == sorted(rows)
+    for report in reports.values():
+        assert len(report.launches[0]) > 3 and list(problems(report.launches)) == []
+        assert [audit.findings for audit in report.audits] == [(), ()]
 
 
 def test_an_order_that_suits_nobody_is_found():

@@ -135,8 +135,12 @@ def receipts(schedule: Schedule) -> list[list[list[Receipt]]]:
 
 def _made(start: int, action: Action, stage: int, stages: int) -> tuple[int, Receipt]:
     """(when an action ends, what it makes)."""
-    end = start + (1 if action.forward else 2)
-    return end, Receipt(action.forward, action.micro, action.chunk * stages + stage)
+    return _end(start, action), Receipt(action.forward, action.micro, action.chunk * stages + stage)
+
+
+def _end(start: int, action: Action) -> int:
+    """With the durations that `timeline` has if none are given."""
+    return start + (1 if action.forward else 2)
 
 
 def _goes_to(receipt: Receipt) -> int:
@@ -147,7 +151,7 @@ def _goes_to(receipt: Receipt) -> int:
 def bubble(schedule: Schedule) -> float:
     """The part of all stages' time in which they wait, with a backward pass twice as long as a forward pass."""
     lines = timeline(schedule)
-    end = max(start + (1 if action.forward else 2) for line in lines for start, action in line)
+    end = max(_end(start, action) for line in lines for start, action in line)
     busy = sum(1 if action.forward else 2 for line in lines for _, action in line)
     return 1 - busy / (end * len(schedule))
 
@@ -169,7 +173,7 @@ def picture(schedule: Schedule) -> str:
     for waiting.
     """
     lines = timeline(schedule)
-    end = max(start + (1 if action.forward else 2) for line in lines for start, action in line)
+    end = max(_end(start, action) for line in lines for start, action in line)
     rows = []
     for stage, line in enumerate(lines):
         row = ["."] * end
