@@ -66,7 +66,8 @@ class MeasuredStep(TrainStep):
         """The results of n steps, and `MarkTimes`."""
         self._mark, self._sums = Marks(base, self.options.timed, self._copies), MarkSums.none()
         begin = self._mark([n])
-        results = self._steps(iterators, n, signals)
+        with tf.control_dependencies([begin]):  # else the first START may be looked at before
+            results = self._steps(iterators, n, signals)
         return results, tf.concat([*self._sums, (self._end - begin)[None]], 0)
 
     def _repeat(self, start: int, stop: int | tf.Tensor, body: Callable[[tf.Tensor, Any], Any], carry: Any) -> Any:
@@ -87,7 +88,8 @@ class MeasuredStep(TrainStep):
     def _differentiate(self, iterators: list, after: tf.Tensor, compute: Callable, arguments: tuple) -> Any:
         self._forward = None
         accumulated = super()._differentiate(iterators, after, compute, arguments)
-        backward = self._mark(phase_marks.gradients_last(self.runtime.local(accumulated)))
+        before = self._device if self._forward is None else self._forward
+        backward = self._mark([before, *phase_marks.gradients_last(self.runtime.local(accumulated))])
         forward = backward if self._forward is None else self._forward
         times = self._mark.relative([self._data, self._device, forward, backward])
         self._sums = self._sums._replace(of_micro_batches=self._sums.of_micro_batches + times)
@@ -95,28 +97,30 @@ class MeasuredStep(TrainStep):
 
     def _next_batches(self, iterators: list, after: tf.Tensor) -> list[list]:
         batches = super()._next_batches(iterators, after)
-        self._data = self._mark(tf.nest.flatten(batches))
+        self._data = self._mark([self._sums.of_micro_batches, *tf.nest.flatten(batches)])
         with tf.control_dependencies([self._data]):
             return tf.nest.map_structure(tf.identity, batches)
 
     def _on_devices(self, batches: list[list]) -> list:
         placed = super()._on_devices(batches)
         last = [self.runtime.local(batch)[::-1] for batch in placed]
-        self._device = self._mark(tf.nest.flatten(last)) if self._copies else self._data
+        self._device = self._mark([self._data, *tf.nest.flatten(last)]) if self._copies else self._data
         return placed
 
     def _begin_backward(self, total: Total) -> tf.Tensor:
-        self._forward = self._mark([total.differentiated, total.sums])
+        self._forward = self._mark([self._device, total.differentiated, total.sums])
         with tf.control_dependencies([self._forward]):
             return ones_of(total)
 
     def _seconds_since(self, begun: tf.Tensor, accumulated: Any) -> tf.Tensor:
-        self._local = self._mark(phase_marks.gradients_last(self.runtime.local(accumulated)))
+        last = phase_marks.gradients_last(self.runtime.local(accumulated))
+        self._local = self._mark([self._sums.of_micro_batches, *last])
         return self._local - begun if self._mark.always else super()._seconds_since(begun, accumulated)
 
     def _reduce(self, accumulated: Any, signals: tf.Tensor) -> Reduced:
         reduced = super()._reduce(accumulated, signals)
-        self._reduced = self._mark([*map(phase_marks.values_of, reduced.gradients), reduced.sums, reduced.signals])
+        values = map(phase_marks.values_of, reduced.gradients)
+        self._reduced = self._mark([self._local, *values, reduced.sums, reduced.signals])
         times = self._mark.relative([self._start, self._local, self._reduced])
         self._sums = self._sums._replace(of_steps=self._sums.of_steps + times)
         return reduced

@@ -13,6 +13,9 @@ The marks of a step, in order; with several micro-batches those from DATA to BAC
 
     START  data wait  DATA  host to device  DEVICE  forward  FORWARD  backward  BACKWARD
     LOCAL (= the last BACKWARD)  gradient synchronisation  REDUCED  optimizer  START of the next step
+
+Each waits for the mark before it, too: two that wait for the same tensors would be looked at in any order, and by
+Python's clock milliseconds apart on a busy machine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Marks in the training function: they tell the phases and change nothing."""
 
+import itertools
 import time
 
 import pytest
@@ -7,6 +8,7 @@ import tensorflow as tf
 
 from tests.unit.training.test_step import W, X, Y, batches, make_step, weights
 from tfdist.telemetry.phases import PHASES
+from tfdist.training import phase_marks
 from tfdist.training.phase_marks import MarkTimes, in_step
 
 
@@ -67,6 +69,46 @@ def test_phases_fill_the_call_and_find_the_slow_one(timed, accumulation):
     assert phases["data_wait"] >= (5 * accumulation - 1) * 0.02  # tf.data may have made one ahead
     assert phases["forward"] > 0 and phases["backward"] > 0 and phases["optimizer"] > 0
     assert phases["gradient_sync"] == 0 == call.sync_s  # of one device
+
+
+def what_comes_before(tensor):
+    """The operations of its graph that must have ended before it is there."""
+    found, waiting = set(), [tensor.op]
+    while waiting:
+        operation = waiting.pop()
+        if operation not in found:
+            found.add(operation)
+            waiting += [*(value.op for value in operation.inputs), *operation.control_inputs]
+    return found
+
+
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_each_mark_waits_for_the_one_before_it(timed, accumulation, monkeypatch):
+    """Marks that wait for the same tensors alone are looked at in any order: on a busy machine, by Python's clock, an
+    optimizer took negative time.
+    """
+    of_graphs = {}
+
+    class Recorded(phase_marks.Marks):
+        def __call__(self, after):
+            mark = super().__call__(after)
+            of_graphs.setdefault(mark.graph, []).append(mark)
+            return mark
+
+    monkeypatch.setattr("tfdist.training.measured_step.Marks", Recorded)
+    step = make_step(batch=4 * accumulation, accumulation=accumulation, phase_every=1, timed=timed)
+    step(batches(4), 2)
+    call, one_step, *micro_batches = of_graphs.values()
+    assert [len(call), len(one_step), *map(len, micro_batches)] == [2, 6, *[3] * (accumulation > 1)]
+    for marks in of_graphs.values():
+        for before, mark in itertools.pairwise(marks):
+            assert before.op in what_comes_before(mark), (before, mark)
+    begin, end = call
+    assert all(begin.op in what_comes_before(op.outputs[0]) for op in what_comes_before(end) if "While" in op.type)
+    for marks in micro_batches:  # the first waits for what the loop has carried of the marks before
+        carried = [op.outputs[0] for op in what_comes_before(marks[0]) if op.type == "Placeholder"]
+        assert any(value.dtype == tf.float64 and value.shape == [4] for value in carried)
 
 
 @pytest.mark.parametrize(
