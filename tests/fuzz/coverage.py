@@ -18,7 +18,7 @@ from tests.fuzz import known, space
 CANDIDATES, NEW = 1500, 50  # cases of a runtime to choose from, at first and more for each that was chosen
 LEAST = 5  # so often a pair should have been compared
 LOOKED_AT = 2000  # cases of each runtime
-ELSEWHERE = 3  # other runtimes that see the same job, for which the oracle is computed once
+ELSEWHERE = 5  # other runtimes that see the same job, for which the oracle is computed once
 
 
 class Coverage:

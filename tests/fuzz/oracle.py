@@ -279,17 +279,16 @@ def predict(case: Mapping[str, Any], order: np.ndarray) -> tuple[dict[str, np.nd
         return single, Reference(case, double=True).run(order)
 
 
-def others(case: Mapping[str, Any], order: np.ndarray) -> list[dict[str, np.ndarray]]:
-    """More runs, which differ by nothing but rounding."""
+def others(case: Mapping[str, Any], order: np.ndarray, more: bool) -> list[dict[str, np.ndarray]]:
+    """Runs that differ by nothing but rounding: some, or more of them."""
     with keras_settings.restored():
-        return [
-            Reference(case, turned=True).run(order),
-            *(Reference(case, double=True, shaken=seed).run(order) for seed in (1, 2, 3)),
-            # In float64 a gradient that is 0 but for rounding stays so: what float32 makes of it is seen in float32.
-            *(Reference(case, shaken=seed, turned=seed % 2 == 0).run(order) for seed in range(4, 4 + MORE)),
-            *(
-                [Reference(case, double=True, coarse=True).run(order)]
-                if case["options"].get("optimizer") in ADAM
-                else []
-            ),
-        ]
+        if not more:
+            return [
+                Reference(case, turned=True).run(order),
+                *(Reference(case, double=True, shaken=seed).run(order) for seed in (1, 2, 3)),
+            ]
+        # In float64 a gradient that is 0 but for rounding stays so: what float32 makes of it is seen in float32.
+        runs = [Reference(case, shaken=seed, turned=seed % 2 == 0).run(order) for seed in range(4, 4 + MORE)]
+        if case["options"].get("optimizer") in ADAM:
+            runs.append(Reference(case, double=True, coarse=True).run(order))
+        return runs
