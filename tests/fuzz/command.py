@@ -8,7 +8,7 @@ import json
 import time
 
 from tests.fuzz import fixed, space
-from tests.fuzz.coverage import Coverage, cases
+from tests.fuzz.coverage import LEAST, Coverage, allowed_pairs, cases
 from tests.fuzz.fleet import judge_all
 from tests.fuzz.pool import Pool
 from tests.fuzz.shrink import script, shrink
@@ -64,7 +64,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="end after so many minutes of a core, whatever else the machine does",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=10**9, help="at most so many")
+    parser.add_argument("--cases", type=int, default=10**9, help="at most so many graphs")
     parser.add_argument("--first", type=int, default=0, help="number of the first job of this seed")
     parser.add_argument(
         "--runtimes",
@@ -146,10 +146,11 @@ def _summary(verdicts: list[Verdict], coverage: Coverage, arguments: argparse.Na
     )
     if not arguments.replay:
         coverage.write()
-        missing = coverage.missing(arguments.runtimes)
+        missing, few = coverage.missing(arguments.runtimes), coverage.missing(arguments.runtimes, least=1)
         print(
-            f"{len(coverage.pairs)} pairs of feature and runtime compared; {len(missing)} that are allowed less than 5"
-            " times" + (f", for example {list(missing)[:5]}" if missing else "")
+            f"{sum(coverage.runtimes.values())} cases in the tally; of {len(allowed_pairs(tuple(arguments.runtimes)))}"
+            f" pairs of feature and runtime that can be drawn {len(missing)} were compared less than {LEAST} times"
+            f" ({len(few)} never)" + (f", for example {list(missing)[:5]}" if missing else "")
         )
         if arguments.table:
             print(coverage.table(arguments.runtimes))

@@ -1,61 +1,75 @@
-"""Which pairs of (feature, runtime) were drawn and compared, and cases chosen so that rare pairs come soon."""
+"""Which pairs of (feature, runtime) were drawn and compared, and cases chosen so that rare pairs come soon.
+
+A case is one set of data: a graph that is run on five of them is five cases. So are pairs counted: a feature of a model
+or of its options once for each set of data on which it was compared, one of the data once for each that has it.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.fuzz import known, space
 
-CANDIDATES, SPACING = 48, 1000
+CANDIDATES, NEW = 1500, 50  # cases of a runtime to choose from, at first and more for each that was chosen
+LEAST = 5  # so often a pair should have been compared
 LOOKED_AT = 2000  # cases of each runtime
-ELSEWHERE = 3  # other runtimes that see the same job, for which the oracle is computed once
+ELSEWHERE = 5  # other runtimes that see the same job, for which the oracle is computed once
 
 
 class Coverage:
     """Counts of what was compared. file: to which they are added at the end of a run, and from which the next one goes
     on.
 
-    Attributes: drawn, pairs of cases that were chosen, whatever came of them.
+    Attributes: pairs, counted as said above; graphs, the same but once for each graph; drawn, in how many graphs pairs
+    were chosen, whatever came of them.
     """
 
     def __init__(self, file: str = ""):
         self.pairs: Counter[tuple[str, str]] = Counter()
+        self.graphs: Counter[tuple[str, str]] = Counter()
         self.runtimes: Counter[str] = Counter()
         self.file = Path(file) if file else None
         if self.file and self.file.exists():
             told = json.loads(self.file.read_text())
             self.runtimes.update(told["runtimes"])
-            self.pairs.update({tuple(pair.split(" on ")): count for pair, count in told["pairs"].items()})
-        self.drawn = Counter(self.pairs)
+            for name in ("pairs", "graphs"):
+                getattr(self, name).update({tuple(pair.split(" on ")): count for pair, count in told[name].items()})
+        self.drawn, self.drawn_parts = Counter(self.graphs), Counter(self.pairs)
 
     def write(self) -> None:
         if self.file:
-            pairs = {" on ".join(pair): count for pair, count in sorted(self.pairs.items())}
-            self.file.write_text(
-                json.dumps({"runtimes": dict(sorted(self.runtimes.items())), "pairs": pairs}, indent=0)
-            )
+            told = {
+                name: {" on ".join(pair): count for pair, count in sorted(getattr(self, name).items())}
+                for name in ("pairs", "graphs")
+            }
+            self.file.write_text(json.dumps({"runtimes": dict(sorted(self.runtimes.items())), **told}, indent=0))
 
     def draw(self, case: Mapping[str, Any]) -> None:
-        self.drawn.update((feature, case["runtime"]) for feature in space.features(case))
+        self.drawn.update(pairs_of(case))
+        self.drawn_parts.update(pair for part in space.parts(case) for pair in pairs_of(part))
 
     def add(self, case: Mapping[str, Any]) -> None:
         """Of a case that was compared with its oracle, or refused as it should be."""
         self.runtimes[case["runtime"]] += len(space.parts(case))
-        self.pairs.update((feature, case["runtime"]) for feature in space.features(case))
+        self.graphs.update(pairs_of(case))
+        self.pairs.update(pair for part in space.parts(case) for pair in pairs_of(part))
 
     def rarity(self, case: Mapping[str, Any]) -> float:
         """How much a case adds: the rarer its pairs are so far, the more."""
-        return sum(4.0 ** -self.drawn[feature, case["runtime"]] for feature in space.features(case))
+        return self.rarity_of(pairs_of(case))
 
-    def missing(self, runtimes: Sequence[str], least: int = 5) -> dict[tuple[str, str], int]:
-        """Pairs that can be drawn but were drawn less often than `least`."""
-        return {pair: self.pairs[pair] for pair in sorted(allowed_pairs(tuple(runtimes))) if self.pairs[pair] < least}
+    def rarity_of(self, pairs: Iterable[tuple[str, str]]) -> float:
+        return sum(4.0 ** -self.drawn[pair] + (self.drawn_parts[pair] < LEAST) for pair in pairs)
+
+    def missing(self, runtimes: Sequence[str], least: int = LEAST, drawn: bool = False) -> dict[tuple[str, str], int]:
+        """Pairs that can be drawn but were compared less often than `least`; drawn: or chosen to be."""
+        counts = self.drawn_parts if drawn else self.pairs
+        return {pair: counts[pair] for pair in sorted(allowed_pairs(tuple(runtimes))) if counts[pair] < least}
 
     def table(self, runtimes: Sequence[str]) -> str:
         """A line a feature, a column a runtime; a dot where a pair cannot be drawn."""
@@ -70,6 +84,10 @@ class Coverage:
             counts = (self.pairs[feature, name] or ("0" if (feature, name) in pairs else ".") for name in runtimes)
             lines.append(f"{feature:{width}}" + "".join(f"{count:>15}" for count in counts))
         return "\n".join(lines)
+
+
+def pairs_of(case: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(feature, case["runtime"]) for feature in space.features(case)]
 
 
 @cache
@@ -92,22 +110,18 @@ def cases(
     with_known: bool = False,
     again: int = space.AGAIN,
 ) -> Iterator[dict[str, Any]]:
-    """Endless cases from job `first` on, the same for the same seed, runtimes and counts; of some candidates the one
-    with the rarest pairs.
+    """Endless cases from job `first` on, the same for the same seed, runtimes and counts.
+
+    Of some candidates the one with the rarest pairs, in turn of a runtime and of the one that lacks most of them.
     """
+    candidates = {name: _Candidates(seed, name, runtimes, again, with_known) for name in runtimes}
     number = 0
     while True:
-        runtime = runtimes[number % len(runtimes)]
-        draws = (space.draw(seed, number * SPACING + index, [runtime], again) for index in range(SPACING))
-        there = {name for name in space.MOVABLE if name in runtimes and name != runtime}
-        fitting = (
-            case
-            for case in draws
-            # Where one of the runtimes can go on with a run no other processes are started for that.
-            if (with_known or not known.why(case)) and not (there and case.get("moved", "") not in {"", *there})
-        )
-        candidates = list(itertools.islice(fitting, CANDIDATES))
-        best = max(candidates, key=coverage.rarity)
+        runtime = runtimes[number // 2 % len(runtimes)]
+        if number % 2:
+            lacking = Counter(name for _, name in coverage.missing(runtimes, drawn=True))
+            runtime = max(runtimes, key=lambda name: lacking[name]) if lacking else runtime
+        best = candidates[runtime].best(coverage)
         others = sorted(
             (case for case in space.elsewhere(best, runtimes) if with_known or not known.why(case)),
             key=coverage.rarity,
@@ -118,3 +132,23 @@ def cases(
             if number >= first:
                 yield case
         number += 1
+
+
+class _Candidates:
+    """Drawn cases of a runtime, from which the rarest is taken each time."""
+
+    def __init__(self, seed: int, runtime: str, runtimes: Sequence[str], again: int, with_known: bool):
+        self._seed, self._runtime, self._again, self._with_known = seed, runtime, again, with_known
+        self._there = {name for name in space.MOVABLE if name in runtimes and name != runtime}
+        self._drawn, self._cases = 0, []
+
+    def best(self, coverage: Coverage) -> dict[str, Any]:
+        for _ in range(NEW if self._cases else CANDIDATES):
+            case = space.draw(self._seed, self._drawn, [self._runtime], self._again)
+            self._drawn += 1
+            # Where one of the runtimes can go on with a run no other processes are started for that.
+            elsewhere = self._there and case.get("moved", "") not in {"", *self._there}
+            if (self._with_known or not known.why(case)) and not elsewhere:
+                self._cases.append((case, pairs_of(case)))
+        index = max(range(len(self._cases)), key=lambda each: coverage.rarity_of(self._cases[each][1]))
+        return self._cases.pop(index)[0]

@@ -1,11 +1,14 @@
 """Groups of worker processes that live through hundreds of cases: starting TensorFlow takes longer than a case.
 
-A group that dies or does not answer is ended, and started anew for the next case.
+A group that dies or does not answer is ended, and started anew for the next case. So is one whose processes have
+grown (TensorFlow keeps much of each graph that it has traced), and the one that has been idle longest where there would
+be too many processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import tempfile
 import threading
@@ -22,6 +25,10 @@ from tests.fuzz.space import group_of
 from tests.fuzz.worker import KEY
 from tfdist.control.local_job import LocalJob
 
+Key = tuple[str, int]  # kind and workers of a group
+
+LARGEST = 1.25e9  # bytes of memory of a process that takes a further case
+MOST_PROCESSES = 12  # of all groups
 START_SECONDS, CASE_SECONDS, OTHERS_SECONDS = 300.0, 600.0, 120.0  # on a machine that has much else to do
 
 
@@ -79,6 +86,10 @@ class Group:
         log = Path(self._folder.name) / f"worker-{rank}.log"
         return log.read_text(errors="replace")[-2000:] if log.exists() else ""
 
+    def memory(self) -> int:
+        """Bytes that the largest process has in memory."""
+        return max(_resident(worker.process.pid) for worker in self._job.workers)
+
     def close(self) -> None:
         for connection in self._connections:
             with contextlib.suppress(OSError, ValueError):
@@ -88,27 +99,55 @@ class Group:
         self._folder.cleanup()
 
 
+def _resident(pid: int) -> int:
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except OSError:  # it has ended
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def processes_of(kind: str, workers: int) -> int:
+    """How many a group of a kind has: of servers, a chief and a server, too."""
+    return workers + 2 if kind == "servers" else workers
+
+
 class Pool:
     """All groups, each started when a case first needs it. Threads may share it; a group runs one case at a time."""
 
-    def __init__(self):
-        self._groups: dict[tuple[str, int], Group] = {}
-        self._locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+    def __init__(self, most: int = MOST_PROCESSES):
+        self._groups: dict[Key, Group] = {}  # the one that was used last comes last
+        self._locks: defaultdict[Key, threading.Lock] = defaultdict(threading.Lock)
+        self._most = most
 
     def start(self, runtimes: Iterable[str]) -> None:
         """The groups of these runtimes, now. Their processes end with the thread that started them."""
         for key in sorted({group_of(name) for name in runtimes} - set(self._groups)):
+            self._make_room(processes_of(*key), key)
             self._groups[key] = Group(*key)
+
+    def _make_room(self, count: int, wanted: Key) -> None:
+        for key, group in list(self._groups.items()):
+            if sum(processes_of(*each) for each in list(self._groups)) + count <= self._most:
+                return
+            if key != wanted and self._locks[key].acquire(blocking=False):  # else it is at work
+                try:
+                    if self._groups.get(key) is group:
+                        self._groups.pop(key).close()
+                finally:
+                    self._locks[key].release()
 
     def run(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         """The answers of all ranks."""
         key = group_of(case["runtime"])
         with self._locks[key]:
             self.start([case["runtime"]])
-            answers = self._groups[key].run(case)
+            group = self._groups[key] = self._groups.pop(key)
+            answers = group.run(case)
             failed = sum("failed" in answer for answer in answers)
             # Where all failed alike, none waits for another.
-            if any("gone" in answer for answer in answers) or 0 < failed < len(answers) or refusals.breaks_off(case):
+            unfit = any("gone" in answer for answer in answers) or 0 < failed < len(answers)
+            if unfit or refusals.breaks_off(case) or group.memory() > LARGEST:
                 self._groups.pop(key).close()
         return answers
 

@@ -311,6 +311,8 @@ def conflicts(case: Mapping[str, Any]) -> str:
 
 def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     options = case["options"]
+    if "differs" in case["data"]:
+        return "the chief alone reads"
     if set(blocks) & {"batch_norm", "counter", "running_mean", "spectral"}:
         return "statistics are of what one worker has"
     if case["data"]["weights"] != "none" and set(blocks) & {"mean_loss", "sum_loss", "activity_loss", "dense_l2"}:

@@ -66,6 +66,7 @@ class TfdistError(ValueError):
     """Base of every error whose cause and cure can be named in a sentence. Its text is that sentence."""
 
     exit_code = ExitCode.INTERNAL
+    ag_pass_through = True  # else AutoGraph turns one that is raised inside a tf.function into a StagingError
 
 
 class ConfigError(TfdistError):

@@ -71,3 +71,17 @@ def test_versions():
     ]:
         with pytest.raises(UnsupportedError, match=word):
             check(python, **changes)
+
+
+def test_an_error_within_a_users_tf_function_stays_as_it_is():
+    import tensorflow as tf
+
+    @tf.function
+    def step():
+        return refuse()
+
+    def refuse():
+        raise exit_codes.ConfigError("x is wrong: mend it.")
+
+    with pytest.raises(exit_codes.ConfigError, match="^x is wrong: mend it.$"):
+        step()
