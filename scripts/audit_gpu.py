@@ -3,6 +3,7 @@
     python scripts/audit_gpu.py                    every combination of tests/gpu/combinations.py, one process each kind
     python scripts/audit_gpu.py --only=cnn         those whose name holds a word
     python scripts/audit_gpu.py --meshes=2,4       and all meshes of tests/parity with 2 and 4 workers
+    python scripts/audit_gpu.py --xla              what XLA makes of the models for GPUs, instead of the table
     python scripts/audit_gpu.py --out=FILE         the table into a file as well
 
 Exit code 1 if something is wrong.
@@ -11,6 +12,7 @@ Exit code 1 if something is wrong.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -27,6 +29,8 @@ def main() -> int:
     options = _options()
     if options.child:
         return _child(options.only, options.child)
+    if options.xla:
+        return _xla(options.only)
     from tests.gpu.combinations import COMBINATIONS
 
     names = [name for name in COMBINATIONS if options.only in name]
@@ -55,6 +59,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a part of the names")
     parser.add_argument("--meshes", default="", help="numbers of workers, for example 2,4")
+    parser.add_argument("--xla", action="store_true", help="lower the models of the table for GPUs by XLA")
     parser.add_argument("--out", default="", help="a file for the table")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -80,6 +85,24 @@ def _child(names: str, file: str) -> int:
         print(f"{number}: {name}: {len(found[name]['findings'])} wrong", file=sys.stderr, flush=True)
     Path(file).write_text(json.dumps(found))
     return 0
+
+
+def _xla(only: str) -> int:
+    from tests.gpu.combinations import MODELS, PRECISIONS
+    from tests.gpu.xla_lowering import lowered
+
+    failed = 0
+    print("| what | operations of HLO | matrix products and convolutions |\n|---|---|---|")
+    for model, precision in itertools.product(MODELS, PRECISIONS):
+        name = f"{model}, {precision}"
+        if only in name:
+            try:
+                found = lowered((*MODELS[model], f"--precision={precision}"))
+                print(f"| {name} | {sum(found.values())} | {found['dot'] + found['convolution']} |", flush=True)
+            except Exception as error:  # noqa: BLE001 - whatever TensorFlow raises is the finding
+                failed += 1
+                print(f"| {name} | not lowered: {str(error).splitlines()[0][:200]} | |", flush=True)
+    return int(failed > 0)
 
 
 def _meshes(workers: int, folder: Path) -> tuple[dict[str, Audit], list[str]]:

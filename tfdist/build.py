@@ -60,8 +60,11 @@ def prepare_environment(config: Config) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(config.cluster.intra_op_threads)
     if config.cluster.inter_op_threads:
         tf.config.threading.set_inter_op_parallelism_threads(config.cluster.inter_op_threads)
-    for gpu in tf.config.list_physical_devices("GPU"):
+    gpus = tf.config.list_physical_devices("GPU")
+    for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
+    if gpus:  # else an operation without a kernel would make a run 500 times slower, and nothing would tell
+        tf.config.set_soft_device_placement(config.cluster.soft_placement)
     if config.run.deterministic:
         tf.config.experimental.enable_op_determinism()
 

@@ -95,7 +95,7 @@ def as_on_gpu(in_scope: bool = True) -> Iterator[None]:
 
 def of_training(command_line: tuple[str, ...]) -> Audit:
     """The training step of a command line."""
-    with _job(command_line) as job:
+    with job_of(command_line) as job:
         return of_step(job)
 
 
@@ -106,7 +106,7 @@ def of_step(job: Job) -> Audit:
 
 def of_evaluation(command_line: tuple[str, ...]) -> Audit:
     """The evaluation of a command line."""
-    with _job(command_line) as job:
+    with job_of(command_line) as job:
         evaluator = job.evaluator()
         return _audit(job, evaluator, evaluator)
 
@@ -119,7 +119,7 @@ def _audit(job: Job, owner: Any, call: Callable[[], object]) -> Audit:
 
 
 @contextlib.contextmanager
-def _job(command_line: tuple[str, ...]) -> Iterator[Job]:
+def job_of(command_line: tuple[str, ...]) -> Iterator[Job]:
     given = {argument.partition("=")[0] for argument in command_line}
     config = flags.parse(
         [*command_line, "--steps=2", *([] if "--strategy" in given else ["--strategy=one_device"])]

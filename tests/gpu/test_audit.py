@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.gpu.combinations import COMBINATIONS, of_evaluation, of_training
+from tests.gpu.combinations import COMBINATIONS, IMAGES, of_evaluation, of_training
 from tests.gpu.graph_audit import Audit, audit
 from tests.gpu.launch_order import problems
 from tests.gpu.mesh_reports import of_meshes
+from tests.gpu.xla_lowering import lowered
 from tfdist.runtime.launch_order import Launch
 
 
@@ -24,6 +25,18 @@ def test_a_step_has_kernels_for_gpus(name):
 
 def test_an_evaluation_has_kernels_for_gpus():
     assert of_evaluation(COMBINATIONS["mlp, float32, plain"]).findings == ()
+
+
+@pytest.mark.parametrize("name", ["cnn, float16, plain", "transformer, bfloat16, plain"])
+def test_xla_lowers_a_model_for_gpus(name):
+    found = lowered(COMBINATIONS[name])
+    assert found["dot"] + found["convolution"] >= 9, found
+
+
+def test_what_xla_cannot_lower_is_found():
+    text = "tests.gpu.xla_lowering:through_text"
+    with pytest.raises(ValueError, match="AsString"):
+        lowered((*IMAGES, f"--model={text}"))
 
 
 def _of(function, *arguments) -> Audit:

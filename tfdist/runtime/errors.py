@@ -30,6 +30,10 @@ _RECORD = re.compile(r"Key: \S+\.  |Feature: \S+ \(data type: |Unknown image fil
 # Where tf.data says that it is one of its steps that has failed.
 _READING = re.compile(r"__wrapped__IteratorGetNext|Error in user-defined function passed to|\{\{node IteratorGetNext")
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+# What TensorFlow's placer says (core/common_runtime/colocation_graph.cc) where soft placement is off.
+_NO_KERNEL = re.compile(
+    r"Cannot assign a device for operation (?:\{\{node )?([^\s:}]+).*no supported kernel for", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         )
     if MARK in text:
         return user_error(text)
+    if found := _NO_KERNEL.search(text):
+        return ConfigError(
+            f"The operation {found[1]} has no kernel for GPUs: replace it in the model or objective, place it on the"
+            ' host with tf.device("CPU:0"), or let such operations run there with --soft_placement.'
+        )
     if "DataError: " in text:  # raised by a source inside tf.data
         return DataError(text[text.index("DataError: ") + len("DataError: ") :].splitlines()[0])
     if isinstance(error, tf.errors.DataLossError) or _RECORD.search(text):

@@ -52,6 +52,16 @@ CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
             ["--micro_batch", "shape[9]"],
         ),
         (
+            tf.errors.InvalidArgumentError(
+                None,
+                None,
+                "Cannot assign a device for operation model/AsString: Could not satisfy explicit device specification"
+                " '/device:GPU:0' because no supported kernel for GPU devices is available.\nColocation Debug Info:",
+            ),
+            ConfigError,
+            ["The operation model/AsString has no kernel for GPUs", "--soft_placement"],
+        ),
+        (
             tf.errors.InvalidArgumentError(None, None, "DataError: record 7 of x.tfrecord is damaged.\n stack"),
             DataError,
             ["record 7 of x.tfrecord is damaged."],
