@@ -33,7 +33,7 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh_runtime import on_mesh
-from tfdist.training import compatibility, composition_checks
+from tfdist.training import compatibility, composition_checks, row_mixing
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
@@ -154,7 +154,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
             composition_checks.check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
         loss_scale = LossScale(config.precision)
-    added = _added_losses(config, runtime, model, train_split, plan)
+    added = _tried_on_rows(config, runtime, model, train_split, plan)
     on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan) if on_mesh(runtime) else None
     if on_axes:
         objective = on_axes.objective
@@ -256,9 +256,10 @@ def batch_spec(config: Config, split: Split, plan: BatchPlan, replica: int) -> t
     return spec
 
 
-def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
+def _tried_on_rows(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
     """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before
-    the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean."""
+    the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean, or if a model of
+    the user's own mixes rows."""
     slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
     if plan.replicas * plan.accumulation * slices == 1:
         return SumsAsMeans(())
@@ -266,6 +267,8 @@ def _added_losses(config: Config, runtime: Runtime, model: keras.Model, split: S
     def rows() -> Any:
         return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))[0]
 
+    if ":" in config.model.model and config.model.row_mixing == "refuse":
+        row_mixing.refuse(runtime, model, rows)
     return found_by_the_chief(runtime, model, rows)
 
 

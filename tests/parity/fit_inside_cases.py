@@ -195,3 +195,51 @@ def metrics_inside_the_call(fit, evaluate, predict, folder):
     found["own"] = is_refused(lambda: run({"mean": Largest(name="largest")}), "not known to be a sum")
     found["single"] = is_refused(lambda: run({"mean": keras.metrics.Mean(name="mean")}, single=True), "single number")
     return found
+
+
+@case
+def single_batches(fit, evaluate, predict, folder):
+    x, y = samples(27)
+    model = dense()
+    weighted = np.arange(10) / 5.0
+    found = []
+    with tfdist.spread(model):
+        for first in (0, 10, 20):
+            rows = slice(first, first + 10)
+            found.append(model.train_on_batch(x[rows], y[rows], return_dict=True))
+            found.append(model.train_on_batch(x[rows], y[rows], sample_weight=weighted[: len(x[rows])]))
+            found.append(model.train_on_batch(x[rows], y[rows], class_weight={0: 1.0, 1: 2.0, 2: 0.5}))
+            found.append(model.test_on_batch(x[rows], y[rows]))
+            found.append(model.predict_on_batch(x[rows]))
+    never_compiled = keras.Sequential([keras.Input(x.shape[1:]), layers.Dense(3)])
+    return {"found": found, "weights": weights(model), "predict": predict(never_compiled, x, batch_size=7)}
+
+
+class Centered(layers.Layer):
+    """Takes the mean of the rows that it is called with."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+@case
+def layers_that_mix_rows(fit, evaluate, predict, folder):
+    x, y = samples(24)
+
+    def model(*parts):
+        made = keras.Sequential([keras.Input(x.shape[1:]), *parts, layers.Dense(3)])
+        made.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return made
+
+    def in_a_loop():
+        mixing = model(Centered())
+        with tfdist.spread(mixing):
+            tf.function(mixing)(tf.constant(x))
+
+    words = "depends on the other rows of its batch"
+    return {
+        "fit": is_refused(lambda: fit(model(Centered()), x, y), words),
+        "evaluate": is_refused(lambda: evaluate(model(layers.Lambda(lambda t: t / ops.max(t))), x, y), words),
+        "in_a_loop": is_refused(in_a_loop, words),
+        "apart": fit(model(layers.Lambda(lambda t: t / ops.max(t, axis=1, keepdims=True))), x, y, epochs=2).history,
+    }

@@ -71,6 +71,12 @@ class ModelConfig:
         0.0, "Label smoothing of the classification objective, 0 to 1.", identity=True, least=0
     )
     sync_batchnorm: bool = option(True, "BatchNormalization takes its statistics over all replicas.", identity=True)
+    row_mixing: str = option(
+        "refuse",
+        "A model of your own whose output for a row depends on other rows of its batch: refuse it, or replica: each"
+        " replica mixes the rows of its micro-batch.",
+        choices=("refuse", "replica"),
+    )
     jit_compile: bool = option(False, "Compile the forward and backward pass with XLA.")
     jit_tune: bool = option(
         False,

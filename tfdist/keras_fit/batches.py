@@ -53,9 +53,7 @@ class Batches:
     def agree(self, batch: Any) -> Any:
         """The batch, the same on every worker: the own one, or the chief's."""
         if batch is not END:
-            batch = self._like = keras.tree.map_structure(
-                lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
-            )
+            batch = self._like = keras.tree.map_structure(_as_tensor, batch)
         _set_stamp(0)
         if not self._from_chief:
             stamp = 0 if batch is END else digest(batch)
@@ -100,6 +98,13 @@ class Batches:
             )
         received = [None if leaf is None else tf.io.parse_tensor(leaf[1].tobytes(), leaf[0]) for leaf in message]
         return keras.tree.pack_sequence_as(self._like, received)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """What Keras' iterators hold in place of None is None; train_on_batch hands NumPy arrays on."""
+    if isinstance(leaf, tf.experimental.Optional):
+        return None
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def digest(batch: Any) -> int:

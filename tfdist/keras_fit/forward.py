@@ -12,7 +12,9 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.compat.keras_tensors import carry_mask, mask_of
+from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batch_inputs import of_the_batch
+from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.lookups import shared_in
 from tfdist.keras_fit.losses_inside import Scales, recorded
@@ -21,6 +23,7 @@ from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together
 from tfdist.keras_fit.scopes import ThreadScope
 from tfdist.runtime.sockets import Sockets
+from tfdist.training import row_mixing
 from tfdist.training.added_losses import SUM
 
 
@@ -28,14 +31,16 @@ class DistributedCall:
     """Takes the global batch, computes this worker's rows, returns all rows.
 
     Attributes: alone, a context in which each worker computes all rows itself; calls, how often it was called over the
-    workers; scales, of the losses that the model adds.
+    workers; example, a batch to try the model with.
     """
 
     def __init__(self, model: keras.Model, runtime: Sockets, gradients: Gradients, random_numbers: RandomNumbers):
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call: Callable = model.call
         self.alone = ThreadScope()
-        self.scales = Scales(model, runtime)
+        self.example = ExampleBatch()
+        self._scales = Scales(model, runtime, self.example)
+        self._is_tried = not row_mixing.may_mix(model)
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
         self._finders: dict[str, Callable[[], dict]] = {}  # by the inputs of a forward pass
         self.calls = 0
@@ -45,6 +50,7 @@ class DistributedCall:
         if self.alone.is_here or self._gradients.of_own_rows.is_here:  # the latter: inside another distributed model
             return self._call(*args, **kwargs)
         self.calls += 1
+        self._refuse_mixed_rows(args, kwargs)
         if self._gradients.share is not None:
             outputs, losses = self._with_own_rows(args, kwargs, self._gradients.share)
         else:
@@ -55,6 +61,21 @@ class DistributedCall:
             keras_layers.recorded_losses(layer).clear()
         keras_layers.recorded_losses(self._model).extend(losses)
         return outputs
+
+    def _refuse_mixed_rows(self, args: tuple, kwargs: dict) -> None:
+        """At the first call. Raises ConfigError on all workers if the model mixes the rows of its batch."""
+        if self._is_tried or len(args) != 1 or any(isinstance(each, tf.Tensor) for each in kwargs.values()):
+            return
+        self._is_tried = True
+        with tf.init_scope(), self.alone():
+            x = self.example.like(args[0])
+            take, count = taking(x, self.of_the_batch(((x,), {})))
+            if self._runtime.broadcast_object(row_mixing.tried(self._model, x, take, count), "mixed rows"):
+                fix = (
+                    "mix them in compute_loss or train_step, which see the outputs of all rows, take statistics over"
+                    " rows with keras.layers.BatchNormalization, or train in one process"
+                )
+                raise ConfigError(row_mixing.sentence(self._model, fix))
 
     def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
         """(outputs, losses) of arguments that are this worker's rows already: `share` of all. Nothing is gathered."""
@@ -140,7 +161,7 @@ class DistributedCall:
                     carry_mask(output, mask)
         additions.add(self._runtime)
         with self.alone():
-            scales = self.scales.of(list(losses), args, kwargs, lambda x: self.of_the_batch(((x,), {})))
+            scales = self._scales.of(list(losses), args, kwargs, lambda x: self.of_the_batch(((x,), {})))
         return Forward(outputs, list(losses.values()), scales)
 
     def shared_lookups(self) -> dict[int, str]:

@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.runtime.sockets import Sockets
 from tfdist.training.added_losses import added_losses
 
 Key = tuple[int, int]  # number of a layer, and which of its losses
-_UNKNOWN_DIM = 4
 
 
 def recorded(layers: Sequence[keras.Layer]) -> dict[Key, tf.Tensor]:
@@ -30,15 +29,11 @@ def recorded(layers: Sequence[keras.Layer]) -> dict[Key, tf.Tensor]:
 
 
 class Scales:
-    """Of the losses of one model.
+    """Of the losses of one model, which is tried with an example."""
 
-    Attributes: example, a global batch as the model is called with it, to try the model with; made up if there is none.
-    """
-
-    def __init__(self, model: keras.Model, runtime: Sockets):
-        self._model, self._runtime = model, runtime
+    def __init__(self, model: keras.Model, runtime: Sockets, example: ExampleBatch):
+        self._model, self._runtime, self._example = model, runtime, example
         self._known: dict[Key, str] = {}
-        self.example: Any = None
 
     def of(
         self, keys: Sequence[Key], args: tuple, kwargs: dict, of_the_batch: Callable[[Any], list[bool]]
@@ -67,7 +62,7 @@ class Scales:
                 " or add the losses in compute_loss."
             )
         with tf.init_scope():
-            x = self._example(args[0])
+            x = self._example.like(args[0])
             found = self._probed(x, of_the_batch(x))
             found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random
         if isinstance(found, str):
@@ -79,15 +74,7 @@ class Scales:
 
         cut: for each tensor with rows in x whether they are those of the batch.
         """
-        tensors = [leaf for leaf in keras.tree.flatten(x) if leaf.shape.rank]
-        count = next(leaf.shape[0] for leaf, is_cut in zip(tensors, cut, strict=True) if is_cut)
-
-        def take(x: Any, rows: Sequence[int]) -> Any:
-            flags = iter(cut)
-            return keras.tree.map_structure(
-                lambda leaf: tf.gather(leaf, list(rows)) if leaf.shape.rank and next(flags) else leaf, x
-            )
-
+        take, count = taking(x, cut)
         try:
             layers = keras_layers.all_layers(self._model)
             return [
@@ -102,20 +89,3 @@ class Scales:
                 f" {(str(error).strip().splitlines() or [''])[0][:200]}): add the losses in compute_loss, or train"
                 " in one process."
             )
-
-    def _example(self, x: Any) -> Any:
-        if all(hasattr(leaf, "numpy") for leaf in keras.tree.flatten(x)):
-            return x
-        given, wanted = keras.tree.flatten(self.example), keras.tree.flatten(x)
-        if len(given) == len(wanted) and all(
-            isinstance(one, tf.Tensor) and one.dtype == leaf.dtype and leaf.shape.is_compatible_with(one.shape)
-            for one, leaf in zip(given, wanted, strict=True)
-        ):
-            return keras.tree.pack_sequence_as(x, given)
-        return keras.tree.map_structure(_made_up, x)
-
-
-def _made_up(leaf: tf.Tensor) -> tf.Tensor:
-    shape = [_UNKNOWN_DIM if dim is None else dim for dim in leaf.shape]
-    values = np.random.default_rng(0).normal(size=shape)
-    return tf.cast(tf.constant(values if leaf.dtype.is_floating else (values > 0).astype(np.int64)), leaf.dtype)

@@ -78,7 +78,7 @@ class DistributedModel:
         `optimizer`: the model's own if not given.
         """
         model = self._model
-        optimizer = optimizer or model.optimizer
+        optimizer = optimizer or getattr(model, "optimizer", None)  # a model that was never compiled has none
         self._use = _Use(training, optimizer)
         if model.built:
             self._start()

@@ -105,7 +105,7 @@ class StepFunction:
 
         def step(batch: Any, spec: Any = None) -> Any:
             self._prepare(batch)
-            self._with.call.scales.example = _inputs(batch)
+            self._with.call.example.inputs = _inputs(batch)
             if self._rows is None and self.loop is not Loop.PREDICT:
                 self._rows = self._choose_rows(batch)
             if spec is not None and spec not in known and not model.run_eagerly:
@@ -123,7 +123,7 @@ class StepFunction:
                 batch = self._batches.next(iterator)
                 if batch is END:
                     break
-                logs = step(batch, iterator.element_spec)
+                logs = step(batch, getattr(iterator, "element_spec", None))  # none: train_on_batch, test_on_batch
             if logs is END:
                 raise StopIteration
             return logs

@@ -1,5 +1,5 @@
-"""A model that is run on single rows and on the same rows together, to see what the losses that its layers add have to
-do with rows; see added_losses.py."""
+"""A model that is run on a few rows without leaving a trace in it, to see what the losses that its layers add, and its
+outputs, have to do with rows; see added_losses.py and row_mixing.py."""
 
 from __future__ import annotations
 
@@ -66,11 +66,7 @@ class Probe:
             for number, layer in enumerate(self.layers):
                 layer.add_loss = self._recorder(number)
                 changed.append((layer, "add_loss"))
-                if (
-                    keras_layers.takes_training(layer)
-                    and "call" not in vars(layer)
-                    and all(map(is_of_keras, keras_layers.all_layers(layer)))
-                ):
+                if keras_layers.takes_training(layer) and "call" not in vars(layer) and _is_calmed(layer):
                     layer.call = _not_training(layer.call)
                     changed.append((layer, "call"))
             yield
@@ -88,14 +84,18 @@ class Probe:
 
         return add_loss
 
-    def _run(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> list[tuple[Key, tf.Tensor]]:
+    def outputs(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> Any:
+        """What the model returns; `draw`: of its random numbers."""
         states = [
             value + draw if variable.path.endswith("seed_generator_state") else value
             for variable, value in zip(self.model.non_trainable_variables, self.states, strict=True)
         ]
         self._added = []
         options = {"training": training} if keras_layers.takes_training(self.model) else {}
-        self.model.stateless_call([*map(tf.constant, weights)], [*map(tf.constant, states)], x, **options)
+        return self.model.stateless_call([*map(tf.constant, weights)], [*map(tf.constant, states)], x, **options)[0]
+
+    def _run(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> list[tuple[Key, tf.Tensor]]:
+        self.outputs(x, weights, draw, training)
         return self._added
 
     def values(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> dict[Key, float]:
@@ -130,10 +130,10 @@ class Probe:
         found: dict[Key, str] = {}
         for weights, kept, noise in (
             (self.weights, 1.0, 0.0),
-            (_disturbed(self.weights, 0.3), 1.0, 0.0),
-            (_disturbed(self.weights, 1.0), 1.0, 1.0),
+            (disturbed(self.weights, 0.3), 1.0, 0.0),
+            (disturbed(self.weights, 1.0), 1.0, 1.0),
             # Rows far from 0 may all drive a layer to the same limit: then its largest value is its mean.
-            (_disturbed(self.weights, 1.0), 0.0, 1.0),
+            (disturbed(self.weights, 1.0), 0.0, 1.0),
         ):
             judged = self._judged(weights, kept, noise, training)
             for key, scales in judged.items():
@@ -145,7 +145,7 @@ class Probe:
         return {key: MEAN if scales == _WEAK else scales for key, scales in found.items()}
 
     def _judged(self, weights: Sequence[np.ndarray], kept: float, noise: float, training: bool) -> dict[Key, str]:
-        x = keras.tree.map_structure(lambda leaf: _sound(leaf, kept, noise), self._take(self.x, self.rows))
+        x = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), self._take(self.x, self.rows))
         batches = [[place] for place in range(ROWS)] + [list(range(ROWS)), [0, 0, 1]]
         batches = [self._take(x, batch) for batch in batches]
 
@@ -190,7 +190,7 @@ def _verdict_of_draws(draws: np.ndarray) -> str:
     return OTHER
 
 
-def _disturbed(weights: Sequence[np.ndarray], by: float) -> list[np.ndarray]:
+def disturbed(weights: Sequence[np.ndarray], by: float) -> list[np.ndarray]:
     """Other weights: an initial 0 can hide what a loss depends on."""
     random = np.random.default_rng(0)
     return [
@@ -201,7 +201,7 @@ def _disturbed(weights: Sequence[np.ndarray], by: float) -> list[np.ndarray]:
     ]
 
 
-def _sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
+def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
     """`kept` of a tensor without its NaN, and, with `noise`, other values in each row: of whole numbers, which may be
     places in a table, some that were there."""
     leaf = tf.convert_to_tensor(leaf)
@@ -219,6 +219,12 @@ def _sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
 
 def is_of_keras(layer: keras.Layer) -> bool:
     return type(layer).__module__.partition(".")[0] == "keras"
+
+
+def _is_calmed(layer: keras.Layer) -> bool:
+    """Keras' own layers, and what derives from BatchNormalization: its rows are those of all workers in training."""
+    inside = keras_layers.all_layers(layer)
+    return isinstance(layer, keras.layers.BatchNormalization) or all(map(is_of_keras, inside))
 
 
 def _not_training(call: Callable) -> Callable:

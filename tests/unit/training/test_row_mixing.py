@@ -1,0 +1,110 @@
+"""Whether a model's output for a row depends on other rows, found out by running it on a few."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.one_device import OneDevice
+from tfdist.training import row_mixing
+
+X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
+
+
+class Own(layers.Layer):
+    """A function of its input, and of whether it is training."""
+
+    def __init__(self, function, **options):
+        super().__init__(**options)
+        self.function, self.seeds = function, keras.random.SeedGenerator(1)
+
+    def call(self, x, training=False):
+        return self.function(x, training, self.seeds)
+
+
+class Doubled(layers.BatchNormalization):
+    """A BatchNormalization of the user's own, whose moments are synchronised."""
+
+    def call(self, inputs, training=None, mask=None):
+        return super().call(2 * inputs, training=training, mask=mask)
+
+
+def model_of(*parts, inputs=None):
+    keras.utils.set_random_seed(0)
+    x = y = layers.Input((5,)) if inputs is None else inputs
+    for part in parts:
+        y = part(y)
+    return keras.Model(x, layers.Dense(3)(y))
+
+
+MIXING = {
+    "centered": lambda x, training, seeds: x - ops.mean(x, axis=0, keepdims=True),
+    "largest": lambda x, training, seeds: x / ops.max(ops.abs(x)),
+    "condition": lambda x, training, seeds: ops.where(ops.mean(x) > 0, x, 2 * x),
+    "in training": lambda x, training, seeds: x - ops.mean(x, axis=0) if training else x,
+    "in inference": lambda x, training, seeds: x if training else x - ops.mean(x, axis=0),
+    "attention over rows": lambda x, training, seeds: ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x),
+    "shifted": lambda x, training, seeds: ops.roll(x, 1, axis=0),
+    "random and mixing": lambda x, training, seeds: keras.random.dropout(x, 0.3, seed=seeds) - ops.mean(x, axis=0),
+}
+APART = {
+    "plain": lambda x, training, seeds: ops.relu(x) * 2,
+    "normalized": lambda x, training, seeds: x - ops.mean(x, axis=1, keepdims=True),
+    "rounded": lambda x, training, seeds: ops.round(10 * x),
+    "dropout": lambda x, training, seeds: keras.random.dropout(x, 0.5, seed=seeds) if training else x,
+    "noise of its own": lambda x, training, seeds: x + tf.random.normal(tf.shape(x)),
+    "not finite": lambda x, training, seeds: ops.log(x),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_looks_at_other_rows_is_found(name):
+    assert row_mixing.mixes(model_of(Own(MIXING[name])), X)
+    assert row_mixing.mixes(model_of(layers.Dense(8), layers.BatchNormalization(), Own(MIXING[name])), X)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_treats_each_row_alone_is_not(name):
+    assert not row_mixing.mixes(model_of(Own(APART[name])), X)
+    assert not row_mixing.mixes(model_of(layers.Dense(8), layers.Dropout(0.5), Own(APART[name])), X)
+
+
+@pytest.mark.parametrize("layer", [layers.BatchNormalization, Doubled])
+def test_batch_normalization_is_synchronised_and_no_mixing(layer):
+    model = model_of(layer())
+    assert not row_mixing.mixes(model, X)
+    before = [variable.numpy() for variable in model.variables]
+    row_mixing.mixes(model, X)
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+
+
+def test_places_in_a_table_and_several_inputs():
+    tokens, table = layers.Input((4,), dtype="int32"), layers.Input((2,))
+    rows = layers.Embedding(7, 3)(tokens)
+    for mixed in (False, True):
+        pooled = Own(MIXING["centered"] if mixed else APART["plain"])(ops.mean(rows, axis=1))
+        model = keras.Model({"a": tokens, "b": table}, [layers.Dense(2)(pooled), table])
+        x = {"a": np.arange(24).reshape(6, 4) % 7, "b": X[:, :2]}
+        assert row_mixing.mixes(model, x) is mixed
+
+
+def test_models_of_keras_layers_alone_are_not_tried():
+    assert not row_mixing.may_mix(model_of(layers.Dense(4), layers.LayerNormalization(), layers.BatchNormalization()))
+    assert row_mixing.may_mix(model_of(layers.Softmax(axis=0)))
+    assert row_mixing.may_mix(model_of(layers.Lambda(lambda x: x)))
+    x = layers.Input((5,))
+    assert row_mixing.may_mix(keras.Model(x, x - ops.mean(x, axis=0, keepdims=True)))
+
+
+def test_a_sentence_names_the_layers_and_what_to_do():
+    model = model_of(Own(MIXING["centered"], name="my_centering"))
+    with pytest.raises(ConfigError, match=r"other rows of its batch \(look at my_centering\).*--row_mixing=replica"):
+        row_mixing.refuse(OneDevice(), model, lambda: X)
+
+
+def test_what_cannot_be_tried_is_not_refused():
+    one_size = keras.Model(x := keras.Input(batch_shape=(6, 5)), Own(lambda x, *_: ops.reshape(x, (6, 5)))(x))
+    row_mixing.refuse(OneDevice(), one_size, lambda: X)

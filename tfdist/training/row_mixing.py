@@ -1,0 +1,113 @@
+"""Whether what a model returns for a row depends on the other rows of its batch, found out by trying.
+
+A layer that takes the mean over the rows of its batch, say, takes it over the rows of one worker or micro-batch:
+another number than one process would have, and nothing tells. (BatchNormalization is synchronised and no such layer.)
+So the model is called with some rows, and again with one of them in the same place and all others replaced by copies of
+it: its output for that row must not change. The same shapes run the same kernels, so that rounding changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import keras_layers
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime import batch_norm
+from tfdist.runtime.base import Runtime
+from tfdist.training.added_losses import take_rows
+from tfdist.training.loss_probe import ROWS, Probe, Take, disturbed, is_of_keras, sound
+
+_TOLERANCE = 1e-5  # of the largest output
+
+
+def may_mix(model: keras.Model) -> bool:
+    """Whether a model could look at other rows than its own. False for what is made of nothing but layers of Keras,
+    none of which works along the rows."""
+    own = any(not is_of_keras(layer) or _works_along_rows(layer) for layer in keras_layers.all_layers(model))
+    return own or any(not isinstance(each, keras.Layer) for each in getattr(model, "operations", ()))
+
+
+def _works_along_rows(layer: keras.Layer) -> bool:
+    axis = getattr(layer, "axis", None)
+    return isinstance(layer, keras.layers.Lambda) or (axis is not None and 0 in np.atleast_1d(axis))
+
+
+def mixes(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None) -> bool:
+    """Whether the outputs of `model` for a row, in inference or in training, change with the other rows.
+
+    Runs it a few times, not compiled; all of its variables and states stay as they are. False where it draws random
+    numbers that cannot be repeated, which tells nothing. Arguments as for `added_losses`.
+    """
+    count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
+    probe = Probe(model, x, take, count)
+    modes = (False, True) if keras_layers.takes_training(model) else (False,)
+    with probe.watching(), batch_norm.each_alone():
+        for weights, kept, noise in (
+            (probe.weights, 1.0, 0.0),
+            (disturbed(probe.weights, 0.3), 1.0, 1.0),
+            (disturbed(probe.weights, 1.0), 0.0, 1.0),
+        ):
+            rows = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), take(x, probe.rows))  # noqa: B023
+            for training in modes:
+                if _depends_on_others(lambda x: probe.outputs(x, weights, 0, training), rows, take):  # noqa: B023
+                    return True
+    return False
+
+
+def _depends_on_others(outputs_of: Callable[[Any], Any], rows: Any, take: Take) -> bool:
+    def outputs(places: list[int]) -> list[np.ndarray]:
+        flat = keras.tree.flatten(outputs_of(take(rows, places)))
+        return [tf.cast(leaf, tf.float64).numpy() for leaf in flat if leaf.shape.rank and leaf.shape[0] == ROWS]
+
+    together, repeated = outputs(list(range(ROWS))), outputs(list(range(ROWS)))
+    if any(_differs(a, b, np.abs(a)) for a, b in zip(together, repeated, strict=True)):
+        return False
+    return any(
+        _differs(with_others[place], with_itself[place], np.abs(with_others))
+        for place in (0, ROWS - 1)
+        for with_others, with_itself in zip(together, outputs([place] * ROWS), strict=True)
+    )
+
+
+def _differs(one: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> bool:
+    finite = np.isfinite(one) & np.isfinite(other)
+    largest = np.max(sizes, where=np.isfinite(sizes), initial=0.0)
+    return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > _TOLERANCE * largest))
+
+
+def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> None:
+    """Raises ConfigError on all workers if the chief finds that it mixes x = `rows()`. A collective, if it may."""
+    if not may_mix(model):
+        return
+    found = runtime.rank == 0 and tried(model, rows())
+    if int(runtime.broadcast([np.array(found, np.int64)])[0]):
+        fix = (
+            "take statistics over rows with keras.layers.BatchNormalization, train with one replica and"
+            " --accumulation=1, or let such layers mix the rows of their micro-batch with --row_mixing=replica"
+        )
+        raise ConfigError(sentence(model, fix))
+
+
+def tried(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None) -> bool:
+    """`mixes`, and False where the model cannot be tried: what fails with another number of rows cannot be spread, and
+    says so itself."""
+    try:
+        return mixes(model, x, take, count)
+    except Exception:  # noqa: BLE001 - of the user's own making
+        return False
+
+
+def sentence(model: keras.Model, fix: str) -> str:
+    """That refuses it. fix: what the user can do."""
+    own = [layer.name for layer in keras_layers.all_layers(model, include_self=False) if not is_of_keras(layer)]
+    looked_at = f" (look at {', '.join(own[:5])})" if own else ""
+    return (
+        f"What {type(model).__name__} {model.name} returns for a row depends on the other rows of its batch{looked_at},"
+        " but workers and micro-batches have some of the rows each, so that they would compute something else than one"
+        f" process: {fix}."
+    )
