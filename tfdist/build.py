@@ -181,7 +181,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
 def _build_whole(config: Config, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer) -> None:
     """Makes ready a model and an optimizer that every replica holds all of."""
     read_rows(model)
-    if runtime.replicas == 1 or not config.model.sync_batchnorm:
+    if config.model.fused_batchnorm and (runtime.replicas == 1 or not config.model.sync_batchnorm):
         fuse_batch_norm(model)
     with runtime.scope():
         optimizer.build(model.trainable_variables)

@@ -77,10 +77,15 @@ class ModelConfig:
         " replica mixes the rows of its micro-batch.",
         choices=("refuse", "replica"),
     )
+    fused_batchnorm: bool = option(
+        True,
+        "BatchNormalization of images is one operation of TensorFlow, where its statistics are a replica's own.",
+    )
     jit_compile: bool = option(False, "Compile the forward and backward pass with XLA.")
     jit_tune: bool = option(
         False,
-        "Measure at the start whether --jit_compile makes steps faster, and set it so; the run remembers the answer.",
+        "Measure at the start whether --jit_compile and --nofused_batchnorm make steps faster, and set them so; the run"
+        " remembers the answer.",
     )
 
 

@@ -22,16 +22,26 @@ def fuse_batch_norm(model: keras.Model) -> None:
 
     Not for layers that sum over replicas.
     """
+    for layer in _fusable(model):
+        _fuse(layer)
+
+
+def is_fused(model: keras.Model) -> bool:
+    """Whether `fuse_batch_norm` has found something in it."""
+    return any("call" in vars(layer) for layer in _fusable(model))
+
+
+def _fusable(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     least = _LEAST_EPSILON if tf.config.list_logical_devices("GPU") else 0.0
-    for layer in keras_layers.all_layers(model):
-        if (
-            type(layer) is keras.layers.BatchNormalization
-            and layer.built
-            and not layer.renorm
-            and layer.epsilon > least
-            and keras_batch_norm.reduction_axes(layer) == [0, 1, 2]
-        ):
-            _fuse(layer)
+    return [
+        layer
+        for layer in keras_layers.all_layers(model)
+        if type(layer) is keras.layers.BatchNormalization
+        and layer.built
+        and not layer.renorm
+        and layer.epsilon > least
+        and keras_batch_norm.reduction_axes(layer) == [0, 1, 2]
+    ]
 
 
 def _fuse(layer: Any) -> None:

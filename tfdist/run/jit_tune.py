@@ -1,7 +1,8 @@
-"""Whether XLA pays, measured at the start of a run (--jit_tune): it makes some models faster and others slower.
+"""Whether XLA pays, and BatchNormalization as one operation, measured at the start of a run (--jit_tune): each makes
+some models faster and others slower.
 
-Steps are made with and without --jit_compile by jobs that are thrown away: whole ones, with their reduction and update,
-on the run's own data. What was found is in RUN_DIR/xla.json: a run that is resumed computes as it did before.
+Steps are made in each way by jobs that are thrown away: whole ones, with their reduction and update, on the run's own
+data. What was found is in RUN_DIR/xla.json: a run that is resumed computes as it did before.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gc
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,6 +19,7 @@ import tensorflow as tf
 from tfdist import build
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models.fused_batch_norm import is_fused
 from tfdist.planner.memory_check import MemoryLimits
 from tfdist.run.agreement import broadcast_json
 from tfdist.runtime.base import Runtime
@@ -26,6 +28,13 @@ from tfdist.telemetry.summary import write_summary
 FILE = "xla.json"
 _WINDOWS, _WINDOW_S, _MOST_STEPS = 3, 0.5, 50
 _PAYS = 0.95  # of the time without: less is noise, and compiling takes time
+
+
+class Timed(NamedTuple):
+    """Steps of one way."""
+
+    seconds: float  # of a step, by the chief's clock
+    fused: bool = False  # some BatchNormalization of the model was one operation
 
 
 def tuned(config: Config, runtime: Runtime, run_dir: Path, limits: MemoryLimits | None = None) -> tuple[Config, str]:
@@ -39,37 +48,75 @@ def tuned(config: Config, runtime: Runtime, run_dir: Path, limits: MemoryLimits 
         found = _measure(config, runtime, limits)
         if runtime.rank == 0:
             write_summary(run_dir / FILE, found)
-    return config.replace(jit_compile=found["jit_compile"]), found["message"]
+    chosen = {"jit_compile": found["jit_compile"], "fused_batchnorm": found["fused_batchnorm"]}
+    return config.replace(**chosen), found["message"]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {"jit_compile": bool(found["jit_compile"]), "message": str(found["message"])}
+        return {
+            "jit_compile": bool(found["jit_compile"]),
+            "fused_batchnorm": bool(found.get("fused_batchnorm", True)),
+            "message": str(found["message"]),
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
+class _Way(NamedTuple):
+    """To compute a step."""
+
+    jit: bool
+    fused: bool
+
+
 def _measure(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> dict[str, Any]:
-    without = _seconds(config.replace(jit_compile=False), runtime, limits)
-    try:
-        compiled = _seconds(config.replace(jit_compile=True), runtime, limits)
-    except ConfigError as error:
-        return {"jit_compile": False, "message": f"XLA is not used: {error}"}
-    except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):  # on all workers alike, when it is compiled
-        return {"jit_compile": False, "message": "XLA is not used: it cannot compile this model"}
-    pays = compiled < _PAYS * without
-    return {
-        "jit_compile": pays,
-        "message": (
-            f"XLA makes a step take {compiled * 1e3:.4g} ms in place of {without * 1e3:.4g} ms:"
-            f" {'' if pays else 'not '}used"
-        ),
-    }
+    given = _Way(jit=False, fused=config.model.fused_batchnorm)
+    first = _timed(_with(config, given), runtime, limits)
+    seconds, refused = {given: first.seconds}, ""
+    for way in _others(given, first.fused):
+        if refused and way.jit:
+            continue
+        try:
+            seconds[way] = _timed(_with(config, way), runtime, limits).seconds
+        except ConfigError as error:
+            refused = f"XLA is not used: {error}"
+        except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):  # on all workers alike
+            refused = "XLA is not used: it cannot compile this model"
+    best = min(seconds, key=seconds.__getitem__)
+    if seconds[best] >= _PAYS * first.seconds:
+        best = given
+    message = refused or _compared("XLA makes", given, _Way(True, given.fused), seconds, best.jit)
+    if first.fused:
+        message += "; " + _compared(
+            "BatchNormalization of several operations makes",
+            _Way(best.jit, True),
+            _Way(best.jit, False),
+            seconds,
+            not best.fused,
+        )
+    return {"jit_compile": best.jit, "fused_batchnorm": best.fused, "message": message}
 
 
-def _seconds(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> float:
-    """Of a step, by the chief's clock."""
+def _others(given: _Way, fuses: bool) -> list[_Way]:
+    """Ways beside the given one that can differ from it."""
+    composed = [_Way(jit=False, fused=False), _Way(jit=True, fused=False)] if fuses else []
+    return [given._replace(jit=True), *composed]
+
+
+def _with(config: Config, way: _Way) -> Config:
+    return config.replace(jit_compile=way.jit, fused_batchnorm=way.fused)
+
+
+def _compared(what: str, without: _Way, changed: _Way, seconds: dict[_Way, float], used: bool) -> str:
+    return (
+        f"{what} a step take {seconds[changed] * 1e3:.4g} ms in place of {seconds[without] * 1e3:.4g} ms:"
+        f" {'' if used else 'not '}used"
+    )
+
+
+def _timed(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> Timed:
     try:
         job = build.compose(config, runtime, limits)
         iterators = job.iterators(0)
@@ -82,7 +129,7 @@ def _seconds(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> f
             begun = time.monotonic()
             job.step(iterators, steps)
             windows.append((time.monotonic() - begun) / steps)
-        return broadcast_json(runtime, min(windows))
+        return Timed(broadcast_json(runtime, min(windows)), is_fused(job.model))
     finally:
         job = iterators = None
         keras.backend.clear_session()  # variables of the job to come must have the names that they have without
