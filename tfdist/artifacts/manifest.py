@@ -23,6 +23,7 @@ _TYPES: dict[str, Any] = {
     "files": dict,
     "consumed": int,
     "skipped_samples": int,
+    "samples": dict,
     "config_digest": str,
     "identity": dict,
     "workers": int,

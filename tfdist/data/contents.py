@@ -1,4 +1,4 @@
-"""What a split holds, as checksums: workers compare them before they train.
+"""What a split holds, as checksums: workers compare them before they train, and a run that goes on with its snapshot.
 
 Each worker takes its slices of one order, by number. If one of them holds other samples, or the same ones in another
 order, for example because its train and evaluation part were split at random without a seed, then some samples are
@@ -10,7 +10,8 @@ samples are read, or the first of a stream. All workers read the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -30,6 +31,31 @@ def checksums(split: Split) -> list[int]:
         samples = [tf.nest.flatten(sample) for sample in split.stream(0, 1).take(SAMPLED).as_numpy_iterator()]
         return [checksum(np.stack(column)) for column in zip(*samples, strict=True)]
     return [checksum(host_view(part)) for part in tf.nest.flatten(split.fetch(tf.constant(sampled_rows(split.size))))]
+
+
+def identity(split: Split) -> dict[str, Any]:
+    """What `changed` compares, for JSON."""
+    return {"size": split.size, "checksums": checksums(split)}
+
+
+def changed(split: Split, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two `identity`s, of which `now` is that of `split`; "" if nothing does.
+
+    Nothing is said of what differs from one reading to the next.
+    """
+    if before.get("size", now["size"]) != now["size"]:
+        return f"{split.name} had {_counted(before['size'])}, and has {_counted(now['size'])}"
+    old, new = before.get("checksums"), now["checksums"]
+    if old is None or old == new:
+        return ""
+    alike = isinstance(old, list) and len(old) == len(new)
+    if alike and not any(a != b and b == c for a, b, c in zip(old, new, checksums(split), strict=True)):
+        return ""
+    return f"{split.name} had other samples, or another order of them"
+
+
+def _counted(size: Any) -> str:
+    return f"{size:,} samples" if isinstance(size, int) else "no known number of samples"
 
 
 def must_be_the_same(runtime: Runtime, split: Split) -> None:

@@ -23,6 +23,7 @@ from tfdist.control.exit_codes import CheckpointError, DivergedError
 from tfdist.control.faults import Faults
 from tfdist.run.agreement import broadcast_json
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
+from tfdist.run.sample_identity import SampleIdentity
 from tfdist.run.snapshot_files import SnapshotFiles
 from tfdist.runtime.weight_check import check_weights
 from tfdist.telemetry.timer import Clock
@@ -64,6 +65,7 @@ class Recovery:
         self.losses = restore.LossContinuity()
         self.evaluation: dict[str, float] = {}
         self.run_id = ""
+        self._samples = SampleIdentity(job.train_split)
         self.stream_cut = job.stream_cut  # or that of the run that is gone on with
         self._saved_step = self._copied_step = -1
         self._skipped = 0  # samples that rollbacks have passed over
@@ -135,6 +137,8 @@ class Recovery:
         for store in files.stores():
             store.set_aside_damaged()
         self.state.check(files.store.table(snapshot))
+        if not config.checkpoint.allow_config_change:
+            self._samples.check(snapshot)
         # A backup is on the chief's machine alone.
         in_parts = files.in_parts and snapshot.path == files.store.path(snapshot.step)
         manifest, size = snapshot.manifest, self.runtime.size
@@ -268,6 +272,7 @@ class Recovery:
             "consumed": self.position(step),
             "stream_cut": self.stream_cut,
             "skipped_samples": self._skipped,
+            "samples": self._samples.found if self.chief else {},
             "config_digest": self.config.digest(),
             "identity": self.config.identity(),
             "workers": self.runtime.size,

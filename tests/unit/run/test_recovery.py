@@ -63,8 +63,10 @@ class Worker(OneDevice):
         return self.chief
 
 
-def recovery_of(folder, memory=None, runtime=None, **flags):
+def recovery_of(folder, memory=None, runtime=None, samples=(7, 8), size=80, **flags):
+    """samples: checksums of what the data hold; a function that tells them."""
     config = Config().replace(run_dir=str(folder), steps=100, global_batch=8, **flags)
+    contents = samples if callable(samples) else lambda: [*samples]
     state = State()
     update = SimpleNamespace(averaged=contextlib.nullcontext)
     job = SimpleNamespace(
@@ -72,7 +74,7 @@ def recovery_of(folder, memory=None, runtime=None, **flags):
         runtime=runtime or OneDevice(),
         state=state,
         plan=SimpleNamespace(global_batch=config.batch.global_batch),
-        train_split=SimpleNamespace(size=80, stream_shards=1, name="fake"),
+        train_split=SimpleNamespace(size=size, stream_shards=1, name="fake", contents=contents),
         step=SimpleNamespace(
             counter=SimpleNamespace(numpy=lambda: state.arrays["train/step"]), update=update, variables={}
         ),
@@ -196,3 +198,35 @@ def test_all_workers_end_by_the_chiefs_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.run.recovery.broadcast_json", lambda runtime, message: {"error": "it is damaged"})
     with pytest.raises(CheckpointError, match="^it is damaged$"):
         recovery_of(tmp_path, runtime=Worker([])).restore()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"samples": (7, 9)}, "fake had other samples, or another order of them"),
+        ({"samples": (7,)}, "fake had other samples"),
+        ({"size": 81}, "fake had 80 samples, and has 81 samples"),
+        ({"size": None}, "fake had 80 samples, and has no known number of samples"),
+    ],
+)
+def test_changed_data_are_refused(tmp_path, changed, says):
+    saved(tmp_path, 4)
+    with pytest.raises(CheckpointError, match=f"The data have changed since .*{says}.*--allow_config_change"):
+        recovery_of(tmp_path, **changed).restore()
+    assert recovery_of(tmp_path, **changed, allow_config_change=True).restore()[1] == 4
+    assert recovery_of(tmp_path).restore()[1] == 4
+
+
+def test_data_that_are_drawn_at_each_reading_are_no_change(tmp_path):
+    numbers = iter(range(9))
+    saved(tmp_path, 4, samples=lambda: [7, next(numbers)])
+    assert recovery_of(tmp_path, samples=lambda: [7, next(numbers)]).restore()[1] == 4
+    with pytest.raises(CheckpointError, match="other samples"):
+        recovery_of(tmp_path, samples=lambda: [8, next(numbers)]).restore()
+
+
+def test_a_snapshot_that_says_nothing_of_its_data_is_believed(tmp_path, monkeypatch):
+    with monkeypatch.context() as older:
+        older.setattr("tfdist.data.contents.identity", lambda split: {})
+        saved(tmp_path, 4)
+    assert recovery_of(tmp_path, samples=(1, 2)).restore()[1] == 4

@@ -1,0 +1,32 @@
+"""Which data a run is trained on: a run that goes on with other samples takes some twice and others never."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from tfdist.artifacts.store import Snapshot
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.data import contents
+from tfdist.data.sources.split import Split
+
+
+class SampleIdentity:
+    """Of the split that a run is trained on, as the chief holds it. Read when it is first asked for."""
+
+    def __init__(self, split: Split):
+        self._split = split
+
+    @functools.cached_property
+    def found(self) -> dict[str, Any]:
+        """For the manifest of a snapshot."""
+        return contents.identity(self._split)
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Raises CheckpointError if the snapshot tells of other data. One of an older version tells of none."""
+        before = snapshot.manifest.get("samples")
+        if before and (what := contents.changed(self._split, before, self.found)):
+            raise CheckpointError(
+                f"The data have changed since {snapshot.path} was written ({what}): give the run its data again, choose"
+                " another --run_dir, or go on with other data by --allow_config_change."
+            )
