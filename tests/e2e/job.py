@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import numpy as np
 from tests.warm_start import ZYGOTE
 from tfdist.telemetry.jsonl import read_jsonl
 
+_CHANCE = random.SystemRandom()  # processes of tests may share the seed of another
 # One thread each: the tests share few cores.
 ENVIRONMENT = {
     **os.environ,
@@ -113,7 +116,12 @@ def workers_training(run_dir: Path) -> int:
 def children(pid: int) -> list[int]:
     """The processes that a process has started, the oldest first."""
     listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
-    return [int(child) for child in listed if Path(f"/proc/{child}/comm").read_text().strip() != ZYGOTE]
+    found = []
+    for child in listed:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since, and was waited for
+            if Path(f"/proc/{child}/comm").read_text().strip() != ZYGOTE:
+                found.append(int(child))
+    return found
 
 
 def batches(run_dir: Path) -> dict[int, tuple]:
@@ -135,11 +143,12 @@ def batches(run_dir: Path) -> dict[int, tuple]:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that are free."""
+    """The first of `count` ports in a row that are free, below those that the system gives to whoever asks for any: it
+    might give them away before they are used.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            first = probe.getsockname()[1]
+        first = _CHANCE.randrange(10_000, lowest - count) if lowest > 11_000 else _CHANCE.randrange(20_000, 60_000)
         try:
             for port in range(first, first + count):
                 with socket.socket() as probe:

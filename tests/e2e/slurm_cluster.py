@@ -13,7 +13,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from tests.e2e.job import ENVIRONMENT, wait_for
+from tests.e2e.job import ENVIRONMENT, free_ports, wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue")
 NODES = {"tfnode1": "127.0.0.11", "tfnode2": "127.0.0.12"}
@@ -83,10 +83,10 @@ class SlurmCluster:
         }
 
     def start(self) -> SlurmCluster:
-        host = socket.gethostname().partition(".")[0]
+        first, host = free_ports(3), socket.gethostname().partition(".")[0]
         (self.folder / "state").mkdir()
         (self.folder / "slurm.conf").write_text(
-            CONFIGURATION.format(host=host, folder=self.folder, ports=_free_ports(3))
+            CONFIGURATION.format(host=host, folder=self.folder, ports=[*range(first, first + 3)])
         )
         hosts = [f"{address} {name}" for name, address in NODES.items()]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.0.1 {host}", *hosts]) + "\n")
@@ -144,13 +144,3 @@ class SlurmCluster:
                 daemon.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 daemon.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -91,7 +91,9 @@ def test_a_stopped_and_resumed_run_is_bitwise_equal(undisturbed, tmp_path):
     """Stopped twice: by a smaller target, and by SIGTERM to one worker only."""
     flags = [*HARD, "--decay_steps=400", f"--run_dir={tmp_path}"]
     run(2, [*flags, "--steps=31"])
-    process = start(2, [*flags, "--steps_per_loop=1", "--log_every=1"])
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults" / "pace").write_text("0.05")  # else a busy machine may send the signal after the last step
+    process = start(2, [*flags, "--steps_per_loop=1", "--log_every=1"], environment={"TFDIST_FAULTS": "armed"})
     wait_for(lambda: any(record["step"] >= 40 for record in records(tmp_path, rank=1)))
     os.kill(children(process.pid)[-1], signal.SIGTERM)
     output, _ = process.communicate(timeout=120)

@@ -17,6 +17,8 @@ from tests.e2e.slurm_cluster import SlurmCluster, install
 
 pytestmark = pytest.mark.slow
 
+STEPS = 2000  # so many that the first start cannot make them all before the signal comes
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
@@ -91,7 +93,7 @@ def wait_until_ended(slurm: SlurmCluster, job: str, log: Path) -> str:
 
 
 def test_a_signalled_job_saves_is_requeued_and_finishes(slurm, tmp_path):
-    job, log = submit(slurm, tmp_path, "--steps=800", "--steps_per_loop=1", "--log_every=5")
+    job, log = submit(slurm, tmp_path, f"--steps={STEPS}", "--steps_per_loop=1", "--log_every=5")
     wait_for(lambda: trained(tmp_path))
     slurm.run("scancel", "--signal=TERM", job)
     assert wait_until_ended(slurm, job, log) == "COMPLETED", log.read_text()
@@ -106,7 +108,7 @@ def test_a_signalled_job_saves_is_requeued_and_finishes(slurm, tmp_path):
         steps = [record["step"] for record in records(tmp_path, 0, "train") if record["attempt"] == attempt]
         assert last < steps[0] <= last + 10
         last = steps[-1]
-    assert last == 800 == json.loads((tmp_path / "summary.json").read_text())["steps"]
+    assert last == STEPS == json.loads((tmp_path / "summary.json").read_text())["steps"]
 
 
 def test_a_mistake_is_not_requeued(slurm, tmp_path):

@@ -12,7 +12,7 @@ from tests.mistakes import judge, modules
 from tests.mistakes.fixed import FIXED
 from tests.mistakes.mistake import Mistake
 from tests.mistakes.mutations import draw
-from tests.mistakes.zygote import Outcome, Zygote
+from tests.mistakes.runner import Outcome, Runner
 
 USUAL = {*modules.TRAIN, *modules.MINE.splitlines(), *modules.SCRIPT.splitlines()}
 
@@ -35,10 +35,10 @@ class Verdict:
         )
 
 
-def examine(name: str, mistake: Mistake, zygote: Zygote, fresh: bool = False) -> Verdict:
-    outcomes = zygote.run(mistake, fresh)
+def examine(name: str, mistake: Mistake, runner: Runner, fresh: bool = False) -> Verdict:
+    outcomes = runner.run(mistake, fresh)
     if mistake.plain:
-        alone = zygote.run(mistake, alone=True)
+        alone = runner.run(mistake, alone=True)
         return Verdict(name, mistake, [*outcomes, *alone], judge.problems_of_script(outcomes, alone))
     return Verdict(name, mistake, outcomes, judge.problems(mistake, outcomes))
 
@@ -53,17 +53,17 @@ def main(argv: list[str]) -> int:
         if arguments.fixed
         else [(f"{seed}:{number}", seed, number) for seed, number in chosen]
     )
-    zygote, begun, verdicts = Zygote(), time.monotonic(), []
+    runner, begun, verdicts = Runner(), time.monotonic(), []
     try:
         for count, (name, seed, number) in enumerate(cases):
             mistake = draw(seed, number)
             if arguments.kind not in mistake.kind:
                 continue
             fresh = bool(arguments.fresh_every) and count % arguments.fresh_every == 0
-            verdicts.append(examine(name, mistake, zygote, fresh))
+            verdicts.append(examine(name, mistake, runner, fresh))
             _tell(verdicts[-1], fresh, arguments)
     finally:
-        zygote.close()
+        runner.close()
     return _summary(verdicts, time.monotonic() - begun)
 
 

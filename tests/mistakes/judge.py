@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from tests.mistakes.mistake import Mistake
-from tests.mistakes.zygote import Outcome
+from tests.mistakes.runner import Outcome
 from tfdist.control.exit_codes import ExitCode
 
 _SENTENCE = re.compile(r"^(?:\[\w+ \d+\] )?tfdist: error: (.*) \(exit code (\d+), ([A-Z_]+)\)$", re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from tests.mistakes import modules
@@ -27,3 +28,7 @@ def write_data(folder: Path) -> None:
                 writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
     for name in "ab":
         (folder / "texts" / f"{name}.txt").write_text("To be, or not to be, that is the question.\n" * 40)
+
+
+if __name__ == "__main__":
+    write_data(Path(sys.argv[1]))

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.e2e.job import ENVIRONMENT
+from tests.mistakes.command import main
 from tests.mistakes.judge import problems
 from tests.mistakes.mistake import CONFIG, one
 from tests.mistakes.mutations import FAMILIES, draw
-from tests.mistakes.zygote import Outcome
+from tests.mistakes.runner import Outcome
 
 
 @pytest.mark.slow
-def test_fifty_mistakes():
-    done = subprocess.run(
-        [sys.executable, "scripts/mistakes.py", "--fixed"], env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+def test_fifty_mistakes(capsys):
+    """As scripts/mistakes.py --fixed."""
+    code = main(["--fixed"])
+    assert code == 0, capsys.readouterr().out[-8000:]
 
 
 def test_a_seed_draws_the_same_mistakes_of_all_families():

@@ -14,7 +14,6 @@ import sys
 def check(runtime, axes: tuple[str, ...]) -> None:
     """All collectives of the group along `axes`, with their gradients, against numpy."""
     import numpy as np
-    import tensorflow as tf
 
     group = runtime.group(*axes)
     assert group.ranks == runtime.mesh.group(runtime.rank, *axes) and group.ranks[group.index] == runtime.rank
@@ -28,41 +27,34 @@ def check(runtime, axes: tuple[str, ...]) -> None:
     def stacked(kind: int, shape, dtype="float32") -> np.ndarray:
         return np.stack([of(rank, kind, shape, dtype) for rank in group.ranks])
 
-    def with_gradient(collective, kind: int, shape, out_shape):
-        """(result, gradient) of `collective` at this rank's tensor, for upstream gradients of kind + 1."""
+    calls = [(group.all_reduce, 0, [3, 2], [3, 2])]
+    for axis in (0, 1):
+        whole = [3 * n, 2] if axis == 0 else [3, 2 * n]
+        calls.append((lambda x, axis=axis: group.all_gather(x, axis), 2, [3, 2], whole))
+        calls.append((lambda x, axis=axis: group.reduce_scatter(x, axis), 4, whole, [3, 2]))
+    calls.append((group.all_to_all, 6, [n, 2, 2], [n, 2, 2]))
+    calls += [(lambda x, root=root: group.broadcast(x, root), 8, [4], [4]) for root in group.ranks]
+    found = iter(results_and_gradients(calls, lambda kind, shape: of(runtime.rank, kind, shape)))
 
-        @tf.function
-        def function(x, upstream):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = collective(x)
-            return y, tape.gradient(y, x, upstream)
-
-        for _ in range(2):  # the second call uses the same keys again
-            y, gradient = function(
-                tf.constant(of(runtime.rank, kind, shape)), tf.constant(of(runtime.rank, kind + 1, out_shape))
-            )
-        return y.numpy(), gradient.numpy()
-
-    y, gradient = with_gradient(group.all_reduce, 0, [3, 2], [3, 2])
+    y, gradient = next(found)
     np.testing.assert_array_equal(y, stacked(0, [3, 2]).sum(0))
     np.testing.assert_array_equal(gradient, stacked(1, [3, 2]).sum(0))
 
     for axis in (0, 1):
         whole = [3 * n, 2] if axis == 0 else [3, 2 * n]
-        y, gradient = with_gradient(lambda x: group.all_gather(x, axis), 2, [3, 2], whole)  # noqa: B023
+        y, gradient = next(found)
         np.testing.assert_array_equal(y, np.concatenate(list(stacked(2, [3, 2])), axis))
         np.testing.assert_array_equal(gradient, np.split(stacked(3, whole).sum(0), n, axis)[me])
-        y, gradient = with_gradient(lambda x: group.reduce_scatter(x, axis), 4, whole, [3, 2])  # noqa: B023
+        y, gradient = next(found)
         np.testing.assert_array_equal(y, np.split(stacked(4, whole).sum(0), n, axis)[me])
         np.testing.assert_array_equal(gradient, np.concatenate(list(stacked(5, [3, 2])), axis))
 
-    y, gradient = with_gradient(group.all_to_all, 6, [n, 2, 2], [n, 2, 2])
+    y, gradient = next(found)
     np.testing.assert_array_equal(y, stacked(6, [n, 2, 2])[:, me])
     np.testing.assert_array_equal(gradient, stacked(7, [n, 2, 2])[:, me])
 
     for root in group.ranks:
-        y, gradient = with_gradient(lambda x: group.broadcast(x, root), 8, [4], [4])  # noqa: B023
+        y, gradient = next(found)
         np.testing.assert_array_equal(y, of(root, 8, [4]))
         np.testing.assert_array_equal(gradient, stacked(9, [4]).sum(0) if root == runtime.rank else np.zeros(4))
 
@@ -71,25 +63,52 @@ def check(runtime, axes: tuple[str, ...]) -> None:
         check_points(group, of, runtime.rank)
 
 
+def results_and_gradients(calls, of) -> list:
+    """(result, gradient) at this rank's tensor of each (collective, kind, shape, shape of the result), for upstream
+    gradients of kind + 1. One graph: most of their cost is that they are traced.
+    """
+    import tensorflow as tf
+
+    @tf.function(autograph=False)
+    def function(xs, upstreams):
+        results = []
+        for (collective, *_), x, upstream in zip(calls, xs, upstreams, strict=True):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = collective(x)
+            results.append((y, tape.gradient(y, x, upstream)))
+        return results
+
+    xs = [tf.constant(of(kind, shape)) for _, kind, shape, _ in calls]
+    upstreams = [tf.constant(of(kind + 1, shape)) for _, kind, _, shape in calls]
+    function(xs, upstreams)
+    results = function(xs, upstreams)  # the second call uses the same keys again
+    return [(y.numpy(), gradient.numpy()) for y, gradient in results]
+
+
 def check_types(group, stacked, of, rank: int) -> None:
     import numpy as np
     import tensorflow as tf
 
-    for dtype in ("float16", "bfloat16", "float32", "float64", "int32", "int64"):
-        kind = tf.as_dtype(dtype)
+    dtypes = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
-        @tf.function
-        def all_kinds(x):
-            return (
+    @tf.function(autograph=False)
+    def all_kinds(xs):
+        return [
+            (
                 group.all_reduce(x),
                 group.all_gather(x),
                 group.all_to_all(tf.stack([x] * group.size)),
                 group.broadcast(x, group.ranks[-1]),
                 group.all_max(x),
             )
+            for x in xs
+        ]
 
-        x = tf.cast(of(rank, 20, [5]), kind)
-        summed, gathered, swapped, last, largest = (tf.cast(y, tf.float64).numpy() for y in all_kinds(x))
+    found = all_kinds([tf.cast(of(rank, 20, [5]), tf.as_dtype(dtype)) for dtype in dtypes])
+    for dtype, results in zip(dtypes, found, strict=True):
+        assert {y.dtype for y in results} == {tf.as_dtype(dtype)}
+        summed, gathered, swapped, last, largest = (tf.cast(y, tf.float64).numpy() for y in results)
         np.testing.assert_array_equal(summed, stacked(20, [5]).sum(0), dtype)
         np.testing.assert_array_equal(gathered, stacked(20, [5]).ravel(), dtype)
         np.testing.assert_array_equal(swapped, stacked(20, [5]), dtype)
@@ -161,28 +180,30 @@ def check_hierarchical(runtime) -> None:
         two = runtime.hierarchical(everyone, per_host)
         assert (two.within.size, two.across.size) == sizes
 
-        @tf.function
-        def both(x, upstream):
+        @tf.function(autograph=False)
+        def both(xs, upstreams):
             results = []
-            for group in (everyone, two):  # noqa: B023
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    y = group.all_reduce(x)
-                results += [y, tape.gradient(y, x, upstream)]
+            for x, upstream in zip(xs, upstreams, strict=True):
+                for group in (everyone, two):  # noqa: B023
+                    with tf.GradientTape() as tape:
+                        tape.watch(x)
+                        y = group.all_reduce(x)
+                    results += [y, tape.gradient(y, x, upstream)]
             return results
 
-        for shape in ([5], [3, 2], []):
-            x, upstream = (
-                np.random.default_rng([runtime.rank, kind]).integers(-8, 8, shape).astype("float32")
-                for kind in (40, 41)
-            )
-            flat, flat_gradient, y, gradient = both(tf.constant(x), tf.constant(upstream))
+        def drawn(kind):
+            return [
+                tf.constant(np.random.default_rng([runtime.rank, kind]).integers(-8, 8, shape).astype("float32"))
+                for shape in ([5], [3, 2], [])
+            ]
+
+        inexact = tf.constant(np.random.default_rng([runtime.rank, 42]).normal(size=7), tf.float32)
+        results = both([*drawn(40), inexact], [*drawn(41), tf.zeros_like(inexact)])
+        for start in range(0, 12, 4):
+            flat, flat_gradient, y, gradient = results[start : start + 4]
             np.testing.assert_array_equal(y, flat)
             np.testing.assert_array_equal(gradient, flat_gradient)
-        x = tf.constant(
-            np.random.default_rng([runtime.rank, 42]).normal(size=7), tf.float32
-        )  # not exact: the order of the additions differs
-        flat, _, y, _ = both(x, tf.zeros_like(x))
+        flat, _, y, _ = results[12:]  # the order of the additions differs
         np.testing.assert_allclose(y, flat, rtol=1e-5, atol=1e-6)
         assert len({row.tobytes() for row in runtime.all_gather(y.numpy())}) == 1
 

@@ -7,15 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from tests.e2e.job import CLUSTERS, ENVIRONMENT, free_ports
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("real_start")]
+pytestmark = pytest.mark.slow
 
-TIMEOUT = 25
+TIMEOUT = 10
 
 
 class Peer:
@@ -40,12 +39,12 @@ class Peer:
             connection.close()
 
 
-def start_one_of_two(index: int, strategy: str, folder, dies: bool) -> tuple[int, float, str]:
-    """(exit code, seconds, what it said) of a worker whose peer is such a one."""
+def start_one_of_two(index: int, strategy: str, folder, dies: bool) -> tuple[int, str]:
+    """(exit code, what it said) of a worker whose peer is such a one; it is killed if it does not end in time."""
     first = free_ports(2)
     addresses = [f"127.0.0.1:{first + number}" for number in range(2)]
     config = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
-    peer, begun = Peer(first + 1 - index, dies), time.monotonic()
+    peer = Peer(first + 1 - index, dies)
     process = subprocess.Popen(
         [
             sys.executable,
@@ -69,7 +68,7 @@ def start_one_of_two(index: int, strategy: str, folder, dies: bool) -> tuple[int
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
     peer.close()
-    return process.returncode, time.monotonic() - begun, output
+    return process.returncode, output
 
 
 @pytest.mark.parametrize(
@@ -92,11 +91,10 @@ def start_one_of_two(index: int, strategy: str, folder, dies: bool) -> tuple[int
     ],
 )
 def test_a_peer_that_dies_or_stops_after_its_knock(index, strategy, dies, tmp_path):
-    code, seconds, output = start_one_of_two(index, strategy, tmp_path, dies)
+    code, output = start_one_of_two(index, strategy, tmp_path, dies)
     assert code == 5 and "Traceback" not in output, output
     assert (
         f"--startup_timeout={TIMEOUT} s" in output
         or "Not all workers came together" in output
         or f"within {TIMEOUT} s" in output
     ), output
-    assert seconds < TIMEOUT + 8, output  # the interpreter's start comes before

@@ -20,9 +20,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-# Variables whose values are read when Python starts or a library is imported.
+# Variables whose values are read when Python starts or a library is imported. Two of KMP_ are set by scikit-learn
+# itself, in every process that imports it, a zygote too.
 READ_BY_IMPORTS = re.compile(
-    r"PYTHON(?!PATH$|UNBUFFERED$)|LD_|MALLOC_|GLIBC_|OMP_|KMP_|MKL_|OPENBLAS_|KERAS_|XLA_FLAGS|TF_ENABLE_ONEDNN|LANG|LC_"
+    r"PYTHON(?!PATH$|UNBUFFERED$)|LD_|MALLOC_|GLIBC_|OMP_|KMP_(?!DUPLICATE_LIB_OK$|INIT_AT_FORK$)|MKL_|OPENBLAS_"
+    r"|KERAS_|XLA_FLAGS|TF_ENABLE_ONEDNN|LANG|LC_"
 )
 _DEFAULTS = {"TF_ENABLE_ONEDNN_OPTS": "1"}  # the same whether it is set or not
 _PR_SET_CHILD_SUBREAPER = 36

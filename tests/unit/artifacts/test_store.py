@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.e2e.job import ENVIRONMENT
 from tfdist.artifacts.store import MANIFEST, SnapshotStore
 from tfdist.control.exit_codes import CheckpointError
 
@@ -165,15 +166,17 @@ for step in range(1, 1000):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_start")
 def test_a_writer_killed_at_any_moment_leaves_a_valid_snapshot(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    script = tmp_path / "writer.py"
+    script.write_text(KILLED)
     for round_, delay in enumerate((0.02, 0.035, 0.05)):
         store = SnapshotStore(tmp_path / str(round_))
         writer = subprocess.Popen(
-            [sys.executable, "-c", KILLED, store.directory],
+            [sys.executable, str(script), store.directory],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            env=ENVIRONMENT,
             text=True,
         )
         for _ in range(3):

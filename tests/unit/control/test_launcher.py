@@ -27,6 +27,15 @@ PREAMBLE = (
     "import json, os, signal, subprocess, sys, time\nrank = json.loads(os.environ['TF_CONFIG'])['task']['index'] if"
     " 'TF_CONFIG' in os.environ else 0\n"
 )
+# Worker 1 goes on when the launcher has seen worker 0 end.
+AFTER_WORKER_0 = """
+note = os.path.join(os.path.dirname(sys.argv[0]), "pid")
+if rank:
+    while not os.path.exists(note) or os.path.exists(f"/proc/{open(note).read()}"): time.sleep(0.02)
+else:
+    open(note + ".new", "w").write(str(os.getpid()))
+    os.rename(note + ".new", note)
+"""
 SLEEP = "print('ready', flush=True)\ntime.sleep(60)\n"
 
 
@@ -208,7 +217,7 @@ def test_an_endless_line_is_shown_in_pieces():
             6,
             ["worker 1", "SIGSEGV"],
         ),
-        ("time.sleep(0.5 * rank)\nsys.exit(6)", 6, ["worker 0"]),
+        (AFTER_WORKER_0 + "sys.exit(6)", 6, ["worker 0"]),
     ],
 )
 def test_the_first_failure_stops_all_and_is_named(tmp_path, code, exit_code, words):

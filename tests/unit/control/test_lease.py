@@ -64,12 +64,12 @@ def test_a_second_job_is_refused_with_a_sentence_that_names_the_first(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_a_job_that_was_killed_is_followed_at_once(tmp_path, holder):
+def test_a_job_that_was_killed_is_followed_at_once(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(lease, "_TO_END_SECONDS", 20.0)  # then it would be refused
     holder.send_signal(signal.SIGKILL)  # not waited for: what is left of it still has its number
-    begun = time.monotonic()
     with held(tmp_path, ""):
         assert json.loads((tmp_path / FILE).read_text())["pid"] == str(os.getpid())
-    assert time.monotonic() - begun < 0.3 and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_job_that_is_stopped_lives(tmp_path, holder):
@@ -88,35 +88,33 @@ def test_an_owner_on_another_machine_is_dead_when_it_does_not_renew(tmp_path, ca
     (tmp_path / FILE).write_text(json.dumps(asdict(stranger())))
     begun = time.monotonic()
     with held(tmp_path, ""):
-        assert 1.0 <= time.monotonic() - begun < 3
+        assert time.monotonic() - begun >= 1.0
     assert "process 31 on node7" in capfd.readouterr().err
 
 
 def test_an_owner_on_another_machine_that_renews_lives(tmp_path, monkeypatch):
-    # A busy machine may keep the thread that renews from its work for longer than the second of the other tests.
+    # A busy machine may keep the thread that renews from its work for longer than the second of the other tests. Who
+    # did not go by its renewals would have the lease then.
     monkeypatch.setattr(lease, "_DEAD_SECONDS", 20.0)
     first = Lease(tmp_path, "other")
     first.owner = stranger(job="other")
     first.take()
     try:
-        begun = time.monotonic()
         with pytest.raises(ConfigError, match="process 31 on node7"):
             Lease(tmp_path, "").take()
-        assert time.monotonic() - begun < 15  # by the first renewal
     finally:
         first.give_back()
     assert not list(tmp_path.iterdir())
 
 
-def test_the_same_job_on_another_machine_goes_on_at_once_and_the_old_owner_ends(tmp_path):
+def test_the_same_job_on_another_machine_goes_on_at_once_and_the_old_owner_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "_DEAD_SECONDS", 60.0)  # who waited would see it renewed, and be refused
     told, heard = [], threading.Event()
     first = Lease(tmp_path, "slurm 17.0", on_loss=lambda sentence: (told.append(sentence), heard.set()))
     first.owner = stranger(job="slurm 17.0")
     first.take()
-    begun = time.monotonic()
     with held(tmp_path, "slurm 17.0"):
-        assert time.monotonic() - begun < 0.5
-        assert heard.wait(5) and "has been taken over by process" in told[0]
+        assert heard.wait(30) and "has been taken over by process" in told[0]
     first.give_back()
 
 
@@ -166,7 +164,7 @@ def test_it_is_renewed_and_made_again(tmp_path):
         path = tmp_path / FILE
         first = path.read_text()
         path.unlink()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert Owner.read(path.read_text()) == Owner.read(first)

@@ -213,13 +213,18 @@ def test_somebody_of_the_job_may_not_send_without_end():
 
 
 def test_the_silent_and_the_slow_hold_up_nobody_and_are_dropped(monkeypatch):
-    monkeypatch.setattr(reception, "_PATIENCE", 0.5)
+    def say_nothing(host):
+        return [host.raw(data) for data in [b"", b"tfdist", Lock.of(SECRET, "test").hello(1)] * 20]
+
+    monkeypatch.setattr(reception, "_PATIENCE", 600.0)
     with Host() as host:
-        silent = [host.raw(data) for data in [b"", b"tfdist", Lock.of(SECRET, "test").hello(1)] * 20]
-        begun = time.monotonic()
-        assert host.is_well() and time.monotonic() - begun < 0.5  # long before the silent ones are given up
-        drip = host.raw()
-        for _ in range(12):  # a byte now and then does not buy time
+        silent = say_nothing(host)
+        assert host.is_well() and len(host.reception._strangers) >= len(silent)  # none of whom was given up
+        for connection in silent:
+            connection.close()
+        monkeypatch.setattr(reception, "_PATIENCE", 0.5)
+        silent, drip = say_nothing(host), host.raw()
+        for _ in range(200):  # a byte now and then does not buy time
             time.sleep(0.1)
             try:
                 drip.sendall(b"t")
@@ -300,10 +305,8 @@ def test_a_message_that_trickles_in_is_given_up_at_its_deadline():
 
     thread = threading.Thread(target=trickle)
     thread.start()
-    begun = time.monotonic()
-    with pytest.raises(TimeoutError):
-        wire.read_message(far, begun + 0.5)
-    assert time.monotonic() - begun < 2
+    with pytest.raises(TimeoutError):  # all 1000 bytes are there after 50 s
+        wire.read_message(far, time.monotonic() + 0.5)
     stop.set()
     thread.join()
     near.close()
