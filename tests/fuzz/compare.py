@@ -39,6 +39,15 @@ class Difference:
         )
 
 
+def least_granted(double: Mapping[str, np.ndarray], least: float = 0.0) -> dict[str, float]:
+    """name -> the difference that is granted however little rounding does to the case. least: see granted."""
+    largest = max((_largest(value) for name, value in double.items() if name.startswith("model/")), default=0.0)
+    return {
+        name: UNITS * EPSILON * max(_largest(value), 1e-3) + least * max(_largest(value), PART * largest)
+        for name, value in double.items()
+    }
+
+
 def granted(single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray], least: float = 0.0) -> dict[str, float]:
     """name -> the difference that rounding explains. least: a part of the largest value that is granted anyway; what is
     small may be the difference of large values, each of which is rounded.
@@ -47,13 +56,12 @@ def granted(single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray], 
     """
     rounding = {name: _largest(single[name] - double[name]) for name in double}
     weights = max((value for name, value in rounding.items() if name.startswith("model/")), default=0.0)
-    largest = max((_largest(value) for name, value in double.items() if name.startswith("model/")), default=0.0)
+    floor = least_granted(double, least)
     return {
         name: (
             FACTOR * rounding[name]
             + (OTHERS * weights if name.startswith("model/") and rounding[name] else FACTOR * weights * 0.1)
-            + UNITS * EPSILON * max(_largest(double[name]), 1e-3)
-            + least * max(_largest(double[name]), PART * largest)
+            + floor[name]
             if _tells(single[name], double[name])
             else np.inf
         )

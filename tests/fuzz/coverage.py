@@ -112,16 +112,17 @@ def cases(
 ) -> Iterator[dict[str, Any]]:
     """Endless cases from job `first` on, the same for the same seed, runtimes and counts.
 
-    Of some candidates the one with the rarest pairs, in turn of a runtime and of the one that lacks most of them.
+    Of some candidates the one with the rarest pairs, in turn of a runtime and of the one that lacks most of them; where
+    nothing lacks, every other one as it is drawn.
     """
     candidates = {name: _Candidates(seed, name, runtimes, again, with_known) for name in runtimes}
     number = 0
     while True:
         runtime = runtimes[number // 2 % len(runtimes)]
-        if number % 2:
-            lacking = Counter(name for _, name in coverage.missing(runtimes, drawn=True))
-            runtime = max(runtimes, key=lambda name: lacking[name]) if lacking else runtime
-        best = candidates[runtime].best(coverage)
+        lacking = Counter(name for _, name in coverage.missing(runtimes, drawn=True))
+        if number % 2 and lacking:
+            runtime = max(runtimes, key=lambda name: lacking[name])
+        best = candidates[runtime].best(coverage, rarest=number % 2 == 1 or bool(lacking))
         others = sorted(
             (case for case in space.elsewhere(best, runtimes) if with_known or not known.why(case)),
             key=coverage.rarity,
@@ -142,7 +143,7 @@ class _Candidates:
         self._there = {name for name in space.MOVABLE if name in runtimes and name != runtime}
         self._drawn, self._cases = 0, []
 
-    def best(self, coverage: Coverage) -> dict[str, Any]:
+    def best(self, coverage: Coverage, rarest: bool) -> dict[str, Any]:
         for _ in range(NEW if self._cases else CANDIDATES):
             case = space.draw(self._seed, self._drawn, [self._runtime], self._again)
             self._drawn += 1
@@ -150,5 +151,5 @@ class _Candidates:
             elsewhere = self._there and case.get("moved", "") not in {"", *self._there}
             if (self._with_known or not known.why(case)) and not elsewhere:
                 self._cases.append((case, pairs_of(case)))
-        index = max(range(len(self._cases)), key=lambda each: coverage.rarity_of(self._cases[each][1]))
+        index = max(range(len(self._cases)), key=lambda each: coverage.rarity_of(self._cases[each][1])) if rarest else 0
         return self._cases.pop(index)[0]

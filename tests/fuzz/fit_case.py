@@ -280,18 +280,14 @@ def on_workers(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
         return {"parts": [{"arrays": arrays, "replicas": []} for arrays in run(case, tfdist)]}
 
 
-def references(case: Mapping[str, Any]) -> list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
-    """For each of the case's data: (plain Keras in the precision of the case, in float64)."""
-    eager = (
-        case["model"]["head"] != "dict"
-    )  # Keras 3.15 counts the first batch twice in the shown losses of several outputs, when it runs eagerly
-    return list(zip(run(case, keras.Model, eager=eager), run(case, keras.Model, double=True, eager=eager), strict=True))
-
-
-def others(case: Mapping[str, Any], more: bool) -> list[tuple[dict[str, np.ndarray], ...]]:
-    """For each of the case's data: runs that differ by nothing but rounding, some or more of them."""
+def runs(kind: str, case: Mapping[str, Any]) -> list[list[dict[str, np.ndarray]]]:
+    """Of each run, for each of the case's data, plain Keras; kinds as in oracle.py."""
+    # Keras 3.15 counts the first batch twice in the shown losses of several outputs, when it runs eagerly.
     eager = case["model"]["head"] != "dict"
-    runs = (
-        run(case, keras.Model, double=not more, eager=eager, shaken=seed) for seed in ((4, 5, 6) if more else (1, 2, 3))
-    )
-    return list(zip(*runs, strict=True))
+    ways: list[tuple[bool, int]] = {
+        "double": [(True, 0)],
+        "single": [(False, 0)],
+        "some": [(True, seed) for seed in (1, 2, 3)],
+        "more": [(False, seed) for seed in (4, 5, 6)],
+    }[kind]
+    return [run(case, keras.Model, double=double, eager=eager, shaken=shaken) for double, shaken in ways]

@@ -272,23 +272,16 @@ def is_number(variable: keras.Variable) -> bool:
     return keras.backend.is_float_dtype(variable.dtype)
 
 
-def predict(case: Mapping[str, Any], order: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(the run in the precision of the case, the run in float64)."""
-    with keras_settings.restored():
-        single = Reference(case).run(order)
-        return single, Reference(case, double=True).run(order)
-
-
-def others(case: Mapping[str, Any], order: np.ndarray, more: bool) -> list[dict[str, np.ndarray]]:
-    """Runs that differ by nothing but rounding: some, or more of them."""
-    with keras_settings.restored():
-        if not more:
-            return [
-                Reference(case, turned=True).run(order),
-                *(Reference(case, double=True, shaken=seed).run(order) for seed in (1, 2, 3)),
-            ]
+def runs(kind: str, case: Mapping[str, Any], order: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """kind: "double", the run in float64; "single", in the precision of the case; and runs that differ from them by
+    nothing but rounding, "some" and "more" of them."""
+    ways = {
+        "double": [{"double": True}],
+        "single": [{}],
+        "some": [{"turned": True}, *({"double": True, "shaken": seed} for seed in (1, 2, 3))],
         # In float64 a gradient that is 0 but for rounding stays so: what float32 makes of it is seen in float32.
-        runs = [Reference(case, shaken=seed, turned=seed % 2 == 0).run(order) for seed in range(4, 4 + MORE)]
-        if case["options"].get("optimizer") in ADAM:
-            runs.append(Reference(case, double=True, coarse=True).run(order))
-        return runs
+        "more": [{"shaken": seed, "turned": seed % 2 == 0} for seed in range(4, 4 + MORE)]
+        + ([{"double": True, "coarse": True}] if case["options"].get("optimizer") in ADAM else []),
+    }[kind]
+    with keras_settings.restored():
+        return [Reference(case, **how).run(order) for how in ways]

@@ -76,7 +76,7 @@ def _compared(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict
             return Verdict(case, refused=why, vacuous=True)
         return verdict
     try:
-        expected = references(case)
+        expected = doubles(case)
     except Exception as error:
         if case["kind"] != "fit":
             raise
@@ -88,7 +88,7 @@ def _compared(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict
             part,
             [answer["parts"][number] for answer in answers],
             expected[number],
-            lambda more, number=number, part=part: others(case, number, part, more),
+            lambda kind, number=number, part=part: runs_of(kind, case, number, part),
         )
         verdict.problems += [f"with data {number}: {problem}" if number else problem for problem in problems]
         verdict.rough = max(verdict.rough, rough)
@@ -113,29 +113,29 @@ def _refused_as_demanded(verdict: Verdict, refusal: refusals.Refusal, answers: l
 def _compare_part(
     case: Mapping[str, Any],
     answers: list[dict[str, Any]],
-    expected: tuple[Arrays, Arrays],
-    others: Callable[[bool], list[Arrays]],
+    double: Arrays,
+    runs_of: Callable[[str], list[Arrays]],
 ) -> tuple[list[str], float]:
-    """(what is wrong with one of the case's data, the difference that is granted to weights). others: runs of the
-    oracle that differ by rounding, some or many.
+    """(what is wrong with one of the case's data, the difference that is granted to weights). double: the oracle in
+    float64; runs_of: see below.
     """
     problems = [problem for answer in answers for problem in answer.get("problems", [])] + _unlike_replicas(answers)
-    single, double = expected
     silent = _not_told(case)
-    single, double = (
-        {name: value for name, value in run.items() if not name.startswith(silent)} if silent else run
-        for run in (single, double)
-    )
+    double = {name: value for name, value in double.items() if not silent or not name.startswith(silent)}
+    told = answers[0]["arrays"]
     options = case.get("options") or case["compile"]
     least = COMPRESSED if "compression" in options else HALF.get(options.get("precision", ""), 0.0)
-    bounds = compare.granted(single, double, least)
-    found = compare.differences(answers[0]["arrays"], single, double, bounds)
-    runs = [single]
-    for more in (False, True):
-        if found:  # perhaps this case is one that makes much of rounding errors
-            runs += others(more)
-            bounds = compare.granted_by(runs, double, bounds)
-            found = compare.differences(answers[0]["arrays"], single, double, bounds)
+    bounds = compare.least_granted(double, least)
+    found = compare.differences(told, double, double, bounds)
+    if found:  # which most cases do not come to
+        [single] = runs = runs_of("single")
+        bounds = compare.granted(single, double, least)
+        found = compare.differences(told, single, double, bounds)
+        for kind in ("some", "more"):
+            if found:  # perhaps this case is one that makes much of rounding errors
+                runs = runs + runs_of(kind)
+                bounds = compare.granted_by(runs, double, bounds)
+                found = compare.differences(told, single, double, bounds)
     problems += [
         str(difference)
         for difference in sorted(found, key=lambda difference: -difference.by / max(difference.granted, 1e-30))[:4]
@@ -184,34 +184,32 @@ def _unlike_replicas(answers: list[dict[str, Any]]) -> list[str]:
     return problems
 
 
-KEPT = 64
+KEPT = 200
 _known: dict[str, list] = {}  # the last few, for cases that differ in the runtime alone
 
 
-def references(case: Mapping[str, Any]) -> list[tuple[Arrays, Arrays]]:
-    """For each of the case's data: (the oracle in the precision of the case, the oracle in float64)."""
-    return _remembered("references", case, _references)
+def doubles(case: Mapping[str, Any]) -> list[Arrays]:
+    """For each of the case's data: the oracle in float64."""
+    from tests.fuzz import fit_case, oracle
+    from tests.fuzz.data_order import order_of
+
+    if case["kind"] == "fit":
+        return _remembered("double", case, lambda case: fit_case.runs("double", case)[0])
+    return [
+        _remembered("double", part, lambda part: oracle.runs("double", part, order_of(part)))[0]
+        for part in space.parts(case)
+    ]
 
 
-def others(case: Mapping[str, Any], number: int, part: Mapping[str, Any], more: bool) -> list[Arrays]:
-    """Runs of the oracle with the case's data `number`, which differ by nothing but rounding: some, or more of them."""
+def runs_of(kind: str, case: Mapping[str, Any], number: int, part: Mapping[str, Any]) -> list[Arrays]:
+    """Runs of the oracle with the case's data `number` that differ from the one in float64 by nothing but rounding:
+    "single", the one in the precision of the case; "some" and "more" that are disturbed."""
     from tests.fuzz import fit_case, oracle
     from tests.fuzz.data_order import order_of
 
     if case["kind"] == "fit":  # whose data come one after the other
-        return _remembered(f"others {more}", case, lambda case: fit_case.others(case, more))[number]
-    return _remembered(f"others {more}", part, lambda part: oracle.others(part, order_of(part), more))
-
-
-def _references(case: Mapping[str, Any]) -> list[tuple[Arrays, Arrays]]:
-    from tests.fuzz import fit_case, oracle
-    from tests.fuzz.data_order import order_of
-
-    return (
-        fit_case.references(case)
-        if case["kind"] == "fit"
-        else [oracle.predict(part, order_of(part)) for part in space.parts(case)]
-    )
+        return [run[number] for run in _remembered(kind, case, lambda case: fit_case.runs(kind, case))]
+    return _remembered(kind, part, lambda part: oracle.runs(kind, part, order_of(part)))
 
 
 def _remembered(what: str, case: Mapping[str, Any], compute: Callable[[Mapping[str, Any]], list]) -> list:

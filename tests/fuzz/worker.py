@@ -14,7 +14,7 @@ from multiprocessing.connection import Client
 from typing import Any
 
 KEY = b"tfdist-fuzz"
-COLLECT_EVERY = 5  # cases; Python itself would collect in the middle of tracing, many times
+COLLECT_EVERY = 15  # sets of data; Python itself would collect in the middle of tracing, many times
 
 
 def answer(case: dict[str, Any], runtimes) -> dict[str, Any]:
@@ -87,8 +87,10 @@ def main(port: int, kind: str) -> None:
                 break
             begun = time.process_time()
             found = answer(case, runtimes)
-            if (number := number + 1) % COLLECT_EVERY == 0:
+            number += len(found.get("parts", [1]))
+            if number >= COLLECT_EVERY:
                 gc.collect()
+                number = 0
             connection.send({**found, "cpu": time.process_time() - begun})
     os._exit(0)  # the runtimes' own ends wait for peers that may be gone
 
