@@ -44,15 +44,16 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """(run, "plain" or "tfdist") -> [what each rank found]"""
+    """(run, way: see fit_worker.py) -> [what each rank found]"""
     found = {}
 
-    def result(run, which):
-        if (run, which) not in found:
+    def result(run, way):
+        if (run, way) not in found:
             out = tmp_path_factory.mktemp("fit")
-            workers = RUNS[run][0] if which == "tfdist" else 1
+            workers, names = RUNS[run]
+            workers = 1 if way == "plain" else workers
             job = LocalJob(
-                [sys.executable, "-m", "tests.parity.fit_worker", str(out), which, *RUNS[run][1]],
+                [sys.executable, "-m", "tests.parity.fit_worker", str(out), way, *names],
                 workers,
                 out / "logs",
                 pin=False,
@@ -61,8 +62,8 @@ def results(tmp_path_factory):
             job.start()
             ended = job.wait()
             assert ended.code == 0, (ended.cause, ended.last_lines)
-            found[run, which] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(workers)]
-        return found[run, which]
+            found[run, way] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(workers)]
+        return found[run, way]
 
     return result
 
@@ -95,7 +96,7 @@ def differences(path, found, wanted):
     ],
 )
 def test_like_keras_in_one_process(results, run, name):
-    wanted, ranks = results(run, "plain")[0][name], results(run, "tfdist")
+    wanted, ranks = results(run, "plain")[0][name], results(run, "auto")
     problems = []
     for rank, found in enumerate(ranks):
         expected = dict(wanted)

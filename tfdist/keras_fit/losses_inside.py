@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 from tfdist.training.added_losses import added_losses
 
 Key = tuple[int, int]  # number of a layer, and which of its losses
@@ -35,7 +35,7 @@ class Scales:
     Attributes: example, a global batch as the model is called with it, to try the model with; made up if there is none.
     """
 
-    def __init__(self, model: keras.Model, runtime: Sockets):
+    def __init__(self, model: keras.Model, runtime: PeerRuntime):
         self._model, self._runtime = model, runtime
         self._known: dict[Key, str] = {}
         self.example: Any = None
