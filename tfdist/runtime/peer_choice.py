@@ -70,19 +70,19 @@ def choose(workers: Sequence[Worker]) -> tuple[str, str]:
     for rank, worker in enumerate(workers):
         if worker.asked != asked:
             raise ConfigError(
-                f"communication={asked} on rank 0, but communication={worker.asked} on rank {rank}: give all workers"
-                " the same."
+                f"--communication={asked} on rank 0, but --communication={worker.asked} on rank {rank}: give all"
+                " workers the same."
             )
     if asked == "nccl" and without:
         raise ConfigError(
-            f"communication=nccl, but rank {without} has no GPU that TensorFlow sees: use communication=socket, or give"
-            " every worker a GPU."
+            f"--communication=nccl, but rank {without} has no GPU that TensorFlow sees: use --communication=socket, or"
+            " give every worker a GPU."
         )
     if asked in ("ring", "nccl"):
         if late:
             raise ConfigError(
-                f"communication={asked}, but TensorFlow has computed something on rank {late} already, and its"
-                f" collectives must be started first: {_BEFORE}, or use communication=socket."
+                f"--communication={asked}, but TensorFlow has computed something on rank {late} already, and its"
+                f" collectives must be started first: {_BEFORE}, or use --communication=socket."
             )
         return asked, ""
     if asked == "auto" and len(workers) > 1 and not without and late:
