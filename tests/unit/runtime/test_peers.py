@@ -10,7 +10,8 @@ from tfdist.runtime.peer_watch import PeerWatch
 from tfdist.runtime.row_exchange import RowExchange, _rounded_up
 from tfdist.runtime.wire_types import of_one_type, off_wire, on_wire
 
-TYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64 complex128".split()
+WIDTHS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
+TYPES = ["bool", "bfloat16", *(f"{kind}{bits}" for kind, widths in WIDTHS.items() for bits in widths)]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
