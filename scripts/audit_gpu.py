@@ -2,7 +2,7 @@
 
     python scripts/audit_gpu.py                    every combination of tests/gpu/combinations.py, one process each kind
     python scripts/audit_gpu.py --only=cnn         those whose name holds a word
-    python scripts/audit_gpu.py --meshes=2,4       and all meshes of tests/parity with 2 and 4 workers
+    python scripts/audit_gpu.py --meshes=2,4       and all meshes of tests/parity, and tfdist.fit, with 2 and 4 workers
     python scripts/audit_gpu.py --xla              what XLA makes of the models for GPUs, instead of the table
     python scripts/audit_gpu.py --out=FILE         the table into a file as well
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.e2e.job import ENVIRONMENT
 from tests.gpu.graph_audit import Audit, summary
 from tests.gpu.launch_order import problems
-from tests.gpu.mesh_reports import of_meshes
+from tests.gpu.mesh_reports import of_fits, of_meshes
 
 
 def main() -> int:
@@ -109,7 +109,9 @@ def _meshes(workers: int, folder: Path) -> tuple[dict[str, Audit], list[str]]:
     """(the audit of each mesh, what is wrong with the order of its collectives)"""
     out = folder / f"meshes-{workers}"
     out.mkdir()
-    reports = of_meshes(workers, out)
+    fits = folder / f"fits-{workers}"
+    fits.mkdir()
+    reports = of_meshes(workers, out) | of_fits(workers, fits)
     wrong = [f"{row}: {each}" for row, report in reports.items() for each in problems(report.launches)]
     return {f"{row}, {workers} workers": report.audits[0] for row, report in reports.items()}, wrong
 

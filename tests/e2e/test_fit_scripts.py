@@ -20,7 +20,18 @@ SCRIPTS = Path(__file__).parent / "fit_scripts"
 
 
 def run(script, workers, *arguments, succeeds=True):
-    """The output of each worker. Without the launcher, which would end a worker before it can say what it noticed."""
+    """The output of each worker."""
+    codes, outputs = ended(script, range(workers), *arguments)
+    assert (codes == [0] * workers) == succeeds, "\n".join([str(codes), *outputs])
+    return outputs
+
+
+def ended(script, awaited, *arguments):
+    """(exit codes, outputs) of these workers, of all up to the last of them.
+
+    Without the launcher, which would end a worker before it can say what it noticed.
+    """
+    workers = max(awaited) + 1
     ports = PortReservation(workers)
     processes = []
     for rank in range(workers):
@@ -35,14 +46,12 @@ def run(script, workers, *arguments, succeeds=True):
             )
         )
     try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        outputs = [processes[rank].communicate(timeout=240)[0] for rank in awaited]
     finally:
         for process in processes:
             process.kill()
         ports.close()
-    codes = [process.returncode for process in processes]
-    assert (codes == [0] * workers) == succeeds, "\n".join([str(codes), *outputs])
-    return outputs
+    return [processes[rank].returncode for rank in awaited], outputs
 
 
 def history(output):
@@ -93,6 +102,25 @@ def test_killed_and_run_again(tmp_path):
     assert {history(output) for output in again} == {history(undisturbed[0])}
     assert (folders["disturbed"] / "log.csv").read_text() == (folders["undisturbed"] / "log.csv").read_text()
     assert not list((folders["disturbed"] / "backup").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "words"),
+    [
+        ("kill", "reduce", r"[Ll]ost contact with .*rank 1"),
+        pytest.param("stop", "reduce", r"rank 1 does not answer any more", marks=pytest.mark.thorough),
+        pytest.param("stick", "reduce", r"ranks? .*1.*, which is stuck", marks=pytest.mark.thorough),
+        pytest.param("kill", "fit", r"[Ll]ost contact with .*rank 1", marks=pytest.mark.thorough),
+        pytest.param("stop", "fit", r"rank 1 does not answer any more", marks=pytest.mark.thorough),
+        pytest.param("stick", "fit", r"rank 1 was silent for 4 s", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_lost_peer_ends_collectives_of_tensorflow(how, where, words):
+    codes, outputs = ended(SCRIPTS / "lost_peer.py", [0, 2], how, where)
+    assert 0 not in codes
+    for output in outputs:
+        assert "PeerLostError" in output, output
+    assert any(re.search(words, output) for output in outputs), outputs
 
 
 @pytest.mark.parametrize("end", ["length", "order"])

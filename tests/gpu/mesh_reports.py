@@ -1,4 +1,4 @@
-"""What tests/gpu/mesh_worker.py found, of all ranks."""
+"""What tests/gpu/mesh_worker.py and fit_worker.py found, of all ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,17 @@ def of_meshes(workers: int, folder: Path, rows: Sequence[str] = ()) -> dict[str,
     """row -> what its ranks found. rows: of those with so many workers; none: all. Raises RuntimeError with the output
     of workers that failed.
     """
+    return _reports("tests.gpu.mesh_worker", workers, folder, ",".join(rows))
+
+
+def of_fits(workers: int, folder: Path, rows: Sequence[str] = ()) -> dict[str, MeshReport]:
+    """The same of tfdist.fit."""
+    return _reports("tests.gpu.fit_worker", workers, folder, ";".join(rows))
+
+
+def _reports(module: str, workers: int, folder: Path, rows: str) -> dict[str, MeshReport]:
     output = io.StringIO()
-    command = [sys.executable, "-m", "tests.gpu.mesh_worker", str(folder), *([",".join(rows)] if rows else [])]
+    command = [sys.executable, "-m", module, str(folder), *([rows] if rows else [])]
     job = LocalJob(command, workers, folder / "logs", pin=False, environment=ENVIRONMENT, output=output)
     job.start()
     if job.wait().code:

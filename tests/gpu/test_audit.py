@@ -7,7 +7,7 @@ import tensorflow as tf
 from tests.gpu.combinations import COMBINATIONS, IMAGES, of_evaluation, of_training
 from tests.gpu.graph_audit import Audit, audit
 from tests.gpu.launch_order import problems
-from tests.gpu.mesh_reports import of_meshes
+from tests.gpu.mesh_reports import of_fits, of_meshes
 from tests.gpu.xla_lowering import lowered
 from tfdist.runtime.launch_order import Launch
 
@@ -80,6 +80,16 @@ def test_what_runs_on_a_gpu_is_not_reported():
 def test_collectives_of_meshes_have_one_order_and_kernels(tmp_path):
     rows = ["pipe2_interleaved", "expert2_zero3_recompute"]
     reports = of_meshes(2, tmp_path, rows)
+    assert sorted(reports) == sorted(rows)
+    for report in reports.values():
+        assert len(report.launches[0]) > 3 and list(problems(report.launches)) == []
+        assert [audit.findings for audit in report.audits] == [(), ()]
+
+
+@pytest.mark.slow
+def test_steps_of_fit_have_one_order_and_kernels(tmp_path):
+    rows = ["cnn, mixed_float16", "text, float32", "own rows, float32"]
+    reports = of_fits(2, tmp_path, rows)
     assert sorted(reports) == sorted(rows)
     for report in reports.values():
         assert len(report.launches[0]) > 3 and list(problems(report.launches)) == []

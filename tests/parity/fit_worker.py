@@ -1,6 +1,8 @@
 """One process of tests/parity/test_fit.py: runs every case and writes what came out.
 
-    python -m tests.parity.fit_worker OUT_DIR plain|tfdist [CASE...]      with TF_CONFIG for more than one worker
+    python -m tests.parity.fit_worker OUT_DIR plain|auto|ring [CASE...]      with TF_CONFIG for more than one worker
+
+plain: Keras' own; the others: tfdist's, by this way of communication.
 
 Writes OUT_DIR/rank-K.json. One process runs all cases, because starting TensorFlow takes longer than most of them.
 """
@@ -26,7 +28,7 @@ def main(out: Path, which: str, names: list[str]) -> None:
         rank = 0
     else:
         fit, evaluate, predict = tfdist.fit, tfdist.evaluate, tfdist.predict
-        rank = tfdist.init().rank
+        rank = tfdist.init(communication=which).rank
 
     def quiet(function):
         return lambda *args, **kwargs: function(*args, **{"verbose": 0, **kwargs})

@@ -32,27 +32,44 @@ SIMPLE = [
         )
     ),
 ]
-# run -> (workers, cases); one worker is Keras itself, a third changes only how rows are divided, and what SIMPLE
-# cases need of a worker others need, too
+FEW = [UNKNOWN, "dense_with_class_weights", "cnn_with_batchnorm", "last_batches_smaller_than_the_cluster"]
+# Whose tensors travel another way over TensorFlow's collectives: buckets, rows of a table, rows that are not gathered,
+# sums of metrics, moments, batches that leave a worker without rows.
+OTHER_PATHS = [
+    "last_batches_smaller_than_the_cluster",
+    "cnn_with_batchnorm",
+    "embeddings_eagerly_and_in_pieces",
+    "large_outputs",
+    "metrics_inside_the_call",
+    "random_numbers_of_the_rows",
+]
+# run -> (workers, way of communication, cases); one worker is Keras itself, a third changes only how rows are divided,
+# and what SIMPLE cases need of a worker others need, too
 RUNS = {
-    "1": (1, [UNKNOWN, "callback_backup_and_restore"]),
-    "2": (2, [name for name in CASES if name not in SIMPLE]),
-    "2, more": (2, SIMPLE),
-    "3": (3, [UNKNOWN, "dense_with_class_weights", "cnn_with_batchnorm", "last_batches_smaller_than_the_cluster"]),
+    "1": (1, "auto", [UNKNOWN, "callback_backup_and_restore"]),
+    "2": (2, "auto", [name for name in CASES if name not in SIMPLE]),
+    "2, more": (2, "auto", SIMPLE),
+    "3": (3, "auto", FEW),
+    "2, TensorFlow's": (2, "ring", OTHER_PATHS),
+    "2, TensorFlow's, more": (2, "ring", [name for name in CASES if name not in OTHER_PATHS]),
+    "3, TensorFlow's": (3, "ring", [*FEW, "embeddings_eagerly_and_in_pieces"]),
 }
+IN_DEFAULT_SUITE = ("2", "2, TensorFlow's")
+PLAIN_RUNS = {"2, TensorFlow's": "2"}  # run -> another whose cases in plain Keras are these, too
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """(run, "plain" or "tfdist") -> [what each rank found]"""
+    """(run, way: see fit_worker.py) -> [what each rank found]"""
     found = {}
 
-    def result(run, which):
-        if (run, which) not in found:
+    def result(run, way):
+        if (run, way) not in found:
             out = tmp_path_factory.mktemp("fit")
-            workers = RUNS[run][0] if which == "tfdist" else 1
+            workers, _, names = RUNS[run]
+            workers = 1 if way == "plain" else workers
             job = LocalJob(
-                [sys.executable, "-m", "tests.parity.fit_worker", str(out), which, *RUNS[run][1]],
+                [sys.executable, "-m", "tests.parity.fit_worker", str(out), way, *names],
                 workers,
                 out / "logs",
                 pin=False,
@@ -61,8 +78,8 @@ def results(tmp_path_factory):
             job.start()
             ended = job.wait()
             assert ended.code == 0, (ended.cause, ended.last_lines)
-            found[run, which] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(workers)]
-        return found[run, which]
+            found[run, way] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(workers)]
+        return found[run, way]
 
     return result
 
@@ -89,13 +106,13 @@ def differences(path, found, wanted):
 @pytest.mark.parametrize(
     "run, name",
     [
-        pytest.param(run, name, marks=[] if run == "2" else [pytest.mark.thorough])
-        for run, (_, names) in RUNS.items()
+        pytest.param(run, name, marks=[] if run in IN_DEFAULT_SUITE else [pytest.mark.thorough])
+        for run, (_, _, names) in RUNS.items()
         for name in names
     ],
 )
 def test_like_keras_in_one_process(results, run, name):
-    wanted, ranks = results(run, "plain")[0][name], results(run, "tfdist")
+    wanted, ranks = results(PLAIN_RUNS.get(run, run), "plain")[0][name], results(run, RUNS[run][1])
     problems = []
     for rank, found in enumerate(ranks):
         expected = dict(wanted)

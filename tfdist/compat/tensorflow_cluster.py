@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
+
+from tfdist.control.cluster import Cluster
 
 
 def _context() -> Any:
@@ -26,6 +29,38 @@ def configure_coordination_service(leader: str, heartbeat_s: float, register_s: 
         heartbeat_timeout_in_ms=int(heartbeat_s * 1000),
         cluster_register_timeout_in_ms=int(register_s * 1000),
     )
+
+
+def has_computed() -> bool:
+    """Whether TensorFlow has made its devices, so that it is too late for `start_collectives`. Relies on
+    `Context._context_handle`; if that is gone, TensorFlow says so itself, in an error of its own.
+    """
+    return getattr(_context(), "_context_handle", None) is not None
+
+
+def start_collectives(cluster: Cluster) -> None:
+    """Starts the server by which this process's collectives meet those of the others, without any tf.distribute
+    strategy and without TensorFlow's service that watches over workers: who does this watches over them itself.
+
+    Relies on `Context.configure_collective_ops` and `enable_collective_ops`, which is what MultiWorkerMirroredStrategy
+    calls; without them collectives are to be had through that strategy only.
+    """
+    this = _context()
+    this.configure_collective_ops(
+        collective_leader=cluster.task(0),
+        scoped_allocator_enabled_ops=(),
+        device_filters=(cluster.task(cluster.rank),),
+    )
+    this.enable_collective_ops(
+        tensorflow_server_pb2.ServerDef(
+            cluster=tf.train.ClusterSpec(cluster.training_spec).as_cluster_def(),
+            default_session_config=this.config,
+            job_name=cluster.role,
+            task_index=cluster.index,
+            protocol="grpc",
+        )
+    )
+    this.ensure_initialized()
 
 
 def is_healthy(task: str, timeout_s: float) -> bool:

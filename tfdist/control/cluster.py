@@ -90,10 +90,14 @@ class Cluster:
             for index, address in enumerate(self.spec.get(role, ()))
         }
 
+    @property
+    def training_spec(self) -> dict[str, list[str]]:
+        """role -> addresses, for TensorFlow: the training workers only, since it waits for every process listed."""
+        return {role: list(self.spec[role]) for role in TRAINING_ROLES if role in self.spec}
+
     def tf_config(self) -> str:
-        """TF_CONFIG for TensorFlow: the training workers only, since it waits for every process that it lists."""
-        spec = {role: list(self.spec[role]) for role in TRAINING_ROLES if role in self.spec}
-        return json.dumps({"cluster": spec, "task": {"type": self.role, "index": self.index}})
+        """TF_CONFIG for TensorFlow."""
+        return json.dumps({"cluster": self.training_spec, "task": {"type": self.role, "index": self.index}})
 
     def describe(self) -> str:
         """The cluster in one line, for logs."""

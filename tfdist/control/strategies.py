@@ -48,7 +48,9 @@ STRATEGIES: dict[str, Strategy] = {
         restarts_in_process=True,
         compression_fix="use --horovod_compression=fp16",
     ),
-    "sockets": Strategy("tfdist.runtime.sockets:Sockets", compression=("bf16",), compression_fix=_OTHER_COMPRESSION),
+    "sockets": Strategy(
+        "tfdist.runtime.peer_choice:ConnectedPeers", compression=("bf16",), compression_fix=_OTHER_COMPRESSION
+    ),
     "mesh": Strategy(
         "tfdist.runtime.mesh_runtime:MeshRuntime", mesh=True, compression=("fp16", "bf16", "int8", "topk", "powersgd")
     ),

@@ -85,7 +85,7 @@ def fit(
             runtime,
             model,
             "fit",
-            lambda: model.fit(x, y, verbose=_of_chief(verbose, runtime), callbacks=arranged, **arguments),
+            lambda: model.fit(x, y, verbose=_of_chief(verbose, runtime.rank), callbacks=arranged, **arguments),
         )
 
 
@@ -113,7 +113,7 @@ def evaluate(
             x,
             y,
             batch_size=batch_size,
-            verbose=_of_chief(verbose, runtime),
+            verbose=_of_chief(verbose, runtime.rank),
             sample_weight=sample_weight,
             steps=steps,
             callbacks=arrange(callbacks, runtime, model),
@@ -140,7 +140,7 @@ def predict(
         lambda: model.predict(
             x,
             batch_size=batch_size,
-            verbose=_of_chief(verbose, runtime),
+            verbose=_of_chief(verbose, runtime.rank),
             steps=steps,
             callbacks=arrange(callbacks, runtime, model),
         ),
@@ -168,9 +168,9 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
         yield
 
 
-def _of_chief(verbose: Any, runtime: OneDevice) -> Any:
+def _of_chief(verbose: Any, rank: int) -> Any:
     """Keras' argument: only the chief shows its progress."""
-    return verbose if runtime.rank == 0 else 0
+    return verbose if rank == 0 else 0
 
 
 def _over_workers(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:

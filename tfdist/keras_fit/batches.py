@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 
 END = object()  # of the data
 _stamp = 0
@@ -37,7 +37,7 @@ class Batches:
     generator with random numbers), all take the chief's from then on, over the network.
     """
 
-    def __init__(self, runtime: Sockets):
+    def __init__(self, runtime: PeerRuntime):
         self._runtime = runtime
         self._from_chief: bool | None = None  # not known yet
         self._like: Any = END  # the last batch of this worker

@@ -16,8 +16,8 @@ from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.joining import has_peers
 from tfdist.keras_fit.model import DistributedModel
+from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.sockets import Sockets
 
 _WRITERS = tuple(
     getattr(keras.callbacks, name)
@@ -72,7 +72,7 @@ def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
 class SameLogs(FitCallback):
     """Puts the chief's numbers into the logs of an epoch; they could differ in the last bit on unequal machines."""
 
-    def __init__(self, runtime: Sockets):
+    def __init__(self, runtime: PeerRuntime):
         super().__init__()
         self._runtime = runtime
 
@@ -84,7 +84,7 @@ class SameLogs(FitCallback):
 class SameDecisions(FitCallback):
     """After the callbacks of an epoch: if one worker stops, all do; the learning rate is the chief's."""
 
-    def __init__(self, runtime: Sockets, distributed: DistributedModel):
+    def __init__(self, runtime: PeerRuntime, distributed: DistributedModel):
         super().__init__()
         self._runtime, self._distributed = runtime, distributed
 

@@ -22,7 +22,7 @@ from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together
 from tfdist.keras_fit.scopes import ThreadScope
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 from tfdist.training import row_mixing
 from tfdist.training.added_losses import SUM
 
@@ -34,7 +34,7 @@ class DistributedCall:
     workers; example, a batch to try the model with.
     """
 
-    def __init__(self, model: keras.Model, runtime: Sockets, gradients: Gradients, random_numbers: RandomNumbers):
+    def __init__(self, model: keras.Model, runtime: PeerRuntime, gradients: Gradients, random_numbers: RandomNumbers):
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call: Callable = model.call
         self.alone = ThreadScope()

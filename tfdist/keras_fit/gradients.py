@@ -33,7 +33,7 @@ from tfdist.keras_fit.lookups import Lookup, lookups
 from tfdist.keras_fit.rows import every_row, total
 from tfdist.keras_fit.scopes import Once, ThreadScope
 from tfdist.keras_fit.temporary_attributes import replaced
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 
 if TYPE_CHECKING:
     from tfdist.keras_fit.forward import DistributedCall
@@ -50,7 +50,7 @@ class Gradients:
     gradients with respect to weights have been taken; calls, those of all models (forward.py).
     """
 
-    def __init__(self, runtime: Sockets):
+    def __init__(self, runtime: PeerRuntime):
         self._runtime = runtime
         self.of_own_rows = ThreadScope()
         self.share: tf.Tensor | None = None

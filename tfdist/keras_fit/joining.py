@@ -16,11 +16,13 @@ from tfdist.control.preflight import wait_for_peers
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.startup_deadline import connecting
 from tfdist.control.token import with_token
+from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.errors import explain
 from tfdist.runtime.one_device import OneDevice
-from tfdist.runtime.sockets import Sockets, warn_about_gpus
+from tfdist.runtime.peer_choice import ConnectedPeers
+from tfdist.runtime.peers import Peers, warn_about_gpus
 
-_OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb", "job_token_file")
+_OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb", "communication", "job_token_file")
 # What a call must have in common on all workers, beside its data; `verbose` and the callbacks may differ.
 _COMMON = (
     "batch_size",
@@ -44,7 +46,7 @@ def init(**options: float | str) -> OneDevice:
     before.
 
     Args: options, by the names and with the meaning of the flags: startup_timeout, heartbeat_timeout,
-    collective_timeout (seconds), pack_mb (MB), job_token_file.
+    collective_timeout (seconds), pack_mb (MB), communication, job_token_file.
     Raises: ClusterError, StartupError, ConfigError.
     """
     global _runtime
@@ -63,9 +65,9 @@ def init(**options: float | str) -> OneDevice:
             began = time.monotonic()
             wait_for_peers(cluster, config.cluster.startup_timeout)
             with connecting(cluster, config.cluster.startup_timeout, began):
-                _runtime = Sockets.create(config, cluster)
+                _runtime = ConnectedPeers.create(config, cluster)
             atexit.register(_leave, _runtime)
-            warn_about_gpus(_runtime)
+            warn_about_gpus(cluster.rank)
         else:
             _runtime = OneDevice()
     elif options:
@@ -83,7 +85,7 @@ def _check_option(name: str, value: Any) -> None:
     check_option(field, value)
 
 
-def _leave(runtime: Sockets) -> None:
+def _leave(runtime: PeerRuntime) -> None:
     if not hasattr(sys, "last_type"):  # else an error ended the script, and it must look like that to the others
         runtime.leave()
 
@@ -111,13 +113,13 @@ def is_chief() -> bool:
     return resolve_cluster(os.environ).is_chief
 
 
-def has_peers(runtime: OneDevice) -> TypeGuard[Sockets]:
+def has_peers(runtime: OneDevice) -> TypeGuard[Peers]:
     """Whether there are several workers; `init` gives them a runtime that can gather rows."""
     return runtime.size > 1
 
 
 @contextlib.contextmanager
-def explained(runtime: Sockets) -> Iterator[None]:
+def explained(runtime: PeerRuntime) -> Iterator[None]:
     """What goes wrong in the runtime inside becomes a sentence about the workers."""
     try:
         yield

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 from tfdist.training.added_losses import added_losses
 
 Key = tuple[int, int]  # number of a layer, and which of its losses
@@ -31,7 +31,7 @@ def recorded(layers: Sequence[keras.Layer]) -> dict[Key, tf.Tensor]:
 class Scales:
     """Of the losses of one model, which is tried with an example."""
 
-    def __init__(self, model: keras.Model, runtime: Sockets, example: ExampleBatch):
+    def __init__(self, model: keras.Model, runtime: PeerRuntime, example: ExampleBatch):
         self._model, self._runtime, self._example = model, runtime, example
         self._known: dict[Key, str] = {}
 

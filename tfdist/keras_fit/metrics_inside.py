@@ -18,7 +18,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows
 from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime import batch_norm
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 
 
 class Additions:
@@ -60,7 +60,7 @@ class Additions:
 
         return update_state
 
-    def add(self, runtime: Sockets) -> None:
+    def add(self, runtime: PeerRuntime) -> None:
         """Gives every metric the sum of what all workers have found."""
         if self.values:
             weight = batch_norm.row_weight()  # 0 where the rows of this worker are only there to have any, else 1

@@ -31,7 +31,7 @@ from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.step_function import Loop, Replacements, StepFunction
 from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime import batch_norm
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 from tfdist.training.optimizer import updates_rows
 from tfdist.training.update import rows_once
 
@@ -39,7 +39,7 @@ _KEPT_AS = "_tfdist_distributed"  # on the model itself: what was traced lives a
 
 
 @functools.cache
-def _of_process(runtime: Sockets) -> tuple[Gradients, RandomNumbers]:
+def _of_process(runtime: PeerRuntime) -> tuple[Gradients, RandomNumbers]:
     """What all models of a process share."""
     return Gradients(runtime), RandomNumbers(runtime)
 
@@ -56,7 +56,7 @@ class _Use:
 class DistributedModel:
     """What belongs to one model: its replacements, and the functions traced with them."""
 
-    def __init__(self, model: keras.Model, runtime: Sockets):
+    def __init__(self, model: keras.Model, runtime: PeerRuntime):
         gradients, random_numbers = _of_process(runtime)
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call = DistributedCall(model, runtime, gradients, random_numbers)
@@ -65,7 +65,7 @@ class DistributedModel:
         self._use = _Use(training=False, optimizer=None)
 
     @classmethod
-    def of(cls, model: keras.Model, runtime: Sockets) -> DistributedModel:
+    def of(cls, model: keras.Model, runtime: PeerRuntime) -> DistributedModel:
         """The one of this model."""
         if _KEPT_AS not in model.__dict__:
             object.__setattr__(model, _KEPT_AS, cls(model, runtime))
@@ -98,6 +98,7 @@ class DistributedModel:
             yield
         if training:
             self.take_the_chiefs_variables()
+        self._runtime.end_call()
 
     def _moments_of(self, layer: keras.layers.BatchNormalization) -> Callable:
         return lambda inputs, mask: batch_norm.moments(

@@ -23,7 +23,7 @@ from tfdist.compat.keras_tensors import mask_of
 from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.rows import Part
 from tfdist.runtime import batch_norm
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 
 LARGEST = 16 * 2**20  # bytes of outputs of one global batch that are passed between workers
 
@@ -144,7 +144,7 @@ def _is_of_each_row(wrapper: Any) -> bool:
 
 
 def step(
-    runtime: Sockets, model: keras.Model, part: Part, one_step: Callable[[Any], Any], batch: Any
+    runtime: PeerRuntime, model: keras.Model, part: Part, one_step: Callable[[Any], Any], batch: Any
 ) -> dict[str, tf.Tensor]:
     """The logs of all rows after `one_step`, Keras' train_step or test_step, has seen this worker's rows of the
     batch.

@@ -20,7 +20,7 @@ from tfdist.keras_fit.lookups import mark
 from tfdist.keras_fit.scopes import Once, ThreadScope
 from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.keras_fit.variables import take_the_chiefs
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 
 _STEP = 0x9E3779B1  # between the seeds of two ranks
 
@@ -32,7 +32,7 @@ class RandomNumbers:
     inside, so that a generator which is met for the first time can take the chief's state.
     """
 
-    def __init__(self, runtime: Sockets):
+    def __init__(self, runtime: PeerRuntime):
         self._runtime = runtime
         self._generators: dict[keras.random.SeedGenerator, None] = {}  # that are known to be in the chief's state
         self.in_lockstep = ThreadScope()

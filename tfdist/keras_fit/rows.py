@@ -21,7 +21,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.lookups import mark
 from tfdist.runtime import batch_norm
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 from tfdist.training.added_losses import SUM
 
 _ELEMENTS = 1024  # of a row that are compared
@@ -35,7 +35,7 @@ class Part:
       the batch.
     """
 
-    def __init__(self, runtime: Sockets, inputs: Any, of_the_batch: Sequence[bool] | None = None):
+    def __init__(self, runtime: PeerRuntime, inputs: Any, of_the_batch: Sequence[bool] | None = None):
         tensors = with_rows(inputs)
         self._others = [id(tensor) for tensor, cut in zip(tensors, of_the_batch or [], strict=False) if not cut]
         batch = [tensor for tensor in tensors if id(tensor) not in self._others]
@@ -111,7 +111,7 @@ class Forward:
     scales: list[str]  # of each loss: whether it is a mean or a sum over rows
 
 
-def together(runtime: Sockets, part: Part, forward: Callable[[], Forward]) -> tuple[Any, list]:
+def together(runtime: PeerRuntime, part: Part, forward: Callable[[], Forward]) -> tuple[Any, list]:
     """(outputs of all rows, losses of all rows) of `forward`, which returns those of this worker's part."""
     weight = tf.cast(tf.minimum(part.count, 1), tf.float32)
     with batch_norm.weighted(weight):
@@ -147,7 +147,7 @@ def together(runtime: Sockets, part: Part, forward: Callable[[], Forward]) -> tu
     return keras.tree.pack_sequence_as(own.outputs, gathered), losses
 
 
-def total(runtime: Sockets, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def total(runtime: PeerRuntime, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The sum over workers of each tensor."""
     if not tensors:
         return []
@@ -162,9 +162,9 @@ def total(runtime: Sockets, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return _list(total(*tensors))
 
 
-def every_row(runtime: Sockets, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
     """The rows of all workers of each tensor, in order of rank, however many each worker has; `same`: see
-    Sockets.gather.
+    PeerRuntime.gather.
     """
     counts = [tf.shape(tensor)[0] for tensor in tensors]
 
@@ -189,7 +189,7 @@ def every_row(runtime: Sockets, tensors: Sequence[tf.Tensor], same: Sequence[tf.
 
 
 def _own_rows(
-    runtime: Sockets, whole: tf.Tensor, first: int | tf.Tensor, last: int | tf.Tensor, count: int | tf.Tensor
+    runtime: PeerRuntime, whole: tf.Tensor, first: int | tf.Tensor, last: int | tf.Tensor, count: int | tf.Tensor
 ) -> tf.Tensor:
     """whole[first:last], of which the first `count` rows are this worker's; the next worker's begin after these."""
 
@@ -205,7 +205,7 @@ def _own_rows(
     return own(whole)
 
 
-def _used_by_all(runtime: Sockets, whole: tf.Tensor) -> tf.Tensor:
+def _used_by_all(runtime: PeerRuntime, whole: tf.Tensor) -> tf.Tensor:
     """A tensor that all workers hold and each uses for its own rows."""
 
     @tf.custom_gradient

@@ -23,7 +23,7 @@ from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Part
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 
 
 class Loop(enum.Enum):
@@ -55,7 +55,7 @@ class Replacements:
     """What stands in for parts of Keras and TensorFlow while a model is distributed."""
 
     model: keras.Model
-    runtime: Sockets
+    runtime: PeerRuntime
     call: DistributedCall
     gradients: Gradients
     random_numbers: RandomNumbers

@@ -10,10 +10,10 @@ import keras
 import numpy as np
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.runtime.sockets import Sockets
+from tfdist.runtime.base import PeerRuntime
 
 
-def take_the_chiefs(runtime: Sockets, variables: Sequence[keras.Variable]) -> None:
+def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable]) -> None:
     """Every worker gets the chief's bits, those of seed generators too.
 
     Raises ConfigError if the workers' shapes differ.
@@ -31,7 +31,7 @@ def take_the_chiefs(runtime: Sockets, variables: Sequence[keras.Variable]) -> No
             variable.assign(value)
 
 
-def reconcile(runtime: Sockets, model: keras.Model) -> None:
+def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
     """Compares the weights; if they drifted apart (a layer that keeps statistics of its batch), all take the
     chief's.
     """

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 if TYPE_CHECKING:
+    from tfdist.control.cluster import Cluster
     from tfdist.runtime.mesh import Mesh
     from tfdist.runtime.operations import Collective
 
@@ -128,4 +129,33 @@ class Runtime(Protocol):
 
     def close(self) -> None:
         """Leaves the cluster in order."""
+        ...
+
+
+class PeerRuntime(Runtime, Protocol):
+    """What tfdist.fit and its kin ask of the runtime beneath them, beyond the protocol of all."""
+
+    cluster: Cluster
+
+    def gather(
+        self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = (), stamp: Callable[[], int] = ...
+    ) -> list[tf.Tensor]:
+        """The rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
+
+        Without a gradient. All gathers of one graph run in the order in which they were traced, the same everywhere.
+        same: tensors that must be equal on all workers; if their checksums are not, that is an error.
+        stamp: gives, each time that the gather runs, a number that must be the same on all workers as well.
+        """
+        ...
+
+    def agree_on(self, call: str) -> None:
+        """Raises ConfigError if not all workers are about to do the same; otherwise returns when all are."""
+        ...
+
+    def end_call(self) -> None:
+        """After a call that all workers make together: returns when this worker may go on, or come to its end."""
+        ...
+
+    def leave(self) -> None:
+        """Says that this script has come to its end, for those who still wait for this worker."""
         ...

@@ -22,7 +22,7 @@ _LONGEST_PAUSE = 1.0  # seconds between two looks
 
 class Overdue:
     """Calls `on_timeout`, once, when something that was begun has not ended, nor anything else begun or ended, for
-    `timeout` seconds.
+    `timeout` seconds; 0: never.
     """
 
     def __init__(self, timeout: float, on_timeout: Callable[[], None]):
@@ -33,7 +33,12 @@ class Overdue:
                 tf.Variable(tf.zeros([], tf.int64), trainable=False, name=f"tfdist_{name}")
                 for name in ("begun", "ended")
             )
-        threading.Thread(target=self._watch, name="tfdist-overdue", daemon=True).start()
+        if timeout:
+            threading.Thread(target=self._watch, name="tfdist-overdue", daemon=True).start()
+
+    def is_waiting(self) -> bool:
+        """Whether something has begun and not ended. Any thread may ask."""
+        return int(self._begun.numpy()) > int(self._ended.numpy())
 
     def watched(self, run: Callable[[Callable, tuple], Any], fn: Callable, args: Sequence) -> Any:
         """`run(fn, args)`, watched from when the arguments are there until the results are, whenever the graph runs

@@ -90,6 +90,14 @@ class Group:
         """The members' tensors, of one shape, concatenated in order along dim `axis`. [.., a, ..] -> [.., n * a, ..]"""
         return self._differentiable(lambda t: self._all_gather(t, axis), lambda t: self._reduce_scatter(t, axis), x)
 
+    def all_gather_numbered(self, x: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        """The same along dim 0, of a tensor whose shape is known to the running graph only; has no gradient.
+
+        TensorFlow holds a collective to the shape that it had first. number: int32 [], that of this call with this
+        shape, the same on all members; no other call of the group may have it, so all of its calls must be numbered.
+        """
+        return tf.stop_gradient(self._all_gather(x, 0, number))
+
     def reduce_scatter(self, x: tf.Tensor, axis: int = 0) -> tf.Tensor:
         """This member's part along dim `axis` of the sum over members. [.., n * a, ..] -> [.., a, ..]"""
         return self._differentiable(lambda t: self._reduce_scatter(t, axis), lambda t: self._all_gather(t, axis), x)
@@ -149,12 +157,15 @@ class Group:
         arguments = self._arguments("all_reduce") | {"timeout_seconds": timeout}
         return tf.raw_ops.CollectiveReduceV2(input=x, merge_op=merge, final_op="Id", **arguments, **self._ordering())
 
-    def _all_gather(self, x: tf.Tensor, axis: int) -> tf.Tensor:
+    def _all_gather(self, x: tf.Tensor, axis: int, number: tf.Tensor | None = None) -> tf.Tensor:
         """The collective itself concatenates along dim 0."""
         if self.size == 1:
             return x
         carried = _carried(x[tf.newaxis])
-        rows = tf.raw_ops.CollectiveGatherV2(input=carried, **self._arguments("all_gather"), **self._ordering())
+        arguments = self._arguments("all_gather")
+        if number is not None:
+            arguments["instance_key"] = number
+        rows = tf.raw_ops.CollectiveGatherV2(input=carried, **arguments, **self._ordering())
         rows = self._reordered(_uncarried(rows, x.dtype), self._from_wire)
         if axis == 0:
             return (

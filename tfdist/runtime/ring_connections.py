@@ -83,15 +83,10 @@ class RingConnections:
 
     def _length_of(self, header: bytes | bytearray, name: str, stamp: int) -> int:
         """Of the left neighbour's next block. Raises RingError if that is not of what this rank gathers."""
-        their_name, their_stamp, length = _BLOCK.unpack(header)
-        other = (self.rank - 1) % self.size
-        their_name = their_name.rstrip(bytes(1)).decode(errors="replace")
+        _, their_stamp, length = _BLOCK.unpack(header)
+        other, their_name = (self.rank - 1) % self.size, _name_of(header)
         if their_name == _GOODBYE:
-            raise RingError(
-                f"{MARK}ConfigError: Rank {other} has come to the end of its script, while rank {self.rank} is at"
-                f" {name!r}: all workers must make the same calls of tfdist, also evaluate and predict, not the"
-                " chief alone."
-            )
+            raise RingError(self.farewell_of_left(name))
         if their_name != name:
             raise RingError(
                 f"{MARK}ConfigError: Rank {self.rank} is at {name!r}, rank {other} at {their_name!r}: the workers"
@@ -113,6 +108,21 @@ class RingConnections:
         """Leaves word for the right neighbour that nothing will come any more; never waits."""
         with contextlib.suppress(OSError):
             self.right.send(_BLOCK.pack(_GOODBYE.encode(), 0, 0))
+
+    def has_left(self) -> bool:
+        """Whether the left neighbour's goodbye is what it has sent next."""
+        with contextlib.suppress(OSError):
+            header = self.left.recv(_BLOCK.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return len(header) == _BLOCK.size and _name_of(header) == _GOODBYE
+        return False
+
+    def farewell_of_left(self, at: str = "a step") -> str:
+        """What it means that the left neighbour has left while this rank is `at` something: text of a RingError."""
+        return (
+            f"{MARK}ConfigError: Rank {(self.rank - 1) % self.size} has come to the end of its script, while rank"
+            f" {self.rank} is at {at!r}: all workers must make the same calls of tfdist, also evaluate and predict, not"
+            " the chief alone."
+        )
 
     def _pass_on(self, outgoing: memoryview, incoming: memoryview, backwards: bool = False) -> None:
         """Sends to the right and receives from the left at the same time: neither may wait for the other.
@@ -177,6 +187,10 @@ class RingConnections:
     def close(self) -> None:
         self.right.close()
         self.left.close()
+
+
+def _name_of(header: bytes | bytearray) -> str:
+    return _BLOCK.unpack(header)[0].rstrip(bytes(1)).decode(errors="replace")
 
 
 def _meet_neighbours(

@@ -1,0 +1,93 @@
+"""What workers tell each other beside tensors, over authenticated connections, and whether the neighbours are there.
+
+Workers meet at the chief's TF_CONFIG address (rendezvous.py). One ring carries what is gathered, one the pulse
+(liveness.py).
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Sequence
+
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.runtime import rendezvous
+from tfdist.runtime.liveness import Heartbeat
+from tfdist.runtime.ring_connections import Patience, RingConnections
+from tfdist.runtime.ring_error import MARK, RingError, user_error
+
+
+class ControlRing:
+    """Of one worker; made by all together.
+
+    Attributes: patience, how long a silent neighbour is waited for, in further rings, too.
+    Raises: what rendezvous.exchange raises, and PeerLostError.
+    """
+
+    def __init__(self, config: Config, cluster: Cluster):
+        startup, silence = config.cluster.startup_timeout, config.cluster.heartbeat_timeout
+        self._lock = threading.Lock()
+        self._heartbeat: Heartbeat | None = None
+        self.patience = Patience(config.strategy.collective_timeout, self.is_alive, silence)
+        try:
+            self._ring = RingConnections(
+                cluster, lambda endpoint: rendezvous.exchange(cluster, endpoint, startup), self.patience
+            )
+            self._heartbeat = Heartbeat(RingConnections(cluster, self.exchange, Patience()), silence)
+        except RingError as error:
+            raise user_error(str(error)) from error
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether a neighbour has been heard lately."""
+        return self._heartbeat is None or self._heartbeat.is_alive(rank)
+
+    def exchange(self, endpoint: str) -> list[str]:
+        """Every worker's, in rank order: for rings of other kinds."""
+        return [bytes(other).decode() for other in self._ring.all_gather(endpoint.encode(), "endpoint")]
+
+    def gather(self, data: bytes, name: str, stamp: int = 0) -> Sequence[bytes | bytearray]:
+        """See RingConnections.all_gather. Raises RingError."""
+        with self._lock:
+            return self._ring.all_gather(data, name, stamp)
+
+    def gather_for_user(self, data: bytes, name: str) -> Sequence[bytes | bytearray]:
+        """The same between steps, where nobody turns what goes wrong into a sentence later."""
+        try:
+            return self.gather(data, name)
+        except RingError as error:
+            raise user_error(str(error)) from error
+
+    @property
+    def waiting_for(self) -> int | None:
+        """The neighbour whose bytes are waited for at the moment."""
+        return self._ring.waiting_for
+
+    def lost(self) -> str | None:
+        """What has become of a neighbour that is not there any more, as the text of a RingError. Any thread may ask."""
+        ring = self._ring
+        if ring.has_left():
+            return ring.farewell_of_left()
+        for connection, rank in ((ring.left, (ring.rank - 1) % ring.size), (ring.right, (ring.rank + 1) % ring.size)):
+            if _is_closed(connection):
+                return f"{MARK}lost contact with rank {rank} (it closed the connection)."
+            if not self.is_alive(rank):
+                return f"{MARK}rank {rank} does not answer any more: it is stopped, or its machine or network is gone."
+        return None
+
+    def say_goodbye(self) -> None:
+        """See RingConnections."""
+        self._ring.say_goodbye()
+
+    def close(self) -> None:
+        """No pulse any more."""
+        if self._heartbeat:
+            self._heartbeat.close()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """By the other side, whether or not something that it has sent is still unread."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))

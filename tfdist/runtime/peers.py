@@ -1,0 +1,129 @@
+"""What all runtimes of plain processes have in common, however their tensors travel: see PeerRuntime in base.py.
+
+They need no tf.distribute. What is not a tensor of a step goes over a ring of connections (control_ring.py), which does
+not ask whether TensorFlow has been used before. One replica per process, on its first device.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.terminal import printable
+from tfdist.runtime import batch_norm
+from tfdist.runtime.array_bytes import from_bytes, to_bytes
+from tfdist.runtime.control_ring import ControlRing
+from tfdist.runtime.one_device import OneDevice
+from tfdist.runtime.own_gradient import with_gradient
+
+
+class Peers(OneDevice):
+    """To inherit from. The rest of the protocol, what is done with tensors, is the runtime's own."""
+
+    name = "sockets"
+
+    def __init__(self, cluster: Cluster, control: ControlRing):
+        self.cluster, self.rank, self.size = cluster, cluster.rank, cluster.size
+        self.replicas, self.first_replica = cluster.size, cluster.rank
+        self._control = control
+        batch_norm.synchronize_with(self)
+
+    # -- inside a tf.function --------------------------------------------------------------------------------------
+
+    def scope(self) -> AbstractContextManager:
+        def create(next_creator, **kwargs):
+            variable = next_creator(**kwargs)
+            with tf.init_scope():
+                variable.assign(self.broadcast([variable.numpy()])[0])
+            return variable
+
+        return tf.variable_creator_scope(create)
+
+    def replica_id(self) -> tf.Tensor:
+        return tf.constant(self.rank)
+
+    def gather_row(self, row: tf.Tensor) -> tf.Tensor:
+        return with_gradient(self.stacked, self._own_row_of_sum, row)
+
+    def _own_row_of_sum(self, rows: tf.Tensor) -> tf.Tensor:
+        """The adjoint of gather_row, which is this one's: [workers, k] of each worker -> [k]."""
+        return with_gradient(lambda rows: tf.reduce_sum(self.stacked(rows), 0)[self.rank], self.gather_row, rows)
+
+    def gather(
+        self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = (), stamp: Callable[[], int] = lambda: 0
+    ) -> list[tf.Tensor]:
+        raise NotImplementedError
+
+    def stacked(self, tensor: tf.Tensor) -> tf.Tensor:
+        """[workers, *tensor.shape]: that of every worker, of one shape, bit for bit, without a gradient."""
+        raise NotImplementedError
+
+    # -- between steps ---------------------------------------------------------------------------------------------
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        array = np.asarray(array)
+        blocks = self._control.gather_for_user(array.tobytes(), "all_gather")
+        return np.stack([np.frombuffer(block, array.dtype, array.size).reshape(array.shape) for block in blocks])
+
+    def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        data = to_bytes(arrays) if self.rank == 0 else b""
+        return from_bytes(self._control.gather_for_user(data, "broadcast")[0], arrays)
+
+    def _broadcast_bytes(self, data: bytes, name: str) -> bytes | bytearray:
+        return self._control.gather_for_user(data, name)[0]
+
+    def barrier(self) -> None:
+        self._control.gather_for_user(b"", "barrier")
+
+    def agree_on(self, call: str) -> None:
+        """Raises ConfigError if not all workers are about to do the same; otherwise returns when all are."""
+        for rank, other in enumerate(self._control.gather_for_user(call.encode(), "call")):
+            if bytes(other) != call.encode():
+                raise ConfigError(
+                    f"Rank {self.rank} is at {call}, rank {rank} at {printable(bytes(other).decode(errors='replace'))}:"
+                    " all workers must make the same calls of tfdist, with the same arguments, in the same order."
+                )
+
+    def end_call(self) -> None:
+        """Nothing: no worker that goes on takes anything away from one that is not done yet."""
+
+    def leave(self) -> None:
+        """Tells the neighbour that this script has come to its end, in case it waits for this worker."""
+        self._control.say_goodbye()
+
+    def waiting_for(self) -> int | None:
+        return self._control.waiting_for
+
+    def close(self) -> None:
+        self.barrier()  # nobody closes a connection on which another still waits
+        self._control.close()
+
+
+def combined_stamp(stamp_of: Callable[[], int], arrays: Sequence[np.ndarray]) -> int:
+    """A checksum of a number and of arrays, which may be of texts."""
+    stamp = stamp_of()
+    for array in arrays:
+        data: Any = np.ascontiguousarray(array)
+        if array.dtype == object:
+            data = repr(array.tolist()).encode()
+        stamp = zlib.crc32(data, stamp)
+    return stamp
+
+
+def warn_about_gpus(rank: int) -> None:
+    """Says that a worker uses one GPU only."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if len(gpus) > 1 and rank == 0:
+        print(
+            f"tfdist: each worker computes on one GPU, but sees {len(gpus)}: start one worker per GPU, with `tfdist"
+            f" launch --workers={len(gpus)}`, which divides them.",
+            file=sys.stderr,
+        )

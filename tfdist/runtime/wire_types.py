@@ -1,0 +1,36 @@
+"""As which types tensors travel that are only copied: few, so that many travel together and every device knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+_BY_BYTES = {2: tf.float16, 4: tf.float32, 8: tf.int64}
+_WIDENED = (tf.bool, tf.int8, tf.uint8)
+
+
+def on_wire(tensor: tf.Tensor) -> tf.Tensor:
+    """The same bits as float16, float32 or int64; complex128 has one more dim, what is of one byte is widened."""
+    if tensor.dtype in _WIDENED:
+        tensor = tf.cast(tensor, tf.int32)
+    return tf.bitcast(tensor, _BY_BYTES.get(tensor.dtype.size, tf.int64))
+
+
+def off_wire(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The inverse."""
+    if dtype in _WIDENED:
+        return tf.cast(tf.bitcast(tensor, tf.int32), dtype)
+    return tf.bitcast(tensor, dtype)
+
+
+def of_one_type(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+    """The places of those that can travel together."""
+    types = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return [[place for place, tensor in enumerate(tensors) if tensor.dtype == dtype] for dtype in types]
+
+
+def joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """All elements in one dim."""
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return tf.concat(flat, 0) if len(flat) > 1 else flat[0]
