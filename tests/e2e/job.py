@@ -114,14 +114,17 @@ def workers_training(run_dir: Path) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started, the oldest first."""
+    """The processes that a process has started, the oldest first; by their numbers they are not, once these begin again
+    at the lowest.
+    """
     listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
     found = []
     for child in listed:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since, and was waited for
-            if Path(f"/proc/{child}/comm").read_text().strip() != ZYGOTE:
-                found.append(int(child))
-    return found
+            name, _, fields = Path(f"/proc/{child}/stat").read_text().partition("(")[2].rpartition(")")
+            if name != ZYGOTE:
+                found.append((int(fields.split()[19]), int(child)))  # when it was started
+    return [child for _, child in sorted(found)]
 
 
 def batches(run_dir: Path) -> dict[int, tuple]:
