@@ -72,7 +72,7 @@ def granted(single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray], 
 def granted_by(
     runs: Sequence[Mapping[str, np.ndarray]],
     double: Mapping[str, np.ndarray],
-    bounds: Mapping[str, float],
+    bounds: Mapping[str, float | np.ndarray],
 ) -> dict[str, np.ndarray]:
     """name -> for each number the difference that rounding explains, by runs that are disturbed by nothing else; at
     least what `bounds` grant."""
