@@ -35,7 +35,7 @@ from tfdist.runtime.ring_error import MARK
 from tfdist.runtime.row_exchange import RowExchange
 from tfdist.runtime.wire_types import joined, of_one_type, off_wire, on_wire
 
-_SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int64)  # by the collective itself
+_SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)  # by the collective itself
 
 
 class TensorflowPeers(Peers):
