@@ -90,13 +90,8 @@ def _rows() -> dict[str, Callable[[], tuple]]:
     def cnn(policy: str, **options: Any) -> tuple:
         keras.config.set_dtype_policy(policy)
         stack = [keras.Input((32, 32, 3)), layers.Conv2D(32, 3, padding="same"), layers.BatchNormalization()]
-        stack += [
-            layers.ReLU(),
-            layers.Dropout(0.1),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(1000, dtype="float32"),
-        ]
-        model = compiled(keras.Sequential(stack), **options)
+        stack += [layers.ReLU(), layers.Dropout(0.1), layers.GlobalAveragePooling2D()]
+        model = compiled(keras.Sequential([*stack, layers.Dense(1000, dtype="float32")]), **options)
         return model, np.zeros([64, 32, 32, 3], "float32"), np.zeros([64], "int64")
 
     def text(policy: str, outputs: int = 1000) -> tuple:
