@@ -30,6 +30,8 @@ class Runtimes:
             return self._mesh(case)
         if kind == "fit":  # as tfdist.init chooses
             kind = "sockets" if self.cluster.size > 1 else "one_device"
+        if kind == "fit_ring":  # TensorFlow's collectives, which a process starts first of all
+            return self._once(kind, lambda: self._start("sockets", communication="ring"))
         return self._once(kind, lambda: self._start(kind))
 
     def _once(self, name: str, make) -> Any:
@@ -37,10 +39,10 @@ class Runtimes:
             self._made[name] = make()
         return self._made[name]
 
-    def _start(self, kind: str) -> Any:
+    def _start(self, kind: str, **options: Any) -> Any:
         from tfdist import build
 
-        config = Config().replace(strategy=kind, steps=1, **PATIENCE)
+        config = Config().replace(strategy=kind, steps=1, **PATIENCE, **options)
         if kind == "parameter_server":
             from tfdist.runtime import parameter_server
 

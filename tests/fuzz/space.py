@@ -32,6 +32,7 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
     "fit:1": ("local", 1, 1),
     "fit:2": ("sockets", 2, 2),
     "fit:3": ("sockets", 3, 3),
+    "fit_ring:2": ("fit_ring", 2, 2),
 }
 
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")

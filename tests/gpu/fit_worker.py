@@ -90,19 +90,19 @@ def _rows() -> dict[str, Callable[[], tuple]]:
     def cnn(policy: str, **options: Any) -> tuple:
         keras.config.set_dtype_policy(policy)
         stack = [keras.Input((32, 32, 3)), layers.Conv2D(32, 3, padding="same"), layers.BatchNormalization()]
-        stack += [layers.ReLU(), layers.Dropout(0.1), layers.GlobalAveragePooling2D(), layers.Dense(10)]
-        model = compiled(keras.Sequential(stack), **options)
+        stack += [layers.ReLU(), layers.Dropout(0.1), layers.GlobalAveragePooling2D()]
+        model = compiled(keras.Sequential([*stack, layers.Dense(1000, dtype="float32")]), **options)
         return model, np.zeros([64, 32, 32, 3], "float32"), np.zeros([64], "int64")
 
-    def text(policy: str, outputs: int = 10) -> tuple:
+    def text(policy: str, outputs: int = 1000) -> tuple:
         keras.config.set_dtype_policy(policy)
         x = keras.Input((32,), dtype="int32")
         hidden = layers.Embedding(1000, 64)(x) + layers.Embedding(32, 64)(keras.ops.arange(32))
         hidden = layers.Dropout(0.1)(layers.LayerNormalization()(hidden))
-        if outputs == 10:
+        if outputs == 1000:
             hidden = layers.GlobalAveragePooling1D()(hidden)
-        model = compiled(keras.Model(x, layers.Dense(outputs)(hidden)))
-        return model, np.zeros([64, 32], "int32"), np.zeros([64] if outputs == 10 else [64, 32], "int64")
+        model = compiled(keras.Model(x, layers.Dense(outputs, dtype="float32")(hidden)))
+        return model, np.zeros([64, 32], "int32"), np.zeros([64] if outputs == 1000 else [64, 32], "int64")
 
     return {
         "cnn, float32": lambda: cnn("float32"),

@@ -1,12 +1,15 @@
-"""The masks that Keras lets tensors carry, and where its symbolic tensors come from."""
+"""The masks that Keras lets tensors carry, where its symbolic tensors come from, and how it takes signs."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.tensorflow import numpy as backend_numpy
 
 
 def mask_of(tensor: Any) -> tf.Tensor | None:
@@ -19,6 +22,36 @@ def mask_of(tensor: Any) -> tf.Tensor | None:
 def carry_mask(tensor: Any, mask: Any) -> None:
     """From now on the tensor carries this mask. Relies on keras.src's `set_keras_mask`."""
     set_keras_mask(tensor, mask)
+
+
+def argmax_within_gpus() -> contextlib.AbstractContextManager:
+    """In the context, Keras' argmax (of every accuracy) compares signs as uint32: as int32, of which GPUs compare none,
+    the predictions would pass through host memory. The same values. Relies on `signbit` of keras.src's numpy backend;
+    without it, or elsewhere, argmax stays as it is.
+    """
+    if not (tf.config.list_logical_devices("GPU") and hasattr(backend_numpy, "signbit")):
+        return contextlib.nullcontext()
+    return _with_signbit(sign_of_float)
+
+
+def sign_of_float(x: Any) -> tf.Tensor:
+    """keras.ops.signbit of floating-point numbers."""
+    bits = tf.bitcast(tf.cast(x, tf.float32), tf.uint32)
+    return tf.greater_equal(bits, tf.constant(1 << 31, tf.uint32))
+
+
+@contextlib.contextmanager
+def _with_signbit(of_float: Callable[[Any], tf.Tensor]) -> Iterator[None]:
+    before = backend_numpy.signbit
+
+    def signbit(x: Any) -> tf.Tensor:
+        return of_float(x) if keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)) else before(x)
+
+    backend_numpy.signbit = signbit
+    try:
+        yield
+    finally:
+        backend_numpy.signbit = before
 
 
 def node_of(tensor: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_trainer
+from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_tensors, keras_trainer
 from tfdist.data.tuning import untuned
 from tfdist.keras_fit import variables
 from tfdist.keras_fit.forward import DistributedCall
@@ -91,6 +91,7 @@ class DistributedModel:
             for layer in keras_layers.all_layers(model):
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
+            stack.enter_context(keras_tensors.argmax_within_gpus())
             data = keras_epochs.data_changed(untuned)
             stack.enter_context(replaced(keras_epochs.EpochIterator, keras_epochs.DATA, data))
             for function in self._functions:

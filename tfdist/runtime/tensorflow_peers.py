@@ -35,7 +35,7 @@ from tfdist.runtime.ring_error import MARK
 from tfdist.runtime.row_exchange import RowExchange
 from tfdist.runtime.wire_types import joined, of_one_type, off_wire, on_wire
 
-_SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int64)  # by the collective itself
+_SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)  # by the collective itself
 
 
 class TensorflowPeers(Peers):
@@ -48,6 +48,7 @@ class TensorflowPeers(Peers):
         super().__init__(cluster, control)
         self._nccl = nccl
         self._last: tf.Operation | None = None
+        self._functions: dict[str, Callable] = {}
         self._pack_bytes = int(config.strategy.pack_mb * 2**20)
         with own_address_only(cluster.address, cluster.peers), interpreter_released():
             tensorflow_cluster.start_collectives(cluster)
@@ -73,7 +74,7 @@ class TensorflowPeers(Peers):
         open_ones = [place for place, tensor in enumerate(tensors) if not _is_of_static_shape(tensor)]
         others = [place for place in range(len(tensors)) if place not in open_ones]
         found: list[Any] = list(tensors)
-        reduced = self._watched(self._sums_of_all, [tensors[place] for place in others]) if others else []
+        reduced = self._watched(self._here(self._sums_of_all), [tensors[place] for place in others]) if others else []
         for place, total in zip(others, reduced, strict=True):
             found[place] = total
         if open_ones:
@@ -85,7 +86,7 @@ class TensorflowPeers(Peers):
     def stacked(self, tensor: tf.Tensor) -> tf.Tensor:
         if not tensor.shape.is_fully_defined():
             return self.gather([tensor[tf.newaxis]])[0]
-        return self._watched(self._stacks, [tensor])[0]
+        return self._watched(self._here(self._stacks), [tensor])[0]
 
     def gather(
         self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = (), stamp: Callable[[], int] = lambda: 0
@@ -104,6 +105,16 @@ class TensorflowPeers(Peers):
             found = self._overdue.watched(lambda fn, args: fn(args), run, tensors)
         self._waits_from_here(found)
         return found
+
+    def _here(self, run: Callable[[Sequence[Any]], list]) -> Callable[[Sequence[Any]], list]:
+        """Outside of a graph `run` becomes one, of which there is one for all calls with these shapes: TensorFlow keeps
+        what it knows of a collective for good, which would add up if each call were another.
+        """
+        if not tf.executing_eagerly():
+            return run
+        if run.__name__ not in self._functions:
+            self._functions[run.__name__] = tf.function(run, autograph=False)
+        return self._functions[run.__name__]
 
     def _previous(self) -> list[tf.Operation]:
         """What an exchange must wait for of the graph that is being traced."""
@@ -166,6 +177,9 @@ class TensorflowPeers(Peers):
     def close(self) -> None:
         self._watch.stop()
         super().close()
+
+    def reduction_s(self) -> tuple[float, float] | None:
+        return None
 
     def collectives(self) -> dict[str, Collective]:
         return of_group(self._group)

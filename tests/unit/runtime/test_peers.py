@@ -18,15 +18,17 @@ TYPES = ["bool", "bfloat16", *(f"{kind}{bits}" for kind, widths in WIDTHS.items(
 def test_every_type_comes_back_bit_for_bit(dtype):
     values = tf.cast(tf.constant([[0, 1, 2], [3, 0, 1]]), dtype)
     wire = on_wire(values)
-    assert wire.dtype in (tf.float16, tf.float32, tf.int64) and wire.shape[:2] == [2, 3]
+    assert wire.dtype in (tf.float16, tf.float32, tf.float64) and wire.shape[:2] == [2, 3]
     assert on_wire(wire) is wire or on_wire(wire).dtype == wire.dtype
     back = off_wire(wire, values.dtype)
     assert back.dtype == values.dtype and back.numpy().tobytes() == values.numpy().tobytes()
 
 
 def test_bits_of_nan_and_of_minus_zero_stay():
-    bits = np.array([0x7FC00001, 0x80000000, 0xFF800001], np.uint32)
+    bits = np.array([[0x7FC00001, 0x80000000], [0xFF800001, 0x7FF00001]], np.uint32)
     found = off_wire(on_wire(tf.constant(bits.view(np.float32))), tf.float32)
+    assert found.numpy().view(np.uint32).tolist() == bits.tolist()
+    found = off_wire(on_wire(tf.constant(bits.view(np.int64))), tf.int64)
     assert found.numpy().view(np.uint32).tolist() == bits.tolist()
 
 
