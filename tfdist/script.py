@@ -24,6 +24,8 @@ def main(argv: list[str]) -> int:
     script = Path(argv[0])
     if not script.is_file():
         raise ConfigError(f"{script} is not there: name a Python file that calls tfdist.fit.")
+    if script.suffix not in (".py", ""):
+        raise ConfigError(f"{script} is no Python script: name a file that ends in .py.")
     token.read(os.environ)  # before the script, and what it starts, can see it there
     sys.argv = argv
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` has it
@@ -40,7 +42,7 @@ def main(argv: list[str]) -> int:
 def _say_if_alone(script: Path) -> None:
     """Says so if a script for several workers has ended without having joined them."""
     joining = sys.modules.get("tfdist.keras_fit.joining")
-    if (joining and joining.has_joined()) or "horovod" in sys.modules:
+    if joining and joining.has_joined():
         return
     cluster = resolve_cluster(os.environ)
     if cluster.size > 1 and cluster.is_chief:
