@@ -19,11 +19,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from absl import flags as absl_flags
+from tfdist.control import optional_packages
 
-from tfdist import __version__
-from tfdist.config import COMPONENTS, Config, check_option
-from tfdist.control.exit_codes import ConfigError
+optional_packages.end_without_packages()  # before the first import of a package that is not Python's own
+
+from absl import flags as absl_flags  # noqa: E402
+
+from tfdist import __version__  # noqa: E402
+from tfdist.config import COMPONENTS, Config, check_option  # noqa: E402
+from tfdist.control.exit_codes import ConfigError  # noqa: E402
 
 FLAGS_FILE = "flags.txt"
 

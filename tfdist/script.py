@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tfdist.control import exit_codes, token
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.resolvers import resolve_cluster
 
 
 def main(argv: list[str]) -> int:
@@ -23,11 +24,35 @@ def main(argv: list[str]) -> int:
     script = Path(argv[0])
     if not script.is_file():
         raise ConfigError(f"{script} is not there: name a Python file that calls tfdist.fit.")
+    if script.suffix not in (".py", ""):
+        raise ConfigError(f"{script} is no Python script: name a file that ends in .py.")
     token.read(os.environ)  # before the script, and what it starts, can see it there
     sys.argv = argv
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` has it
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code in (None, 0):
+            _say_if_alone(script)
+        raise
+    _say_if_alone(script)
     return 0
+
+
+def _say_if_alone(script: Path) -> None:
+    """Says so if a script for several workers has ended without having joined them."""
+    joining = sys.modules.get("tfdist.keras_fit.joining")
+    if joining and joining.has_joined():
+        return
+    cluster = resolve_cluster(os.environ)
+    if cluster.size > 1 and cluster.is_chief:
+        print(
+            f"tfdist: {script} has ended without a call of tfdist.fit, evaluate, predict or spread: unless it divides"
+            f" the work in a way of its own, each of the {cluster.size} workers has done all of it alone. Write"
+            " tfdist.fit(model, ...) in place of model.fit(...).",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -152,6 +152,25 @@ def test_refusals(end, tmp_path):
     assert "chief only: ConfigError: tfdist.evaluate: Rank 1 has come to the end of its script" in outputs[0]
 
 
+@pytest.mark.parametrize("call", ["", "import tfdist\nassert tfdist.is_chief() in (True, False)\nraise SystemExit(0)"])
+def test_a_script_that_never_joins_the_workers_is_told_so(call, tmp_path):
+    (tmp_path / "script.py").write_text(f"print('trained')\n{call}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdist.launch", "--workers=2", "--", "script.py"],
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and output.count("trained") == 2, output
+    assert (
+        len(re.findall(r"worker 0\] tfdist: script.py has ended without a call of tfdist.fit, .*the 2 workers", output))
+        == 1
+    )
+    assert output.count("has ended without") == 1, output
+
+
 def test_the_launcher_starts_scripts_and_keeps_their_exit_codes(tmp_path):
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     good.write_text("import sys, tfdist\nprint('rank', tfdist.init().rank, sys.argv[1:])\n")

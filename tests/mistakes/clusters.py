@@ -302,8 +302,8 @@ def between_workers(chance: random.Random) -> Mistake:
         return _pair(
             "workers: different flags",
             [(), (flag,)],
-            CONFIG if flag != "--steps=4" else ANY,
-            "Rank 1" if flag != "--steps=4" else "",
+            CONFIG,
+            "Rank 1",
         )
     if how == "data":
         kind = chance.choice(list(OF_ONE_RANK))
@@ -317,7 +317,7 @@ def between_workers(chance: random.Random) -> Mistake:
             f"workers: data of one {kind}",
             [(), ()],
             CONFIG | DATA,
-            "ank 1" if kind != "no data" else "mine:data",
+            "ank 1" if kind not in ("no data", "fails") else "mine:data",
             files={"mine.py": MINE.replace(DATA_SOURCE, changed)},
         )
     told = (

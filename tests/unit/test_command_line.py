@@ -1,5 +1,6 @@
 """The command `tfdist`: its commands are the modules, its help answers at once, its completions are the flags."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -51,6 +52,80 @@ def test_what_is_no_command(arguments, words):
     ended = run(*arguments)
     assert ended.returncode == ExitCode.CONFIG and words in ended.stderr and ended.stderr.count("\n") == 1
     assert bool(ended.stdout) == (not arguments)  # the list of commands
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["launch", "--worker=2"], "--worker is not a flag of python -m tfdist.launch: did you mean --workers?"),
+        (["launch", "--max-restarts", "2"], "did you mean --max_restarts?"),
+        (["plan", "--device=2"], "did you mean --devices?"),
+        (["launch", "--steps=2"], "unrecognized arguments: --steps=2: the launcher's own flags stand before `--`"),
+    ],
+)
+def test_a_flag_that_is_spelt_almost_like_one_is_told_it(arguments, words):
+    ended = run(*arguments)
+    assert ended.returncode == ExitCode.CONFIG and words in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["plan", "--devices=2", "--", "--flagfile=flags/digits_cnn.flags"], 0),
+        (["plan", "--hardware=h100,memory_gb=0.1", "--", "--flagfile=flags/gpt2_124m.flags"], 2),
+        (["train", "--helpfull"], 0),
+    ],
+)
+def test_a_closed_pipe_is_no_error(arguments, code, unbuffered):
+    """As `| head` does it: nobody reads what the command prints."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "tfdist", *arguments],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path.cwd()), "PYTHONUNBUFFERED": unbuffered},
+        )
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (code, "")
+
+
+def bare_python(folder, *packages):
+    """Runs commands in a Python that has none but these packages."""
+    for name in packages:
+        where = Path(importlib.util.find_spec(name).origin).parent
+        for path in (where, where.with_name(f"{name}.libs")):
+            if path.exists():
+                (folder / path.name).symlink_to(path)
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{folder}"}
+
+    def command(*arguments):
+        python = [getattr(sys, "_base_executable", sys.executable), "-S", "-m", "tfdist"]
+        return subprocess.run([*python, *arguments], capture_output=True, text=True, env=environment)
+
+    return command
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"fit", "script", "report"}))
+def test_a_python_without_the_packages_is_told_so(name, tmp_path):
+    ended = bare_python(tmp_path)(name, *(["bash"] if name == "completion" else []))
+    assert ended.returncode == ExitCode.UNSUPPORTED and ended.stderr.count("\n") == 1, ended.stderr
+    assert re.search(
+        r"has no package absl, which tfdist needs: .*`pip install .*\(exit code 10, UNSUPPORTED\)", ended.stderr
+    )
+
+
+def test_without_tensorflow_the_planner_plans_and_training_says_what_is_missing(tmp_path):
+    command = bare_python(tmp_path, "absl", "numpy")
+    planned = command("plan", "--", "--flagfile=flags/gpt2_124m.flags")
+    assert planned.returncode == 0 and "model: transformer" in planned.stdout, planned.stderr
+    trained = command("train", "--flagfile=flags/digits_cnn.flags", f"--run_dir={tmp_path / 'run'}")
+    assert trained.returncode == ExitCode.UNSUPPORTED and trained.stderr.count("\n") == 1, trained.stderr
+    assert "tensorflow is not installed: pip install 'tensorflow~=2.21.0'" in trained.stderr
 
 
 def test_a_command_is_the_same_as_its_module(tmp_path):

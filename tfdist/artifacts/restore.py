@@ -18,7 +18,7 @@ from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError
 
 # What a run must find in a manifest to go on from it.
-REQUIRED = ("consumed", "config_digest", "identity", "workers", "generators", "clock")
+REQUIRED = ("consumed", "config_digest", "identity", "workers", "replicas", "generators", "clock")
 
 
 def choose(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,13 +21,19 @@ class FlagValues:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations. `hint` follows what argparse says of a mistake."""
+    """An ArgumentParser without abbreviations. `hint` follows what argparse says of a mistake, unless it is a flag that
+    is spelt almost like one of these."""
 
     def __init__(self, hint: str, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.hint = hint
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--?[^\s=]+)", message)
+        names = [flag.name for flag in self.flags()]
+        near = difflib.get_close_matches(unknown.group(1), names, n=1, cutoff=0.8) if unknown else []
+        if unknown and near:
+            raise ConfigError(f"{unknown.group(1)} is not a flag of {self.prog}: did you mean {near[0]}?")
         raise ConfigError(f"{message}: {self.hint}.")
 
     def flags(self) -> list[FlagValues]:

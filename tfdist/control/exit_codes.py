@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from tfdist.control.terminal import as_line
+from tfdist.control.terminal import as_line, outlive_reader
 from tfdist.control.user_errors import said
 
 
@@ -126,6 +126,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
     to their end as in any Python program, but the code is decided: nothing that TensorFlow's own threads find, now that
     others leave too, and no destructor changes it.
     """
+    outlive_reader()
     decided: list[int] = []
     atexit.register(_end_with, decided)  # the first to be registered is the last to be called
     try:

@@ -1,4 +1,4 @@
-"""Packages that only some features need: one that is missing is a sentence which says how to install it.
+"""Packages that may be missing: a sentence says how to install them. Most are needed by some features only.
 
 pyproject.toml has an extra for each.
 """
@@ -6,9 +6,30 @@ pyproject.toml has an extra for each.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from types import ModuleType
 
+from tfdist.control import exit_codes
 from tfdist.control.exit_codes import UnsupportedError
+
+_ALWAYS = ("absl", "numpy")  # what every command needs; TensorFlow and Keras have sentences of their own (versions.py)
+
+
+def end_without_packages() -> None:
+    """For modules of commands only, before they import the rest: ends the process if it cannot run any command."""
+    missing = [name for name in _ALWAYS if importlib.util.find_spec(name) is None]
+    if not missing:
+        return
+
+    def tell(_: list[str]) -> int:
+        raise UnsupportedError(
+            f"{sys.executable} has no package {missing[0]}, which tfdist needs: activate the environment that tfdist is"
+            ' installed in, or install what it needs with `pip install ".[digits,plots]"` in the folder of its'
+            " README.md."
+        )
+
+    exit_codes.run_command(tell, [])
 
 
 def optional_module(module: str, feature: str, packages: str) -> ModuleType:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import io
+import os
 import re
+import sys
 import time
 from collections.abc import Callable
 
@@ -58,3 +61,38 @@ class LineReader:
             rest = rest[_LONGEST_LINE:]
         self._rest = rest
         return [_CONTROL.sub("\N{REPLACEMENT CHARACTER}", line.rstrip("\r").rpartition("\r")[2]) for line in lines]
+
+
+class _Unread(io.FileIO):
+    """A file descriptor whose reader may go: what is written then goes nowhere."""
+
+    before: io.TextIOWrapper
+
+    def write(self, data, /) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(memoryview(data).cast("B"))
+
+
+def outlive_reader() -> None:
+    """From now on standard output may lose its reader (`| head`): a command then goes on, and ends as it would have."""
+    old = sys.stdout
+    if not isinstance(old, io.TextIOWrapper) or isinstance(getattr(old.buffer, "raw", old.buffer), _Unread):
+        return
+    try:
+        old.flush()
+        raw = _Unread(old.fileno(), "wb", closefd=False)
+        raw.before = old  # would close the descriptor when it is collected
+    except (OSError, ValueError):  # closed, or none
+        return
+    sys.stdout = io.TextIOWrapper(
+        raw if old.write_through else io.BufferedWriter(raw),  # type: ignore[arg-type]  # as Python itself does
+        old.encoding,
+        old.errors,
+        line_buffering=old.line_buffering,
+        write_through=old.write_through,
+    )

@@ -50,7 +50,10 @@ def parse_tf_config(text: str | None) -> Cluster:
             f" {text[max(0, getattr(error, 'pos', 0) - 10) :][:20]!r}): check its quotes and brackets."
         ) from None
     if not isinstance(config, dict):
-        raise ClusterError(f'TF_CONFIG must be an object with "cluster" and "task", not {type(config).__name__}.')
+        raise ClusterError(
+            f'TF_CONFIG must be an object with "cluster" and "task", not {type(config).__name__}: write'
+            ' {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}, or unset it.'
+        )
     spec = _check_spec(config.get("cluster"))
     task = _check_task(config.get("task"), spec)
     peers = tuple(address for name in TRAINING_ROLES for address in spec.get(name, ()))

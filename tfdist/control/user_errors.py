@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TFDIST, _STDLIB = re.escape(str(Path(__file__).parents[1])), re.escape(sysconfig.get_path("stdlib"))
-_NOT_OWN = re.compile(rf"site-packages/(keras|tensorflow|numpy)/|^<|^{_TFDIST}/|^{_STDLIB}/(?!site-packages)")
+_NOT_OWN = re.compile(rf"site-packages/(keras|tensorflow|numpy|optree)/|^<|^{_TFDIST}/|^{_STDLIB}/(?!site-packages)")
 
 
 class _Place(NamedTuple):

@@ -16,7 +16,7 @@ from tfdist.keras_fit.callbacks import arrange, backup_held
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
 from tfdist.keras_fit.model import DistributedModel
-from tfdist.keras_fit.refusals import refuse_unsupported
+from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.runtime.one_device import OneDevice
 
 __all__ = ["barrier", "evaluate", "fit", "init", "is_chief", "predict", "spread"]
@@ -76,6 +76,7 @@ def fit(
         "validation_freq": validation_freq,
     }
     agree_on(runtime, "fit", arguments)
+    refuse_lists("fit", x=x, y=y, sample_weight=sample_weight, validation_data=validation_data)
     with backup_held(callbacks, runtime):
         arranged = arrange(callbacks, runtime, model)
         backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
@@ -105,6 +106,7 @@ def evaluate(
     """
     runtime = _join(model, "evaluate")
     agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
+    refuse_lists("evaluate", x=x, y=y, sample_weight=sample_weight)
     return _over_workers(
         runtime,
         model,
@@ -133,6 +135,7 @@ def predict(
     """`keras.Model.predict` on all workers: every worker returns all predictions, in the order of the input."""
     runtime = _join(model, "predict")
     agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
+    refuse_lists("predict", x=x)
     return _over_workers(
         runtime,
         model,

@@ -77,6 +77,11 @@ def init(**options: float | str) -> OneDevice:
     return _runtime
 
 
+def has_joined() -> bool:
+    """Whether this process has joined the others, or found that it is alone."""
+    return _runtime is not None
+
+
 def _check_option(name: str, value: Any) -> None:
     field = next(field for _, field in iter_options() if field.name == name)
     kinds, words = (str, "a text") if isinstance(field.default, str) else ((int, float), "a number")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
 from tfdist.compat import keras_layers, keras_trainer
@@ -30,3 +32,17 @@ def refuse_unsupported(model: keras.Model) -> None:
             )
     if isinstance(getattr(model, "optimizer", None), list):
         raise ConfigError("The model was compiled with several optimizers: tfdist.fit needs one.")
+
+
+def refuse_lists(purpose: str, **data: Any) -> None:
+    """Raises ConfigError for rows that are Python lists of numbers or texts, which Keras does not take."""
+    for name, value in data.items():
+        leaf = value
+        while isinstance(leaf, (list, tuple)) and leaf:
+            leaf = leaf[0]
+        if leaf is not value and isinstance(leaf, (bool, int, float, str)):
+            wanted = "numpy.array(x), numpy.array(y)" if name == "validation_data" else f"numpy.array({name})"
+            raise ConfigError(
+                f"tfdist.{purpose}: {name} holds its rows in a Python {type(value).__name__}, which Keras does not"
+                f" take: give {'arrays' if name == 'validation_data' else 'an array'}, {wanted}."
+            )

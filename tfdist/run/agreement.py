@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,26 @@ from typing import Any
 import numpy as np
 
 from tfdist.artifacts.status import read_status
+from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
 from tfdist.telemetry.jsonl import next_attempt
+
+# Options that do not change what a step computes, but which step is the last and what all workers do together between
+# steps: a worker with others would wait for ever for what its peers do not do.
+_TOGETHER = (
+    "steps",
+    "epochs",
+    "steps_per_loop",
+    "log_every",
+    "eval_every",
+    "eval_samples",
+    "on_nan",
+    "max_rollbacks",
+    "save_every",
+    "save_final",
+    "backup_every",
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,19 @@ def must_agree(runtime: Runtime, what: str, identity: str, fix: str) -> None:
     for rank, other in enumerate(found):
         if other != found[0]:
             raise ConfigError(f"Rank {rank} has {what} {other}, rank 0 has {found[0]}: {fix}.")
+
+
+def must_go_together(runtime: Runtime, config: Config) -> None:
+    """Raises ConfigError on all workers unless they will do the same at the same steps. A collective."""
+    values = config.flat()
+    sums = np.array([zlib.crc32(repr(values[name]).encode()) for name in _TOGETHER], np.int64)
+    rows = runtime.all_gather(sums)
+    for rank, row in enumerate(rows):
+        if (different := row != rows[0]).any():
+            raise ConfigError(
+                f"Rank {rank} has another --{_TOGETHER[int(different.argmax())]} than rank 0: give all workers the same"
+                " flags."
+            )
 
 
 def broadcast_json(runtime: Runtime, value: Any) -> Any:

@@ -21,7 +21,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.control.signals import SignalRequests
 from tfdist.run import results
-from tfdist.run.agreement import RunIdentity, identify, must_agree
+from tfdist.run.agreement import RunIdentity, identify, must_agree, must_go_together
 from tfdist.run.announcement import Announcement
 from tfdist.run.diagnosis import Diagnosis
 from tfdist.run.health import BETWEEN_STEPS, HealthMonitor
@@ -136,6 +136,7 @@ class Session:
 
     def _compose(self) -> None:
         config, cluster = self.start.config, self.start.cluster
+        must_go_together(self.runtime, config)
         # Before the data: other flags may mean other data, and again when all of them are known.
         self._agree_on(config)
         limits = build.memory_limits(cluster)

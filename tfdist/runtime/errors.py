@@ -30,6 +30,9 @@ _RECORD = re.compile(r"Key: \S+\.  |Feature: \S+ \(data type: |Unknown image fil
 # Where tf.data says that it is one of its steps that has failed.
 _READING = re.compile(r"__wrapped__IteratorGetNext|Error in user-defined function passed to|\{\{node IteratorGetNext")
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+_LABEL_DETERMINISTIC = re.compile(  # the same, of what TensorFlow computes it with where operations are deterministic
+    r"indices\[[\d, ]*\] = (-?\d+) is not in \[0, (\d+)\)\s.*SparseSoftmaxCrossEntropyWithLogits/GatherV2"
+)
 # What TensorFlow's placer says (core/common_runtime/colocation_graph.cc) where soft placement is off.
 _NO_KERNEL = re.compile(
     r"Cannot assign a device for operation (?:\{\{node )?([^\s:}]+).*no supported kernel for", re.DOTALL
@@ -54,7 +57,9 @@ class BadLabel:
 
 def bad_label(error: BaseException) -> BadLabel | None:
     """The label that TensorFlow's error is about, if it is."""
-    found = _LABEL.search(str(error)) if isinstance(error, tf.errors.InvalidArgumentError) else None
+    if not isinstance(error, tf.errors.InvalidArgumentError):
+        return None
+    found = _LABEL.search(str(error)) or _LABEL_DETERMINISTIC.search(str(error))
     return BadLabel(int(found[1]), int(found[2])) if found else None
 
 

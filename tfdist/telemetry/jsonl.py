@@ -7,6 +7,7 @@ the texts "nan", "inf", "-inf", since JSON has no numbers for them. Kinds and va
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tfdist.control.exit_codes import ConfigError
 from tfdist.telemetry.events import Event
 
 VERSION = 1
@@ -24,11 +26,22 @@ _NEW_YEAR = "1970-01-01T00:00:00+00:00"  # of a record without a time
 _NOT_JSON = ("nan", "inf", "-inf")
 
 
+@contextlib.contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Inside, that the log cannot be read or written is a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be used as the log of a run ({error.strerror}): mend or remove it, or give another"
+            " --run_dir."
+        ) from None
+
+
 class JsonlObserver:
     """Appends events to a file, each flushed, so that a killed process loses nothing that it has told."""
 
     def __init__(self, path: Path, *, run_id: str, attempt: int, rank: int):
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._constant = {
             "v": VERSION,
             "run_id": run_id,
@@ -36,8 +49,10 @@ class JsonlObserver:
             "rank": rank,
             "host": socket.gethostname(),
         }
-        torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        with _usable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         if torn:  # a killed process left half a line: do not append to it
             self._file.write("\n")
 
@@ -58,7 +73,9 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file; lines that are none, as those that a killed process left unfinished, are skipped."""
     if not path.exists():
         return
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with _usable(path):
+        file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
+    with file:
         for line in file:
             try:
                 record = json.loads(line)

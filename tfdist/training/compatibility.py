@@ -19,6 +19,7 @@ from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.sources.split import Split
 
+_LOOKED_AT = 32  # samples
 _VIEWS = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims")
 
 
@@ -55,6 +56,7 @@ def check(
         return warnings
     y, outputs = train.element_spec[1], output_shape(flag, model, train.element_spec[0])
     if config.objective == "regression" or (config.objective == "auto" and not y.dtype.is_integer):
+        _refuse_one_hot(config, train)
         _check_regression(config, train, outputs)
         return warnings
     _check_classes(config, train, outputs)
@@ -157,7 +159,7 @@ def _check_classes(config: ModelConfig, split: Split, outputs: tuple) -> None:
         raise ConfigError(
             f"--model={config.model} returns {list(outputs)} for a sample, but y of {split.name} is"
             f" {split.element_spec[1].dtype.name} {list(y)}: classification takes one number of a class, from 0 on, for"
-            f" each {list(outputs[:-1])} of the outputs (not one-hot vectors); otherwise give --objective."
+            f" each {list(outputs[:-1])} of the outputs{_labels_fix(y, outputs)}."
         )
     if split.num_classes and outputs[-1] is not None and outputs[-1] < split.num_classes:
         raise ConfigError(
@@ -165,6 +167,35 @@ def _check_classes(config: ModelConfig, split: Split, outputs: tuple) -> None:
             f" {split.num_classes - 1}: give its last layer {split.num_classes} outputs (num_outputs in its signature"
             " is that number)."
         )
+
+
+def _labels_fix(y: tuple[int, ...], outputs: tuple) -> str:
+    """What to do about labels of a wrong shape: they are one-hot vectors, a column, or something else."""
+    if y and y[-1] == 1:
+        return ": drop the last dim of y, y[..., 0]"
+    if y and len(y) == len(outputs) and outputs[-1] in (None, y[-1]):
+        return ", not one-hot vectors: make numbers of them, y.argmax(-1)"
+    return "; otherwise give --objective"
+
+
+def _refuse_one_hot(config: ModelConfig, split: Split) -> None:
+    """Raises ConfigError if --objective=auto would take one-hot vectors of floats for values to be regressed on."""
+    spec = split.element_spec[1]
+    if config.objective != "auto" or not spec.shape.rank or spec.shape[-1] < 2:
+        return
+    samples = (
+        split.stream(0, 1).take(_LOOKED_AT).batch(_LOOKED_AT)
+        if split.size is None
+        else [split.fetch(tf.range(min(_LOOKED_AT, split.size), dtype=tf.int64))]
+    )
+    for sample in samples:
+        y = np.asarray(sample[1], np.float32)
+        if ((y == 0) | (y == 1)).all() and (y.sum(-1) == 1).all():
+            raise ConfigError(
+                f"--objective=auto takes floats for values, but y of {split.name}, {spec.dtype.name}"
+                f" {spec.shape.as_list()}, looks like one-hot vectors of {spec.shape[-1]} classes: make numbers of"
+                " them, y.argmax(-1), or give --objective=regression if values are meant."
+            )
 
 
 def _check_labels(config: ModelConfig, split: Split, classes: int | None) -> None:

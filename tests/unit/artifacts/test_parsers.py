@@ -4,6 +4,8 @@ raise.
 
 import json
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +16,9 @@ from tfdist.artifacts import restore
 from tfdist.artifacts.manifest import MANIFEST, parse, sealed
 from tfdist.artifacts.status import read_status
 from tfdist.artifacts.store import SnapshotStore
-from tfdist.control.exit_codes import CheckpointError, ClusterError
+from tfdist.control.exit_codes import CheckpointError, ClusterError, ConfigError
 from tfdist.control.tf_config import parse_tf_config
-from tfdist.telemetry.jsonl import next_attempt, read_jsonl, replay
+from tfdist.telemetry.jsonl import JsonlObserver, next_attempt, read_jsonl, replay
 
 VALUES = st.recursive(
     st.none()
@@ -37,6 +39,7 @@ GOOD = {
     "config_digest": "d",
     "identity": {"global_batch": 8},
     "workers": 2,
+    "replicas": 2,
     "generators": {"python": [3, [1, 2], None], "numpy": ["MT19937", [1], 1, 0, 0.0]},
     "clock": {"seconds": 1.5, "pauses": {"evaluation": 0.5}},
     "metrics": {},
@@ -224,3 +227,29 @@ def test_what_a_run_needs_is_asked_for(store):
     store.required = restore.REQUIRED
     snapshot, passed_over = store.newest_valid()
     assert snapshot is None and 'lacks "consumed"' in passed_over[0]
+
+
+@pytest.mark.parametrize("name", restore.REQUIRED)
+def test_a_manifest_that_lacks_what_a_run_needs_is_damaged(name):
+    """Whatever its checksum says: all that a resumed run takes out of it must be there."""
+    with pytest.raises(CheckpointError, match=f'damaged: it lacks "{name}"'):
+        parse(sealed({key: value for key, value in GOOD.items() if key != name}), MANIFEST, 7, restore.REQUIRED)
+
+
+def test_a_log_that_is_no_file_is_named(tmp_path):
+    log = tmp_path / "logs" / "rank-0.jsonl"
+    log.mkdir(parents=True)
+    for use in (lambda: list(read_jsonl(log)), lambda: JsonlObserver(log, run_id="a", attempt=0, rank=0)):
+        with pytest.raises(
+            ConfigError, match=r"rank-0.jsonl cannot be used as the log of a run \(Is a directory\): mend"
+        ):
+            use()
+
+
+def test_what_is_taken_out_of_a_manifest_is_required_of_it():
+    taken = {
+        name
+        for module in ("run/recovery.py", "artifacts/restore.py")
+        for name in re.findall(r"manifest\[\"(\w+)\"\]", Path("tfdist", module).read_text())
+    }
+    assert taken - {"step", "files"} <= set(restore.REQUIRED)

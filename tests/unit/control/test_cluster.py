@@ -93,6 +93,7 @@ BAD = {
     "cut JSON": ('{"cluster": {"worker": ["a:1"', ["not valid JSON", "character 29"]),
     "key twice": ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', ["worker", "twice"]),
     "not an object": ("[1]", ["object"]),
+    "an empty list": ("[]", ["object", "not list", "or unset it."]),
     "cluster no object": ('{"cluster": ["a:1"], "task": {"type": "worker", "index": 0}}', ['no "cluster"']),
     "no cluster": ('{"task": {"type": "worker", "index": 0}}', ['no "cluster"']),
     "no task": ('{"cluster": {"worker": ["a:1"]}}', ['no "task"']),

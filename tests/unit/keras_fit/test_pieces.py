@@ -14,7 +14,7 @@ import tfdist
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.keras_fit import backup_file, epoch_backup, joining, own_rows
 from tfdist.keras_fit.batches import digest
-from tfdist.keras_fit.refusals import refuse_unsupported
+from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.keras_fit.rows import Part
 from tfdist.runtime.one_device import OneDevice
 
@@ -247,3 +247,25 @@ def test_a_model_that_is_not_compiled_is_refused():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with pytest.raises(ConfigError, match=r"not compiled: call model.compile\(...\) before tfdist.fit"):
         tfdist.fit(model, np.zeros((4, 3)), np.zeros(4))
+
+
+def test_rows_in_python_lists_are_refused_and_lists_of_arrays_are_not():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    rows, array = [[1.0, 2.0], [3.0, 4.0]], np.ones([2, 2])
+    for call, words in (
+        (
+            lambda: tfdist.fit(model, rows, [0.0, 1.0]),
+            r"tfdist.fit: x holds its rows in a Python list, .*numpy.array\(x",
+        ),
+        (lambda: tfdist.fit(model, array, [0.0, 1.0]), r"tfdist.fit: y holds .*give an array, numpy.array\(y\)\.$"),
+        (
+            lambda: tfdist.fit(model, array, array, validation_data=(rows, [0, 1])),
+            r"validation_data .*numpy.array\(x\), ",
+        ),
+        (lambda: tfdist.evaluate(model, array, ("a", "b")), r"tfdist.evaluate: y holds its rows in a Python tuple"),
+        (lambda: tfdist.predict(model, rows), r"tfdist.predict: x holds"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            call()
+    refuse_lists("fit", x=[array, array], y=(array,), sample_weight=None, validation_data=(array, array), more=[])

@@ -66,6 +66,7 @@ class World:
         put("memory_limits", lambda *_: None, session.build)
         put("compose", lambda *_: self.at("compose") or self.job, session.build)
         put("must_agree", self.note("agree"))
+        put("must_go_together", lambda *_: None)
         put("check_weights", self.note("weights"))
         put("identify", lambda *_: self.at("identify") or session.RunIdentity("abc", 0))
         put("Recovery", lambda *_: self.at("recovery") or self.make_recovery())

@@ -1,7 +1,9 @@
 """TensorFlow's errors in our words."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import config as framework_config
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, ExitCode, PeerLostError
@@ -108,6 +110,17 @@ def test_a_label_that_is_no_class():
     assert isinstance(found, DataError) and str(found).startswith(
         "A label is -1, but the model has outputs for the classes 0 to 3: mend it"
     )
+
+
+def test_a_label_that_is_no_class_where_operations_are_deterministic(monkeypatch):
+    monkeypatch.setattr(framework_config, "is_op_determinism_enabled", lambda: True)
+    loss = tf.function(tf.nn.sparse_softmax_cross_entropy_with_logits)
+    for labels, wrong in (([1, -1], -1), ([[1, 2], [9, 0]], 9)):
+        with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+            loss(labels=tf.constant(labels), logits=tf.zeros([*np.shape(labels), 4]))
+        found = explain(raised.value, Cluster())
+        assert isinstance(found, DataError), raised.value
+        assert str(found).startswith(f"A label is {wrong}, but the model has outputs for the classes 0 to 3: mend it")
 
 
 def test_errors_of_tensorflows_own_stay():

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data.sources.split import array_split
+from tfdist.data.sources.split import Split, array_split
 from tfdist.training import compatibility
 
 X = np.zeros([60, 8], np.float32)
@@ -57,7 +57,17 @@ CLASSES = np.arange(60) % 4
             np.eye(4, dtype=np.int32)[CLASSES],
             None,
             ConfigError,
-            r"returns \[4\] for a sample, but y of mine:data/train is int32 \[4\]: classification .*not one-hot",
+            r"returns \[4\] for a sample, but y of mine:data/train is int32 \[4\]: classification .*not one-hot"
+            r" vectors: make numbers of them, y\.argmax\(-1\)\.$",
+        ),
+        (4, CLASSES[:, None], None, ConfigError, r"is int64 \[1\]: .*: drop the last dim of y, y\[\.\.\., 0\]\.$"),
+        (
+            4,
+            np.eye(4, dtype=np.float32)[CLASSES],
+            None,
+            ConfigError,
+            r"^--objective=auto takes floats for values, but y of mine:data/train, float32 \[4\], looks like one-hot"
+            r" vectors of 4 classes: make numbers of them, y.argmax\(-1\), or give --objective=regression",
         ),
         (
             4,
@@ -73,6 +83,18 @@ def test_what_cannot_go_well(outputs, train, held_out, error, words):
         checked(
             model(outputs), split(train, classes=4), held_out if held_out is None else split(held_out, "mine:data/eval")
         )
+
+
+def test_one_hot_vectors_in_a_stream_are_seen_and_values_are_not_taken_for_them():
+    def stream(y):
+        data = tf.data.Dataset.from_tensor_slices((X, y.astype(np.float32)))
+        return Split("mine:data/train", None, data.element_spec, stream=lambda *_: data)
+
+    hot = np.eye(4)[CLASSES]
+    with pytest.raises(ConfigError, match="looks like one-hot vectors of 4 classes"):
+        checked(model(4), stream(hot))
+    assert checked(model(4), stream(hot), objective="regression") == []
+    assert checked(model(4), stream(changed(hot, 3, 0.5))) == checked(model(1), split(np.eye(1)[CLASSES * 0])) == []
 
 
 def test_what_can():

@@ -1,0 +1,35 @@
+"""What workers find out about each other before they begin, with rows in place of workers."""
+
+import numpy as np
+import pytest
+
+from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
+from tfdist.run.agreement import must_go_together
+
+
+class Rows:
+    """A runtime that has gathered the rows of all; the first call on each notes its own."""
+
+    rank = 0
+
+    def __init__(self):
+        self.rows = []
+
+    def all_gather(self, row):
+        self.rows.append(row)
+        return np.stack(self.rows)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"steps": 4}, {"eval_every": 3}, {"save_every": 7}, {"log_every": 1}, {"save_final": False}]
+)
+def test_a_worker_that_would_do_other_things_between_steps_is_named(changes):
+    """Their configuration is the same run's, so its digest does not tell; they would wait for each other for ever."""
+    first, other = Config().replace(steps=3), Config().replace(**{"steps": 3, **changes})
+    assert first.digest() == other.digest()
+    runtime = Rows()
+    must_go_together(runtime, first)
+    must_go_together(runtime, first.replace(run_dir="elsewhere", progress="none"))
+    with pytest.raises(ConfigError, match=rf"^Rank 2 has another --{next(iter(changes))} than rank 0: give all"):
+        must_go_together(runtime, other)
