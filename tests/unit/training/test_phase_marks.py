@@ -20,7 +20,10 @@ def slow_batches(size, seconds):
     def slowly(x, y, w):
         return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape), y, w
 
-    return [iter(tf.data.Dataset.from_tensor_slices((X, Y, W)).repeat().batch(size).map(slowly))]
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False  # how many are made ahead is a matter of chance
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y, W)).repeat().batch(size).map(slowly)
+    return [iter(dataset.with_options(options))]
 
 
 @pytest.mark.usefixtures("rewritten_graphs")
@@ -66,7 +69,7 @@ def test_phases_fill_the_call_and_find_the_slow_one(timed, accumulation):
     call = step(iterators, 5).call
     phases = dict(zip(PHASES, call.phases_s, strict=False))
     assert all(seconds > -1e-4 for seconds in phases.values()) and sum(phases.values()) <= call.wall_s
-    assert phases["data_wait"] >= (5 * accumulation - 1) * 0.02  # tf.data may have made one ahead
+    assert phases["data_wait"] >= 5 * accumulation * 0.02
     assert phases["forward"] > 0 and phases["backward"] > 0 and phases["optimizer"] > 0
     assert phases["gradient_sync"] == 0 == call.sync_s  # of one device
 
