@@ -59,6 +59,8 @@ class Batches:
             stamp = 0 if batch is END else digest(batch)
             if self._from_chief is None:
                 self._compare(stamp)
+                if batch is END and not self._from_chief:
+                    raise DataError("The data hold not even one batch: give x, or the dataset, at least one sample.")
             if not self._from_chief:
                 _set_stamp(stamp)
                 return batch

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.exit_codes import CheckpointError, ConfigError, DataError
 from tfdist.keras_fit import backup_file, epoch_backup, joining, own_rows
-from tfdist.keras_fit.batches import digest
+from tfdist.keras_fit.batches import END, Batches, digest
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.keras_fit.rows import Part
 from tfdist.runtime.one_device import OneDevice
@@ -247,6 +247,21 @@ def test_a_model_that_is_not_compiled_is_refused():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with pytest.raises(ConfigError, match=r"not compiled: call model.compile\(...\) before tfdist.fit"):
         tfdist.fit(model, np.zeros((4, 3)), np.zeros(4))
+
+
+def test_data_without_a_batch_are_refused_and_data_that_have_come_to_their_end_are_not():
+    class Two:
+        rank = 0
+
+        def all_gather(self, row):
+            return np.stack([row, row])
+
+    with pytest.raises(
+        DataError, match="^The data hold not even one batch: give x, or the dataset, at least one sample"
+    ):
+        Batches(Two()).next(iter([]))
+    batches, rows = Batches(Two()), iter([np.ones([2, 3])])
+    assert batches.next(rows).shape == (2, 3) and batches.next(rows) is END
 
 
 def test_rows_in_python_lists_are_refused_and_lists_of_arrays_are_not():
