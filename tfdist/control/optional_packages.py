@@ -13,7 +13,7 @@ from types import ModuleType
 from tfdist.control import exit_codes
 from tfdist.control.exit_codes import UnsupportedError
 
-_ALWAYS = ("absl", "numpy")  # what every command needs; TensorFlow and Keras have sentences of their own (versions.py)
+_ALWAYS = ("absl",)  # what every command needs; TensorFlow and Keras, and so NumPy, have their sentences in versions.py
 
 
 def end_without_packages() -> None:
