@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.e2e.job import CLUSTERS, ENVIRONMENT  # noqa: E402
 from tests.e2e.usage import measured  # noqa: E402
 
+FIT_SCRIPT = str(Path(__file__).resolve().parent.parent / "tests" / "e2e" / "fit_scripts" / "long.py")
+FITS = {"tfdist.fit": "socket", "tfdist.fit, TensorFlow's ring": "ring"}  # their communication
 RUNTIMES = {
     "one_device": (["--workers=1"], ["--strategy=one_device"]),
     "mirrored, 2 replicas": (["--workers=1"], ["--strategy=mirrored", "--virtual_devices=2"]),
@@ -30,18 +32,24 @@ RUNTIMES = {
     "horovod": (["--workers=2"], ["--strategy=horovod"]),
     "parameter_server, async": (["--workers=2", "--ps=1"], ["--strategy=parameter_server"]),
     "parameter_server, sync": (["--workers=2", "--ps=1"], ["--strategy=parameter_server", "--ps_mode=sync"]),
+    **{name: (["--workers=2"], []) for name in FITS},
 }
 
 
 def run(name: str, steps: int, run_dir: Path, timeout: float = 900.0) -> dict[int, dict[str, float]]:
     """step -> usage of the chief. Raises RuntimeError if the run fails."""
     launch, flags = RUNTIMES[name]
-    command = [
-        sys.executable,
-        "-m",
-        "tfdist.launch",
-        *launch,
-        "--",
+    command = [sys.executable, "-m", "tfdist.launch", *launch, "--"]
+    command += [FIT_SCRIPT, str(run_dir), str(steps), FITS[name]] if name in FITS else _training(flags, steps, run_dir)
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+    if result.returncode:
+        raise RuntimeError(f"{name} ended with {result.returncode}:\n{result.stdout[-3000:]}{result.stderr[-3000:]}")
+    return measured(run_dir)
+
+
+def _training(flags: list[str], steps: int, run_dir: Path) -> list[str]:
+    """Arguments of tfdist.train."""
+    return [
         *CLUSTERS,
         *flags,
         f"--steps={steps}",
@@ -53,10 +61,6 @@ def run(name: str, steps: int, run_dir: Path, timeout: float = 900.0) -> dict[in
         "--trackers=tests.e2e.usage:track",
         f"--run_dir={run_dir}",
     ]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
-    if result.returncode:
-        raise RuntimeError(f"{name} ended with {result.returncode}:\n{result.stdout[-3000:]}{result.stderr[-3000:]}")
-    return measured(run_dir)
 
 
 def main() -> None:

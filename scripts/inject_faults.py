@@ -1,4 +1,4 @@
-"""Does the test suite notice silent damage? Faults put into a copy of the code, one at a time; each must turn it red.
+"""Does the test suite notice silent damage, and open doors? Faults in a copy of the code; each must turn it red.
 
     python scripts/inject_faults.py             all of FAULTS, with the tests that stand for the mechanism
     python scripts/inject_faults.py NAME ...    some
@@ -29,6 +29,7 @@ class Fault(NamedTuple):
     tests: tuple[str, ...]
 
 
+_ATTACKED = "tests/e2e/test_attackers.py::test_a_job_goes_on_and_who_is_lost_is_named[sockets]"
 FAULTS: dict[str, Fault] = {
     "reduction": Fault(
         "gradients are not added up over the workers",
@@ -110,6 +111,34 @@ FAULTS: dict[str, Fault] = {
         "flush=self.local)",
         "flush=False)",
         ("tests/unit/artifacts",),
+    ),
+    "datagram hash": Fault(
+        "whoever has seen a datagram can make others",
+        "control/datagrams.py",
+        " or not hmac.compare_digest(code, self._code(body)):",
+        ":",
+        (_ATTACKED,),
+    ),
+    "datagram stamp": Fault(
+        "a datagram counts as often as it is sent, whoever sends it",
+        "control/datagrams.py",
+        "if stamp <= self._newest.get(rank, -1) or took",
+        "if took",
+        (_ATTACKED,),
+    ),
+    "proof": Fault(
+        "whoever connects is believed to be of the job",
+        "control/reception.py",
+        "            if not hmac.compare_digest(proof, ",
+        "            if False and (proof, ",
+        ("tests/e2e/test_attackers.py",),
+    ),
+    "gRPC": Fault(
+        "other machines reach the port of TensorFlow of a local job",
+        "control/packet_filter.py",
+        "_ALL, _NOTHING = 0xFFFFFFFF, 0",
+        "_ALL, _NOTHING = 0xFFFFFFFF, 0xFFFFFFFF",
+        ("tests/e2e/test_attackers.py",),
     ),
 }
 

@@ -1,7 +1,8 @@
 """What a stranger does to a job: finds every port that its processes have open, and says there whatever might harm.
 
-Knows nothing of tfdist but what an onlooker can: addresses, formats, old formats. Bounded in sockets and in time. Only
-ever talks to ports of processes below the one that it is given.
+Knows nothing of tfdist but what an onlooker can: addresses, formats, old formats, and where it may look (as root) the
+datagrams that pass, which it sends again and changes. Bounded in sockets and in time. Only ever talks to ports of
+processes below the one that it is given.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 _MOST_HELD = 100  # silent connections at a time
 _WORKER_HELLO = struct.Struct("!8s?i32s")
+_MARK_BYTES, _CODE_BYTES = 8, 16  # of a datagram, before the rank and the stamp
+_IPV4, _UDP = 0x0800, 17
 
 
 class Executes:
@@ -81,7 +85,9 @@ class Attacker:
         self.tcp, self.udp = set(), set()
         self.rounds = 0
         self._end, self._stop = time.monotonic() + seconds, threading.Event()
+        self._overheard: deque[tuple[int, bytes]] = deque(maxlen=200)  # (port, datagram)
         self._threads = [threading.Thread(target=self._attack, args=(seed,), daemon=True) for seed in range(2)]
+        self._threads.append(threading.Thread(target=self._listen, daemon=True))
 
     def __enter__(self) -> Attacker:
         for thread in self._threads:
@@ -98,6 +104,7 @@ class Attacker:
         rank = rng.randrange(-1, self.size + 1)
         hello = _WORKER_HELLO.pack(b"tfdist\x00\x01", rng.random() < 0.5, rank, rng.randbytes(32))
         evil = pickle.dumps(Executes(self.proof))
+        table = json.dumps(["127.0.0.1:1/00"] * self.size).encode()  # as if the proof before it were one
         old = {
             "rank": rng.choice([rank, [], {}, None, "1", 1e308]),
             "peers": rng.choice([[], {}, ["127.0.0.1:1"] * self.size]),
@@ -109,6 +116,10 @@ class Attacker:
             hello[:20],
             hello,
             hello + rng.randbytes(32) + b"\xff\xff\xff\xff",
+            _WORKER_HELLO.pack(b"tfdist\x00\x01", True, self.size - 1, rng.randbytes(32))
+            + rng.randbytes(32)
+            + struct.pack("!I", len(table))
+            + table,
             json.dumps(old).encode() + b"\n",
             struct.pack("!i", rank),
             struct.pack("!i", rank) + struct.pack("!12sIQ", b"broadcast", 0, len(evil)) + evil,
@@ -146,12 +157,31 @@ class Attacker:
         return [
             *data,
             *(rng.randbytes(24) + struct.pack("!iQ", rank, time.monotonic_ns()) + each for each in data),
+            *(
+                heard[:_MARK_BYTES] + rng.randbytes(_CODE_BYTES) + struct.pack("!iQ", rank, time.monotonic_ns()) + each
+                for _, heard in list(self._overheard)[-2:]
+                for each in data
+            ),
+            *(heard for _, heard in list(self._overheard)),
             b"",
             b"null",
             b"[" * 1300,
             rng.randbytes(1400),
             b"\xff" * 60_000,
         ]
+
+    def _listen(self) -> None:
+        """Keeps what others send to the ports that are attacked, where this process may see it."""
+        with contextlib.suppress(PermissionError), socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as ear:
+            ear.bind(("lo", _IPV4))
+            ear.settimeout(0.5)
+            while not self._stop.is_set() and time.monotonic() < self._end:
+                with contextlib.suppress(TimeoutError):
+                    packet = ear.recv(70_000)
+                    udp = packet[4 * (packet[0] & 15) :]  # behind the IP header, whose length is in words
+                    port = int.from_bytes(udp[2:4])
+                    if packet[9] == _UDP and port in self.udp and int.from_bytes(udp[:2]) in self.udp:
+                        self._overheard.append((port, udp[8:]))
 
     def _attack(self, seed: int) -> None:
         rng, held = random.Random(seed), []

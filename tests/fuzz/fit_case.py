@@ -130,7 +130,7 @@ def _fitted(
     elif fit.get("validation") == "split":
         options["validation_split"] = 0.3
     if "class_weight" in fit:
-        options["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.0}
+        options["class_weight"] = loops.CLASS_WEIGHT
     options["callbacks"] = [CALLBACKS[name]() for name in fit.get("callbacks", ())] + list(more)
     (keras.utils.set_random_seed if fit.get("shuffle") else keras_settings.seed)(case["seed"])
     history = functions.fit(model, **_given(case, parts), **options, verbose=0)

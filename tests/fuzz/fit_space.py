@@ -16,7 +16,7 @@ CLASSES = (
     "Noisy",
     "NoisyElsewhere",
 )
-LOOPS = ("own", "gan", "gan_penalty")
+LOOPS = ("own", "on_batch", "gan", "gan_penalty")
 BACKUP_EPOCHS = 3
 ADDING = {"mean_loss", "sum_loss", "max_loss", "activity_loss"}  # blocks that add losses in the type they compute in
 
@@ -91,7 +91,11 @@ def _loop(
 ) -> dict[str, Any]:
     """A loop of the user's own, of what remains of compile and fit."""
     kept = ("optimizer", "learning_rate", "loss", "weight_decay", "clipnorm", "global_clipnorm", "clipvalue")
-    loop = chance.choice(LOOPS if model["head"] == "values" else LOOPS[:1])
+    loop = chance.choice(LOOPS if model["head"] == "values" else LOOPS[:2])
+    if loop == "on_batch":
+        compiled = {name: value for name, value in compiled.items() if name != "steps_per_execution"}
+        fit = {name: fit[name] for name in ("batch_size", "epochs", "class_weight")}
+        return {"compile": _given(compiled), "fit": _given(fit), "loop": loop}
     return {
         "compile": {**_given({name: compiled.get(name) for name in kept}), "metrics": []},
         "fit": {"batch_size": fit["batch_size"], "epochs": fit["epochs"]},
@@ -110,6 +114,8 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "not here"
     if case["model"].get("class") == "NoisyElsewhere" and "backup" in fit:
         return "a backup holds what belongs to the model"
+    if "centered" in blocks and "differs" in data:
+        return "which refusal comes first is not looked at"
     if "differs" in data and (why := _differing_conflicts(case)):
         return why
     if case["model"].get("class") == "OwnOutput" and (case["model"]["inputs"], case["model"]["head"]) != (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 CRITIC_UNITS = 5
+CLASS_WEIGHT = {0: 0.5, 1: 2.0, 2: 1.0}
 
 
 def run(
@@ -20,8 +22,10 @@ def run(
     the loop is a plain one."""
     spread = getattr(functions, "spread", lambda *_: contextlib.nullcontext())
     with contextlib.ExitStack() as stack:
-        step, others = LOOPS[case["loop"]](model, lambda *pair: stack.enter_context(spread(*pair)))
-        step = step if eager else tf.function(step, reduce_retracing=True)
+        make = functools.partial(on_batch, case) if case["loop"] == "on_batch" else LOOPS[case["loop"]]
+        step, others = make(model, lambda *pair: stack.enter_context(spread(*pair)))
+        if not eager and case["loop"] != "on_batch":  # which traces steps itself
+            step = tf.function(step, reduce_retracing=True)
         shown = [step(*batch) for batch in batches]
     found = {f"loss/{number}": np.array(values, np.float64) for number, values in enumerate(shown)}
     return found | {
@@ -39,6 +43,19 @@ def own(model: keras.Model, spread: Callable) -> tuple[Callable, list[keras.Mode
             loss = model.compute_loss(x, y, model(x, training=True), w)
         _apply(model.optimizer, tape, loss, model)
         return (loss,)
+
+    return step, []
+
+
+def on_batch(case: Mapping[str, Any], model: keras.Model, spread: Callable) -> tuple[Callable, list[keras.Model]]:
+    """Keras' train_on_batch and test_on_batch."""
+    spread(model)
+    class_weight = CLASS_WEIGHT if "class_weight" in case["fit"] else None
+
+    def step(x, y, w=None):
+        trained = model.train_on_batch(x, y, sample_weight=w, class_weight=class_weight, return_dict=True)
+        tested = model.test_on_batch(x, y, sample_weight=w, return_dict=True)
+        return [found[name] for found in (trained, tested) for name in sorted(found)]
 
     return step, []
 

@@ -36,6 +36,7 @@ ALLOWED = (
 OTHER_SAMPLES = Refusal("DataError", r"hold different samples, or an order that differs, in \S*train")
 OTHER_BATCHES = Refusal("DataError", r"hold different batches")
 NO_MEAN_OR_SUM = Refusal("ConfigError", r"neither a mean nor a sum over the rows")
+MIXED_ROWS = Refusal("ConfigError", r"returns for a row depends on the other rows of its batch")
 DRIFT = Refusal("DivergedError", r"^The weights of (rank|replica) .* differ from")
 
 
@@ -50,6 +51,8 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
     if case["runtime"] == "fit:1":
         return None
     if case["kind"] == "fit":
+        if "centered" in blocks:
+            return MIXED_ROWS
         # What differs in the first batch does no harm: all take the chief's.
         return OTHER_BATCHES if "differs_at" in data else None
     if "differs" in data:
@@ -57,6 +60,8 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
     copies = max(
         space.replicas_of(runtime, case["options"]) for runtime in {case["runtime"], case.get("moved", case["runtime"])}
     )
+    if "centered" in blocks and max(copies, case["options"]["accumulation"]) > 1:
+        return MIXED_ROWS
     return DRIFT if "running_mean" in blocks and copies > 1 else None
 
 

@@ -189,7 +189,7 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
         3
         if name in ("batch_norm", "mean_loss", "sum_loss", "activity_loss")
         else 0.3
-        if name in ("running_mean", "dropout", "max_loss")
+        if name in ("running_mean", "centered", "dropout", "max_loss")
         else 1
         for name in fitting
     ]
@@ -252,6 +252,7 @@ def draw_options(chance: random.Random, model: Mapping[str, Any]) -> dict[str, A
         "shuffle": _maybe(chance, 0.3, False),
         "compression": _maybe(chance, 0.08, "bf16"),
         "objective": "tests.fuzz.objectives:both" if model["head"] == "dict" else None,
+        "fused_batchnorm": _maybe(chance, 0.3, False) if "batch_norm" in str(model["blocks"]) else None,
     }
 
 
@@ -297,6 +298,8 @@ def conflicts(case: Mapping[str, Any]) -> str:
         and set(blocks) & {"batch_norm", "counter", "spectral", "running_mean"}
     ):
         return "the oracle takes the rows of all micro-batches at once"
+    if "centered" in blocks and ("differs" in data or set(blocks) & {"max_loss", "spectral"}):
+        return "which refusal comes first is not looked at"
     if "inner_metric" in blocks:
         return "state of a worker's rows"
     if "differs" in data and (RUNTIMES[runtime][1] == 1 or {"resumed", "moved"} & set(case) or "nan" in data):

@@ -104,7 +104,8 @@ def tried(model: keras.Model, x: Any, take: Take = take_rows, count: int | None 
 
 def sentence(model: keras.Model, fix: str) -> str:
     """That refuses it. fix: what the user can do."""
-    own = [layer.name for layer in keras_layers.all_layers(model, include_self=False) if not is_of_keras(layer)]
+    layers = keras_layers.all_layers(model, include_self=False)
+    own = [layer.name for layer in layers if not is_of_keras(layer) or _works_along_rows(layer)]
     looked_at = f" (look at {', '.join(own[:5])})" if own else ""
     return (
         f"What {type(model).__name__} {model.name} returns for a row depends on the other rows of its batch{looked_at},"
