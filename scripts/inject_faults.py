@@ -124,7 +124,7 @@ FAULTS: dict[str, Fault] = {
         "control/datagrams.py",
         "if stamp <= self._newest.get(rank, -1) or took",
         "if took",
-        (_ATTACKED,),
+        ("tests/unit/control/test_datagrams.py",),
     ),
     "proof": Fault(
         "whoever connects is believed to be of the job",
