@@ -45,7 +45,7 @@ def failure_in_text(text: str) -> str:
     """
     text = text.partition("Traceback (most recent call last)")[2]
     places = _places_in(text)
-    return _failure(places, _what(text)) if _own(places) else ""
+    return _failure(places, what_in_text(text)) if _own(places) else ""
 
 
 _PLACE_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -58,7 +58,7 @@ def _places_in(text: str) -> list[_Place]:
 
 def _failure(places: Sequence[_Place], what: str) -> str:
     if _REWRITTEN in what:
-        places, what = _places_in(what), _what(what)
+        places, what = _places_in(what), what_in_text(what)
     own = _own(places)
     function = (
         f", in {own[-1].function}" if own and own[-1].function not in (None, "None") else ""
@@ -85,7 +85,7 @@ def _own(places: Sequence[_Place]) -> list[_Place]:
     return [place for place in places if not _NOT_OWN.search(place.file)]
 
 
-def _what(text: str) -> str:
+def what_in_text(text: str) -> str:
     """The last "SomeError: words" of a text that begins a line."""
     found = re.findall(r"^\s*([\w.]*(?:Error|Exception|Interrupt|Iteration): .*)$", text, re.MULTILINE)
     return found[-1].strip() if found else text

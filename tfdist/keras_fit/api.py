@@ -86,7 +86,8 @@ def fit(
             runtime,
             model,
             "fit",
-            lambda: model.fit(x, y, verbose=_of_chief(verbose, runtime.rank), callbacks=arranged, **arguments),
+            verbose,
+            lambda verbose: model.fit(x, y, verbose=verbose, callbacks=arranged, **arguments),
         )
 
 
@@ -111,11 +112,12 @@ def evaluate(
         runtime,
         model,
         "evaluate",
-        lambda: model.evaluate(
+        verbose,
+        lambda verbose: model.evaluate(
             x,
             y,
             batch_size=batch_size,
-            verbose=_of_chief(verbose, runtime.rank),
+            verbose=verbose,
             sample_weight=sample_weight,
             steps=steps,
             callbacks=arrange(callbacks, runtime, model),
@@ -140,10 +142,11 @@ def predict(
         runtime,
         model,
         "predict",
-        lambda: model.predict(
+        verbose,
+        lambda verbose: model.predict(
             x,
             batch_size=batch_size,
-            verbose=_of_chief(verbose, runtime.rank),
+            verbose=verbose,
             steps=steps,
             callbacks=arrange(callbacks, runtime, model),
         ),
@@ -171,13 +174,22 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
         yield
 
 
-def _of_chief(verbose: Any, rank: int) -> Any:
-    """Keras' argument: only the chief shows its progress."""
-    return verbose if rank == 0 else 0
+def _over_workers(
+    runtime: OneDevice, model: keras.Model, purpose: str, verbose: Any, loop: Callable[[Any], Any]
+) -> Any:
+    """Runs one of Keras' loops, over the workers if there are several; only the chief shows its progress. loop: takes
+    Keras' argument `verbose`."""
+    verbose = verbose if runtime.rank == 0 else 0
+    try:
+        with explained(runtime):
+            return _spread_over(runtime, model, purpose, lambda: loop(verbose))
+    except BaseException:
+        if verbose in (1, "auto"):
+            print(flush=True)  # Keras' bar stands in the middle of a line
+        raise
 
 
-def _over_workers(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
-    """Runs one of Keras' loops, over the workers if there are several."""
+def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     if not has_peers(runtime):
         return loop()
     refuse_unsupported(model)
@@ -188,5 +200,5 @@ def _over_workers(runtime: OneDevice, model: keras.Model, purpose: str, loop: Ca
             file=sys.stderr,
             flush=True,
         )
-    with explained(runtime), DistributedModel.of(model, runtime).installed(training=purpose == "fit"):
+    with DistributedModel.of(model, runtime).installed(training=purpose == "fit"):
         return loop()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from tfdist.config import Config, check_option, iter_options
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
 from tfdist.control.resolvers import resolve_cluster
@@ -124,14 +125,14 @@ def has_peers(runtime: OneDevice) -> TypeGuard[Peers]:
 
 
 @contextlib.contextmanager
-def explained(runtime: PeerRuntime) -> Iterator[None]:
+def explained(runtime: OneDevice) -> Iterator[None]:
     """What goes wrong in the runtime inside becomes a sentence about the workers."""
     try:
         yield
     except TfdistError:
         raise
     except Exception as error:
-        sentence = explain(error, runtime.cluster)
+        sentence = explain(error, runtime.cluster if has_peers(runtime) else Cluster())
         if sentence is None:
             raise
         raise sentence from error

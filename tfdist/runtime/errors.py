@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
-from tfdist.control.user_errors import failure, failure_in_text, without_internals
+from tfdist.control.user_errors import failure, failure_in_text, what_in_text, without_internals
 from tfdist.runtime.ring_error import MARK, user_error
 
 _PEER_ERRORS = (
@@ -29,6 +29,7 @@ _GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
 _RECORD = re.compile(r"Key: \S+\.  |Feature: \S+ \(data type: |Unknown image file format|Could not parse example input")
 # Where tf.data says that it is one of its steps that has failed.
 _READING = re.compile(r"__wrapped__IteratorGetNext|Error in user-defined function passed to|\{\{node IteratorGetNext")
+_KERAS_DATA = re.compile(r"keras/src/trainers/data_adapters/\w+\.py")  # in a traceback of Python in tf.data
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _LABEL_DETERMINISTIC = re.compile(  # the same, of what TensorFlow computes it with where operations are deterministic
     r"indices\[[\d, ]*\] = (-?\d+) is not in \[0, (\d+)\)\s.*SparseSoftmaxCrossEntropyWithLogits/GatherV2"
@@ -101,6 +102,11 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return DataError(label.sentence)
     if told := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
         return DataError(f"A function of your own, which TensorFlow called, {told}")
+    if _KERAS_DATA.search(text):
+        return DataError(
+            "The data given to tfdist.fit cannot be read; each batch must be a tuple (x, y) or (x, y, weights) of the"
+            f" same structure and types. Keras says: {without_internals(what_in_text(text))}"
+        )
     if _READING.search(text):
         return DataError(f"The data cannot be read, look at --source and --augment: {cause(text)}")
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):

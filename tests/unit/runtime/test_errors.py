@@ -1,5 +1,6 @@
 """TensorFlow's errors in our words."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -101,6 +102,19 @@ def test_the_users_own_line_where_tensorflow_called_it():
         assert "test_errors.py:" in str(found) and str(found).endswith(
             "in raises_in_a_generator: RuntimeError: the file is gone"
         )
+
+
+def test_a_batch_that_keras_cannot_read():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    batches = ((np.zeros([4, 2]), np.zeros([4, 1])) if number < 2 else None for number in range(3))
+    with pytest.raises(tf.errors.OpError) as raised:
+        model.fit(batches, verbose=0)
+    found = explain(raised.value, Cluster())
+    assert isinstance(found, DataError) and str(found).startswith(
+        "The data given to tfdist.fit cannot be read; each batch must be a tuple (x, y)"
+    )
+    assert str(found).endswith("Keras says: ValueError: Structures don't have the same nested structure.")
 
 
 def test_a_label_that_is_no_class():
