@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def is_training(folder: Path, size: int, process: subprocess.Popen) -> bool:
         (folder / "logs" / f"rank-{rank}.jsonl").exists() and len(records(folder, rank, "train")) > 3
         for rank in range(size)
     )
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen) -> Iterator[None]:
+    """After a failure, too, no job is left: workers end with their launcher."""
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -99,7 +110,7 @@ def test_a_job_goes_on_and_who_is_lost_is_named(flags, listening, tmp_path):
         ],
         ("--grace=1",),
     )
-    with Attacker(process.pid, proof, 2) as attacker:
+    with ended(process), Attacker(process.pid, proof, 2) as attacker:
         wait_for(lambda: is_training(folder, 2, process), 200)
         before, rounds = records(folder, 0, "train")[-1]["step"], attacker.rounds
         wait_for(
