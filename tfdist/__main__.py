@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": "evaluate a snapshot or an export of a run, or follow a running job",
     "report": "make a page about a run, or about several side by side",
     "plan": "tell the memory, time and layout of a run before it is started",
+    "doctor": "look whether this machine, or the workers of a cluster, are fit to train",
     "jobs": "write the job file of a run for Slurm or Kubernetes, or a Dockerfile",
     "comm": "measure how fast the workers exchange data",
     "script": "the same as fit",

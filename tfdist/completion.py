@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Iterator
 
-from tfdist import comm, plan, report
+from tfdist import comm, doctor, plan, report
 from tfdist.__main__ import COMMANDS
 from tfdist.config import COMPONENTS
 from tfdist.control import exit_codes
@@ -45,7 +45,7 @@ def script(shell: str) -> str:
     found, parsers = {}, parsers_before_dashes()
     for name, parser in parsers.items():
         found[name] = parser.flags()
-    own = {"train": None, "evaluate": EvaluateOptions, "comm": comm.CommOptions}
+    own = {"train": None, "evaluate": EvaluateOptions, "comm": comm.CommOptions, "doctor": doctor.DoctorOptions}
     for name, options in own.items():
         found[name] = list(flags_of([*COMPONENTS.values(), *([options] if options else [])]))
     found["completion"] = [FlagValues(name, switch=True) for name in SHELLS]

@@ -7,7 +7,19 @@ from pathlib import Path
 from tfdist.control.strategies import STRATEGIES
 
 PACKAGE = Path("tfdist")
-COMMANDS = {"train", "launch", "evaluate", "plan", "jobs", "report", "script", "comm", "completion", "__main__"}
+COMMANDS = {
+    "train",
+    "launch",
+    "evaluate",
+    "plan",
+    "jobs",
+    "report",
+    "script",
+    "comm",
+    "doctor",
+    "completion",
+    "__main__",
+}
 # A room may import the rooms of lower levels, and its own.
 LEVEL = {
     "control": 0,
@@ -16,6 +28,7 @@ LEVEL = {
     **dict.fromkeys(("plugins", "flags", "runtime"), 2),
     **dict.fromkeys(("data", "models", "telemetry", "artifacts"), 3),
     "planner": 4,
+    "diagnosis": 4,
     **dict.fromkeys(("training", "communication"), 5),
     **dict.fromkeys(("build", "keras_fit"), 6),
     "run": 7,

@@ -183,7 +183,7 @@ def _listen(cluster: Cluster) -> socket.socket:
     )
     # A server that allows sharing would let us bind and then take some of our connections: so probe first. The name in
     # TF_CONFIG may belong to a service in front of this machine, so it is asked only if it is an address of our own.
-    if answers(f"127.0.0.1:{port}") or (_is_local(host) and answers(cluster.address)):
+    if answers(f"127.0.0.1:{port}") or (is_local(host) and answers(cluster.address)):
         raise in_use
     try:
         listener = bind_everywhere(int(port))
@@ -220,7 +220,7 @@ def answers(address: str) -> bool:
         return False
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether a name or address is one of this machine: only those can be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]

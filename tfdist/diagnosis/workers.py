@@ -1,0 +1,164 @@
+"""The workers of a cluster together: do they reach each other, do their clocks, versions and devices suit, does an
+all-reduce give the right sum, and how fast?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdist.config import Config
+from tfdist.control import preflight
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import TfdistError
+from tfdist.control.terminal import printable
+from tfdist.control.token import host_of
+from tfdist.diagnosis.findings import Finding, fine, warning, wrong
+
+_MOST_SECONDS_APART = 5.0  # of clocks: certificates, leases and logs suffer
+_NUMBERS = 2**22  # float32, of the all-reduce
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What each worker tells the others."""
+
+    rank: int
+    gpus: int
+    versions: str
+    findings: tuple[Finding, ...]
+    clock: float = 0.0  # Unix seconds, when all were asked
+
+    def encoded(self) -> bytes:
+        return json.dumps({**dataclasses.asdict(self), "findings": [each.as_dict() for each in self.findings]}).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Told:
+        """Raises ValueError, KeyError or TypeError for what no doctor has sent."""
+        told: dict[str, Any] = json.loads(data)
+        findings = tuple(
+            Finding(each.name, each.state, printable(each.what), printable(each.fix))
+            for each in map(Finding.from_dict, told["findings"])
+        )
+        return cls(int(told["rank"]), int(told["gpus"]), printable(told["versions"]), findings, float(told["clock"]))
+
+
+def addresses(cluster: Cluster) -> list[Finding]:
+    """Whether the addresses in TF_CONFIG have a meaning here, before anyone is waited for."""
+    findings = []
+    for rank, address in enumerate(cluster.peers):
+        try:
+            socket.getaddrinfo(host_of(address), None)
+        except (OSError, UnicodeError) as error:
+            findings.append(
+                wrong(
+                    "addresses",
+                    f"the host of {cluster.name(rank)} is not known here ({error}).",
+                    "mend the address in TF_CONFIG, or the name service of this machine.",
+                )
+            )
+    own = cluster.peers[cluster.rank]
+    if not findings and not preflight.is_local(host_of(own)):
+        findings.append(
+            warning(
+                "addresses",
+                f"{own}, this worker's in TF_CONFIG, is none of this machine.",
+                "mend TF_CONFIG, unless a service in front of this machine has that address.",
+            )
+        )
+    return findings
+
+
+def meet(
+    config: Config, cluster: Cluster, mine: Told, clock: Callable[[], float] = time.time
+) -> tuple[list[Told], list[Finding]]:
+    """(what all tell, in rank order, what is wrong between them); of a cluster that cannot meet this worker's alone."""
+    from tfdist.runtime.control_ring import ControlRing
+    from tfdist.runtime.ring import Ring
+    from tfdist.runtime.ring_error import RingError
+
+    try:
+        preflight.wait_for_peers(cluster, config.cluster.startup_timeout)
+        control = ControlRing(config, cluster)
+        try:
+            begun = time.monotonic()
+            control.gather(b"", "ready")
+            asked = dataclasses.replace(mine, clock=clock())
+            told = [Told.decoded(bytes(data)) for data in control.gather(asked.encoded(), "told")]
+            uncertain = time.monotonic() - begun
+            ring = Ring(cluster, control.exchange, control.patience)
+            findings = [*_clocks(cluster, told, uncertain), *_alike(cluster, told), _all_reduce(ring, cluster)]
+            control.gather(b"", "done")
+            control.say_goodbye()
+        finally:
+            control.close()
+    except (TfdistError, RingError, ValueError, KeyError, TypeError) as error:
+        return [mine], [wrong("workers", f"{error}", "see the lines of the other workers, and docs/clusters.md.")]
+    return told, findings
+
+
+def _clocks(cluster: Cluster, told: Sequence[Told], uncertain: float) -> list[Finding]:
+    """uncertain: seconds that the question itself took."""
+    off = {other.rank: other.clock - told[0].clock for other in told}
+    late = [rank for rank, seconds in off.items() if abs(seconds) > _MOST_SECONDS_APART + uncertain]
+    if not late:
+        return [fine("clocks", f"at most {max(map(abs, off.values())):.1f} s apart")]
+    return [
+        wrong(
+            "clocks",
+            f"that of {cluster.name(rank)} is {abs(off[rank]):.0f} s {'ahead of' if off[rank] > 0 else 'behind'} the"
+            " chief's.",
+            "let chrony or systemd-timesyncd set the clocks (timedatectl).",
+        )
+        for rank in late
+    ]
+
+
+def _alike(cluster: Cluster, told: Sequence[Told]) -> list[Finding]:
+    findings = []
+    versions = {other.versions for other in told}
+    if len(versions) > 1:
+        words = "; ".join(f"rank {other.rank} {other.versions}" for other in told)
+        findings.append(wrong("versions", f"they differ: {words}.", "give all workers one image or environment."))
+    with_gpus = [other.rank for other in told if other.gpus]
+    if 0 < len(with_gpus) < len(told):
+        without = ", ".join(cluster.name(other.rank) for other in told if not other.gpus)
+        findings.append(
+            wrong(
+                "GPUs",
+                f"{without} has none, the others have: all would wait for the CPU.",
+                "ask for GPUs on every worker, or hide all by CUDA_VISIBLE_DEVICES=-1.",
+            )
+        )
+    elif len({other.gpus for other in told}) > 1:
+        counts = ", ".join(f"rank {other.rank} has {other.gpus}" for other in told)
+        findings.append(
+            warning("GPUs", f"{counts}: the workers are not alike.", "give every worker the same number of GPUs.")
+        )
+    return findings
+
+
+def _all_reduce(ring: Any, cluster: Cluster) -> Finding:
+    import numpy as np
+
+    expected = cluster.size * (cluster.size + 1) / 2
+    seconds = []
+    for number in range(3):
+        array = np.full(_NUMBERS, cluster.rank + 1, np.float32)
+        begun = time.monotonic()
+        ring.all_reduce(array, bucket=number)
+        seconds.append(time.monotonic() - begun)
+        if not (array == expected).all():
+            return wrong(
+                "all-reduce",
+                f"a sum came out as {float(array.min())} to {float(array.max())} and not {expected}.",
+                "look for a faulty network card or memory: this should not be.",
+            )
+    rate = 4 * _NUMBERS * 2 * (cluster.size - 1) / cluster.size / max(min(seconds), 1e-9)
+    return fine(
+        "all-reduce", f"of {4 * _NUMBERS / 2**20:.0f} MiB by TCP: {1e3 * min(seconds):.0f} ms, {rate / 1e9:.2f} GB/s"
+    )

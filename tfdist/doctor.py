@@ -1,0 +1,112 @@
+"""python -m tfdist.doctor: is this machine, or are these workers, fit to train? Before the first job, and when one
+fails.
+
+  python -m tfdist.doctor                                    this machine
+  python -m tfdist.doctor --workers=2 --run_dir=runs/one     as many workers on it
+  srun python -m tfdist.doctor --run_dir=/shared/run         on Slurm; elsewhere once per worker, with its TF_CONFIG
+
+Looks at versions, GPUs, driver and cuDNN, computes in each precision with and without XLA, looks at cores, memory,
+/dev/shm, open files and the run folder; of several workers also at addresses, ports, clocks and an all-reduce. One line
+each: fine, or what is wrong and how to mend it. Takes the flags of the training. Exit code 13 if anything is wrong on
+any worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfdist import flags
+from tfdist.config import Config, option
+from tfdist.control import exit_codes
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ExitCode
+from tfdist.control.local_job import LocalJob
+from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.token import with_token
+from tfdist.diagnosis import gpus, limits, packages, run_folder, trials, workers
+from tfdist.diagnosis.findings import Finding, State, is_healthy
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What is looked at."""
+
+    workers: int = option(0, "Start this many workers on this machine. 0: be one worker of the cluster.", least=0)
+    arithmetic: bool = option(True, "Try matrix products and convolutions, which takes half a minute.")
+
+
+def main(argv: list[str]) -> int:
+    config, options = flags.parse(argv, usage=__doc__ or "", command=DoctorOptions)
+    if options.workers:
+        return start_workers(argv, options.workers)
+    cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
+    told = examine(config, options)
+    if cluster.size < 2 or not cluster.peers or cluster.rank < 0:
+        alone = list(told.findings)
+        if options.arithmetic and told.gpus > 1:
+            alone.append(trials.all_reduce(told.gpus))
+        show(alone)
+        return code_of(alone)
+    addresses = workers.addresses(cluster)
+    if not is_healthy(addresses):
+        show([*told.findings, *addresses])
+        return ExitCode.UNHEALTHY
+    told = dataclasses.replace(told, findings=(*told.findings, *addresses))
+    of_all, between = workers.meet(config, cluster, told)
+    if cluster.is_chief or len(of_all) == 1:
+        for other in of_all:
+            show(other.findings, cluster, other.rank)
+        show(between)
+    return code_of([*(finding for other in of_all for finding in other.findings), *between])
+
+
+def examine(config: Config, options: DoctorOptions) -> workers.Told:
+    """All that one process can see."""
+    versions, cards = packages.packages(), gpus.read_gpus()
+    findings = [versions]
+    build, computed = (None, [])
+    if options.arithmetic and versions.state is not State.WRONG:
+        build, computed = trials.arithmetic()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if isinstance(cards, Finding):
+        findings.append(cards)
+    elif not cards or build:
+        cudnn = packages.version_of("nvidia-cudnn-cu12")
+        findings += gpus.gpus(cards, build or gpus.Build(), cudnn, visible)
+    findings += computed
+    findings += limits.limits(limits.Limits.read(os.environ))
+    findings.append(run_folder.run_folder(Path(config.run.run_dir)))
+    return workers.Told(resolve_cluster(os.environ).rank, build.devices if build else 0, versions.what, tuple(findings))
+
+
+def show(findings: list[Finding] | tuple[Finding, ...], cluster: Cluster | None = None, rank: int = 0) -> None:
+    """A line for each; of several workers under their names."""
+    if cluster:
+        print(f"{cluster.name(rank)}:")
+    for finding in findings:
+        print(finding, flush=True)
+
+
+def code_of(findings: list[Finding] | tuple[Finding, ...]) -> int:
+    """The exit code."""
+    return ExitCode.OK if is_healthy(findings) else ExitCode.UNHEALTHY
+
+
+def start_workers(argv: list[str], count: int) -> int:
+    """On this machine. Returns the exit code of all."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    with tempfile.TemporaryDirectory(prefix="tfdist-doctor-") as logs:
+        job = LocalJob([sys.executable, "-m", "tfdist.doctor", *argv, "--workers=0"], count, Path(logs))
+        job.start()
+        return job.wait().code
+
+
+if __name__ == "__main__":
+    exit_codes.run_command(main, sys.argv[1:])
