@@ -149,6 +149,8 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         composition_checks.check_compiled(config, runtime, model)
+        options = _step_options(config, plan, train_split)
+        composition_checks.check_added(runtime, model, options.weighted, spec[0])
         warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch, spec)
         if limits:
             composition_checks.check_memory(config, runtime, model, limits)
@@ -167,7 +169,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         optimizer,
         objective,
         loss_scale,
-        _step_options(config, plan, train_split),
+        options,
         spec,
         Parallelism(on_axes.update, on_axes.pipeline, added) if on_axes else Parallelism(added=added),
     )

@@ -27,6 +27,7 @@ ALLOWED = (
     Refusal("ConfigError", r"leaves some of \d+ replicas x \d+ micro-batches empty"),
     Refusal("ConfigError", r"layer \w*spectral\w* sets its weight \S+ in the forward pass"),
     Refusal("ConfigError", r"--mesh has pipe=, whose stages hand on one tensor"),
+    Refusal("ConfigError", r"Losses that layers add, and regularizers, do not go with weighted samples"),
     Refusal("ConfigError", r"--jit_compile cannot compile synchronised BatchNormalization over several replicas"),
     Refusal(
         "ConfigError", r"--strategy=parameter_server cannot bring together losses that layers add and weighted samples"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.config import Config
@@ -37,6 +39,25 @@ def check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None
         raise ConfigError(
             "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"
             " --nosync_batchnorm, or drop --jit_compile."
+        )
+
+
+def check_added(runtime: Runtime, model: keras.Model, weighted: bool, x: Any) -> None:
+    """A pipeline's stages differentiate once. All ranks must find the same, so before each keeps its stages only: one
+    that refused later, alone, would leave the others waiting. x: the spec of a micro-batch's inputs."""
+    if not (weighted and runtime.mesh and runtime.mesh.degree("pipe") > 1):
+        return
+    found: list[int] = []
+
+    def call(x: Any) -> None:
+        model(x, training=True)
+        found.append(len(model.losses))
+
+    tf.function(call, autograph=False).get_concrete_function(x)
+    if any(found):
+        raise ConfigError(
+            "Losses that layers add, and regularizers, do not go with weighted samples, or an --objective of your"
+            " own, on a mesh with pipe= yet, whose stages differentiate once: drop one of them."
         )
 
 

@@ -124,9 +124,5 @@ def _with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list
 
 def _in_one_pass(total: Total) -> tuple[tf.Tensor, tf.Tensor]:
     """(What a pipeline differentiates, the sums.)"""
-    if total.added is not None:
-        raise ConfigError(
-            "Losses that layers add, and regularizers, do not go with weighted samples, or an --objective of your"
-            " own, on a mesh with pipe= yet, whose stages differentiate once: drop one of them."
-        )
+    assert total.added is None, "composition_checks.check_added has refused it"
     return total.differentiated, total.sums

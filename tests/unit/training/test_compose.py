@@ -14,6 +14,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.composition_checks import check_added
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel.compose import _check, _check_slots, _pieces, compose_mesh
 from tfdist.training.parallel.expert import parallelize_experts
@@ -176,6 +177,23 @@ def test_shards_decay_as_the_whole_variables_do(spread):
     assert [(shard.path, len(shard.shape)) for shard in shards] == [
         (variable.path, len(shard.shape)) for variable, shard in zip(model.trainable_variables, shards, strict=True)
     ]
+
+
+@pytest.mark.parametrize("options", [{"kernel_regularizer": "l2"}, {"activity_regularizer": "l2"}])
+def test_added_losses_beside_weights_are_refused_on_every_stage_of_a_pipeline(options):
+    """Not where the step is traced: the stages that add nothing would wait for the one that refuses."""
+    x = tf.TensorSpec([None, 3])
+
+    def model(**options):
+        return keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, **options), keras.layers.Dense(2)])
+
+    stages = SimpleNamespace(mesh=Mesh.create(pipe=2))
+    with pytest.raises(ConfigError, match="Losses that layers add.*pipe="):
+        check_added(stages, model(**options), True, x)
+    check_added(stages, model(**options), False, x)
+    check_added(stages, model(), True, x)
+    for mesh in (None, Mesh.create(data=2)):
+        check_added(SimpleNamespace(mesh=mesh), model(**options), True, x)
 
 
 def test_adafactor_is_refused_on_a_pipeline():
