@@ -15,11 +15,12 @@ from typing import Any
 from tfdist.comm import CommOptions
 from tfdist.completion import parsers_before_dashes
 from tfdist.config import COMPONENTS
+from tfdist.doctor import DoctorOptions
 from tfdist.flags import format_flag
 from tfdist.run.snapshot_evaluation import EvaluateOptions
 
 MARKER = "<!-- flags of all commands -->"
-CLASS_COMMANDS = {"evaluate": EvaluateOptions, "comm": CommOptions}
+CLASS_COMMANDS = {"evaluate": EvaluateOptions, "comm": CommOptions, "doctor": DoctorOptions}
 
 
 def page() -> str:
@@ -31,7 +32,7 @@ def _training() -> Iterator[str]:
     yield from (
         "## train",
         "",
-        "Also those of the workers after `--` of launch, plan and jobs, and of evaluate and comm.",
+        "Also those of the workers after `--` of launch, plan and jobs, and of evaluate, comm and doctor.",
         "",
     )
     yield from ("```{program} train", "```", "")

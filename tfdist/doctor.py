@@ -29,7 +29,7 @@ from tfdist.control.exit_codes import ExitCode
 from tfdist.control.local_job import LocalJob
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.token import with_token
-from tfdist.diagnosis import gpus, limits, packages, run_folder, trials, workers
+from tfdist.diagnosis import folder_speed, gpus, limits, meeting, packages, trials
 from tfdist.diagnosis.findings import Finding, State, is_healthy
 
 
@@ -53,12 +53,12 @@ def main(argv: list[str]) -> int:
             alone.append(trials.all_reduce(told.gpus))
         show(alone)
         return code_of(alone)
-    addresses = workers.addresses(cluster)
+    addresses = meeting.addresses(cluster)
     if not is_healthy(addresses):
         show([*told.findings, *addresses])
         return ExitCode.UNHEALTHY
     told = dataclasses.replace(told, findings=(*told.findings, *addresses))
-    of_all, between = workers.meet(config, cluster, told)
+    of_all, between = meeting.meet(config, cluster, told)
     if cluster.is_chief or len(of_all) == 1:
         for other in of_all:
             show(other.findings, cluster, other.rank)
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     return code_of([*(finding for other in of_all for finding in other.findings), *between])
 
 
-def examine(config: Config, options: DoctorOptions) -> workers.Told:
+def examine(config: Config, options: DoctorOptions) -> meeting.Told:
     """All that one process can see."""
     versions, cards = packages.packages(), gpus.read_gpus()
     findings = [versions]
@@ -81,8 +81,8 @@ def examine(config: Config, options: DoctorOptions) -> workers.Told:
         findings += gpus.gpus(cards, build or gpus.Build(), cudnn, visible)
     findings += computed
     findings += limits.limits(limits.Limits.read(os.environ))
-    findings.append(run_folder.run_folder(Path(config.run.run_dir)))
-    return workers.Told(resolve_cluster(os.environ).rank, build.devices if build else 0, versions.what, tuple(findings))
+    findings.append(folder_speed.run_folder(Path(config.run.run_dir)))
+    return meeting.Told(resolve_cluster(os.environ).rank, build.devices if build else 0, versions.what, tuple(findings))
 
 
 def show(findings: list[Finding] | tuple[Finding, ...], cluster: Cluster | None = None, rank: int = 0) -> None:

@@ -1,0 +1,1 @@
+"""What tfdist.doctor looks at."""

@@ -10,7 +10,7 @@ from tfdist.control import versions
 from tfdist.control.exit_codes import UnsupportedError
 from tfdist.diagnosis.findings import Finding, fine, wrong
 
-_SHOWN = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "nvidia-cudnn-cu12", "nvidia-nccl-cu12", "horovod")
+_SHOWN = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "nvidia-cudnn-cu12", "nvidia-nccl-cu12")
 
 
 def packages(

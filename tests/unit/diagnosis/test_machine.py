@@ -7,10 +7,10 @@ import pytest
 
 from tfdist.control.cluster import Cluster
 from tfdist.diagnosis.findings import Finding, State, fine, is_healthy, warning, wrong
+from tfdist.diagnosis.folder_speed import run_folder
 from tfdist.diagnosis.limits import Limits, limits
+from tfdist.diagnosis.meeting import addresses
 from tfdist.diagnosis.packages import packages
-from tfdist.diagnosis.run_folder import run_folder
-from tfdist.diagnosis.workers import addresses
 
 GOOD = Limits(cores=8, shared=2**34, memory=2**36, open_files=65536, threads={"OMP_NUM_THREADS": 8})
 

@@ -24,6 +24,7 @@ from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.exit_codes import TfdistError
 from tfdist.control.strategies import strategy_named
 from tfdist.data.sources.source_names import SOURCES
+from tfdist.doctor import DoctorOptions
 from tfdist.models.model_names import MODELS
 from tfdist.plugins import check_name
 from tfdist.run.snapshot_evaluation import EvaluateOptions
@@ -155,7 +156,7 @@ def _tfdist_problems(name: str, arguments: list[str], root: Path) -> Iterator[st
         return
     if name == "train":
         yield from train_problems(own)
-    elif name in ("evaluate", "comm"):
+    elif name in ("evaluate", "comm", "doctor"):
         yield from train_problems(own, command=name)
     elif name == "completion":
         yield from (f"{shell} is no shell that tfdist completes for" for shell in own if shell not in completion.SHELLS)
@@ -178,7 +179,7 @@ def _tfdist_problems(name: str, arguments: list[str], root: Path) -> Iterator[st
 
 def train_problems(arguments: list[str], command: str = "") -> Iterator[str]:
     """Flags of the training: known, with values that are allowed, and allowed together where the run is complete."""
-    kind = {"evaluate": EvaluateOptions, "comm": CommOptions}.get(command)
+    kind = {"evaluate": EvaluateOptions, "comm": CommOptions, "doctor": DoctorOptions}.get(command)
     try:
         config = flags.parse(arguments, command=kind).config
         _check(config)
@@ -211,8 +212,8 @@ def _all_flags() -> set[str]:
     names = {"--help", "--helpfull", "--version", "--flagfile"}
     for _, field in iter_options():
         names |= {f"--{field.name}", f"--no{field.name}"}
-    for kind in (EvaluateOptions, CommOptions):
-        names |= {f"--{field.name}" for field in dataclasses.fields(kind)}
+    for kind in (EvaluateOptions, CommOptions, DoctorOptions):
+        names |= {f"--{no}{field.name}" for field in dataclasses.fields(kind) for no in ("", "no")}
     for parser in parsers_before_dashes().values():
         names |= {flag.name for flag in parser.flags()}
     for script in Path("scripts").glob("*.py"):

@@ -11,7 +11,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.preflight import PortReservation, bind_everywhere
 from tfdist.control.token import Secret
 from tfdist.diagnosis.findings import State, fine
-from tfdist.diagnosis.workers import Told, meet
+from tfdist.diagnosis.meeting import Told, meet
 
 CONFIG = Config().replace(startup_timeout=20.0)
 TOLD = Told(0, 0, "Python 3.11, keras 3.15", (fine("cores", "4"),))
