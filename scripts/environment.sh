@@ -23,7 +23,7 @@ find_python() {
 python=$(find_python) || exit 10
 packages=(-r "$repository/requirements.txt")
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-  packages+=("tensorflow[and-cuda]~=2.21.0")
+  packages+=("tensorflow[and-cuda]~=2.21.0" "nvidia-cudnn-cu12>=9.24") # older ones: docs/gpus.md, known traps
 fi
 wanted=$( (cat "$repository/requirements.txt" "$repository/pyproject.toml"; echo "${packages[*]} $("$python" -V)") | cksum )
 if [ "$(cat "$venv/.tfdist-installed-$extra" 2>/dev/null)" != "$wanted" ]; then
