@@ -1,7 +1,7 @@
 """GPT-2 124M and ResNet-50 on one GPU, in bfloat16: tfdist beside the PyTorch and the JAX that are on the machine.
 
     python scripts/bench_gpu.py [--models=gpt2,resnet50] [--engines=tfdist,tfdist-xla,torch,torch-compile,jax]
-    [--windows=5]
+    [--windows=5] [--rehearse]
                                 [--tfdist_python=PATH] [--torch_python=PATH] [--jax_python=PATH] [--out=runs/gpu]
 
 Prints samples (tokens or images) per second, median (smallest to largest) of the windows after two to warm up, and the
@@ -13,6 +13,7 @@ Prerequisites: one NVIDIA GPU with its driver; for each engine a Python with its
 Pythons: tfdist needs requirements.txt and TensorFlow's CUDA libraries (pip install "tensorflow[and-cuda]~=2.21.0"), and
 XLA needs ptxas and libdevice, which these bring, or an installed CUDA
 (XLA_FLAGS=--xla_gpu_cuda_data_dir=/usr/local/cuda).
+--rehearse: tiny models on the CPU, tfdist alone, to see that this script works.
 torch: PyTorch, for ResNet-50 torchvision. jax: JAX with CUDA, and Optax. No network: no data or weights are loaded.
 
 On a GPU machine without network: pip download the wheels for it on another machine (--platform manylinux_2_28_x86_64
@@ -102,6 +103,29 @@ TFDIST = {
 }
 
 
+REHEARSED = {
+    "tiny transformer": {
+        "batch": 4,
+        "steps": 2,
+        "units": 32,
+        "unit": "tokens",
+        "parameters": 121_344,
+        "flops": 6 * 121_344 + 12 * 2 * 64 * 32,
+    },
+}
+REHEARSED_FLAGS = {
+    "tiny transformer": [
+        "--model=transformer",
+        "--model_args=layers=2,width=64,heads=4",
+        "--source=synthetic",
+        "--source_args=task=text,vocab=300,fixed=True",
+        "--sequence_length=32",
+        "--objective=next_token",
+        "--optimizer=adamw",
+    ],
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -112,6 +136,7 @@ def main() -> None:
         "--peak_tflops", type=float, default=0.0, help="of this GPU in dense bf16, if its name is not known"
     )
     parser.add_argument("--out", default="runs/gpu")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU, tfdist alone")
     for kind in MODULES:
         parser.add_argument(
             f"--{kind}_python",
@@ -119,7 +144,11 @@ def main() -> None:
             help=f"the Python that has {' and '.join(MODULES[kind])} (default: this one)",
         )
     arguments = parser.parse_args()
-    gpu = gpu_name()
+    if arguments.rehearse:
+        arguments.models, arguments.engines, arguments.peak_tflops = ",".join(REHEARSED), "tfdist,tfdist-xla", 1.0
+        MODELS.update(REHEARSED)
+        TFDIST.update(REHEARSED_FLAGS)
+    gpu = "rehearsal on the CPU" if arguments.rehearse else gpu_name()
     if not gpu:
         raise SystemExit(
             "bench_gpu: this machine shows no NVIDIA GPU (nvidia-smi is missing or lists none): run it on a machine"
@@ -135,6 +164,7 @@ def main() -> None:
             results.append(result)
             print(f"{model}, {engine}: {result.get('error') or figures(result, peak)}", file=sys.stderr, flush=True)
             (out / "gpu.json").write_text(json.dumps(results, indent=1))
+            (out / "found.json").write_text(json.dumps([row(result, peak) for result in results]))
     text = table(results, gpu, peak)
     (out / "gpu.md").write_text(text)
     print(text)
@@ -283,6 +313,22 @@ def figures(result: dict, peak: float) -> str:
         f"{rate:,.0f} {model['unit']}/s ({min(result['rates']):,.0f} to {max(result['rates']):,.0f}), MFU {mfu}, first"
         f" step after {result['startup_s']:.0f} s"
     )
+
+
+def row(result: dict, peak: float) -> dict:
+    """For the page of scripts/acceptance."""
+    what = {"model, engine": f"{result['model']}, {result['engine']}"}
+    if "error" in result:
+        return {**what, "units a second": result["error"]}
+    model, rate = MODELS[result["model"]], statistics.median(result["rates"])
+    return {
+        **what,
+        "units a second": rate,
+        "of": model["unit"],
+        "MFU, %": 100 * rate * model["flops"] / peak / 1e12 if peak else 0.0,
+        "first step after, s": result["startup_s"],
+        "bar": rate,
+    }
 
 
 def table(results: list[dict], gpu: str, peak: float) -> str:

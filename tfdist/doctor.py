@@ -52,18 +52,18 @@ def main(argv: list[str]) -> int:
         if options.arithmetic and told.gpus > 1:
             alone.append(trials.all_reduce(told.gpus))
         show(alone)
-        return code_of(alone)
+        return concluded(alone)
     addresses = meeting.addresses(cluster)
     if not is_healthy(addresses):
         show([*told.findings, *addresses])
-        return ExitCode.UNHEALTHY
+        return concluded([*told.findings, *addresses])
     told = dataclasses.replace(told, findings=(*told.findings, *addresses))
     of_all, between = meeting.meet(config, cluster, told)
     if cluster.is_chief or len(of_all) == 1:
         for other in of_all:
             show(other.findings, cluster, other.rank)
         show(between)
-    return code_of([*(finding for other in of_all for finding in other.findings), *between])
+    return concluded([*(finding for other in of_all for finding in other.findings), *between])
 
 
 def examine(config: Config, options: DoctorOptions) -> meeting.Told:
@@ -93,9 +93,16 @@ def show(findings: list[Finding] | tuple[Finding, ...], cluster: Cluster | None 
         print(finding, flush=True)
 
 
-def code_of(findings: list[Finding] | tuple[Finding, ...]) -> int:
-    """The exit code."""
-    return ExitCode.OK if is_healthy(findings) else ExitCode.UNHEALTHY
+def concluded(findings: list[Finding]) -> int:
+    """Says what all comes to. Returns the exit code."""
+    counts = {state: sum(finding.state is state for finding in findings) for state in State}
+    if is_healthy(findings):
+        print(
+            f"Fit to train: {counts[State.FINE]} checks are fine, {counts[State.WARNING]} with a warning.", flush=True
+        )
+        return ExitCode.OK
+    print(f"Not fit to train: {counts[State.WRONG]} of {len(findings)} checks found what must be mended.", flush=True)
+    return ExitCode.UNHEALTHY
 
 
 def start_workers(argv: list[str], count: int) -> int:

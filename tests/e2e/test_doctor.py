@@ -1,5 +1,6 @@
 """tfdist.doctor as its users run it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,12 +24,14 @@ def doctor(*flags, **environment):
 def test_workers_of_this_machine(tmp_path):
     ended = doctor("--workers=2", "--noarithmetic", f"--run_dir={tmp_path}")
     assert ended.returncode == 0 and "worker 1 (rank 1, 127.0.0.1:" in ended.stdout, ended
+    assert "Fit to train: " in ended.stdout and "Not fit" not in ended.stdout
     assert "fine     all-reduce: of 16 MiB by TCP" in ended.stdout and "clocks: at most 0.0 s apart" in ended.stdout
 
 
 def test_one_unhealthy_worker_makes_all_unhealthy():
     ended = doctor("--workers=2", "--noarithmetic", "--run_dir=/proc/tfdist")
     assert ended.returncode == 13 and "WRONG    run folder: --run_dir=/proc/tfdist" in ended.stdout, ended
+    assert "Not fit to train: 2 of " in ended.stdout
     ended = doctor(
         "--noarithmetic",
         TF_CONFIG='{"cluster": {"worker": ["127.0.0.1:1234", "nowhere.invalid:1"]}, "task":'
@@ -44,7 +47,11 @@ def test_arithmetic_of_this_machine(tmp_path):
 
 
 def trials_of(process):
-    return {pid for pid in processes(process.pid) if b"diagnosis.trial" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    found = set()
+    for pid in processes(process.pid):
+        with contextlib.suppress(OSError):  # it is gone again
+            found |= {pid} if b"diagnosis.trial" in Path(f"/proc/{pid}/cmdline").read_bytes() else set()
+    return found
 
 
 @pytest.mark.slow
