@@ -4,7 +4,7 @@
 #   bash scripts/gpu_acceptance.sh                       on a machine with one NVIDIA GPU or several, 25 minutes
 #   bash scripts/gpu_acceptance.sh --wheels=FOLDER       the same without a network: installs from these wheels alone
 #   bash scripts/gpu_acceptance.sh --rehearse            all of it on the CPU at a small size, in minutes
-#   bash scripts/gpu_acceptance.sh --only=doctor,parity  some stages; the others keep what was found before
+#   bash scripts/gpu_acceptance.sh --only=doctor,parity  some stages
 #
 # Further arguments go to scripts/acceptance/run.py; --help lists them.
 set -euo pipefail

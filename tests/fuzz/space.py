@@ -276,6 +276,8 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "a NaN ends the run"
     if "nan" in data and "running_mean" in blocks:
         return "state of its own turns NaN"
+    if "running_mean" in blocks and {"offset", "duplicates", "constant"} & set(data):
+        return "the rows of all replicas may look alike behind a tanh, and then nothing drifts"
     if options.get("jit_compile") and several and "batch_norm" in blocks:
         return "XLA cannot compile synchronised BatchNormalization"
     if options.get("jit_compile") and ("lstm" in blocks or "nan" in data):

@@ -216,7 +216,7 @@ def _all_flags() -> set[str]:
         names |= {f"--{no}{field.name}" for field in dataclasses.fields(kind) for no in ("", "no")}
     for parser in parsers_before_dashes().values():
         names |= {flag.name for flag in parser.flags()}
-    for script in Path("scripts").glob("*.py"):
+    for script in (*Path("scripts").glob("*.py"), Path("scripts/acceptance/run.py")):
         names |= set(_script_flags(script.resolve()))
     for script in Path("scripts").glob("*.sh"):
         names |= set(re.findall(r"--[a-z_]+", script.read_text()))
