@@ -4,6 +4,7 @@ fails.
   python -m tfdist.doctor                                    this machine
   python -m tfdist.doctor --workers=2 --run_dir=runs/one     as many workers on it
   srun python -m tfdist.doctor --run_dir=/shared/run         on Slurm; elsewhere once per worker, with its TF_CONFIG
+  python -m tfdist.launch --on=ray --workers=2 -- -m tfdist.doctor      on Ray
 
 Looks at versions, GPUs, driver and cuDNN, computes in each precision with and without XLA, looks at cores, memory,
 /dev/shm, open files and the run folder; of several workers also at addresses, ports, clocks and an all-reduce. One line
@@ -16,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import socket
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -28,8 +30,8 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.local_job import LocalJob
 from tfdist.control.resolvers import resolve_cluster
-from tfdist.control.token import with_token
-from tfdist.diagnosis import folder_speed, gpus, limits, meeting, packages, trials
+from tfdist.control.token import host_of, with_token
+from tfdist.diagnosis import folder_speed, gpus, interfaces, limits, meeting, packages, trials
 from tfdist.diagnosis.findings import Finding, State, is_healthy
 
 
@@ -54,6 +56,9 @@ def main(argv: list[str]) -> int:
         show(alone)
         return concluded(alone)
     addresses = meeting.addresses(cluster)
+    if is_healthy(addresses) and told.gpus:
+        own = socket.gethostbyname(host_of(cluster.peers[cluster.rank]))
+        addresses.append(interfaces.network(interfaces.read_interfaces(), own, os.environ))
     if not is_healthy(addresses):
         show([*told.findings, *addresses])
         return concluded([*told.findings, *addresses])

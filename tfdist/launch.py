@@ -3,6 +3,7 @@ do.
 
   python -m tfdist.launch --workers=2 -- --flagfile=flags/digits_cnn.flags
   python -m tfdist.launch --workers=2 -- script.py ARGS       a Keras script that calls tfdist.fit
+  python -m tfdist.launch --workers=2 -- -m MODULE ARGS       a module, such as tfdist.doctor
   python -m tfdist.launch --on=ray --workers=4 --min_workers=2 -- --flagfile=flags/digits_cnn.flags
 
 Flags before `--` are the launcher's own, those after it go to every worker. Each worker's output is shown under its
@@ -57,7 +58,11 @@ def main(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # workers may print what this terminal cannot
     if train and train[0].endswith(".py"):
-        return launch_script(train, options)
+        return launch_program(["tfdist.script", *train], Path(train[0]).stem, options)
+    if train and train[0] == "-m":
+        if not train[1:] or train[1].startswith("-"):
+            raise ConfigError("-m needs the name of a module behind it: write `-- -m tfdist.doctor`, for example.")
+        return launch_program(train[1:], train[1], options)
     config = flags.parse(train, usage="Flags of the workers:").config
     run_dir = Path(config.run.run_dir)
     if not config.run.dry_run:
@@ -142,26 +147,22 @@ def check_elastic(config: Config) -> None:
         )
 
 
-def launch_script(command: list[str], options: LaunchOptions) -> int:
-    """A Keras script that calls tfdist.fit, on every worker; logs are in runs/NAME/logs. What it saves is its own
-    affair, so there is no progress to be seen from here: --max_restarts counts all failures."""
+def launch_program(command: list[str], name: str, options: LaunchOptions) -> int:
+    """A module with its arguments on every worker, such as tfdist.script with a Keras script that calls tfdist.fit;
+    logs are in runs/NAME/logs. What it saves is its own affair, so there is no progress to be seen from here:
+    --max_restarts counts all failures."""
     if options.ps or options.min_workers or options.evaluator or options.elastic:
         raise ConfigError(
-            "--ps, --min_workers, --evaluator and --elastic are for flags of tfdist.train, not for a script: drop"
-            f" them, or {command[0]}."
+            "--ps, --min_workers, --evaluator and --elastic are for flags of tfdist.train, not for a script or a"
+            f" module: drop them, or {name}."
         )
-    logs = Path("runs") / Path(command[0]).stem / "logs"
+    logs = Path("runs") / name / "logs"
     os.environ[lease.JOB_VARIABLE] = uuid.uuid4().hex
     if options.on == "ray":
-        return launch_on_ray(["-m", "tfdist.script", *command], logs, options)
+        return launch_on_ray(["-m", *command], logs, options)
 
     def make_job(workers: int) -> LocalJob:
-        return LocalJob(
-            [sys.executable, "-m", "tfdist.script", *command],
-            workers,
-            logs,
-            **job_options(options),
-        )
+        return LocalJob([sys.executable, "-m", *command], workers, logs, **job_options(options))
 
     return run(
         Supervisor(make_job, RestartPolicy(options.max_restarts), lambda: -1, WorkerCount(options.workers, 0)), logs

@@ -28,6 +28,20 @@ def test_workers_of_this_machine(tmp_path):
     assert "fine     all-reduce: of 16 MiB by TCP" in ended.stdout and "clocks: at most 0.0 s apart" in ended.stdout
 
 
+def test_on_workers_of_the_launcher(tmp_path):
+    launcher = [sys.executable, "-m", "tfdist.launch", "--workers=2", "--", "-m", "tfdist.doctor"]
+    ended = subprocess.run(
+        [*launcher, "--noarithmetic", f"--run_dir={tmp_path}"],
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0 and "Fit to train: " in ended.stdout, ended
+    assert "Fit to train: " in (tmp_path / "runs" / "tfdist.doctor" / "logs" / "worker-0.log").read_text()
+
+
 def test_one_unhealthy_worker_makes_all_unhealthy():
     ended = doctor("--workers=2", "--noarithmetic", "--run_dir=/proc/tfdist")
     assert ended.returncode == 13 and "WRONG    run folder: --run_dir=/proc/tfdist" in ended.stdout, ended

@@ -37,10 +37,12 @@ class Build:
     cuda: str = ""  # "": a build for CPUs
     capabilities: tuple[str, ...] = ()  # "sm_80": kernels; "compute_90": code that the driver compiles
     devices: int = 0  # GPUs that TensorFlow sees
+    cudnn: str = ""  # the version that it has loaded; "": none
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> Build:
-        return cls(str(told["cuda"]), tuple(map(str, told["capabilities"])), int(told["devices"]))
+        capabilities = tuple(map(str, told["capabilities"]))
+        return cls(str(told["cuda"]), capabilities, int(told["devices"]), str(told["cudnn"]))
 
 
 def read_gpus(run: Callable[..., subprocess.CompletedProcess] = subprocess.run) -> list[Gpu] | Finding:
@@ -70,7 +72,8 @@ def _parse(line: str) -> Gpu:
 
 
 def gpus(found: Sequence[Gpu], build: Build, cudnn: str, visible: str | None) -> list[Finding]:
-    """cudnn: the version of its package, "" if there is none; visible: CUDA_VISIBLE_DEVICES."""
+    """cudnn: the version of its package, "" if there is none, which counts where none was loaded; visible:
+    CUDA_VISIBLE_DEVICES."""
     if not found:
         return [fine("GPUs", "none here: training runs on the CPU")]
     names = ", ".join(sorted({f"{gpu.name} ({gpu.memory / 1024:.0f} GiB)" for gpu in found}))
@@ -84,7 +87,7 @@ def gpus(found: Sequence[Gpu], build: Build, cudnn: str, visible: str | None) ->
             )
         )
     findings += [finding for gpu in dict.fromkeys(found) for finding in _of_one(gpu, build)]
-    return findings + ([_cudnn(found, cudnn)] if build.cuda else [])
+    return findings + ([_cudnn(found, build.cudnn or cudnn)] if build.cuda else [])
 
 
 def _seen(found: Sequence[Gpu], build: Build, visible: str | None) -> Finding | None:
@@ -162,7 +165,7 @@ def _cudnn(found: Sequence[Gpu], cudnn: str) -> Finding:
     if not cudnn:
         return warning(
             "cuDNN",
-            "is not here as a package; its version is not known.",
+            "none was loaded, and none is here as a package; its version is not known.",
             f"see that it is {_LEAST_CUDNN[0]}.{_LEAST_CUDNN[1]} or newer.",
         )
     version = tuple(int(part) for part in re.findall(r"\d+", cudnn)[:2])

@@ -1,13 +1,18 @@
 """python -m tfdist.diagnosis.trial: a matrix product and a convolution in each precision, with and without XLA.
 
 A process of its own (trials.py), since a driver may crash or hang in it. Prints a line of JSON for each thing that it
-found out: {"build": ...}, then {"name": ..., "seconds": ...} or {"name": ..., "error": ...}.
+found out: {"build": ...}, then {"name": ..., "seconds": ...} or {"name": ..., "error": ...}, and with GPUs last
+{"cudnn": ...}, the version that was loaded for the convolutions.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +38,8 @@ def main() -> None:
                         tell({"name": name, "seconds": _tried(operation, precision, jit, device)})
                     except Exception as error:  # noqa: BLE001 - whatever TensorFlow raises is what is looked for
                         tell({"name": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]})
+    if cudnn := _loaded_cudnn():
+        tell({"cudnn": cudnn})
 
 
 def tell(found: dict[str, Any]) -> None:
@@ -45,6 +52,20 @@ def _build() -> dict[str, Any]:
         "cuda": info.get("cuda_version", "") if info.get("is_cuda_build") else "",
         "capabilities": list(info.get("cuda_compute_capabilities", ())),
     }
+
+
+def _loaded_cudnn() -> str:
+    """The library that this process has loaded is the one that counts, wherever it came from; "" if it has none."""
+    with contextlib.suppress(OSError, AttributeError):
+        if found := re.search(r"/\S*/libcudnn\.so\S*", Path("/proc/self/maps").read_text()):
+            return cudnn_version(ctypes.CDLL(found[0]).cudnnGetVersion())
+    return ""
+
+
+def cudnn_version(number: int) -> str:
+    """What cudnnGetVersion means: 91002 is 9.10.2, 8905 is 8.9.5."""
+    thousands = 10_000 if number >= 90_000 else 1_000
+    return f"{number // thousands}.{number % thousands // 100}.{number % 100}"
 
 
 def _tried(operation: str, precision: str, jit: bool, device: str) -> float:

@@ -24,7 +24,8 @@ def arithmetic(command: Sequence[str] = TRIAL, seconds: float = SECONDS) -> tupl
     """What TensorFlow was built for (None: it could not be asked), and how it computes."""
     output, end = _run(command, seconds)
     told = [line for line in map(_as_dict, output.splitlines()) if line]
-    build = next((Build.from_dict(line["build"]) for line in told if "build" in line), None)
+    cudnn = next((str(line["cudnn"]) for line in told if "cudnn" in line), "")
+    build = next((Build.from_dict({**line["build"], "cudnn": cudnn}) for line in told if "build" in line), None)
     tried = [line for line in told if "name" in line]
     failed = [
         wrong(_NAME, f"{line['name']}: {line['error']}", "see docs/gpus.md, known traps.")

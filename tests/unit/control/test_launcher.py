@@ -758,8 +758,10 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
         ),
         (["--elastic", "--ps=1", "--", "--steps=1"], "--elastic is not available with --ps=1"),
         (["--elastic", "--", "script.py"], "--elastic are for flags of tfdist.train"),
+        (["--elastic", "--", "-m", "tfdist.doctor"], "drop them, or tfdist.doctor"),
+        (["--", "-m"], "-m needs the name of a module"),
     ],
 )
-def test_elastic_where_it_cannot_be(command, words, tmp_path):
+def test_what_cannot_be_launched(command, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
-        launch.main(["--workers=2", *command, *([] if "script.py" in command else [f"--run_dir={tmp_path}"])])
+        launch.main(["--workers=2", *command, *([] if {"script.py", "-m"} & {*command} else [f"--run_dir={tmp_path}"])])

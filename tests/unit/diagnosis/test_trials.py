@@ -5,6 +5,7 @@ import time
 
 from tests.e2e.job import wait_for
 from tfdist.diagnosis.findings import State
+from tfdist.diagnosis.trial import cudnn_version
 from tfdist.diagnosis.trials import arithmetic
 
 BUILD = """print('{"build": {"cuda": "12.5.1", "capabilities": ["sm_80"], "devices": 2}}', flush=True)\n"""
@@ -20,6 +21,12 @@ def test_a_good_one():
     build, said, states = tried(BUILD + GOOD)
     assert states == {State.FINE} and "1 trials are right; the slowest took 10.0 ms" in said
     assert build is not None and build.devices == 2 and build.capabilities == ("sm_80",)
+
+
+def test_the_cudnn_that_was_loaded():
+    build, _, _ = tried(BUILD + GOOD + """print('{"cudnn": "9.10.2"}')""")
+    assert build is not None and build.cudnn == "9.10.2"
+    assert [cudnn_version(number) for number in (92400, 91002, 8905)] == ["9.24.0", "9.10.2", "8.9.5"]
 
 
 def test_a_wrong_result():

@@ -173,6 +173,8 @@ def _tfdist_problems(name: str, arguments: list[str], root: Path) -> Iterator[st
                 yield str(error)
         if rest and rest[0].endswith(".py"):
             yield from file_problems(rest[0], root) if rest[0] not in READERS_OWN else ()
+        elif rest[:1] == ["-m"]:
+            yield from _python_command_problems(["python", *rest], root) if rest[1:] else ()
         else:
             yield from train_problems(rest)
 
