@@ -66,11 +66,14 @@ def _row(row: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _bars(rows: Sequence[Mapping[str, Any]]) -> str:
-    """`bar`: how long, from 0; the first column is the label. A bar of a row with "limit" turns red above it."""
-    longest = max([*(row["bar"] for row in rows), *(row.get("limit", 0) for row in rows)]) or 1.0
+    """`bar`: how long, from 0; the first column is the label. Where rows have a "limit", bars are parts of their own
+    limits, which lie on one line, and a bar beyond it is red."""
+    lengths = [row["bar"] / (row.get("limit") or 1.0) for row in rows]
+    limited = any("limit" in row for row in rows)
+    longest = max([*lengths, 1.0 if limited else 0.0]) or 1.0
     height, parts = len(rows) * (_BAR + 6) + 6, []
-    for index, row in enumerate(rows):
-        y, length = 6 + index * (_BAR + 6), max(_WIDTH * row["bar"] / longest, 1)
+    for index, (row, part) in enumerate(zip(rows, lengths, strict=True)):
+        y, length = 6 + index * (_BAR + 6), max(_WIDTH * part / longest, 1)
         color = "#cf222e" if "limit" in row and row["bar"] > row["limit"] else "#0969da"
         label = html.escape(str(next(iter(row.values())))[:44])
         parts.append(
@@ -78,8 +81,8 @@ def _bars(rows: Sequence[Mapping[str, Any]]) -> str:
             f' width="{length:.1f}" height="{_BAR}" fill="{color}"/><text x="{_LABEL + length + 6:.1f}" y="{y + 13}">'
             f"{row['bar']:,.3g}</text>"
         )
-        if "limit" in row:
-            x = _LABEL + _WIDTH * row["limit"] / longest
-            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 2}" y2="{y + _BAR + 2}" stroke="#cf222e"/>')
+    if limited:
+        x = _LABEL + _WIDTH / longest
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{height - 2}" stroke="#cf222e"/>')
     width = _LABEL + _WIDTH + 80
     return f'<svg width="{width}" height="{height}" role="img">{"".join(parts)}</svg>'

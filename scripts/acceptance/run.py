@@ -46,12 +46,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_all(chosen: Sequence[stages.Stage], out: Path, rehearse: bool) -> int:
-    """Runs them. Returns the exit code."""
+    """Runs them. Returns the exit code. The page keeps the order of stages, whichever are repeated."""
+    order = [stage.name for stage in stages.stages(out, rehearse, {})]
     report = _before(out) | {"machine": machine(), "rehearsal": rehearse}
     for number, stage in enumerate(chosen, 1):
         print(f"{number}/{len(chosen)} {stage.name}: {stage.shows} ...", flush=True)
         result = run(stage, out / stage.name, rehearse)
-        report["stages"] = [each for each in report["stages"] if each["name"] != stage.name] + [result]
+        others = [each for each in report["stages"] if each["name"] != stage.name]
+        report["stages"] = sorted(
+            [*others, result],
+            key=lambda each: order.index(each["name"]) if each["name"] in order else len(order),
+        )
         print(f"    {result['state']} in {result['seconds']:.0f} s. {result['words']}", flush=True)
         write(out / "acceptance.json", json.dumps(report, indent=1))
         write(out / "acceptance.html", page.html_of(report))

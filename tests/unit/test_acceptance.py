@@ -43,7 +43,14 @@ def test_every_stage_has_its_verdict_and_the_others_go_on(tmp_path):
 
     assert run.run_all([stage(tmp_path, "bad", "print('mended')")], tmp_path, rehearse=False) == 1  # dies, hangs
     report = json.loads((tmp_path / "acceptance.json").read_text())
-    assert len(report["stages"]) == 6 and report["stages"][-1]["state"] == "passed"
+    assert {each["name"]: each["state"] for each in report["stages"]} == {**states, "bad": "passed"}
+
+
+def test_stages_keep_their_order_whichever_are_repeated(tmp_path):
+    for names in (["speed", "parity"], ["doctor"], ["parity"]):
+        run.run_all([stage(tmp_path, name, "print('well')") for name in names], tmp_path, rehearse=True)
+    report = json.loads((tmp_path / "acceptance.json").read_text())
+    assert [each["name"] for each in report["stages"]] == ["doctor", "parity", "speed"]
 
 
 def test_the_page_of_nothing_but_omissions():
