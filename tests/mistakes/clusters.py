@@ -317,7 +317,7 @@ def between_workers(chance: random.Random) -> Mistake:
             f"workers: data of one {kind}",
             [(), ()],
             CONFIG | DATA,
-            "ank 1" if kind not in ("no data", "fails") else "mine:data",
+            "ank 1" if kind not in ("no data", "fails", "ends") else "mine:data",
             files={"mine.py": MINE.replace(DATA_SOURCE, changed)},
         )
     told = (

@@ -145,6 +145,7 @@ CHANGES: tuple[tuple[str, str], ...] = (
             "tfdist.spread(model)",
             "tfdist.fit(model, x, y, verbose=0); tfdist.init(pack_mb=3)",
             "tfdist.init(nothing=3)",
+            "tfdist.init(local_gpus=2)",
             "tfdist.init(startup_timeout='long')",
             "tfdist.init(startup_timeout=-1)",
             "tfdist.init(heartbeat_timeout=0)",

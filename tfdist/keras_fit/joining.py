@@ -17,6 +17,7 @@ from tfdist.control.preflight import wait_for_peers
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.startup_deadline import connecting
 from tfdist.control.token import with_token
+from tfdist.keras_fit.local_gpus import CHOICES, use_all
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.errors import explain
 from tfdist.runtime.one_device import OneDevice
@@ -42,20 +43,25 @@ _runtime: OneDevice | None = None  # of this process, made once
 _calls = 0  # of this process that all workers make together
 
 
-def init(**options: float | str) -> OneDevice:
+def init(*, local_gpus: str = "all", **options: float | str) -> OneDevice:
     """Joins the other workers that TF_CONFIG lists; alone without it. Done by the first fit, evaluate or predict if not
     before.
 
-    Args: options, by the names and with the meaning of the flags: startup_timeout, heartbeat_timeout,
-    collective_timeout (seconds), pack_mb (MB), communication, job_token_file.
+    Args:
+        local_gpus: "all": a script that is alone on a machine with several GPUs, and calls this before TensorFlow
+            computes anything, is started anew on a worker for each of them. "one": it is not.
+        options: by the names and with the meaning of the flags: startup_timeout, heartbeat_timeout, collective_timeout
+            (seconds), pack_mb (MB), communication, job_token_file.
     Raises: ClusterError, StartupError, ConfigError.
     """
     global _runtime
     if _runtime is None:
         for name in options:
             if name not in _OPTIONS:
-                raise ConfigError(f"tfdist.init({name}=...) is not an option: use {', '.join(_OPTIONS)}.")
+                raise ConfigError(f"tfdist.init({name}=...) is not an option: use local_gpus, {', '.join(_OPTIONS)}.")
             _check_option(name, options[name])
+        if local_gpus not in CHOICES:
+            raise ConfigError(f"tfdist.init(local_gpus={local_gpus!r:.80}): use {' or '.join(map(repr, CHOICES))}.")
         config = Config().replace(**options)
         cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
         if cluster.rank < 0:
@@ -70,6 +76,7 @@ def init(**options: float | str) -> OneDevice:
             atexit.register(_leave, _runtime)
             warn_about_gpus(cluster.rank)
         else:
+            use_all(local_gpus)
             _runtime = OneDevice()
     elif options:
         raise ConfigError(
