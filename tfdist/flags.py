@@ -10,7 +10,6 @@ No TensorFlow import: `--help` and `--dry_run` must answer at once.
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
 import re
 import sys
@@ -28,6 +27,7 @@ from absl import flags as absl_flags  # noqa: E402
 from tfdist import __version__  # noqa: E402
 from tfdist.config import COMPONENTS, Config, check_option  # noqa: E402
 from tfdist.control.exit_codes import ConfigError  # noqa: E402
+from tfdist.control.own_files import written_whole  # noqa: E402
 
 FLAGS_FILE = "flags.txt"
 
@@ -153,12 +153,8 @@ def write_flagfile(config: Config, path: Path, command: str = "") -> None:
             if field.name == "dry_run":
                 continue
             lines.append(format_flag(field.name, getattr(getattr(config, component), field.name)))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with written_whole(path, flushed=True) as file:
         file.write("\n".join(lines) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def format_flag(name: str, value: Any) -> str:

@@ -23,6 +23,7 @@ and go on.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import signal
@@ -62,6 +63,10 @@ def main(argv: list[str]) -> int:
     if train and train[0] == "-m":
         if not train[1:] or train[1].startswith("-"):
             raise ConfigError("-m needs the name of a module behind it: write `-- -m tfdist.doctor`, for example.")
+        if not _has_module(train[1]):
+            raise ConfigError(
+                f"-m {train[1]}: there is no such module on the Python path; set PYTHONPATH to its folder."
+            )
         return launch_program(train[1:], train[1], options)
     config = flags.parse(train, usage="Flags of the workers:").config
     run_dir = Path(config.run.run_dir)
@@ -72,6 +77,13 @@ def main(argv: list[str]) -> int:
     if options.on == "ray":
         return launch_on_ray(["-m", "tfdist.train", *train], run_dir / "logs", options, config)
     return launch_here(train, options, config)
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # what the package around it raises; no name of a module
+        return False
 
 
 def workers_help(own: list[str]) -> str:

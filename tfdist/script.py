@@ -18,12 +18,15 @@ from tfdist.control.resolvers import resolve_cluster
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] in ("--help", "-h"):
+    if argv[:1] in (["--help"], ["-h"]):
         print(__doc__)
         return 0
+    if not argv:
+        raise ConfigError("No script is given: name a Python file that calls tfdist.fit.")
     script = Path(argv[0])
     if not script.is_file():
-        raise ConfigError(f"{script} is not there: name a Python file that calls tfdist.fit.")
+        what = "is no file" if script.exists() else "is not there"
+        raise ConfigError(f"{script} {what}: name a Python file that calls tfdist.fit.")
     if script.suffix not in (".py", ""):
         raise ConfigError(f"{script} is no Python script: name a file that ends in .py.")
     token.read(os.environ)  # before the script, and what it starts, can see it there

@@ -141,6 +141,11 @@ def test_refusals(end, tmp_path):
         assert "train_step: ConfigError: The train_step of Ignores never calls the model itself" in output
         assert "variables: ConfigError: The model and optimizer have 4 and 6 variables" in output
         assert "not a model: ConfigError: tfdist.fit takes a keras.Model, not ndarray" in output
+        for name in ("class weight", "callback", "frequency", "validation", "rows", "data"):
+            assert f"mistaken {name}: ConfigError: " in output, name
+        assert "unbuilt: (40, 1)" in output and "no rows: 1" in output
+        assert "twice the rows: ConfigError: " in output
+        assert "toggled: ConfigError: A layer's `trainable` was changed after the model had been compiled" in output
         if end == "order":
             for name in ("order", "targets", "weights", "own rows", "evaluate", "predict"):
                 assert re.search(

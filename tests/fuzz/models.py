@@ -45,7 +45,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
         ),
     ),
     "counter": ("rows steps grid", 'x = own.Counter(name="{name}")(x)'),
-    "centered": ("rows grid steps", 'x = layers.Lambda(lambda v: v - tf.reduce_mean(v, 0), name="{name}")(x)'),
+    "centered": ("rows grid steps", 'x = own.centered(x, {width}, "{name}")'),
     "running_mean": ("rows", 'x = own.RunningMean(name="{name}")(x)'),
     "dropout": ("rows grid steps", 'x = layers.Dropout(0.3, name="{name}")(x)'),
     "positions": ("steps", 'x = own.Positions({length}, {width}, name="{name}")(x)'),

@@ -265,8 +265,11 @@ def optimizer_settings(fit, evaluate, predict, folder):
             {"global_clipnorm": 0.05, "gradient_accumulation_steps": 3, "weight_decay": 0.01},
             1,
         ),
+        ("schedule free", {}, 1),
     ):
-        model = dense(optimizer=keras.optimizers.Adam(0.01, **options), steps_per_execution=steps)
+        kind = keras.optimizers.ScheduleFreeAdamW if name == "schedule free" else keras.optimizers.Adam
+        model = dense(optimizer=kind(0.01, **options), steps_per_execution=steps)
+        model.optimizer.build(model.trainable_variables)  # plain Keras' schedule free loses its first weights else
         found[name] = {
             "history": fit(model, x, y, batch_size=8, epochs=2).history,
             "weights": [weight.tolist() for weight in model.get_weights()],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.own_files import remove_tree
 
 KERAS_FILE, SAVED_MODEL_FOLDER = "model.keras", "saved_model"
 
@@ -41,12 +42,17 @@ def export_model(model: keras.Model, folder: Path, formats: tuple[str, ...]) -> 
     for form in formats:
         target = folder / {"keras": KERAS_FILE, "saved_model": SAVED_MODEL_FOLDER}[form]
         temporary = folder / f".writing-{uuid.uuid4().hex[:8]}{target.suffix}"
-        if form == "keras":
-            model.save(temporary)
-        else:
-            model.export(temporary, format="tf_saved_model", verbose=False)
-        if target.is_dir():
-            shutil.rmtree(target)
-        os.replace(temporary, target)
+        try:
+            if form == "keras":
+                model.save(temporary)
+            else:
+                model.export(temporary, format="tf_saved_model", verbose=False)
+            if target.is_dir():
+                remove_tree(target)
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary) if temporary.is_file() else remove_tree(temporary)
+            raise
         written.append(target)
     return written

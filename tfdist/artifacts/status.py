@@ -6,14 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.own_files import written_whole
+
 _FILE = "status.json"
 
 
 def write_status(run_dir: Path, status: str, run_id: str) -> None:
-    """`status`: "running" or "finished". A temporary name, then a rename."""
-    temporary = run_dir / f".{_FILE}.writing"
-    temporary.write_text(json.dumps({"status": status, "run_id": run_id}))
-    temporary.replace(run_dir / _FILE)
+    """`status`: "running" or "finished". A temporary name, then a rename. Raises CheckpointError."""
+    try:
+        with written_whole(run_dir / _FILE) as file:
+            json.dump({"status": status, "run_id": run_id}, file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{run_dir / _FILE} cannot be written ({error.strerror}): free or repair the folder, then start again."
+        ) from None
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from tfdist.artifacts.manifest import FORMAT, MANIFEST, parse, sealed
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.own_files import remove_tree
 
 _NAME = re.compile(r"^step-([0-9]{8}|[1-9][0-9]{8,18})$")  # up to what a variable can count to
 _TEMPORARY = (".writing-", ".deleting-")
@@ -72,7 +73,16 @@ class SnapshotStore:
         if tf.io.gfile.isdir(self.directory):
             for name in tf.io.gfile.listdir(self.directory):
                 if name.startswith(_TEMPORARY):
-                    tf.io.gfile.rmtree(f"{self.directory}/{name.rstrip('/')}")
+                    self._remove(f"{self.directory}/{name.rstrip('/')}")
+
+    def _remove(self, path: str) -> None:
+        """A file, or a folder with all in it."""
+        if not self.local:
+            tf.io.gfile.rmtree(path)
+        elif os.path.isdir(path):
+            remove_tree(path)
+        else:
+            os.unlink(path)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -98,8 +108,8 @@ class SnapshotStore:
                 files[name] = {"bytes": size, "sha256": digest}
             self._seal(folder, step, files, fields)
         except BaseException:
-            if self.local and tf.io.gfile.exists(folder):
-                tf.io.gfile.rmtree(folder)
+            if self.local and os.path.exists(folder):
+                remove_tree(folder)
             raise
         self._point_to(step)
         return sum(entry["bytes"] for entry in files.values())
@@ -133,7 +143,7 @@ class SnapshotStore:
         path, doomed = self.path(step), f"{self.directory}/.deleting-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         if self.local:
             os.rename(path, doomed)
-            tf.io.gfile.rmtree(doomed)
+            remove_tree(doomed)
         else:
             tf.io.gfile.remove(f"{path}/{MANIFEST}")
             tf.io.gfile.rmtree(path)
@@ -143,6 +153,8 @@ class SnapshotStore:
     def verify(self, step: int) -> Snapshot:
         """Checks a snapshot file by file. Raises CheckpointError naming the file that is damaged."""
         path = self.path(step)
+        if self.local and os.path.exists(f"{path}/{MANIFEST}") and not os.path.isfile(f"{path}/{MANIFEST}"):
+            raise CheckpointError(f"{path}/{MANIFEST} is no file.")  # a pipe would be waited for
         try:
             with tf.io.gfile.GFile(f"{path}/{MANIFEST}") as file:
                 manifest = parse(file.read(), f"{path}/{MANIFEST}", step, self.required)

@@ -19,6 +19,7 @@ from typing import BinaryIO, Generic, TextIO, TypeVar
 
 from tfdist.control import token
 from tfdist.control.exit_codes import ConfigError, ExitCode
+from tfdist.control.own_files import appended_to
 from tfdist.control.terminal import LineReader
 from tfdist.control.workers import JobResult, Worker, describe, root_cause_order
 
@@ -122,7 +123,7 @@ class Job(Generic[_Worker]):
         path = self.log_dir / f"{name.replace(' ', '-')}.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by the relay
+            log = open(appended_to(path), "ab", buffering=0)  # noqa: SIM115 - closed by the relay
             log.write(f"\n===== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
             return log
         except OSError as error:

@@ -16,6 +16,7 @@ which is atomic on NFS too.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -254,6 +255,8 @@ def _write(descriptor: int, text: str) -> None:
 
 def _read(path: Path) -> str:
     """ "" if there is none. Raises OSError."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file", str(path))  # a pipe would be waited for
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(1 << 16)

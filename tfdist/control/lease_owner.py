@@ -40,7 +40,7 @@ class Owner:
     @classmethod
     def read(cls, text: str) -> Owner | None:
         """None if this is no lease."""
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             found = json.loads(text)
             return cls(**{field.name: str(found[field.name]) for field in fields(cls)})
         return None

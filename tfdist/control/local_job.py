@@ -26,6 +26,7 @@ from tfdist.control.tf_config import local_tasks, worker_environment
 from tfdist.control.worker_restarts import WorkerRestarts
 from tfdist.control.workers import LocalWorker, describe
 
+_MOST_PROCESSES = 1024  # more are a slip of the keyboard
 _CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves when their chief is gone
 
 
@@ -62,6 +63,8 @@ class LocalJob(Job[LocalWorker]):
         standbys: Standbys | None = None,
         **options: Any,
     ):
+        if workers + servers > _MOST_PROCESSES:
+            raise ConfigError(f"{workers + servers} processes on one machine are too many: at most {_MOST_PROCESSES}.")
         self.tasks = local_tasks(workers + 1 + servers if servers else workers, servers)
         super().__init__(len(self.tasks), log_dir, JobOptions(**options))
         self.command, self.evaluator, self.servers, self._trainer_count = list(command), evaluator, servers, workers

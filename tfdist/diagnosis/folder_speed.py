@@ -17,6 +17,8 @@ _SLOW, _LEAST_FREE = 20e6, 2**30  # bytes a second; bytes
 
 def run_folder(folder: Path, size: int = _BYTES) -> Finding:
     """Writes `size` bytes below the folder that snapshots will be in, flushes, renames, reads and removes them."""
+    if folder.exists() and not folder.is_dir():
+        return wrong(_NAME, f"--run_dir={folder} is a file.", "give the name of a folder.")
     place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     written = os.urandom(size)
     try:

@@ -9,17 +9,47 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tfdist.control.exit_codes import ConfigError
+from tfdist.compat import keras_trainer
+from tfdist.control.exit_codes import ConfigError, TfdistError
+from tfdist.control.user_errors import failure
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
-from tfdist.keras_fit.model import DistributedModel
+from tfdist.keras_fit.model import DistributedModel, build_optimizer
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
+from tfdist.runtime.errors import cause, message_of
 from tfdist.runtime.one_device import OneDevice
 
 __all__ = ["barrier", "evaluate", "fit", "init", "is_chief", "predict", "spread"]
+
+
+# What Keras raises for arguments, data and models that do not suit it.
+_MISTAKES = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.UnimplementedError,
+)
+
+
+@contextlib.contextmanager
+def _mistakes_told(runtime: OneDevice, purpose: str) -> Iterator[None]:
+    """With several workers, raises ConfigError for what Keras refuses: starting them again would not mend it."""
+    try:
+        yield
+    except TfdistError:
+        raise
+    except _MISTAKES as error:
+        if not has_peers(runtime):
+            raise
+        words = f"failed: {cause(message_of(error))}" if isinstance(error, tf.errors.OpError) else failure(error)
+        raise ConfigError(f"tfdist.{purpose} {words}") from error
 
 
 def _join(model: Any, purpose: str) -> OneDevice:
@@ -27,8 +57,8 @@ def _join(model: Any, purpose: str) -> OneDevice:
         raise ConfigError(
             f"tfdist.{purpose} takes a keras.Model, not {type(model).__name__}: pass the model first, then its data."
         )
-    if purpose == "fit" and not model.compiled:
-        raise ConfigError("The model is not compiled: call model.compile(...) before tfdist.fit.")
+    if purpose in ("fit", "evaluate") and not model.compiled:
+        raise ConfigError(f"The model is not compiled: call model.compile(...) before tfdist.{purpose}.")
     return init()
 
 
@@ -75,20 +105,21 @@ def fit(
         "validation_batch_size": validation_batch_size,
         "validation_freq": validation_freq,
     }
-    agree_on(runtime, "fit", arguments)
-    refuse_lists("fit", x=x, y=y, sample_weight=sample_weight, validation_data=validation_data)
-    with backup_held(callbacks, runtime):
-        arranged = arrange(callbacks, runtime, model)
-        backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
-        if has_peers(runtime) or backup is not None:
-            x, y = shuffle_alike(runtime, x, y, arguments, backup)
-        return _over_workers(
-            runtime,
-            model,
-            "fit",
-            verbose,
-            lambda verbose: model.fit(x, y, verbose=verbose, callbacks=arranged, **arguments),
-        )
+    with _mistakes_told(runtime, "fit"):
+        agree_on(runtime, "fit", arguments)
+        refuse_lists("fit", x=x, y=y, sample_weight=sample_weight, validation_data=validation_data)
+        with backup_held(callbacks, runtime):
+            arranged = arrange(callbacks, runtime, model)
+            backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
+            if has_peers(runtime) or backup is not None:
+                x, y = shuffle_alike(runtime, x, y, arguments, backup)
+            return _over_workers(
+                runtime,
+                model,
+                "fit",
+                verbose,
+                lambda verbose: model.fit(x, y, verbose=verbose, callbacks=arranged, **arguments),
+            )
 
 
 def evaluate(
@@ -106,24 +137,25 @@ def evaluate(
     worker.
     """
     runtime = _join(model, "evaluate")
-    agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
-    refuse_lists("evaluate", x=x, y=y, sample_weight=sample_weight)
-    return _over_workers(
-        runtime,
-        model,
-        "evaluate",
-        verbose,
-        lambda verbose: model.evaluate(
-            x,
-            y,
-            batch_size=batch_size,
-            verbose=verbose,
-            sample_weight=sample_weight,
-            steps=steps,
-            callbacks=arrange(callbacks, runtime, model),
-            return_dict=return_dict,
-        ),
-    )
+    with _mistakes_told(runtime, "evaluate"):
+        agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
+        refuse_lists("evaluate", x=x, y=y, sample_weight=sample_weight)
+        return _over_workers(
+            runtime,
+            model,
+            "evaluate",
+            verbose,
+            lambda verbose: model.evaluate(
+                x,
+                y,
+                batch_size=batch_size,
+                verbose=verbose,
+                sample_weight=sample_weight,
+                steps=steps,
+                callbacks=arrange(callbacks, runtime, model),
+                return_dict=return_dict,
+            ),
+        )
 
 
 def predict(
@@ -136,21 +168,22 @@ def predict(
 ) -> Any:
     """`keras.Model.predict` on all workers: every worker returns all predictions, in the order of the input."""
     runtime = _join(model, "predict")
-    agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
-    refuse_lists("predict", x=x)
-    return _over_workers(
-        runtime,
-        model,
-        "predict",
-        verbose,
-        lambda verbose: model.predict(
-            x,
-            batch_size=batch_size,
-            verbose=verbose,
-            steps=steps,
-            callbacks=arrange(callbacks, runtime, model),
-        ),
-    )
+    with _mistakes_told(runtime, "predict"):
+        agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
+        refuse_lists("predict", x=x)
+        return _over_workers(
+            runtime,
+            model,
+            "predict",
+            verbose,
+            lambda verbose: model.predict(
+                x,
+                batch_size=batch_size,
+                verbose=verbose,
+                steps=steps,
+                callbacks=arrange(callbacks, runtime, model),
+            ),
+        )
 
 
 @contextlib.contextmanager
@@ -163,6 +196,8 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
     Raises: ConfigError if the model is not built, and what `fit` raises.
     """
     runtime = _join(model, "spread")
+    if not isinstance(optimizer, keras.optimizers.Optimizer | None):
+        raise ConfigError(f"tfdist.spread takes a keras optimizer, not {optimizer!r:.80}: give the object.")
     agree_on(runtime, "spread", {})
     if not has_peers(runtime):
         yield
@@ -191,6 +226,8 @@ def _over_workers(
 
 def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     if not has_peers(runtime):
+        if purpose == "fit" and not keras_trainer.built_under_a_strategy(model):
+            build_optimizer(model)  # as with several workers: Keras' ScheduleFreeAdamW is another one otherwise
         return loop()
     refuse_unsupported(model)
     if runtime.rank == 0:

@@ -33,6 +33,13 @@ def is_storable(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str)) or _comparison(value) is not None
 
 
+def parts_of(value: Any) -> tuple[bytes, ...]:
+    """What tells whether two storable values are the same."""
+    arrays: list[np.ndarray] = []
+    text = json.dumps(_encoded(value, arrays)).encode()
+    return (text, *(array.tobytes() for array in arrays))
+
+
 def write(path: Path, value: Any) -> None:
     """Writes under another name, flushes, renames. Only the owner may read it."""
     arrays: list[np.ndarray] = []

@@ -2,7 +2,8 @@
 
 A first dim says it if it is not the batch's. Where it could be the batch's, as a table may have just as many rows as a
 batch, the model is asked: it is traced with one more row in that input alone. If it refuses, or returns one more row,
-the input belongs to the batch; if it returns as many rows as before, it does not.
+the input belongs to the batch; if it returns as many rows as before, it does not. Layers whose output has rows that
+tracing does not know, as TextVectorization's, refuse only when they run, so then it is run, too.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from collections.abc import Callable, Sequence
 Rows = int | None  # of an input; None: not known while tracing, as in a batch of a dataset that may be smaller
 
 
-def of_the_batch(dims: Sequence[Rows], returned: Callable[[Sequence[Rows]], Rows]) -> list[bool]:
+def of_the_batch(
+    dims: Sequence[Rows],
+    returned: Callable[[Sequence[Rows]], Rows],
+    runs: Callable[[Sequence[int]], bool] = lambda dims: True,
+) -> list[bool]:
     """For each input whether it holds rows of the batch.
 
     Args:
       dims: first dims of the inputs.
       returned: first dims -> that of the outputs; None if it cannot be told, -1 if inputs of such dims do not fit
       together.
+      runs: first dims -> whether the model can be run on such inputs.
     """
     if len(dims) < 2 or all(dim is None for dim in dims):
         return [True] * len(dims)
@@ -27,7 +33,7 @@ def of_the_batch(dims: Sequence[Rows], returned: Callable[[Sequence[Rows]], Rows
         return _beside_unknown(dims, returned)
     found = returned(known)
     rows = found if found in known else known[0]
-    return _beside_known(known, rows, lambda dims: returned(dims) == rows)
+    return _beside_known(known, rows, lambda dims: returned(dims) == rows and runs(dims))
 
 
 def _beside_unknown(dims: Sequence[Rows], returned: Callable[[Sequence[Rows]], Rows]) -> list[bool]:

@@ -57,9 +57,9 @@ def _listed(callbacks: Any) -> list[keras.callbacks.Callback]:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return list(callbacks.callbacks)
     given = keras.tree.flatten(callbacks) if callbacks else []
-    if wrong := next((one for one in given if not isinstance(one, keras.callbacks.Callback)), None):
+    if wrong := [one for one in given if not isinstance(one, keras.callbacks.Callback)]:
         raise ConfigError(
-            f"callbacks=[...] holds {wrong!r:.80}, which is no keras.callbacks.Callback: give objects, such as"
+            f"callbacks=[...] holds {wrong[0]!r:.80}, which is no keras.callbacks.Callback: give objects, such as"
             " keras.callbacks.EarlyStopping()."
         )
     return given
@@ -102,7 +102,7 @@ class SameDecisions(FitCallback):
         rate = None
         with contextlib.suppress(AttributeError, TypeError, ValueError):  # a schedule, which has nothing to set
             rate = np.asarray(keras_optimizers.learning_rate_variable(self.fitted.optimizer).value)
-        mine = np.array([self.fitted.stop_training, np.nan if rate is None else rate], np.float64)
+        mine = np.array([bool(self.fitted.stop_training), np.nan if rate is None else rate], np.float64)
         votes = self._runtime.all_gather(mine)
         self.fitted.stop_training = bool(votes[:, 0].any())
         if rate is not None and votes[0, 1] != mine[1]:

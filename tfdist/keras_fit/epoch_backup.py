@@ -1,8 +1,9 @@
 """keras.callbacks.BackupAndRestore, replaced: Keras' own would write on every worker, and begin a new history.
 
 After each epoch the chief writes one file: all variables of model and optimizer, the history, and the plain attributes
-of the other callbacks (patience counters, best values, best weights). A program that is started again unchanged goes on
-after the last complete epoch, on all workers, with the data where it stood (artifacts/data_position.py).
+and variables of the other callbacks (patience counters, best values, best weights). A program that is started again
+unchanged goes on after the last complete epoch, on all workers, with the data where it stood
+(artifacts/data_position.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
@@ -39,7 +41,9 @@ _ENTRIES = {
     "ends": object,
     "generators": object,
 }
-_NOT_STATE = ("model", "params", "validation_data", "append_header")  # the last: whether a CSV file has its header yet
+_VARIABLES = (keras.Variable, tf.Variable)
+# append_header: whether a CSV file has its header yet.
+_NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header")
 
 
 def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -> list[keras.callbacks.Callback]:
@@ -122,6 +126,7 @@ class EpochBackup(FitCallback):
         super().__init__()
         self._path, self._runtime, self._others, self._delete = folder / FILE, runtime, others, delete
         self._state = self._read()
+        self._at_first: list[dict[str, tuple]] = []  # of each other callback what it began with
         self.epoch: int = self._state["epoch"] if self._state else 0
         self.order: int | None = self._state["order"] if self._state else None
 
@@ -148,6 +153,8 @@ class EpochBackup(FitCallback):
         return [*self.fitted.variables, *self.fitted.optimizer.variables]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
+        plain = [_plain_state(callback) for callback in self._others]
+        self._at_first = [{name: backup_file.parts_of(value) for name, value in state.items()} for state in plain]
         if self._state is None:
             return
         if not self.fitted.built:
@@ -166,7 +173,7 @@ class EpochBackup(FitCallback):
         for variable, value in zip(variables, self._state["variables"], strict=True):
             variable.assign(value)
         for callback, state in zip(self._others, self._state["callbacks"], strict=False):
-            callback.__dict__.update(state)
+            _restore_plain_state(callback, state)
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if self._state["stopped"] else self.epoch)
         if self._runtime.rank == 0:
@@ -206,7 +213,10 @@ class EpochBackup(FitCallback):
                 "stopped": bool(self.fitted.stop_training),
                 "history": {**history.history, **values},
                 "epochs": [*history.epoch, epoch],
-                "callbacks": [_plain_state(callback) for callback in self._others],
+                "callbacks": [
+                    _changed(_plain_state(callback), first)
+                    for callback, first in zip(self._others, self._at_first, strict=True)
+                ],
                 "order": self.order,
                 "ends": RunningFit.of(self.fitted).ends(),
                 "generators": host_state.generator_states(),
@@ -229,9 +239,30 @@ class EpochBackup(FitCallback):
 
 
 def _plain_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    """The attributes that are plain values: counters, best values, lists of arrays."""
-    return {
-        name: value
-        for name, value in callback.__dict__.items()
-        if not name.startswith("_") and name not in _NOT_STATE and backup_file.is_storable(value)
-    }
+    """The attributes that are plain values or variables: counters, best values, lists of arrays, a rate that changes.
+
+    Of TensorBoard no private ones: they say what this process has open.
+    """
+    found = {}
+    for name, value in callback.__dict__.items():
+        if name in _NOT_STATE or name.startswith("_") and isinstance(callback, keras.callbacks.TensorBoard):
+            continue
+        if isinstance(value, _VARIABLES):
+            found[name] = np.asarray(keras.ops.convert_to_numpy(value))
+        elif backup_file.is_storable(value):
+            found[name] = value
+    return found
+
+
+def _changed(state: dict[str, Any], first: dict[str, tuple]) -> dict[str, Any]:
+    """What is no setting: a program that is started again with another patience shall have it."""
+    return {name: value for name, value in state.items() if backup_file.parts_of(value) != first.get(name)}
+
+
+def _restore_plain_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        variable = callback.__dict__.get(name)
+        if isinstance(variable, _VARIABLES):
+            variable.assign(value)
+        else:
+            callback.__dict__[name] = value

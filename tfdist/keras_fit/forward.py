@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.compat.keras_tensors import carry_mask, mask_of
+from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
@@ -75,7 +76,7 @@ class DistributedCall:
                     "mix them in compute_loss or train_step, which see the outputs of all rows, take statistics over"
                     " rows with keras.layers.BatchNormalization, or train in one process"
                 )
-                raise ConfigError(row_mixing.sentence(self._model, fix))
+                raise keras_layers.keep_message(ConfigError(row_mixing.sentence(self._model, fix)))
 
     def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
         """(outputs, losses) of arguments that are this worker's rows already: `share` of all. Nothing is gathered."""
@@ -92,12 +93,26 @@ class DistributedCall:
         tensors, rebuild = _tensors_of(arguments)
         dims = [tensor.shape[0] for tensor in tensors if tensor.shape.rank != 0]
 
-        def returned(dims: Sequence[int | None]) -> int | None:
+        def specs_of(dims: Sequence[int | None]) -> list[tf.TensorSpec]:
             rows = iter(dims)
-            specs = [
+            return [
                 tf.TensorSpec([next(rows), *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype)
                 for tensor in tensors
             ]
+
+        def runs(dims: Sequence[int]) -> bool:
+            specs = specs_of(dims)
+            if not all(spec.shape.is_fully_defined() for spec in specs):
+                return True
+            try:
+                with tf.init_scope(), self._without_a_trace(), writes_undone():
+                    args, kwargs = rebuild([tf.zeros(spec.shape, spec.dtype) for spec in specs])
+                    self._call(*args, **kwargs)
+            except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise for shapes that do not fit
+                return False
+            return True
+
+        def returned(dims: Sequence[int | None]) -> int | None:
 
             def trace(tensors: list[tf.Tensor]) -> list:
                 args, kwargs = rebuild(tensors)
@@ -109,14 +124,15 @@ class DistributedCall:
 
             try:
                 with self._without_a_trace():
-                    outputs = tf.function(trace, autograph=False).get_concrete_function(specs).structured_outputs
+                    traced = tf.function(trace, autograph=False).get_concrete_function(specs_of(dims))
             except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise for shapes that do not fit
                 return -1
+            outputs = traced.structured_outputs
             return outputs[0].shape[0] if outputs and outputs[0].shape.rank else None
 
         key = str(rebuild([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]))
         if key not in self._of_the_batch:
-            self._of_the_batch[key] = of_the_batch(dims, returned)
+            self._of_the_batch[key] = of_the_batch(dims, returned, runs)
         return self._of_the_batch[key]
 
     @contextlib.contextmanager

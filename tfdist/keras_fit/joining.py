@@ -108,7 +108,10 @@ def agree_on(runtime: OneDevice, name: str, arguments: dict[str, Any]) -> None:
     global _calls
     _calls += 1
     if has_peers(runtime):
-        said = ", ".join(f"{key}={arguments[key]!r}" for key in _COMMON if arguments.get(key) not in (None, False, 0))
+        given = {key: arguments.get(key) for key in _COMMON}
+        said = ", ".join(
+            f"{key}={value!r}" for key, value in given.items() if value is not None and str(value) not in ("False", "0")
+        )
         try:
             with explained(runtime):
                 runtime.agree_on(f"call {_calls}, tfdist.{name}({said})")

@@ -61,7 +61,7 @@ class DistributedModel:
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call = DistributedCall(model, runtime, gradients, random_numbers)
         replacements = Replacements(model, runtime, self._call, gradients, random_numbers)
-        self._functions = [StepFunction(loop, replacements, self._prepare) for loop in Loop]
+        self._functions = [StepFunction(loop, replacements, functools.partial(self._prepare, loop)) for loop in Loop]
         self._use = _Use(training=False, optimizer=None)
 
     @classmethod
@@ -108,14 +108,14 @@ class DistributedModel:
 
     # -- the same variables everywhere -----------------------------------------------------------------------------
 
-    def _prepare(self, batch: Any) -> None:
-        """Before the first step: builds what Keras would build inside it, where the workers could not agree any
-        more.
+    def _prepare(self, loop: Loop, batch: Any) -> None:
+        """Before the first step of a loop: builds what Keras would build inside it, where the workers could not agree
+        any more.
         """
         if self._use.is_prepared:
             return
         with self._call.alone():
-            if self._use.training or self._model.compiled:
+            if loop is not Loop.PREDICT and (self._use.training or self._model.compiled):
                 keras_trainer.build_for(self._model, batch)
             else:
                 keras_trainer.build_for_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
@@ -123,10 +123,10 @@ class DistributedModel:
         self._use.is_prepared = True  # a layer that is never used is never built
 
     def _start(self) -> None:
-        layers, optimizer = keras_layers.all_layers(self._model), self._use.optimizer
+        layers = keras_layers.all_layers(self._model)
         self._use.is_prepared = all(layer.built for layer in layers)
-        if self._use.is_prepared and optimizer is not None and not optimizer.built:
-            optimizer.build(self._model.trainable_variables)
+        if self._use.optimizer is not None:
+            build_optimizer(self._model)
         self.take_the_chiefs_variables()
         self._random_numbers.hold_the_chiefs(
             generator for layer in layers for generator in keras_layers.own_seed_generators(layer)
@@ -140,6 +140,15 @@ class DistributedModel:
     def check_weights(self) -> None:
         """If something drifted apart all take the chief's."""
         variables.reconcile(self._runtime, self._model)
+
+
+def build_optimizer(model: keras.Model) -> None:
+    """If the model is built. Keras does it inside the first traced step, where workers cannot agree on variables, and
+    where what an optimizer copies from the weights is lost: ScheduleFreeAdamW begins with zeros then.
+    """
+    optimizer: Any = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and all(layer.built for layer in keras_layers.all_layers(model)):
+        optimizer.build(model.trainable_variables)
 
 
 def rows_are_added_once(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager:

@@ -61,10 +61,10 @@ class Part:
         self.start, self.stop = runtime.rank * n // runtime.size, (runtime.rank + 1) * n // runtime.size
         self.count = self.stop - self.start  # what this worker contributes, maybe nothing
         minimum, maximum = (min, max) if isinstance(n, int) else (tf.minimum, tf.maximum)
-        self._first = minimum(self.start, n - 1)
-        self._last = maximum(self.stop, self._first + 1)
+        self._first = maximum(minimum(self.start, n - 1), 0)  # a batch may have no row at all
+        self._last = minimum(maximum(self.stop, self._first + 1), n)
         # What tells whether all workers hold the same batch: the beginnings of its first and last row.
-        self.ends = [tf.reshape(row, [-1])[:_ELEMENTS] for row in (first[0], first[-1])]
+        self.ends = [tf.reshape(row, [-1])[:_ELEMENTS] for row in (first[:1], first[-1:])]
 
     def take(self, value: Any) -> Any:
         """This worker's rows of every tensor in a structure, at least one; what is not of the batch is whole."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -61,6 +61,10 @@ class Replacements:
     random_numbers: RandomNumbers
 
 
+def _are_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
+
+
 class StepFunction:
     """What stands in for one of the three functions of a model. `prepare`: called with every batch before its step."""
 
@@ -68,26 +72,24 @@ class StepFunction:
         self.loop, self._prepare, self._with = loop, prepare, replacements
         self._batches = Batches(replacements.runtime)
         self._function: Callable | None = None
-        self._traced_for: tuple = ()
+        self._traced_for: tuple[tuple, tuple] | None = None  # (what was compiled, the trainable variables)
         self._rows: Rows | None = None  # not known yet
 
     def begin(self) -> Callable:
         """For a new loop over data: the function, traced again if the model was compiled again."""
         model = self._with.model
         self._batches = Batches(self._with.runtime)
-        wanted = (
-            keras_trainer.compile_identity(model),
-            model.run_eagerly,
-            bool(model.jit_compile),
-            *model.trainable_variables,
-        )
-        known = self._traced_for
-        if (
-            self._function is None
-            or len(known) != len(wanted)
-            or any(a is not b for a, b in zip(known, wanted, strict=True))
-        ):
-            self._rows, self._traced_for, self._function = None, wanted, self._make()
+        compiled = (keras_trainer.compile_identity(model), model.run_eagerly, bool(model.jit_compile))
+        wanted, known = (compiled, tuple(model.trainable_variables)), self._traced_for
+        if self._function is not None and known and _are_the_same(known[0], compiled):
+            if _are_the_same(known[1], wanted[1]):
+                return self._function
+            if self.loop is Loop.TRAIN:
+                raise ConfigError(
+                    "A layer's `trainable` was changed after the model had been compiled and trained, which Keras"
+                    " leaves without effect: call model.compile(...) again before tfdist.fit."
+                )
+        self._rows, self._traced_for, self._function = None, wanted, self._make()
         return self._function
 
     def _make(self) -> Callable:

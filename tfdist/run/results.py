@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.artifacts import state
 from tfdist.artifacts.export import export_model
@@ -16,6 +17,7 @@ from tfdist.build import Job
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.models.build_model import build_model
 from tfdist.run.recovery import Recovery
+from tfdist.runtime.errors import cause, message_of
 from tfdist.telemetry import plot, summary
 from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.timer import Clock
@@ -54,22 +56,33 @@ def run_summary(job: Job, recovery: Recovery, figures: Figures) -> dict[str, Any
 
 
 def leave_results(
-    job: Job, weights: Mapping[str, np.ndarray], folder: Path, observer: Observer, step: int, values: Mapping[str, Any]
+    job: Job,
+    weights: Mapping[str, np.ndarray],
+    folder: Path,
+    observer: Observer,
+    step: int,
+    values: Mapping[str, Any],
+    unwritten: str,
 ) -> None:
     """Exports, curves.png, summary.json and the table on the console. Raises CheckpointError if the export fails: the
     rest can be made again from the logs, so it only warns.
 
     weights: key -> array of each of the model's variables. values: what the run knows of itself, for the summary.
+    unwritten: why the last snapshot could not be written; "" if it was.
     """
     config, info = job.config, source_info(job)
     formats = tuple(form for form in config.export.export.split(",") if form != "none")
     if formats:
         try:
             export_model(_plain_model(job, weights), folder / "export", formats)
-        except OSError as error:
+        except (OSError, tf.errors.OpError) as error:
+            words = cause(message_of(error)) if isinstance(error, tf.errors.OpError) else str(error)
+            saved = (
+                f"nor could the last snapshot be written ({unwritten})" if unwritten else "the training itself is saved"
+            )
             raise CheckpointError(
-                f"The model could not be exported to {folder / 'export'} ({error}): free or repair it, then start"
-                " again; the training itself is saved."
+                f"The model could not be exported to {folder / 'export'} ({words}): free or repair it, then start"
+                f" again; {saved}."
             ) from None
     log, curves = folder / "logs" / "rank-0.jsonl", folder / "curves.png"
     if config.telemetry.plot:

@@ -242,7 +242,7 @@ class Session:
             if self.chief and verdict:
                 self.observer(Event("verdict", result.step, {"message": verdict, "final": True}))
             if not result.stopped:
-                self._leave_results(result, verdict)
+                self._leave_results(result, verdict, unwritten)
             evaluation = {f"eval/{name}": value for name, value in result.evaluation.items()}
             ended = {"stopped": result.stopped, "train_s": self.clock.seconds, **evaluation}
             self.observer(Event("end", result.step, ended))
@@ -257,14 +257,15 @@ class Session:
             )
         return ExitCode.PREEMPTED if result.stopped else ExitCode.OK
 
-    def _leave_results(self, result: TrainResult, verdict: str) -> None:
+    def _leave_results(self, result: TrainResult, verdict: str, unwritten: str) -> None:
         weights = {} if self.config.export.export == "none" else self.recovery.weights()
         if not self.chief:
             return
         figures = results.Figures(result, verdict, self.identity.attempt + 1, self.clock, self.trainer.summary())
         values = results.run_summary(self.job, self.recovery, figures)
-        results.leave_results(self.job, weights, self.folder, self.observer, result.step, values)
-        write_status(self.folder, "finished", self.identity.run_id)
+        results.leave_results(self.job, weights, self.folder, self.observer, result.step, values, unwritten)
+        if not unwritten:
+            write_status(self.folder, "finished", self.identity.run_id)
 
     def _leave(self, step: int, memory: WorkerMemory) -> NoReturn:
         """Out of the group, in order and together with all others; the process goes on. Raises GroupChange."""

@@ -72,6 +72,8 @@ def _check_folder(folder: Path, options: EvaluateOptions) -> None:
             if (folder / flags.FLAGS_FILE).exists()
             else "holds no run (no flags.txt, no checkpoints)"
             if folder.is_dir()
+            else "is a file"
+            if folder.exists()
             else "is not there"
         )
         raise ConfigError(f"--run_dir={folder} {what}: give the folder of a run, or a --model_file.")

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
-from tfdist.control.user_errors import failure, failure_in_text, what_in_text, without_internals
+from tfdist.control.user_errors import failure, failure_in_text, said, what_in_text, without_internals
 from tfdist.runtime.ring_error import MARK, user_error
 
 _PEER_ERRORS = (
@@ -21,6 +21,9 @@ _PEER_ERRORS = (
 
 # Horovod's error for all that ends its background threads, and Gloo's own where it reaches an operation.
 _HOROVOD_DOWN = re.compile(r"Horovod has been shut down|gloo/.*(Connection|[Tt]imed? ?out|peer)")
+# What our own tf.debugging.assert_equal say, and errors of ours that are raised in Python which TensorFlow calls.
+_OWN_ASSERTION = re.compile(r"\[tfdist: t(he [^\]]*\.)\]")
+_OWN_ERROR = re.compile(r"\b(ConfigError|DataError): (.*)")
 # How runtime/collectives.py names its operations.
 _GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
 
@@ -71,6 +74,8 @@ def message_of(error: tf.errors.OpError) -> str:
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     """The error as a sentence with its exit code, or None if it is not one that we know."""
+    if not isinstance(error, (TfdistError, tf.errors.OpError)) and MARK in said(error):
+        return user_error(said(error))  # maybe with words of Keras' around it
     if isinstance(error, MemoryError):
         return ConfigError(f"Out of memory: lower --micro_batch, or keep less data in memory. Python {failure(error)}")
     if isinstance(error, TfdistError) or not isinstance(error, tf.errors.OpError):
@@ -82,6 +87,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
             " --collective_timeout. Look at the log of the worker that ended first, or has not ended, for the cause,"
             " then start all workers again."
         )
+    if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left on device" in text:
+        return ConfigError(f"The disk is full: make room, or choose another --run_dir. TensorFlow says: {cause(text)}")
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return ConfigError(
             "Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16."
@@ -89,13 +96,15 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         )
     if MARK in text:
         return user_error(text)
+    if found := _OWN_ASSERTION.search(text):
+        return ConfigError(f"T{found[1]}".replace("\\'", "'"))
     if found := _NO_KERNEL.search(text):
         return ConfigError(
             f"The operation {found[1]} has no kernel for GPUs: replace it in the model or objective, place it on the"
             ' host with tf.device("CPU:0"), or let such operations run there with --soft_placement.'
         )
-    if "DataError: " in text:  # raised by a source inside tf.data
-        return DataError(text[text.index("DataError: ") + len("DataError: ") :].splitlines()[0])
+    if found := _OWN_ERROR.search(text):  # as a source raises inside tf.data
+        return (DataError if found[1] == "DataError" else ConfigError)(found[2])
     if isinstance(error, tf.errors.DataLossError) or _RECORD.search(text):
         return DataError(f"A record of the data cannot be read: {cause(text)}")
     if label := bad_label(error):
@@ -110,23 +119,27 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if _READING.search(text):
         return DataError(f"The data cannot be read, look at --source and --augment: {cause(text)}")
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
-        if isinstance(error, tf.errors.DeadlineExceededError) or "timed out" in text.lower():
-            if group := _GROUP.search(text, text.lower().rfind("timed out") + 1):
-                ranks = group["ranks"].replace("_to_", " to ").replace("_", ", ")
-                return PeerLostError(
-                    f"The {group['kind']} of ranks {ranks} did not end within --collective_timeout: one of these ranks"
-                    " is stuck, much slower, or does not count itself to that group. Look at their logs, then start"
-                    " all workers again."
-                )
+        return _lost_peer(error, text, cluster)
+    return None
+
+
+def _lost_peer(error: tf.errors.OpError, text: str, cluster: Cluster) -> PeerLostError:
+    if isinstance(error, tf.errors.DeadlineExceededError) or "timed out" in text.lower():
+        if group := _GROUP.search(text, text.lower().rfind("timed out") + 1):
+            ranks = group["ranks"].replace("_to_", " to ").replace("_", ", ")
             return PeerLostError(
-                "A collective did not end within --collective_timeout: a peer is stuck or much slower, or the time-out"
-                f" is shorter than its longest save or evaluation. TensorFlow says: {_first_line(text)}"
+                f"The {group['kind']} of ranks {ranks} did not end within --collective_timeout: one of these ranks"
+                " is stuck, much slower, or does not count itself to that group. Look at their logs, then start"
+                " all workers again."
             )
         return PeerLostError(
-            f"Lost contact with {_peer(text, cluster)}: look at its log for the cause, then start all workers again."
-            f" TensorFlow says: {_first_line(text)}"
+            "A collective did not end within --collective_timeout: a peer is stuck or much slower, or the time-out"
+            f" is shorter than its longest save or evaluation. TensorFlow says: {_first_line(text)}"
         )
-    return None
+    return PeerLostError(
+        f"Lost contact with {_peer(text, cluster)}: look at its log for the cause, then start all workers again."
+        f" TensorFlow says: {_first_line(text)}"
+    )
 
 
 def _peer(text: str, cluster: Cluster) -> str:

@@ -128,8 +128,9 @@ class Ring(RingConnections):
         *what, their_serial, their_descriptor = _HEADER.unpack(theirs)
         if tuple(what) != (site, bucket, array.nbytes):
             raise RingError(
-                f"{MARK}rank {self.rank} reduces {(site, bucket, array.nbytes)}, its neighbour {tuple(what)} (site,"
-                " bucket, bytes): the workers do not run the same program."
+                f"{MARK}ConfigError: Rank {self.rank} reduces {(site, bucket, array.nbytes)}, its neighbour"
+                f" {tuple(what)} (site, bucket, bytes): the workers do not run the same program on data of the same"
+                " shapes and types."
             )
         left: Sequence[np.ndarray | None] = [None] * self.size
         if their_serial != NOT_SHARED:

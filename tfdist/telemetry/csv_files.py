@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tfdist.control.own_files import appended_to, written_whole
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.trackers import Run, numbers
 
@@ -78,13 +79,11 @@ class _Table:
 
     def _rewrite(self) -> None:
         self.close()
-        temporary = self._path.with_name(f".{self._path.name}.writing")
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
+        with written_whole(self._path, newline="") as file:
             writer = csv.DictWriter(file, self._columns)
             writer.writeheader()
             writer.writerows(self._rows)
-        temporary.replace(self._path)
-        self._file = open(self._path, "a", encoding="utf-8", newline="")  # noqa: SIM115 - open as long as the run
+        self._file = open(appended_to(self._path), "a", encoding="utf-8", newline="")  # noqa: SIM115 - as long as the run
         self._writer = csv.DictWriter(self._file, self._columns)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.own_files import appended_to
 from tfdist.telemetry.events import Event
 
 VERSION = 1
@@ -52,7 +53,7 @@ class JsonlObserver:
         with _usable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+            self._file = open(appended_to(path), "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         if torn:  # a killed process left half a line: do not append to it
             self._file.write("\n")
 

@@ -52,9 +52,11 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None 
         panel.set_xlabel("optimizer step")
     figure.suptitle(log.resolve().parent.parent.name, fontsize=12)
     figure.tight_layout()
-    temporary = picture.with_name(f".{picture.name}.writing.png")
+    temporary = picture.with_name(f".{picture.name}.writing")
     try:
-        figure.savefig(temporary)
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # not where a link leads
+            figure.savefig(file, format="png")
         temporary.replace(picture)
     except OSError as error:  # a picture is no reason to fail at the end of a training
         return f"no picture: {error}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tfdist.control.own_files import written_whole
 from tfdist.telemetry.jsonl import plain
 
 
@@ -17,12 +17,8 @@ def write_summary(path: Path, values: Mapping[str, Any]) -> None:
 
     Raises: OSError when the folder cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.writing")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with written_whole(path, flushed=True) as file:
         json.dump(plain(values), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def print_summary(values: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
+from tfdist.compat.tensorflow_variables import writes_undone
 
 MEAN, SUM = "mean", "sum"
 UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"
@@ -69,7 +70,8 @@ class Probe:
                 if keras_layers.takes_training(layer) and "call" not in vars(layer) and _is_calmed(layer):
                     layer.call = _not_training(layer.call)
                     changed.append((layer, "call"))
-            yield
+            with writes_undone():
+                yield
         finally:
             for layer, name in changed:
                 delattr(layer, name)

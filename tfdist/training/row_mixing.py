@@ -28,13 +28,37 @@ _TOLERANCE = 1e-5  # of the largest output
 def may_mix(model: keras.Model) -> bool:
     """Whether a model could look at other rows than its own. False for what is made of nothing but layers of Keras,
     none of which works along the rows."""
-    own = any(not is_of_keras(layer) or _works_along_rows(layer) for layer in keras_layers.all_layers(model))
-    return own or any(not isinstance(each, keras.Layer) for each in getattr(model, "operations", ()))
+    layers = keras_layers.all_layers(model)
+    if any(_is_suspect(layer) for layer in layers):
+        return True
+    return any(not isinstance(each, keras.Layer) for layer in layers for each in getattr(layer, "operations", ()))
+
+
+def _is_suspect(layer: keras.Layer) -> bool:
+    return not is_of_keras(layer) or _works_along_rows(layer) or _holds_own_function(layer)
 
 
 def _works_along_rows(layer: keras.Layer) -> bool:
-    axis = getattr(layer, "axis", None)
-    return isinstance(layer, keras.layers.Lambda) or (axis is not None and 0 in np.atleast_1d(axis))
+    axes = [getattr(layer, name, None) for name in ("axis", "axes")]
+    along = any(axis is not None and 0 in keras.tree.flatten(axis) for axis in axes)
+    return along or isinstance(layer, keras.layers.MelSpectrogram) or _has_common_scale(layer)
+
+
+def _has_common_scale(layer: keras.Layer) -> bool:
+    """Of float8: from the largest number of all rows, of this step and those before, which no single call shows."""
+    return getattr(layer, "quantization_mode", None) == "float8"
+
+
+def _holds_own_function(layer: keras.Layer) -> bool:
+    """Such as an activation of the user's own, or the function of a Lambda."""
+    return any(
+        callable(value) and not isinstance(value, type) and not _is_from_keras(value) for value in vars(layer).values()
+    )
+
+
+def _is_from_keras(function: Any) -> bool:
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.partition(".")[0] in ("keras", "tfdist")
 
 
 def mixes(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None) -> bool:
@@ -43,6 +67,8 @@ def mixes(model: keras.Model, x: Any, take: Take = take_rows, count: int | None 
     Runs it a few times, not compiled; all of its variables and states stay as they are. False where it draws random
     numbers that cannot be repeated, which tells nothing. Arguments as for `added_losses`.
     """
+    if any(_has_common_scale(layer) for layer in keras_layers.all_layers(model)):
+        return True
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
     probe = Probe(model, x, take, count)
     modes = (False, True) if keras_layers.takes_training(model) else (False,)
@@ -105,7 +131,7 @@ def tried(model: keras.Model, x: Any, take: Take = take_rows, count: int | None 
 def sentence(model: keras.Model, fix: str) -> str:
     """That refuses it. fix: what the user can do."""
     layers = keras_layers.all_layers(model, include_self=False)
-    own = [layer.name for layer in layers if not is_of_keras(layer) or _works_along_rows(layer)]
+    own = [layer.name for layer in layers if _is_suspect(layer)]
     looked_at = f" (look at {', '.join(own[:5])})" if own else ""
     return (
         f"What {type(model).__name__} {model.name} returns for a row depends on the other rows of its batch{looked_at},"

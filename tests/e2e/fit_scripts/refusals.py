@@ -114,6 +114,34 @@ refused(
 deeper = compiled(keras.Sequential([keras.Input((1,)), *(keras.layers.Dense(1) for _ in range(1 + rank))]))
 refused("variables", lambda: tfdist.fit(deeper, x, x, verbose=0))
 refused("not a model", lambda: tfdist.fit(x, x))
+for name, arguments in {
+    "class weight": {"class_weight": np.ones(3)},
+    "callback": {"callbacks": [None]},
+    "frequency": {"validation_freq": "1", "validation_data": (x, x)},
+    "validation": {"validation_data": 3},
+    "rows": {"sample_weight": np.ones((40, 2, 2))},
+}.items():
+    refused(f"mistaken {name}", lambda arguments=arguments: tfdist.fit(dense(), x, x, verbose=0, **arguments))
+refused("mistaken data", lambda: tfdist.evaluate(dense(), 3, verbose=0))
+
+
+class Unbuilt(keras.Model):
+    def __init__(self, times=1):
+        super().__init__()
+        self.inner, self.times = keras.layers.Dense(1), times
+
+    def call(self, x):
+        return tf.concat([self.inner(x)] * self.times, 0)
+
+
+print("unbuilt:", tfdist.predict(compiled(Unbuilt()), x, verbose=0).shape, flush=True)
+refused("twice the rows", lambda: tfdist.fit(compiled(Unbuilt(2)), x, x, verbose=0))
+parts = ((x[start:stop], x[start:stop]) for start, stop in ((0, 8), (8, 8), (8, 16)))
+print("no rows:", int(tfdist.evaluate(dense(), parts, verbose=0, return_dict=True)["loss"] >= 0), flush=True)
+toggled = dense()
+tfdist.fit(toggled, x, x, verbose=0)
+toggled.layers[0].trainable = False
+refused("toggled", lambda: tfdist.fit(toggled, x, x, verbose=0))
 if sys.argv[1] == "length":
     shorter = tf.data.Dataset.from_tensor_slices((x, x)).batch(4).take(5 - rank)
     refused("length", lambda: tfdist.fit(dense(), shorter.filter(lambda *_: True), verbose=0))

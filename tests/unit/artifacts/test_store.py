@@ -139,6 +139,30 @@ def test_leftovers_of_killed_writers_are_removed(store):
     assert sorted(os.listdir(store.directory)) == ["checkpoint", "step-00000010"]
 
 
+def test_a_pipe_is_not_waited_for(store):
+    store.write(10, ARRAYS, {})
+    manifest = Path(store.path(10)) / MANIFEST
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(CheckpointError, match="is no file"):
+        store.verify(10)
+
+
+def test_links_that_stand_for_snapshots_and_leftovers_lead_nowhere(store, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("kept")
+    store.write(10, ARRAYS, {})
+    folder = Path(store.directory)
+    for name in (".writing-step-00000001-x", ".deleting-y", "step-00000001"):
+        (folder / name).symlink_to(elsewhere)
+    (folder / ".writing-checkpoint-z").write_text("a file")
+    store.clean()
+    store.delete(1)
+    assert (elsewhere / "mine").read_text() == "kept" and sorted(store.steps()) == [10]
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint", "step-00000010"]
+
+
 def test_marker_last_where_rename_is_not_atomic(tmp_path, monkeypatch):
     """The road of object stores, on a local folder: without the manifest it does not count, and a second write
     replaces.

@@ -266,6 +266,11 @@ def test_flag_files_are_read_where_the_job_is_written(capsys):
         (["slurm", "--write=no/file", "--", *TRAIN], ["--write=no/file"]),
         (["slurm", "--time=1\n2", "--", *TRAIN], ["--time", "line break"]),
         (["slurm", "--steps=3"], ["--steps=3"]),
+        (["slurm", "--time=tomorrow", "--", *TRAIN], ["--time=tomorrow", "2-12:00:00"]),
+        (["slurm", "--memory=lots", "--", *TRAIN], ["--memory=lots", "64G"]),
+        (["kubernetes", *POD, "--memory=lots", "--", *TRAIN], ["--memory=lots", "16Gi"]),
+        (["kubernetes", *POD, "--claim=C_!", "--", *TRAIN], ["--claim=C_!", "small letters"]),
+        (["dockerfile", "--base=x y"], ["--base=x y", "one word"]),
     ],
 )
 def test_mistakes_are_named(arguments, words):

@@ -760,6 +760,7 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
         (["--elastic", "--", "script.py"], "--elastic are for flags of tfdist.train"),
         (["--elastic", "--", "-m", "tfdist.doctor"], "drop them, or tfdist.doctor"),
         (["--", "-m"], "-m needs the name of a module"),
+        (["--", "-m", "nowhere.to.be.found"], "-m nowhere.to.be.found: there is no such module"),
     ],
 )
 def test_what_cannot_be_launched(command, words, tmp_path):

@@ -88,6 +88,12 @@ def none(split): return None
 def one_array(split): return x
 def unequal(split): return x, y[:3]
 def strings_in_objects(split): return np.array([object()] * 3), y[:3]
+def python_lists(split): return x.tolist(), y.tolist()
+def ragged_tensor(split): return tf.ragged.constant([[1.0], [1.0, 2.0]]), y[:2]
+def without_y(split): return x, None
+def complex_numbers(split): return x + 1j, y
+def labels_below_0(split): return x, np.full(len(x), -3)
+def labels_above_all(split): return x, np.full(len(x), 10**12)
 def no_rows(split): return Rows(0)
 def not_pairs(split): return [1, 2, 3]
 def no_columns(split): return x[:, :0], y
@@ -186,6 +192,12 @@ def test_split():
         ("one_array", "is a ndarray: return"),
         ("unequal", "different lengths [(20,), (3,)]"),
         ("strings_in_objects", "cannot be a tensor"),
+        ("python_lists", "x of user_data_module:python_lists/train is a Python list: return an array"),
+        ("ragged_tensor", "x of user_data_module:ragged_tensor/train is a RaggedTensor: return an array"),
+        ("without_y", "y of user_data_module:without_y/train is None: return an array"),
+        ("complex_numbers", "holds complex numbers"),
+        ("labels_below_0", "the labels in y go up to -3"),
+        ("labels_above_all", "the labels in y go up to 1000000000000"),
         ("no_rows", "is an empty Rows"),
         ("not_pairs", "item 0 of user_data_module:not_pairs/train is a int"),
         ("no_columns", "has samples of shape (0,), which hold nothing"),

@@ -60,6 +60,9 @@ def test_versions():
 def test_a_run_folder(tmp_path):
     found = run_folder(tmp_path / "runs" / "one", 2**20)
     assert found.state is not State.WRONG and str(tmp_path) in found.what and not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    found = run_folder(tmp_path / "file", 2**20)
+    assert found.state is State.WRONG and "is a file" in found.what
     found = run_folder(Path("/proc/tfdist"), 2**20)  # where nobody, not even root, can make a file
     assert found.state is State.WRONG and "--run_dir=/proc/tfdist" in found.what and "may write to" in found.fix
 

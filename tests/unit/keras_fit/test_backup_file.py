@@ -65,6 +65,63 @@ def test_what_callbacks_keep_comes_back(tmp_path):
     assert not hasattr(other, "other") and not hasattr(other, "hook")
 
 
+class Warming(keras.callbacks.Callback):
+    """State under a private name, in a variable, and a setting."""
+
+    def __init__(self, beta, most=5):
+        super().__init__()
+        self._count, self.beta, self._most = 0, beta, most
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._count += 1
+        self.beta.assign(0.1 * self._count)
+        self.model.optimizer.learning_rate = 0.05 * min(self._count, self._most)
+
+
+class Ended(Exception):
+    pass
+
+
+def trained(folder, epochs, most=5, end_at=-1):
+    """The weights of a fit over four epochs, or until it is ended before one of them."""
+    keras.utils.set_random_seed(3)
+    beta = keras.Variable(0.0, trainable=False)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), lambda y, p: (y - p) ** 2 + beta * p**2)
+
+    def end(epoch, logs=None):
+        if epoch == end_at:
+            raise Ended
+
+    x = np.random.default_rng(0).normal(size=(24, 2)).astype("float32")
+    callbacks = [
+        Warming(beta, most),
+        keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+        keras.callbacks.LambdaCallback(on_epoch_begin=end),
+        keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False),
+    ]
+    tfdist.fit(model, x, x[:, :1], epochs=epochs, batch_size=8, callbacks=callbacks, verbose=0)
+    return model.get_weights()
+
+
+def test_state_of_callbacks_under_private_names_and_in_variables_comes_back(tmp_path):
+    whole = trained(tmp_path / "whole", 4)
+    with pytest.raises(Ended):
+        trained(tmp_path / "ended", 4, end_at=2)
+    for one, other in zip(whole, trained(tmp_path / "ended", 4), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_setting_of_a_callback_that_is_changed_counts(tmp_path):
+    with pytest.raises(Ended):
+        trained(tmp_path / "ended", 4, most=5, end_at=2)
+    with pytest.raises(Ended):
+        trained(tmp_path / "other", 4, most=1, end_at=2)
+    (tmp_path / "other" / FILE).write_bytes((tmp_path / "ended" / FILE).read_bytes())
+    changed, kept = trained(tmp_path / "other", 4, most=1), trained(tmp_path / "ended", 4)
+    assert not all(np.array_equal(one, other) for one, other in zip(changed, kept, strict=True))
+
+
 def test_of_two_jobs_on_one_folder_the_second_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "_TO_END_SECONDS", 0.1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

@@ -127,6 +127,19 @@ def test_which_inputs_hold_the_batch():
     assert of_the_batch([100, 16], fitting(1)) == [False, True]
     assert of_the_batch([16, 16], fitting(1)) == [False, True]
     assert of_the_batch([16, 16, 100], lambda dims: None) == [True, True, False]  # shapes tell nothing
+    assert of_the_batch([16, 16], fitting(1), lambda dims: False) == [True, True]  # it fits in no run
+
+
+def test_an_input_whose_rows_tracing_does_not_know(distribute):
+    words = keras.layers.TextVectorization(
+        output_mode="tf_idf", max_tokens=4, vocabulary=["a", "b", "c"], idf_weights=[1.0, 1.0, 1.0]
+    )
+    text, number = keras.Input((), dtype="string"), keras.Input((2,))
+    joined = keras.layers.Concatenate()([words(text), number])
+    model = keras.Model([text, number], keras.layers.Dense(1)(joined))
+    call = DistributedCall(model, Mirror(), Gradients(Mirror()), RandomNumbers(Mirror()))
+    inputs = [tf.constant(["a", "b", "c"]), tf.ones([3, 2])]
+    assert call.of_the_batch(((inputs,), {})) == [True, True]
 
 
 def test_which_lookups_depend_on_the_rows():

@@ -243,6 +243,18 @@ def test_one_process_is_keras(monkeypatch):
         tfdist.fit(x, x)
 
 
+def test_an_optimizer_that_copies_the_weights_copies_them_before_the_first_step(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setattr(joining, "_runtime", None)
+    x = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    before = model.get_weights()[0]
+    model.compile(keras.optimizers.ScheduleFreeAdamW(1e-4), "mse")
+    tfdist.fit(model, x, x[:, :1], batch_size=8, verbose=0)
+    (averaged,) = [variable for variable in model.optimizer.variables if "momentum" in variable.path]
+    np.testing.assert_allclose(averaged.numpy(), before, atol=1e-3)  # in plain Keras it begins at 0
+
+
 def test_a_model_that_is_not_compiled_is_refused():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with pytest.raises(ConfigError, match=r"not compiled: call model.compile\(...\) before tfdist.fit"):

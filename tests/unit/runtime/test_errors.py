@@ -50,6 +50,23 @@ CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
             ["lost contact with rank 1"],
         ),
         (
+            tf.errors.ResourceExhaustedError(None, None, "run/export/x; No space left on device"),
+            ConfigError,
+            ["The disk is full: make room", "run/export/x"],
+        ),
+        (
+            RuntimeError(f"Exception encountered when calling M.call().\n\n{MARK}DataError: Other batches.\nArguments"),
+            DataError,
+            ["Other batches."],
+        ),
+        (
+            tf.errors.InvalidArgumentError(
+                None, None, "Graph execution error:\nassertion failed: [tfdist: the model\\'s outputs do not.] [x] [8]"
+            ),
+            ConfigError,
+            ["The model's outputs do not."],
+        ),
+        (
             tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[9]"),
             ConfigError,
             ["--micro_batch", "shape[9]"],

@@ -96,7 +96,48 @@ def test_models_of_keras_layers_alone_are_not_tried():
     assert row_mixing.may_mix(model_of(layers.Softmax(axis=0)))
     assert row_mixing.may_mix(model_of(layers.Lambda(lambda x: x)))
     x = layers.Input((5,))
-    assert row_mixing.may_mix(keras.Model(x, x - ops.mean(x, axis=0, keepdims=True)))
+    centered = keras.Model(x, x - ops.mean(x, axis=0, keepdims=True))
+    assert row_mixing.may_mix(centered) and row_mixing.may_mix(model_of(layers.Dense(5), centered))
+    for name in ("relu", keras.activations.gelu, None):
+        assert not row_mixing.may_mix(model_of(layers.Dense(4, activation=name, kernel_regularizer="l2")))
+
+
+def spectrum():
+    return layers.MelSpectrogram(fft_length=64, sequence_stride=32, num_mel_bins=8, max_freq=8000, top_db=20)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: model_of(layers.Dense(4, activation=lambda x: x - ops.mean(x, axis=0))),
+        lambda: model_of(layers.Activation(lambda x: ops.softmax(x, axis=0))),
+        lambda: model_of(layers.Reshape((5, 1)), layers.SimpleRNN(3, activation=lambda x: x / (1 + ops.max(x)))),
+        lambda: model_of(model_of(Own(MIXING["centered"]))),
+        lambda: model_of(layers.RepeatVector(80), layers.Flatten(), spectrum(), layers.Flatten()),
+        lambda: float8(model_of(layers.Dense(4))),
+    ],
+    ids=["activation of Dense", "Activation", "of a recurrent layer", "inner model", "MelSpectrogram", "float8"],
+)
+def test_layers_of_keras_that_mix(made):
+    model = made()
+    assert row_mixing.may_mix(model) and row_mixing.mixes(model, X * np.logspace(0, -5, 6)[:, None].astype("float32"))
+
+
+def float8(model):
+    model.quantize("float8")
+    return model
+
+
+def test_a_state_that_the_model_hides_from_keras_stays():
+    hidden = tf.Variable(0.0)
+
+    def counted(x, training, seeds):
+        hidden.assign_add(1.0)
+        return x * hidden.read_value()
+
+    assert not row_mixing.mixes(model_of(Own(lambda x, *_: x)), X)
+    row_mixing.mixes(model_of(Own(counted)), X)
+    assert hidden.numpy() == 0.0
 
 
 def test_a_sentence_names_the_layers_and_what_to_do():

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from tfdist.control.command_parser import CommandParser, check_least
 from tfdist.control.exit_codes import ConfigError
+
+_NAME = (r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", "small letters, digits, - and ., as Kubernetes wants names")
+_QUANTITY = (r"\d+(\.\d+)?([KMGTP]i|[kMGTP])?", "an amount such as 16Gi")
+_WORD = (r"[^\s\"'$`\\]+", "one word, such as registry/tfdist:latest")
+# kind of file -> flag -> (what it must look like, in words)
+_FORMS = {
+    "slurm": {
+        "time": (r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", "minutes, 12:00:00 or 2-12:00:00"),
+        "memory": (r"\d+[KMGT]?", "an amount such as 64G"),
+    },
+    "kubernetes": {"namespace": _NAME, "claim": _NAME, "memory": _QUANTITY, "image": _WORD},
+    "tfjob": {"namespace": _NAME, "claim": _NAME, "memory": _QUANTITY, "image": _WORD},
+    "dockerfile": {"base": _WORD, "image": _WORD},
+}
 
 
 class _Parser(CommandParser):
@@ -72,6 +87,10 @@ def _check(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         if isinstance(value, str) and "\n" in value and name != "setup":
             raise ConfigError(f"--{name} holds a line break: write it in one line.")
+    for name, (form, words) in _FORMS[options.kind].items():
+        value = getattr(options, name)
+        if value and not re.fullmatch(form, value):
+            raise ConfigError(f"--{name}={value}: give {words}.")
 
 
 def _job_flags(parser: argparse.ArgumentParser) -> None:

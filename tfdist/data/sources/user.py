@@ -44,6 +44,8 @@ from tfdist.data.sources.split import Split, array_split
 from tfdist.plugins import own_code, resolve
 from tfdist.runtime.errors import cause
 
+_MOST_CLASSES = 10**8  # a model has an output for each
+
 
 def load(config: DataConfig, split: str) -> Split:
     """See above. Raises ConfigError for a function that is missing or options it does not take, DataError for its
@@ -113,6 +115,7 @@ def _split(name: str, data: Any) -> Split:
     if isinstance(data, tf.data.Dataset):
         return _dataset_split(name, data)
     if isinstance(data, tuple) and len(data) in (2, 3):
+        _check_arrays(name, data)
         arrays = tf.nest.map_structure(np.asarray, data)
         if len(data) == 3:
             try:
@@ -132,6 +135,24 @@ def _split(name: str, data: Any) -> Split:
         f"--source: {name} is a {type(data).__name__}: return (x, y) arrays, an object with __len__ and __getitem__, "
         "a tf.data.Dataset or a Split."
     )
+
+
+def _check_arrays(name: str, data: tuple) -> None:
+    """Raises DataError for what is no array of numbers with a row a sample."""
+    for part, words in zip(data, ("x", "y", "w"), strict=False):
+        if part is None or isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
+            raise DataError(
+                f"--source: {words} of {name} is {'None' if part is None else f'a {type(part).__name__}'}: return an"
+                " array with one row a sample, all of one shape."
+            )
+        if isinstance(part, list):
+            raise DataError(f"--source: {words} of {name} is a Python list: return an array, numpy.array({words}).")
+        for leaf in tf.nest.flatten(part):
+            if np.asarray(leaf).dtype.kind == "c":
+                raise DataError(
+                    f"--source: {words} of {name} holds complex numbers, which models do not take: return their real"
+                    " and imaginary parts."
+                )
 
 
 def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
@@ -181,4 +202,12 @@ def _count_classes(data: Any) -> int | None:
     if not isinstance(data, tuple) or len(data) not in (2, 3) or isinstance(data[1], (tuple, dict)):
         return None
     y = np.asarray(data[1])
-    return int(y.max()) + 1 if y.ndim == 1 and len(y) and np.issubdtype(y.dtype, np.integer) else None
+    if y.ndim != 1 or not len(y) or not np.issubdtype(y.dtype, np.integer):
+        return None
+    largest = int(y.max())
+    if not 0 <= largest < _MOST_CLASSES:
+        raise DataError(
+            f"--source: the labels in y go up to {largest}, which are no classes from 0 on: number the classes, or"
+            " return floats for a regression."
+        )
+    return largest + 1

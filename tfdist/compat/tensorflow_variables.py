@@ -1,0 +1,42 @@
+"""What eager code writes to TensorFlow's variables, taken back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
+
+_WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update", "scatter_nd_update")
+
+
+@contextlib.contextmanager
+def writes_undone() -> Iterator[None]:
+    """Variables to which eager code writes within it have their values again at its end, wherever they are kept: also
+    where no layer knows of them. Relies on the classes behind tf.Variable, whose methods write; without them a state
+    that a model hides from Keras moves on when the model is tried.
+    """
+    kept: dict[int, tuple[tf.Variable, np.ndarray]] = {}
+    classes = (BaseResourceVariable, ResourceVariable)
+    originals = [(each, name, vars(each)[name]) for each in classes for name in _WRITERS if name in vars(each)]
+
+    def keeping(write: Callable[..., Any]) -> Callable[..., Any]:
+        def kept_first(variable: Any, *arguments: Any, **options: Any) -> Any:
+            if tf.executing_eagerly():
+                kept.setdefault(id(variable), (variable, variable.numpy()))
+            return write(variable, *arguments, **options)
+
+        return kept_first
+
+    try:
+        for each, name, write in originals:
+            setattr(each, name, keeping(write))
+        yield
+    finally:
+        for each, name, write in originals:
+            setattr(each, name, write)
+        for variable, value in kept.values():
+            variable.assign(value)

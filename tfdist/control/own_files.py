@@ -1,0 +1,44 @@
+"""Writing and removing files in a folder that others may have written to as well: a symbolic link that they have put
+there must not lead a process of ours to a file elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+_OWN = 0o666  # less the umask, as `open` has it
+
+
+@contextlib.contextmanager
+def written_whole(path: Path, *, flushed: bool = False, newline: str | None = None) -> Iterator[TextIO]:
+    """A file that has the name `path` at the end of the body, if that does not fail: until then a temporary one.
+
+    Args: flushed, whether its bytes are on the disk before it has the name. Raises OSError.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWN)  # O_EXCL: not where a link leads
+    with open(descriptor, "w", encoding="utf-8", newline=newline) as file:
+        yield file
+        if flushed:
+            file.flush()
+            os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def appended_to(path: Path) -> int:
+    """A descriptor to write at the end of a file, which is made if need be. Raises OSError, also for a link."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, _OWN)
+
+
+def remove_tree(path: str | Path) -> None:
+    """Removes a folder with all in it, of links the links alone. Raises OSError."""
+    if os.path.islink(path):
+        os.unlink(path)
+    else:
+        shutil.rmtree(path)
