@@ -61,6 +61,27 @@ class Replacements:
     random_numbers: RandomNumbers
 
 
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """What a step was traced for."""
+
+    compiled: tuple
+    trainable: tuple
+    other: tuple
+
+    def has_another_side_in(self, later: _Traced) -> bool:
+        """Whether a variable has become trainable, or is it no more; one that was made since says nothing."""
+        frozen, freed = set(map(id, later.other)), set(map(id, later.trainable))
+        return any(id(one) in frozen for one in self.trainable) or any(id(one) in freed for one in self.other)
+
+
+def _refuse_toggled(*_: Any) -> Any:
+    raise ConfigError(
+        "A layer's `trainable` was changed after the model had been compiled and trained, which Keras leaves without"
+        " effect: call model.compile(...) again before tfdist.fit."
+    )
+
+
 def _are_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
@@ -72,24 +93,26 @@ class StepFunction:
         self.loop, self._prepare, self._with = loop, prepare, replacements
         self._batches = Batches(replacements.runtime)
         self._function: Callable | None = None
-        self._traced_for: tuple[tuple, tuple] | None = None  # (what was compiled, the trainable variables)
+        self._traced_for: _Traced | None = None
+        self._has_run = False
         self._rows: Rows | None = None  # not known yet
 
     def begin(self) -> Callable:
         """For a new loop over data: the function, traced again if the model was compiled again."""
         model = self._with.model
         self._batches = Batches(self._with.runtime)
-        compiled = (keras_trainer.compile_identity(model), model.run_eagerly, bool(model.jit_compile))
-        wanted, known = (compiled, tuple(model.trainable_variables)), self._traced_for
-        if self._function is not None and known and _are_the_same(known[0], compiled):
-            if _are_the_same(known[1], wanted[1]):
+        wanted = _Traced(
+            (keras_trainer.compile_identity(model), model.run_eagerly, bool(model.jit_compile)),
+            tuple(model.trainable_variables),
+            tuple(model.non_trainable_variables),
+        )
+        known = self._traced_for
+        if self._function is not None and known is not None and _are_the_same(known.compiled, wanted.compiled):
+            if _are_the_same(known.trainable, wanted.trainable):
                 return self._function
-            if self.loop is Loop.TRAIN:
-                raise ConfigError(
-                    "A layer's `trainable` was changed after the model had been compiled and trained, which Keras"
-                    " leaves without effect: call model.compile(...) again before tfdist.fit."
-                )
-        self._rows, self._traced_for, self._function = None, wanted, self._make()
+            if self.loop is Loop.TRAIN and self._has_run and known.has_another_side_in(wanted):
+                return _refuse_toggled
+        self._rows, self._traced_for, self._function, self._has_run = None, wanted, self._make(), False
         return self._function
 
     def _make(self) -> Callable:
@@ -107,6 +130,7 @@ class StepFunction:
 
         def step(batch: Any, spec: Any = None) -> Any:
             self._prepare(batch)
+            self._has_run = True
             self._with.call.example.inputs = _inputs(batch)
             if self._rows is None and self.loop is not Loop.PREDICT:
                 self._rows = self._choose_rows(batch)
