@@ -57,9 +57,14 @@ def _join(model: Any, purpose: str) -> OneDevice:
         raise ConfigError(
             f"tfdist.{purpose} takes a keras.Model, not {type(model).__name__}: pass the model first, then its data."
         )
-    if purpose in ("fit", "evaluate") and not model.compiled:
-        raise ConfigError(f"The model is not compiled: call model.compile(...) before tfdist.{purpose}.")
+    if purpose == "fit":
+        _check_compiled(model, purpose)
     return init()
+
+
+def _check_compiled(model: keras.Model, purpose: str) -> None:
+    if not model.compiled:
+        raise ConfigError(f"The model is not compiled: call model.compile(...) before tfdist.{purpose}.")
 
 
 def fit(
@@ -139,6 +144,7 @@ def evaluate(
     runtime = _join(model, "evaluate")
     with _mistakes_told(runtime, "evaluate"):
         agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
+        _check_compiled(model, "evaluate")
         refuse_lists("evaluate", x=x, y=y, sample_weight=sample_weight)
         return _over_workers(
             runtime,
