@@ -64,7 +64,8 @@ class LocalJob(Job[LocalWorker]):
         **options: Any,
     ):
         if workers + servers > _MOST_PROCESSES:
-            raise ConfigError(f"{workers + servers} processes on one machine are too many: at most {_MOST_PROCESSES}.")
+            asked = f"--workers={workers}" + (f" and --ps={servers}" if servers else "")
+            raise ConfigError(f"{asked}: one machine takes at most {_MOST_PROCESSES} processes; give a smaller number.")
         self.tasks = local_tasks(workers + 1 + servers if servers else workers, servers)
         super().__init__(len(self.tasks), log_dir, JobOptions(**options))
         self.command, self.evaluator, self.servers, self._trainer_count = list(command), evaluator, servers, workers
