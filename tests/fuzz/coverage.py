@@ -13,11 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import known, space
+from tests.fuzz import known, models, space
 
 CANDIDATES, NEW = 1500, 50  # cases of a runtime to choose from, at first and more for each that was chosen
 LEAST = 5  # so often a pair should have been compared
 LOOKED_AT = 2000  # cases of each runtime
+LONGEST = 5  # blocks of a model to which others are added because they are rare
 ELSEWHERE = 5  # other runtimes that see the same job, for which the oracle is computed once
 
 
@@ -151,5 +152,18 @@ class _Candidates:
             elsewhere = self._there and case.get("moved", "") not in {"", *self._there}
             if (self._with_known or not known.why(case)) and not elsewhere:
                 self._cases.append((case, pairs_of(case)))
-        index = max(range(len(self._cases)), key=lambda each: coverage.rarity_of(self._cases[each][1])) if rarest else 0
-        return self._cases.pop(index)[0]
+        if not rarest:
+            return self._cases.pop(0)[0]
+        index = max(range(len(self._cases)), key=lambda each: coverage.rarity_of(self._cases[each][1]))
+        return self._longer(self._cases.pop(index)[0], coverage)
+
+    def _longer(self, case: dict[str, Any], coverage: Coverage) -> dict[str, Any]:
+        """With the blocks that were compared too rarely, as far as they go together; not where the job is refused."""
+        if "centered" in space.flat_blocks(case) or "differs" in case["data"]:
+            return case
+        counts = {name: coverage.drawn_parts[f"block:{name}", self._runtime] for name in models.BLOCKS}
+        for name in sorted((name for name in counts if counts[name] < LEAST and name != "centered"), key=counts.get):
+            longer = space.with_block(case, name) if len(space.flat_blocks(case)) < LONGEST else None
+            if longer and name not in space.flat_blocks(case) and (self._with_known or not known.why(longer)):
+                case = longer
+        return case

@@ -119,6 +119,15 @@ def _with_again(chance: random.Random, case: dict[str, Any], count: int) -> dict
     return case | ({"again": again} if again else {})
 
 
+def with_block(case: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """The case with one block more at the end of its model; None where it may not be there."""
+    model, blocks = case["model"], case["model"]["blocks"]
+    if not blocks or name == "block" or models.shape_of(model["inputs"]) not in models.BLOCKS[name][0].split():
+        return None
+    longer = {**case, "model": {**model, "blocks": [*blocks, name if isinstance(blocks[0], str) else [name]]}}
+    return None if any(conflicts(part) for part in parts(longer)) else longer
+
+
 def _maybe(chance: random.Random, probability: float, value: Any, otherwise: Any = None) -> Any:
     return value if chance.random() < probability else otherwise
 
