@@ -235,6 +235,9 @@ class Chaos:
     def wait(self, condition) -> None:
         deadline = time.monotonic() + STALLED_SECONDS
         while not condition():
+            # A worker that is told to end while the disk is full cannot save, and must say so; then a user mends that.
+            if self.process.poll() == 9 and "disk_full" in self.done[-2:]:
+                self.start()
             if self.process.poll() is not None:
                 raise SystemExit(f"the job ended too early, with {self.process.returncode}: see {self.output.name}")
             if time.monotonic() > deadline:
