@@ -119,8 +119,8 @@ class Chaos:
         self.start()
 
     def said_disk_full(self) -> bool:
-        """Whether the job that has just ended was told to end while the disk was full: then it cannot save, and must say
-        so; a user makes room and starts it again.
+        """Whether the job that has just ended was told to end while the disk was full: then it cannot save, and must
+        say so; a user makes room and starts it again.
         """
         sentence = "No space left on device (on purpose)): free or repair"
         return self.process.returncode == 9 and sentence in Path(self.output.name).read_text()[-3000:]
