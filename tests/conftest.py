@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.stores.s3_server import S3Server, s3_server
 from tests.warm_start import client
 
 
@@ -47,6 +48,21 @@ def keras_settings() -> Iterator[None]:
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
         assert left == ("float32", "float32"), f"the test leaves floatx {left[0]} and the dtype policy {left[1]}"
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """A server of S3 with an empty bucket; this process and those that it starts reach it by their environment."""
+    _s3_server.empty()
+    for name, value in _s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return _s3_server
 
 
 @pytest.fixture(scope="session")

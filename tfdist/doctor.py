@@ -30,8 +30,9 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.local_job import LocalJob
 from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.run_address import is_url
 from tfdist.control.token import host_of, with_token
-from tfdist.diagnosis import folder_speed, gpus, interfaces, limits, meeting, packages, trials
+from tfdist.diagnosis import folder_speed, gpus, interfaces, limits, meeting, packages, store_speed, trials
 from tfdist.diagnosis.findings import Finding, State, is_healthy
 
 
@@ -86,7 +87,9 @@ def examine(config: Config, options: DoctorOptions) -> meeting.Told:
         findings += gpus.gpus(cards, build or gpus.Build(), cudnn, visible)
     findings += computed
     findings += limits.limits(limits.Limits.read(os.environ))
-    findings.append(folder_speed.run_folder(Path(config.run.run_dir)))
+    findings.append(folder_speed.run_folder(config.run.folder))
+    if is_url(config.run.run_dir):
+        findings.append(store_speed.store(config.run.run_dir))
     return meeting.Told(resolve_cluster(os.environ).rank, build.devices if build else 0, versions.what, tuple(findings))
 
 

@@ -27,6 +27,7 @@ from tfdist.control import exit_codes, jobspecs
 from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.jobspecs.job_options import parse_job_options
+from tfdist.control.run_address import is_url
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, with room for -workers-0-N
 _NOT_NAMES = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")  # which YAML takes for something else
@@ -142,15 +143,16 @@ def _command(train: list[str]) -> list[str]:
 
 def _pod(options: argparse.Namespace, config: Config, command: list[str], values: dict[str, str]) -> str:
     mount = options.mount.rstrip("/")
-    if options.claim and not config.run.run_dir.startswith(f"{mount}/"):
+    stored = is_url(config.run.run_dir)
+    if options.claim and not stored and not config.run.run_dir.startswith(f"{mount}/"):
         raise ConfigError(
             f"--run_dir={config.run.run_dir} is not on the volume that --claim={options.claim} mounts: use"
             f" --run_dir={mount}/{Path(config.run.run_dir).name}, or another --mount."
         )
-    if not options.claim and options.workers > 1:
+    if not options.claim and not stored and options.workers > 1:
         raise ConfigError(
             "--claim is missing: name a PersistentVolumeClaim that all workers can write, since snapshots must outlive"
-            " them."
+            " them, or give a URL as --run_dir."
         )
     if options.rdma and not re.fullmatch(r"[\w.-]+/[\w.-]+=[0-9]+", options.rdma):
         raise ConfigError(

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
             )
         return launch_program(train[1:], train[1], options)
     config = flags.parse(train, usage="Flags of the workers:").config
-    run_dir = Path(config.run.run_dir)
+    run_dir = config.run.folder
     if not config.run.dry_run:
         config.validate()
         lease.refuse_if_held(run_dir)  # before anything is written to its logs
@@ -97,7 +97,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
     """tfdist.train with the flags `train` on every worker, on this machine."""
     if options.elastic:
         check_elastic(config)
-    run_dir, standbys = Path(config.run.run_dir), Standbys()
+    run_dir, standbys = config.run.folder, Standbys()
     follow = [sys.executable, "-m", "tfdist.evaluate", "--follow", *train]
 
     def make_job(workers: int) -> LocalJob:

@@ -19,6 +19,7 @@ from pathlib import Path
 from tfdist.control import exit_codes
 from tfdist.control.command_parser import CommandParser
 from tfdist.control.exit_codes import ConfigError, ExitCode, UnsupportedError
+from tfdist.storage.reader_copy import for_reading, send_back
 from tfdist.telemetry.report_text import as_text
 from tfdist.telemetry.run_log import RunLog
 
@@ -29,21 +30,17 @@ def main(argv: list[str]) -> int:
     if options.text:
         print("\n\n".join(as_text(run) for run in runs))
     if options.out or not options.text:
-        write_page(
-            runs,
-            (
-                Path(options.out)
-                if options.out
-                else runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
-            ),
-        )
+        own = runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
+        write_page(runs, Path(options.out) if options.out else own)
+        if not options.out:
+            send_back(options.run_dirs[0], own)
     return ExitCode.OK
 
 
 def read_runs(folders: Sequence[str]) -> list[RunLog]:
     """The runs of the folders, named by what tells their paths apart. Raises ConfigError."""
-    paths = [Path(folder) for folder in folders]
-    names = [path.resolve().name for path in paths]
+    paths = [for_reading(folder) for folder in folders]
+    names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         resolved = [str(path.resolve()) for path in paths]
         shared = os.path.commonpath(resolved)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from tfdist import flags
-from tfdist.artifacts.status import read_status
+from tfdist.artifacts.status import is_finished
 from tfdist.config import Config
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
@@ -62,9 +61,7 @@ def main(argv: list[str]) -> int:
         if cluster.role in ("worker", "ps"):  # they need none of the rest, not even Keras
             from tfdist.runtime import parameter_server
 
-            return parameter_server.serve(
-                config, cluster, lambda: read_status(Path(config.run.run_dir)).get("status") == "finished"
-            )
+            return parameter_server.serve(config, cluster, lambda: is_finished(config.run.run_dir, config.run.folder))
         from tfdist.run import parameter_server_run
 
         return parameter_server_run.run(config, cluster, flags.main_command(argv))

@@ -25,6 +25,7 @@ LEVEL = {
     "control": 0,
     "compat": 1,
     "config": 1,
+    "storage": 1,
     **dict.fromkeys(("plugins", "flags", "runtime"), 2),
     **dict.fromkeys(("data", "models", "telemetry", "artifacts"), 3),
     "planner": 4,
@@ -39,6 +40,7 @@ LEVEL = {
 NO_TENSORFLOW = (
     "control",
     "config",
+    "storage",
     "runtime/factory",
     "flags",
     "plugins",

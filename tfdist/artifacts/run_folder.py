@@ -7,17 +7,19 @@ from pathlib import Path
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.run_address import is_url
 
 
 def run_folder(config: Config) -> Path:
     """RUN_DIR, made if it is not there. From now on nothing that this process makes can be written by other users."""
-    folder = Path(config.run.run_dir)
+    folder = config.run.folder
     # What will be loaded again is written by nobody else; who may read it is the user's affair.
     os.umask(os.umask(0o077) | 0o002)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # A working copy is nobody else's affair.
+        folder.mkdir(0o700 if is_url(config.run.run_dir) else 0o777, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--run_dir={folder} cannot be made ({error.strerror}): choose a folder that can be written."
+            f"{config.run.folder_flag} cannot be made ({error.strerror}): choose a folder that can be written."
         ) from None
     return folder

@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import written_whole
+from tfdist.control.run_address import is_url
+from tfdist.storage.object_store import ObjectStore, StoreError
 
-_FILE = "status.json"
+STATUS_FILE = "status.json"
 
 
 def write_status(run_dir: Path, status: str, run_id: str) -> None:
     """`status`: "running" or "finished". A temporary name, then a rename. Raises CheckpointError."""
     try:
-        with written_whole(run_dir / _FILE) as file:
+        with written_whole(run_dir / STATUS_FILE) as file:
             json.dump({"status": status, "run_id": run_id}, file)
     except OSError as error:
         raise CheckpointError(
-            f"{run_dir / _FILE} cannot be written ({error.strerror}): free or repair the folder, then start again."
+            f"{run_dir / STATUS_FILE} cannot be written ({error.strerror}): free or repair the folder, then"
+            " start again."
         ) from None
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
     """{"status", "run_id"}; {} if there is none yet, or none that can be read."""
     try:
-        found = json.loads((run_dir / _FILE).read_text())
-    except (OSError, ValueError, RecursionError):
+        return parse_status((run_dir / STATUS_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def is_finished(run_dir: str, folder: Path, seconds: float = 30.0) -> bool:
+    """Whether the run is over, as those see it who lost its chief: of a run in an object store the chief says so when
+    all has been sent, for which they wait a while. folder: the run's on this machine.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        if read_status(folder).get("status") == "finished":
+            return True
+        if not is_url(run_dir):
+            return False
+        with contextlib.suppress(StoreError):
+            if parse_status(ObjectStore(run_dir).text(STATUS_FILE) or "").get("status") == "finished":
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1.0)
+
+
+def parse_status(text: str) -> dict[str, Any]:
+    """What `read_status` gives, of a file's content."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return (
         {name: found[name] for name in ("status", "run_id") if isinstance(found.get(name), str)}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tfdist.config.options import parse_args, parse_profile_steps
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.ranks import parse_ranks
+from tfdist.control.run_address import check_address, is_url
 from tfdist.control.strategies import asked_for
 
 if TYPE_CHECKING:
@@ -123,6 +124,14 @@ def check_compression(config: Config, strategy: str) -> None:
 
 
 def _check_artifacts(config: Config) -> None:
+    check_address("run_dir", config.run.run_dir)
+    if is_url(config.checkpoint.backup_dir):
+        raise ConfigError(
+            f"--backup_dir={config.checkpoint.backup_dir} must be a folder, on a fast disk of this machine; snapshots"
+            " go to a store with --run_dir."
+        )
+    if is_url(config.run.cache_dir):
+        raise ConfigError(f"--cache_dir={config.run.cache_dir} must be a folder of this machine.")
     best, export = config.checkpoint.keep_best, config.export.export
     if best and not best.startswith(("min:", "max:")):
         raise ConfigError(f"--keep_best={best} must start with min: or max:, for example max:accuracy.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tfdist.config.options import option
+from tfdist.control.run_address import is_url, working_folder
 
 
 @dataclass(frozen=True)
@@ -12,13 +14,37 @@ class RunConfig:
     """The run as a whole."""
 
     run_dir: str = option(
-        "runs/default", "Folder of this run: logs, checkpoints, exports. An existing one is resumed.", key=True
+        "runs/default",
+        "Folder of this run: logs, checkpoints, exports; or a URL, such as s3://BUCKET/FOLDER. An existing one is"
+        " resumed.",
+        key=True,
+    )
+    cache_dir: str = option(
+        "", "Folder for the working copies of runs in object stores. Empty: tfdist in $XDG_CACHE_HOME or ~/.cache."
+    )
+    store_timeout: float = option(
+        300.0,
+        "Seconds at the end of a run in an object store for which what could not be sent is tried again. Training"
+        " itself never waits for the store.",
+        least=0,
     )
     steps: int = option(0, "Optimizer steps to train in all. 0: taken from --epochs.", least=0, key=True)
     epochs: float = option(0.0, "Passes over the training data, instead of --steps.", least=0, key=True)
     seed: int = option(0, "Seed of weights, data order, dropout and augmentation.", identity=True, least=0)
     deterministic: bool = option(False, "Bitwise repeatable: deterministic kernels, slower on GPUs.")
     dry_run: bool = option(False, "Print the resolved configuration and the batch arithmetic, then stop.", key=True)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder on this machine."""
+        return working_folder(self.run_dir, self.cache_dir)
+
+    @property
+    def folder_flag(self) -> str:
+        """That folder as messages name it."""
+        return (
+            f"--run_dir={self.folder}" if not is_url(self.run_dir) else f"--cache_dir={self.cache_dir}: {self.folder}"
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tfdist import flags
@@ -28,6 +27,7 @@ from tfdist.planner.hardware import Hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS
 from tfdist.planner.shapes import ModelShape
+from tfdist.storage.reader_copy import for_reading
 from tfdist.telemetry.jsonl import read_jsonl
 
 if TYPE_CHECKING:
@@ -50,9 +50,10 @@ class Measured:
 
 def read_run(folder: str) -> Measured:
     """Reads a run folder. Raises ConfigError if it is none, or has too few log lines to measure by."""
-    log = Path(folder) / "logs" / "rank-0.jsonl"
+    place = for_reading(folder)
+    log = place / "logs" / "rank-0.jsonl"
     try:
-        config = flags.parse([f"--flagfile={Path(folder) / flags.FLAGS_FILE}"]).config
+        config = flags.parse([f"--flagfile={place / flags.FLAGS_FILE}"]).config
         records = list(read_jsonl(log))
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from tfdist import flags
 from tfdist.build import Job
 from tfdist.control.cluster import Cluster
+from tfdist.control.run_address import is_url
 from tfdist.run.results import source_info
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.timer import process_seconds
@@ -34,9 +35,10 @@ class Announcement:
     def events(self, cluster: Cluster, job: Job, folder: Path, first_step: int) -> Iterator[Event]:
         """The "start" event, and what there is to say beside it."""
         runtime, parameters = job.runtime, job.model.count_params()
+        stored = f"{job.config.run.run_dir}, working copy " if is_url(job.config.run.run_dir) else ""
         message = (
             f"{cluster.describe()}; {runtime.name}; {job.plan.describe()}; {parameters:,} parameters;"
-            f" run folder {folder}{self.xla and '; '}{self.xla}"
+            f" run folder {stored}{folder}{self.xla and '; '}{self.xla}"
         )
         values = {
             "message": message,

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -35,9 +34,7 @@ class HealthMonitor:
 
     def __init__(self, config: Config, cluster: Cluster, requests: SignalRequests | None = None):
         self.cluster, self.options = cluster, config.cluster
-        self.faults = faults.Faults.parse(
-            os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), Path(config.run.run_dir)
-        )
+        self.faults = faults.Faults.parse(os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), config.run.folder)
         self.beacons: Beacons | None = None
         self._requests = requests  # of a process that may have been in another group before
         self._explanations: list[Callable[[BaseException], BaseException | None]] = [

@@ -19,12 +19,13 @@ from tfdist.artifacts.policy import TimePolicy
 from tfdist.artifacts.store import Snapshot
 from tfdist.build import Job
 from tfdist.config import Config
-from tfdist.control.exit_codes import CheckpointError, DivergedError
+from tfdist.control.exit_codes import CheckpointError, DivergedError, TfdistError
 from tfdist.control.faults import Faults
 from tfdist.run.agreement import broadcast_json
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
 from tfdist.run.sample_identity import SampleIdentity
 from tfdist.run.snapshot_files import SnapshotFiles
+from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.weight_check import check_weights
 from tfdist.telemetry.timer import Clock
 
@@ -49,13 +50,21 @@ class _Found:
 class Recovery:
     """See above. `evaluation`: the last one, which snapshots keep; `losses`: of the log lines."""
 
-    def __init__(self, job: Job, folder: Path, clock: Clock, faults: Faults, memory: WorkerMemory | None = None):
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        clock: Clock,
+        faults: Faults,
+        memory: WorkerMemory | None = None,
+        stored: StoredRun | None = None,
+    ):
         checkpoint = job.config.checkpoint
         self.job, self.config, self.runtime, self.clock, self.faults = job, job.config, job.runtime, clock, faults
         self.chief = self.runtime.rank == 0
         self.state = job.state or state.WholeState(state.collect(job.model, job.optimizer, job.step.variables))
         self.is_copied = self.runtime.size > 1 or self.runtime.replicas > 1  # there is more than one copy of something
-        self.files = SnapshotFiles(folder, checkpoint, faults, writes=self.chief)
+        self.files = SnapshotFiles(folder, checkpoint, faults, writes=self.chief, stored=stored)
         if job.state and self.runtime.size > 1:
             self.files.share(self.runtime, self.config.cluster.save_timeout)
         self._own_parts = job.state if self.files.in_parts else None  # what this worker writes and reads of a snapshot
@@ -90,16 +99,17 @@ class Recovery:
         """
         chosen = _Found([])
         message: dict[str, Any] = {}
+        failure: TfdistError | None = None
         self.faults.at("restore", 0)
         if self.chief:
             try:
                 chosen = self._recall(checkpoint) if checkpoint else self._choose(config or self.config)
                 message = chosen.without_arrays()
-            except CheckpointError as error:
-                message = {"error": str(error)}  # all must end, and say why
+            except TfdistError as error:
+                failure, message = error, {"error": str(error)}  # all must end, and say why
         message = broadcast_json(self.runtime, message)
         if "error" in message:
-            raise CheckpointError(message["error"])
+            raise failure or CheckpointError(message["error"])
         found = _Found(**message, arrays=chosen.arrays)
         if found.manifest is None:
             return found.messages, 0
@@ -130,12 +140,9 @@ class Recovery:
     def _choose(self, config: Config) -> _Found:
         """The chief's part, from files."""
         files = self.files
-        files.store.clean()
-        snapshot, messages = restore.choose(files.store, config, files.backup and files.backup.store)
+        snapshot, messages = files.choose(config)
         if snapshot is None:
             return _Found(messages)
-        for store in files.stores():
-            store.set_aside_damaged()
         self.state.check(files.store.table(snapshot))
         if not config.checkpoint.allow_config_change:
             self._samples.check(snapshot)

@@ -15,6 +15,7 @@ from tfdist.artifacts import state
 from tfdist.artifacts.export import export_model
 from tfdist.build import Job
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.run_address import is_url
 from tfdist.models.build_model import build_model
 from tfdist.run.recovery import Recovery
 from tfdist.runtime.errors import cause, message_of
@@ -91,7 +92,7 @@ def leave_results(
         if problem:
             observer(Event("warning", step, {"message": problem}))
     table = {
-        "run_dir": str(folder),
+        "run_dir": config.run.run_dir if is_url(config.run.run_dir) else str(folder),
         "parameters": job.model.count_params(),
         "global_batch": job.plan.global_batch,
         **values,

@@ -30,6 +30,7 @@ from tfdist.run.jit_tune import tuned
 from tfdist.run.opened import Opened
 from tfdist.run.recovery import Recovery
 from tfdist.run.session_hooks import SessionHooks
+from tfdist.run.stored_run import StoredRun, stored_run
 from tfdist.run.trainer import LocalTrainer, Trainer, TrainerInputs
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.weight_check import check_weights
@@ -67,11 +68,12 @@ def run(start: Start) -> ExitCode:
     """Trains as one worker of a cluster; returns how it ended. Raises TfdistError subclasses with their sentence; and
     GroupChange, in a process with a memory.
     """
+    config, cluster, folder = start.config, start.cluster, run_folder(start.config)
+    job = lease.job_identity(os.environ, cluster)
     with contextlib.ExitStack() as held:
-        if start.cluster.is_chief:
-            job = lease.job_identity(os.environ, start.cluster)
-            held.enter_context(lease.held(run_folder(start.config), job))
-        return Session(start).run()
+        if cluster.is_chief:
+            held.enter_context(lease.held(folder, job, f"--run_dir={config.run.run_dir}"))
+        return Session(start, held.enter_context(stored_run(config.run, folder, cluster, job))).run()
 
 
 class Session:
@@ -92,8 +94,8 @@ class Session:
     trainer: Trainer
     hooks: SessionHooks
 
-    def __init__(self, start: Start):
-        self.start, self.memory, self.config = start, start.memory, start.config
+    def __init__(self, start: Start, stored: StoredRun | None = None):
+        self.start, self.memory, self.config, self.stored = start, start.memory, start.config, stored
         self.folder, self.announcement = run_folder(start.config), Announcement()
         self.clock, self.opened = Clock(), Opened()
         self._in_order = False  # this worker leaves together with the others
@@ -152,7 +154,7 @@ class Session:
         must_agree(self.runtime, "configuration", config.digest(), "give all workers the same flags")
 
     def _restore(self) -> None:
-        self.recovery = Recovery(self.job, self.folder, self.clock, self.monitor.faults, self.memory)
+        self.recovery = Recovery(self.job, self.folder, self.clock, self.monitor.faults, self.memory, self.stored)
         self.opened.on_failure(lambda error: self.recovery.files.give_up())
         self.announcement.built()
         with self.monitor.watchdog.section("restore"):
@@ -163,6 +165,8 @@ class Session:
         self.recovery.run_id = self.identity.run_id
 
     def _observe(self) -> None:
+        if self.stored:
+            self.stored.bring_own()
         identity, size = self.identity, self.job.train_split.size
         run = Run(
             self.folder,
@@ -190,6 +194,8 @@ class Session:
         if self.chief:
             flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, self.start.command)
             write_status(self.folder, "running", identity.run_id)
+        if self.stored:
+            self.stored.start()
         for event in self.announcement.events(self.start.cluster, self.job, self.folder, self.first_step):
             self.observer(event)
 

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tfdist import flags
 from tfdist.artifacts.status import read_status
@@ -15,6 +15,8 @@ from tfdist.config import Config, option
 from tfdist.control import versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
+from tfdist.control.run_address import is_url
+from tfdist.storage.reader_copy import for_reading, reading_folder
 
 if TYPE_CHECKING:
     import keras
@@ -41,7 +43,7 @@ def main(argv: list[str], usage: str = "") -> int:
     versions.quiet()
     if given.command.follow:
         return follow(given.config, argv)
-    _check_folder(Path(given.config.run.run_dir), given.command)
+    _check_folder(for_reading(given.config.run.run_dir, given.config.run.cache_dir), given)
     config = run_configuration(given.config, argv)
     try:
         _evaluate(config, given.command)
@@ -59,14 +61,20 @@ def _evaluate(config: Config, options: EvaluateOptions) -> None:
     if options.model_file:
         _show(_evaluate_file(_compose(config), options.model_file), options.model_file)
         return
+    from tfdist.artifacts.stored_snapshots import bring_for_reading
+
     store = _store(config)
+    bring_for_reading(config.run.run_dir, store, options.at_step)
     snapshot = _choose(store, options.at_step)  # before all that takes long
     _show(_evaluate_snapshot(_compose(config), store, snapshot), store.directory)
 
 
-def _check_folder(folder: Path, options: EvaluateOptions) -> None:
+def _check_folder(folder: Path, given: flags.Parsed) -> None:
     """Whether there is a run to evaluate. Raises ConfigError."""
-    if not options.model_file and not (folder / "checkpoints").is_dir():
+    place = given.config.run.run_dir
+    # The snapshots of a store are looked for later.
+    expected = folder / (flags.FLAGS_FILE if is_url(place) else "checkpoints")
+    if not given.command.model_file and not expected.exists():
         what = (
             "has no snapshots yet"
             if (folder / flags.FLAGS_FILE).exists()
@@ -76,12 +84,12 @@ def _check_folder(folder: Path, options: EvaluateOptions) -> None:
             if folder.exists()
             else "is not there"
         )
-        raise ConfigError(f"--run_dir={folder} {what}: give the folder of a run, or a --model_file.")
+        raise ConfigError(f"--run_dir={place} {what}: give the folder of a run, or a --model_file.")
 
 
 def run_configuration(config: Config, argv: list[str]) -> Config:
     """The run's own flags, with those of `argv` over them."""
-    stored = Path(config.run.run_dir) / flags.FLAGS_FILE
+    stored = _folder(config) / flags.FLAGS_FILE
     if stored.exists():
         config = flags.parse([f"--flagfile={stored}", *argv], command=EvaluateOptions).config
     return config.validate()
@@ -89,12 +97,13 @@ def run_configuration(config: Config, argv: list[str]) -> Config:
 
 def follow(config: Config, argv: list[str] | None = None) -> int:
     """Evaluates every new snapshot of a running job; returns when the job is over and its last snapshot is done."""
+    from tfdist.artifacts.stored_snapshots import bring_for_reading
     from tfdist.telemetry.events import Event
     from tfdist.telemetry.jsonl import JsonlObserver, next_attempt
     from tfdist.telemetry.tensorboard import TensorBoardObserver
 
-    folder = Path(config.run.run_dir)
-    _await_start(folder, config.cluster.startup_timeout)
+    folder = _folder(config)
+    _await_start(config, config.cluster.startup_timeout)
     job = _compose(run_configuration(config, argv or []))
     store, done = _store(config), -1
     log = folder / "logs" / "evaluator.jsonl"
@@ -105,7 +114,8 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         observers.append(TensorBoardObserver(folder / "tensorboard" / "evaluator", 0, forgets=False))
     while True:
         # Read before looking: what is written afterwards is seen next time.
-        over = read_status(folder).get("status") == "finished"
+        over = _status(config).get("status") == "finished"
+        bring_for_reading(config.run.run_dir, store)
         snapshot, _ = store.newest_valid()
         if snapshot and snapshot.step > done:
             values = _evaluate_snapshot(job, store, snapshot)
@@ -122,12 +132,21 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     return 0
 
 
-def _await_start(folder: Path, timeout: float) -> None:
+def _status(config: Config) -> dict[str, Any]:
+    """What the run says of itself now."""
+    return read_status(for_reading(config.run.run_dir, config.run.cache_dir))
+
+
+def _folder(config: Config) -> Path:
+    return reading_folder(config.run.run_dir, config.run.cache_dir)
+
+
+def _await_start(config: Config, timeout: float) -> None:
     deadline = time.monotonic() + timeout
-    while not read_status(folder):
+    while not _status(config):
         if time.monotonic() > deadline:
             raise StartupError(
-                f"No run appeared in --run_dir={folder} within {timeout:g} s: start the workers, or raise"
+                f"No run appeared in --run_dir={config.run.run_dir} within {timeout:g} s: start the workers, or raise"
                 " --startup_timeout."
             )
         time.sleep(_POLL_SECONDS)
@@ -153,7 +172,7 @@ def _scores(job: Job, model: keras.Model | None = None) -> dict[str, float]:
 def _store(config: Config) -> SnapshotStore:
     from tfdist.artifacts.store import SnapshotStore
 
-    return SnapshotStore(str(Path(config.run.run_dir) / "checkpoints"))
+    return SnapshotStore(str(_folder(config) / "checkpoints"))
 
 
 def _choose(store: SnapshotStore, step: int) -> Snapshot:

@@ -21,13 +21,15 @@ from tfdist.artifacts import restore
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.parts import PartedStore
 from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.store import Snapshot, SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
-from tfdist.config import CheckpointConfig
+from tfdist.config import CheckpointConfig, Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.faults import Faults
 from tfdist.run.agreement import broadcast_json
+from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.base import Runtime
+from tfdist.storage.object_store import as_sentence
 
 _LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written is worth this wait
 _LAST_PART_SECONDS = 2.0  # and for the part of a worker that may be gone, this
@@ -40,7 +42,9 @@ class SnapshotFiles:
     writer: None where another worker writes all. backup: None without --backup_dir.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, faults: Faults, writes: bool):
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, faults: Faults, writes: bool, stored: StoredRun | None = None
+    ):
         self.store = SnapshotStore(str(folder / "checkpoints"), lambda step: faults.at("save", step))
         self._config, self._writes = config, writes  # writes: whether this is the chief
         self._parted: PartedStore | None = None
@@ -58,6 +62,32 @@ class SnapshotFiles:
             )
         for store in self.stores():
             store.required = restore.REQUIRED
+        self._stored = stored
+        self._sent = stored.sends(self.store, self._retention()) if stored and writes else None
+        self._sends = False  # the thread that sends has begun
+
+    def choose(self, config: Config) -> tuple[Snapshot | None, list[str]]:
+        """What restore.choose does, on the chief; of what lies here, and in the run's object store if it has one.
+        Raises CheckpointError, and what a store does not do.
+        """
+        self.store.clean()
+        brought = self._bring_newest()
+        snapshot, messages = restore.choose(self.store, config, self.backup and self.backup.store)
+        if snapshot:
+            for store in self.stores():
+                store.set_aside_damaged()
+        return snapshot, brought + messages
+
+    def _bring_newest(self) -> list[str]:
+        """From an object store; from now on what is written here is sent there. Returns messages."""
+        if self._sent is None:
+            return []
+        with as_sentence():
+            messages = self._sent.bring_newest()
+            if not self._sends:
+                self._sends = True
+                self._sent.start()
+        return messages
 
     @property
     def in_parts(self) -> bool:
@@ -87,9 +117,11 @@ class SnapshotFiles:
             self.writer = self._make_writer(attempts=1)  # whoever tries again alone waits for the others in vain
 
     def _make_writer(self, attempts: int) -> SnapshotWriter:
-        config = self._config
-        retention = Retention(config.keep, config.keep_every, config.keep_best) if self._writes else None
-        return SnapshotWriter(self.store, retention, asynchronous=config.async_save, attempts=attempts)
+        retention = self._retention() if self._writes else None
+        return SnapshotWriter(self.store, retention, asynchronous=self._config.async_save, attempts=attempts)
+
+    def _retention(self) -> Retention:
+        return Retention(self._config.keep, self._config.keep_every, self._config.keep_best)
 
     def stores(self) -> list[SnapshotStore]:
         return [self.store, *([self.backup.store] if self.backup else [])]
@@ -98,6 +130,8 @@ class SnapshotFiles:
         """What the writers have to say: ("save", "backup" or "warning", values)."""
         if self._writes and self.writer:
             yield from self.writer.messages()
+        if self._stored:
+            yield from (("warning", {"message": message}) for message in self._stored.messages())
         if self.backup:
             for kind, values in self.backup.writer.messages():
                 quiet = {name: value for name, value in values.items() if name != "message"}  # there are many

@@ -1,0 +1,183 @@
+"""Runs in an object store: killed while they send, gone on with on another machine, by other numbers of workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e import job
+from tests.stores.faulty_proxy import faulty_proxy
+from tests.stores.s3_server import BUCKET
+from tfdist.artifacts.store import SnapshotStore
+from tfdist.control.run_address import working_folder
+
+URL = f"s3://{BUCKET}/runs/one"
+FLAGS = [*job.CLUSTERS, "--deterministic", "--steps=60", "--save_every=10", "--keep=2"]
+
+
+@pytest.fixture(autouse=True)
+def environment(s3, monkeypatch) -> None:
+    """Jobs are started with an environment that was read when the tests began."""
+    for name, value in s3.environment().items():
+        monkeypatch.setitem(job.ENVIRONMENT, name, value)
+
+
+def machine(tmp_path: Path, name: str, url: str = URL) -> tuple[str, Path]:
+    """The flag that makes a process one of a machine of its own, and the working copy there."""
+    return f"--cache_dir={tmp_path / name}", working_folder(url, str(tmp_path / name))
+
+
+def pace(folder: Path, seconds: float) -> None:
+    """Each step of a run with TFDIST_FAULTS=armed takes so much longer."""
+    (folder / "faults").mkdir(parents=True)
+    (folder / "faults" / "pace").write_text(str(seconds))
+
+
+def arrays(folder: Path) -> dict[str, np.ndarray]:
+    store = SnapshotStore(str(folder / "checkpoints"))
+    snapshot, passed_over = store.newest_valid()
+    assert snapshot and not passed_over
+    return store.read(snapshot)
+
+
+def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
+    return first.keys() == second.keys() and all(first[key].tobytes() == second[key].tobytes() for key in first)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["values"]["train/loss"] for record in job.records(folder, kind="train")}
+
+
+def test_a_run_killed_while_it_sends_ends_elsewhere_as_if_undisturbed(s3, tmp_path):
+    job.run(2, [*FLAGS, f"--run_dir={tmp_path / 'undisturbed'}"])
+    first, here = machine(tmp_path, "first")
+    with faulty_proxy(s3.port) as proxy:
+        # So slow that the second snapshot is on its way for seconds.
+        proxy.draw = lambda method, path: "delay" if "step-00000020" in path else ""
+        environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "TFDIST_FAULTS": "armed"}
+        pace(here, 0.2)  # so that one snapshot is sent before the next
+        process = job.start(2, [*FLAGS, "--steps_per_loop=1", f"--run_dir={URL}", first], environment=environment)
+        half = f"{URL.partition(BUCKET + '/')[2]}/checkpoints/step-00000020"
+        deadline = time.monotonic() + 120
+        while not (names := s3.names(half)) or any("manifest" in name for name in names):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
+        workers = [int(pid) for pid in subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()]
+        for pid in (process.pid, *workers):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+    assert any(s3.names(half))
+    second, folder = machine(tmp_path, "second")
+    output = job.run(2, [*FLAGS, f"--run_dir={URL}", second])
+    assert "resumed from" in output
+    assert same(arrays(folder), arrays(tmp_path / "undisturbed"))
+    assert losses(folder) == losses(tmp_path / "undisturbed"), "the logs of both machines, as one"
+    # And what another one finds there.
+    third, folder = machine(tmp_path, "third")
+    output = job.run(1, [*FLAGS, f"--run_dir={URL}", third])
+    assert same(arrays(folder), arrays(tmp_path / "undisturbed"))
+    assert {name.split("/")[3] for name in s3.names("runs/one/checkpoints/step")} == {"step-00000050", "step-00000060"}
+    assert json.loads(s3.content("runs/one/status.json"))["status"] == "finished"
+    assert s3.content("runs/one/lease.json") is None
+    assert any("tfevents" in name for name in s3.names("runs/one/tensorboard"))
+    assert b"secret" not in b"".join(s3.content(name) or b"" for name in s3.names("runs/one") if "/step-" not in name)
+    command = [sys.executable, "-m", "tfdist.evaluate", f"--run_dir={URL}", f"--cache_dir={tmp_path / 'fourth'}"]
+    evaluated = subprocess.run(command, env=job.ENVIRONMENT, capture_output=True, text=True)
+    assert '"step": 60' in evaluated.stdout, evaluated.stderr
+    environment = {**job.ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "fifth")}
+    told = subprocess.run([sys.executable, "-m", "tfdist.report", URL], env=environment, capture_output=True, text=True)
+    assert told.returncode == 0 and s3.content("runs/one/report.html"), told.stderr
+
+
+def test_divided_state_of_four_workers_is_gone_on_with_by_two_elsewhere(s3, tmp_path):
+    sharded = [*FLAGS, "--strategy=mesh", "--zero=3", f"--run_dir={URL}"]
+    first, here = machine(tmp_path, "first")
+    job.run(4, [*sharded, first, "--steps=20"])
+    second, folder = machine(tmp_path, "second")
+    output = job.run(2, [*sharded, second, "--steps=20", "--eval_every=-1"])
+    assert "resumed from" in output
+    assert same(arrays(folder), arrays(here))
+    job.run(2, [*sharded, second, "--steps=30"])
+    assert arrays(folder)["train/step"] == 30
+
+
+def test_workers_on_machines_of_their_own_send_their_own_logs(s3, tmp_path):
+    port = job.free_ports(2)
+    processes, folders = [], []
+    for rank in range(2):
+        flag, folder = machine(tmp_path, f"machine-{rank}")
+        folders.append(folder)
+        cluster = {"cluster": {"worker": [f"127.0.0.1:{port + each}" for each in range(2)]}}
+        environment = {
+            **job.ENVIRONMENT,
+            "TF_CONFIG": json.dumps({**cluster, "task": {"type": "worker", "index": rank}}),
+        }
+        command = [sys.executable, "-m", "tfdist.train", *FLAGS, "--steps=20", f"--run_dir={URL}", flag]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for rank, folder in enumerate(folders):
+        own = folder / "logs" / f"rank-{rank}.jsonl"
+        assert s3.content(f"runs/one/logs/rank-{rank}.jsonl") == own.read_bytes()
+    assert not (folders[1] / "checkpoints").exists()
+
+
+def test_an_emptied_store_begins_another_run_and_loses_nothing(s3, tmp_path):
+    flag, folder = machine(tmp_path, "first")
+    job.run(1, [*FLAGS, "--steps=20", f"--run_dir={URL}", flag])
+    s3.empty()
+    output = job.run(1, [*FLAGS, "--steps=10", f"--run_dir={URL}", flag])
+    assert "holds no run" in output and "resumed" not in output
+    assert sorted(path.name for path in folder.glob("set-aside-*/checkpoints/step-*")) == [
+        "step-00000010",
+        "step-00000020",
+    ]
+    assert not any("set-aside" in name or "00000020" in name for name in s3.names())
+
+
+def test_a_store_that_goes_away_ends_no_training(s3, tmp_path):
+    flag, folder = machine(tmp_path, "first")
+    away, flags = [], [*FLAGS, "--steps=200", "--steps_per_loop=1", "--store_timeout=3", f"--run_dir={URL}", flag]
+    with faulty_proxy(s3.port, lambda method, path: "drop" if away else "") as proxy:
+        pace(folder, 0.1)
+        environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "TFDIST_FAULTS": "armed"}
+        process = job.start(1, flags, environment=environment)
+        deadline = time.monotonic() + 120
+        while not any("/manifest" in name for name in s3.names()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        away.append(True)
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 9, output
+    assert "NOT SENT: s3://" in output and "start again on this machine" in output
+    assert "Traceback" not in output
+    job.run(1, flags)
+    assert any("step-00000200/manifest" in name for name in s3.names())
+
+
+def test_mistakes_get_their_sentence(s3, tmp_path):
+    def said(*flags: str, code: int = 2, **variables: str) -> str:
+        ended = job.train([*FLAGS, "--steps=10", *flags], environment=variables)
+        assert ended.returncode == code and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
+        return ended.stderr
+
+    cache = f"--cache_dir={tmp_path / 'cache'}"
+    assert "s3://nowhere/run" in (sentence := said("--run_dir=s3://nowhere/run", cache)) and "not there" in sentence
+    none = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_SHARED_CREDENTIALS_FILE": "/none"}
+    assert "no credentials were found" in said(f"--run_dir={URL}", cache, **none)
+    assert "--run_dir=ftp://host/run" in said("--run_dir=ftp://host/run")
+    assert "needs the Python package adlfs" in said("--run_dir=abfs://bucket/run", cache, code=10)
+    assert f"--backup_dir={URL}" in said(f"--backup_dir={URL}")
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "--cache_dir" in said(f"--run_dir={URL}", f"--cache_dir={file}")

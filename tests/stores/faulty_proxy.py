@@ -1,0 +1,124 @@
+"""A proxy before an S3 server that does what networks and stores do: it drops connections, delays, refuses, answers
+with errors, cuts bodies short, and lists what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+FAULTS = ("drop", "drop_answer", "delay", "500", "503", "403", "truncate", "stale")
+_CODES = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
+_DELAY_SECONDS = 0.3
+
+
+class FaultyProxy(ThreadingHTTPServer):
+    """Forwards to a port of loopback.
+
+    draw: of a request's method and path, one of FAULTS or "". bytes_per_second: of bodies that are sent; 0: no limit.
+    done: how often each fault was done.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port: int, draw: Callable[[str, str], str] = lambda method, path: ""):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behind, self.draw, self.bytes_per_second, self.done = port, draw, 0.0, Counter()
+        self.listings: dict[str, tuple] = {}  # path -> an earlier answer
+        self.port = self.server_address[1]
+
+    def handle_error(self, request, client_address) -> None: ...  # connections that end early are what this is about
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultyProxy
+
+    def _do(self) -> None:
+        body = self._body()
+        fault = self.server.draw(self.command, self.path)
+        if fault:
+            self.server.done[fault] += 1
+        if self.server.bytes_per_second:
+            time.sleep(len(body) / self.server.bytes_per_second)
+        if fault == "drop":
+            self._hang_up()
+            return
+        if fault in _CODES:
+            text = f"<Error><Code>{_CODES[fault]}</Code><Message>drawn</Message></Error>".encode()
+            self._answer(int(fault), [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else text)
+            return
+        if fault == "delay":
+            time.sleep(_DELAY_SECONDS)
+        answer = self._forward(body)
+        if "list-type" in self.path:
+            earlier = self.server.listings.get(self.path)
+            self.server.listings[self.path] = answer
+            if fault == "stale" and earlier:
+                answer = earlier
+        if fault == "drop_answer":
+            self._hang_up()
+            return
+        self._answer(*answer, cut=fault == "truncate")
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _do
+
+    def _body(self) -> bytes:
+        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+            parts = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.behind, timeout=60)
+        with contextlib.closing(connection):
+            headers = {name: value for name, value in self.headers.items() if name.lower() != "transfer-encoding"}
+            connection.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
+            found = connection.getresponse()
+            kept = [
+                (name, value)
+                for name, value in found.getheaders()
+                if name.lower() not in ("transfer-encoding", "connection", "date", "server")
+            ]
+            return found.status, kept, found.read()
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, cut: bool = False) -> None:
+        self.send_response(status)
+        for name, value in headers:
+            if name.lower() != "content-length" or self.command == "HEAD":
+                self.send_header(name, value)
+        if self.command != "HEAD":
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body[: len(body) // 2] if cut else body)
+        if cut:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        self.wfile.flush()
+        self.close_connection = True
+        self.connection.close()
+
+    def log_message(self, *arguments) -> None: ...
+
+
+@contextlib.contextmanager
+def faulty_proxy(port: int, draw: Callable[[str, str], str] = lambda method, path: "") -> Iterator[FaultyProxy]:
+    """One that runs in threads of this process."""
+    proxy = FaultyProxy(port, draw)
+    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        proxy.shutdown()
+        proxy.server_close()

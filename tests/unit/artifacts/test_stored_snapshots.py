@@ -1,0 +1,227 @@
+"""tfdist/artifacts/stored_snapshots.py against a real server: what is sent, what is believed, what is removed."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.stores.faulty_proxy import FAULTS, faulty_proxy
+from tests.stores.s3_server import BUCKET
+from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.stored_snapshots import StoredSnapshots, bring_for_reading
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.storage import object_store
+from tfdist.storage.object_store import ObjectStore
+
+URL = f"s3://{BUCKET}/runs/one"
+FOLDER = "runs/one/checkpoints"
+
+
+def arrays(step: int) -> dict[str, np.ndarray]:
+    return {"model/kernel": np.random.default_rng(step).normal(size=(40, 30)), "train/step": np.array(step)}
+
+
+def local(tmp_path, name: str) -> SnapshotStore:
+    return SnapshotStore(str(tmp_path / name / "checkpoints"))
+
+
+def sender(
+    store: SnapshotStore, keep: int = 3, patience: float = 20.0, objects: ObjectStore | None = None
+) -> StoredSnapshots:
+    return StoredSnapshots(objects or ObjectStore(URL, patience), store, Retention(keep))
+
+
+def send(store: SnapshotStore, *steps: int, keep: int = 3) -> StoredSnapshots:
+    """Writes snapshots, and waits until each has been sent."""
+    snapshots = sender(store, keep)
+    snapshots.start()
+    for step in steps:
+        store.write(step, arrays(step), {})
+        assert snapshots.finish_soon(30.0) == [], snapshots.trouble()
+    snapshots.end()
+    return snapshots
+
+
+def is_right(store: SnapshotStore, step: int) -> bool:
+    found = store.read(store.verify(step))
+    return all(np.array_equal(found[key], array) for key, array in arrays(step).items())
+
+
+def wait_until(true, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_snapshot_is_brought_to_another_machine(s3, tmp_path):
+    send(local(tmp_path, "here"), 10, 20)
+    there = local(tmp_path, "there")
+    assert sender(there).bring_newest() == []
+    assert there.steps() == [20] and is_right(there, 20)
+    sender(there).bring(10)
+    assert is_right(there, 10)
+
+
+def test_tensorflow_finds_the_newest_in_a_folder_that_was_downloaded(s3, tmp_path):
+    send(local(tmp_path, "here"), 10, 20)
+    for name in s3.names(FOLDER):
+        file = tmp_path / "downloaded" / name.removeprefix(f"{FOLDER}/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(s3.content(name))
+    newest = tf.train.latest_checkpoint(str(tmp_path / "downloaded"))
+    assert newest and newest.endswith("step-00000020/state-20")
+    kernel = tf.train.load_checkpoint(newest).get_tensor("model/kernel/.ATTRIBUTES/VARIABLE_VALUE")
+    assert np.array_equal(kernel, arrays(20)["model/kernel"])
+
+
+def test_nothing_is_brought_that_is_not_newer(s3, tmp_path):
+    send(local(tmp_path, "here"), 10)
+    there = local(tmp_path, "there")
+    there.write(30, arrays(30), {})
+    assert sender(there).bring_newest() == []
+    assert there.steps() == [30]
+
+
+@pytest.mark.parametrize("harm", ["no manifest", "manifest cut", "data gone", "data changed", "data cut"])
+def test_what_is_not_whole_is_passed_over_and_said(s3, tmp_path, harm):
+    send(local(tmp_path, "here"), 10, 20)
+    folder = f"{FOLDER}/step-00000020"
+    data = f"{folder}/state-20.data-00000-of-00001"
+    content = s3.content(data)
+    if harm == "no manifest":
+        s3.remove(f"{folder}/manifest.json")
+    elif harm == "manifest cut":
+        s3.change(f"{folder}/manifest.json", s3.content(f"{folder}/manifest.json")[:-40])
+    elif harm == "data gone":
+        s3.remove(data)
+    elif harm == "data changed":
+        s3.change(data, bytes([content[0] ^ 1]) + content[1:])
+    else:
+        s3.change(data, content[:-1])
+    there = local(tmp_path, "there")
+    snapshots = sender(there, patience=1.0)
+    if harm == "data cut":  # what comes is shorter than the manifest says, again and again
+        with pytest.raises(OSError, match="bytes came instead of"):
+            snapshots.bring_newest()
+        return
+    messages = snapshots.bring_newest()
+    assert there.steps() == [10] and is_right(there, 10)
+    assert [URL in message for message in messages] == ([] if harm == "no manifest" else [True])
+
+
+def test_what_killed_senders_left_is_removed(s3, tmp_path):
+    store = local(tmp_path, "here")
+    send(store, 10)
+    s3.change(f"{FOLDER}/step-00000020/state-20.index", b"half")
+    left = tmp_path / "here" / ".sending-20-left"
+    left.mkdir()
+    snapshots = sender(store)
+    snapshots.start()
+    assert not any("step-00000020" in name for name in s3.names())
+    assert not left.exists()
+    assert snapshots.unsent() == []
+
+
+def test_old_ones_are_removed_from_the_store_the_manifest_first(s3, tmp_path, monkeypatch):
+    removed = []
+
+    def draw(method: str, path: str) -> str:
+        if method == "DELETE":
+            removed.append(path.rpartition("/")[2])
+        return ""
+
+    store = local(tmp_path, "here")
+    with faulty_proxy(s3.port, draw) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        snapshots = sender(store, keep=2)
+        snapshots.start()
+        for step in (10, 20, 30):
+            store.write(step, arrays(step), {})
+            if step == 30:
+                store.delete(10)
+            assert snapshots.finish_soon(30.0) == []
+        wait_until(lambda: snapshots.steps() == [20, 30])
+        wait_until(lambda: not any("step-00000010" in name for name in s3.names()))
+        snapshots.end()
+    assert removed[-4:][0] == "manifest.json", removed
+
+
+def test_a_snapshot_that_is_written_anew_replaces_the_one_there(s3, tmp_path):
+    send(local(tmp_path, "here"), 10)
+    again = local(tmp_path, "again")
+    again.write(10, {key: array * 2 for key, array in arrays(10).items()}, {})
+    snapshots = sender(again)
+    snapshots._send(10)
+    there = local(tmp_path, "there")
+    sender(there).bring_newest()
+    assert np.array_equal(there.read(there.verify(10))["model/kernel"], 2 * arrays(10)["model/kernel"])
+
+
+def test_a_store_that_is_away_holds_nothing_up_and_gets_the_rest_later(s3, tmp_path, monkeypatch):
+    away = [True]
+    store = local(tmp_path, "here")
+    with faulty_proxy(s3.port, lambda method, path: "500" if away[0] else "") as proxy:
+        away[0] = False
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        snapshots = sender(store, patience=0.5)
+        snapshots.start()
+        away[0] = True
+        store.write(10, arrays(10), {})
+        store.write(20, arrays(20), {})
+        wait_until(lambda: snapshots.trouble() is not None)
+        assert URL in str(snapshots.trouble())
+        assert snapshots.finish_soon(0.1) == [10, 20]
+        away[0] = False
+        assert snapshots.finish_soon(30.0) == []
+        assert snapshots.trouble() is None
+        snapshots.end()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.environment()["AWS_ENDPOINT_URL"])
+    assert sender(local(tmp_path, "there")).steps() == [10, 20]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_of_many_faults_none_makes_a_half_snapshot_believed(s3, tmp_path, monkeypatch, seed):
+    """Each round writes a snapshot, sends it through faults, and reads on an empty machine through faults."""
+    chance = random.Random(seed)
+
+    def draw(method: str, path: str) -> str:
+        return chance.choice(FAULTS) if chance.random() < 0.25 else ""
+
+    monkeypatch.setattr(object_store, "_FIRST_PAUSE_SECONDS", 0.02)
+    store, newest = local(tmp_path, "here"), 0
+    with faulty_proxy(s3.port, draw) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        snapshots, reader = sender(store, patience=60.0), ObjectStore(URL, patience=60.0)
+        snapshots.start()
+        while sum(proxy.done.values()) < 105:
+            newest += 10
+            store.write(newest, arrays(newest), {})
+            if chance.random() < 0.5:
+                snapshots.finish_soon(30.0)
+            there = local(tmp_path, f"there-{newest}")
+            sender(there, objects=reader).bring_newest()
+            for step in there.steps():
+                assert is_right(there, step)
+            for old in store.steps()[:-3]:
+                store.delete(old)
+        assert snapshots.finish_soon(60.0) == []
+        snapshots.end()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.environment()["AWS_ENDPOINT_URL"])
+    last = local(tmp_path, "last")
+    sender(last).bring_newest()
+    assert last.steps() == [newest] and is_right(last, newest)
+
+
+def test_an_evaluator_brings_the_step_that_it_is_asked_for(s3, tmp_path):
+    send(local(tmp_path, "here"), 10, 20)
+    there = local(tmp_path, "there")
+    bring_for_reading(URL, there, 10)
+    assert there.steps() == [10]
+    with pytest.raises(CheckpointError, match="--at_step=15: s3://.* has no snapshot of that step; it has 10, 20"):
+        bring_for_reading(URL, there, 15)

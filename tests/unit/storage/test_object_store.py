@@ -1,0 +1,265 @@
+"""tfdist/storage/ against a real server, with and without faults before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import socket
+import time
+import types
+
+import pytest
+
+from tests.stores.faulty_proxy import FAULTS, faulty_proxy
+from tests.stores.s3_server import BUCKET
+from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedError
+from tfdist.control.run_address import check_address, working_folder
+from tfdist.storage import store_lease
+from tfdist.storage.mirror import FolderMirror, bring_files
+from tfdist.storage.object_store import ObjectStore, StoreError, as_sentence
+
+URL = f"s3://{BUCKET}/runs/one"
+
+
+def test_objects_are_written_listed_read_and_removed(s3, tmp_path):
+    objects = ObjectStore(URL, patience=5)
+    assert objects.names() == {}
+    assert objects.text("a") is None
+    objects.put_text("a", "one")
+    (tmp_path / "file").write_bytes(b"x" * 1000)
+    objects.send(tmp_path / "file", "folder/b")
+    assert objects.names() == {"a": 3, "folder/b": 1000}
+    assert objects.names("folder") == {"folder/b": 1000}
+    assert ObjectStore(f"s3://{BUCKET}/runs/o").names() == {}, "a name that begins alike is another run's"
+    objects.fetch("folder/b", tmp_path / "deep" / "copy", 1000)
+    assert (tmp_path / "deep" / "copy").read_bytes() == b"x" * 1000
+    assert os.listdir(tmp_path / "deep") == ["copy"]
+    objects.remove("a")
+    objects.remove("a")
+    assert objects.text("a") is None
+
+
+def test_an_object_is_created_once(s3):
+    objects = ObjectStore(URL, patience=5)
+    assert objects.create_text("a", "one")
+    assert not objects.create_text("a", "two")
+    assert objects.text("a") == "one"
+
+
+def test_a_file_of_many_parts_arrives_whole(s3, tmp_path):
+    content = random.Random(1).randbytes((1 << 20) * 70)  # two parts of 50 MB
+    (tmp_path / "file").write_bytes(content)
+    objects = ObjectStore(URL, patience=20)
+    objects.send(tmp_path / "file", "large")
+    objects.fetch("large", tmp_path / "copy", len(content))
+    assert (tmp_path / "copy").read_bytes() == content
+
+
+def test_uploads_that_a_killed_process_has_begun_are_ended(s3):
+    objects = ObjectStore(URL, patience=5)
+    call = objects._system.call_s3
+    call("create_multipart_upload", Bucket=BUCKET, Key="runs/one/large")
+    call("create_multipart_upload", Bucket=BUCKET, Key="runs/other/large")
+    objects.remove_half_sent()
+    left = call("list_multipart_uploads", Bucket=BUCKET)["Uploads"]
+    assert [upload["Key"] for upload in left] == ["runs/other/large"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_faults_that_pass_change_nothing(s3, tmp_path, monkeypatch, seed):
+    chance = random.Random(seed)
+
+    def draw(method: str, path: str) -> str:
+        return chance.choice(FAULTS) if chance.random() < 0.4 else ""
+
+    with faulty_proxy(s3.port, draw) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        objects = ObjectStore(URL, patience=60)
+        for number in range(16):
+            content = chance.randbytes(chance.randrange(1, 5000))
+            file = tmp_path / "file"
+            file.write_bytes(content)
+            objects.send(file, f"{number}")
+            objects.fetch(f"{number}", tmp_path / "copy", len(content))
+            assert (tmp_path / "copy").read_bytes() == content
+            assert s3.content(f"runs/one/{number}") == content
+        assert sum(proxy.done.values()) > 10, proxy.done
+    assert set(os.listdir(tmp_path)) == {"file", "copy"}
+
+
+def test_what_will_not_pass_is_told_in_a_sentence(s3, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="nowhere.*the bucket or folder is not there.*create it"), as_sentence():
+        ObjectStore("s3://nowhere/run", patience=5).put_text("a", "")
+    with pytest.raises(ConfigError, match="the bucket or folder is not there"), as_sentence():
+        ObjectStore("s3://nowhere/run", patience=5).names()
+    with faulty_proxy(s3.port, lambda method, path: "403") as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        with pytest.raises(ConfigError, match=f"{URL}.*it is not permitted.*allow these credentials"), as_sentence():
+            ObjectStore(URL, patience=5).text("a")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free.getsockname()[1]}")
+        with pytest.raises(StartupError, match="Could not connect.*can be reached from here"), as_sentence():
+            ObjectStore(URL, patience=1).text("a")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no credentials were found"), as_sentence():
+        ObjectStore(URL, patience=5).text("a")
+
+
+def test_a_missing_package_is_named():
+    with pytest.raises(UnsupportedError, match="abfs:// needs the Python package adlfs.*pip install adlfs"):
+        ObjectStore("abfs://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("ftp://host/run", "no store that tfdist knows.*s3://"),
+        ("s3://bucket", "BUCKET/FOLDER"),
+        ("s3:///run", "BUCKET/FOLDER"),
+        ("s3://key:secret@bucket/run", "does not belong into the URL"),
+        ("s3://bucket/a/../b", "may not be in the URL"),
+        ("s3://bucket/run?version=1", "may not be in the URL"),
+        ("s3://bucket/a b", "may not be in the URL"),
+    ],
+)
+def test_urls_that_name_no_place_are_refused(url, sentence):
+    with pytest.raises(ConfigError, match=sentence) as refusal:
+        check_address("run_dir", url)
+    assert "--run_dir" in str(refusal.value) and "secret@" not in str(refusal.value)
+
+
+def test_each_url_has_a_working_folder_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    one, other = working_folder("s3://bucket/a/run"), working_folder("s3://bucket/b/run")
+    assert one != other and one.parent == other.parent == tmp_path / "tfdist" / "runs"
+    assert working_folder("s3://bucket/a/run/") == one
+    assert working_folder("runs/first", "elsewhere") == working_folder("runs/first")
+
+
+# -- a folder's copy ---------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_sent_and_brought(s3, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "logs").mkdir(parents=True)
+    (here / "logs" / "rank-0.jsonl").write_text("one\n")
+    (here / "logs" / "rank-1.jsonl").write_text("not ours\n")
+    (here / "status.json").write_text("{}")
+    (here / ".hidden").write_text("")
+    (here / "link").symlink_to(here / "status.json")
+    os.mkfifo(here / "pipe")
+    objects = ObjectStore(URL, patience=5)
+    mirror = FolderMirror(objects, here, lambda name: "rank-1" not in name, "status.json", lambda trouble: None)
+    mirror.finish(with_last=False)
+    assert objects.names() == {"logs/rank-0.jsonl": 4}
+    mirror.finish(with_last=True)
+    assert objects.names() == {"logs/rank-0.jsonl": 4, "status.json": 2}
+    there.mkdir()
+    (there / "logs").mkdir()
+    (there / "logs" / "rank-0.jsonl").write_text("longer here\n")
+    objects.put_text("../outside", "")
+    bring_files(objects, there, lambda name: True, longer=True)
+    assert (there / "logs" / "rank-0.jsonl").read_text() == "longer here\n"
+    assert (there / "status.json").read_text() == "{}"
+    assert not (tmp_path / "outside").exists()
+
+
+# -- the lease ---------------------------------------------------------------------------------------------------------
+
+
+def lease(objects: ObjectStore, job: str, lost: list[str] | None = None) -> store_lease.StoreLease:
+    return store_lease.StoreLease(objects, job, (lost if lost is not None else []).append)
+
+
+def test_a_second_job_is_refused_and_a_given_back_lease_taken(s3, monkeypatch):
+    monkeypatch.setattr(store_lease, "_TO_END_SECONDS", 0.5)
+    monkeypatch.setattr(store_lease, "_LOOK_SECONDS", 0.1)
+    objects = ObjectStore(URL, patience=5)
+    first = lease(objects, "one")
+    first.take()
+    with pytest.raises(ConfigError, match=f"{URL} is in use by another job .process {os.getpid()} on"):
+        lease(objects, "other").take()
+    first.give_back()
+    second = lease(objects, "other")
+    second.take()
+    first.give_back()  # does nothing: it is another's
+    assert json.loads(objects.text("lease.json"))["id"] == second.owner.id
+    second.give_back()
+    assert objects.text("lease.json") is None
+
+
+def test_a_dead_owners_lease_is_taken_over(s3, monkeypatch):
+    monkeypatch.setattr(store_lease, "_LOOK_SECONDS", 0.1)
+    objects = ObjectStore(URL, patience=5)
+    dead = lease(objects, "one").owner
+    here = {**dataclasses.asdict(dead), "pid": "999999999"}
+    objects.put_text("lease.json", json.dumps(here))
+    second = lease(objects, "other")
+    second.take()  # at once
+    second.give_back()
+    elsewhere = {**here, "machine": "another", "host": "far"}
+    objects.put_text("lease.json", json.dumps(elsewhere))
+    monkeypatch.setattr(store_lease, "_DEAD_SECONDS", 1.0)
+    begun = time.monotonic()
+    third = lease(objects, "other")
+    third.take()
+    assert 1.0 < time.monotonic() - begun < 20
+    third.give_back()
+    objects.put_text("lease.json", json.dumps(elsewhere))
+    monkeypatch.setattr(store_lease, "_DEAD_SECONDS", 1000.0)
+    lease(objects, "one").take()  # of the same job: whoever starts it again has ended it
+
+
+def test_an_owner_elsewhere_that_renews_its_lease_lives(s3, monkeypatch):
+    monkeypatch.setattr(store_lease, "_LOOK_SECONDS", 0.1)
+    objects = ObjectStore(URL, patience=5)
+    elsewhere = {**dataclasses.asdict(lease(objects, "one").owner), "machine": "another"}
+    objects.put_text("lease.json", json.dumps({**elsewhere, "renewed": 0}))
+    second, looked = lease(objects, "other"), []
+
+    def text(name: str) -> str:
+        looked.append(name)
+        return json.dumps({**elsewhere, "renewed": len(looked) // 3})
+
+    monkeypatch.setattr(objects, "text", text)
+    with pytest.raises(ConfigError, match="is in use by another job"):
+        second.take()
+
+
+def test_who_finds_its_lease_another_ends(s3, monkeypatch):
+    monkeypatch.setattr(store_lease, "_RENEW_SECONDS", 0.1)
+    objects, lost = ObjectStore(URL, patience=5), []
+    first = lease(objects, "one", lost)
+    first.take()
+    objects.put_text("lease.json", lease(objects, "other")._text())
+    deadline = time.monotonic() + 20
+    while not lost and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert lost and "has been taken over by process" in lost[0]
+
+
+def test_a_store_that_knows_no_exclusive_writes_is_asked_before(s3):
+    objects = ObjectStore(URL, patience=5)
+    write = objects._system.pipe_file
+
+    def plain(self, path, data):
+        return write(path, data)
+
+    objects._system.pipe_file = types.MethodType(plain, objects._system)
+    assert objects.create_text("a", "one")
+    assert not objects.create_text("a", "two")
+    assert objects.text("a") == "one"
+
+
+def test_patience_ends(s3, monkeypatch):
+    with faulty_proxy(s3.port, lambda method, path: "500") as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        begun = time.monotonic()
+        with pytest.raises(StoreError, match=f"{URL}: reading a failed"):
+            ObjectStore(URL, patience=2).text("a")
+        assert time.monotonic() - begun < 15

@@ -1,0 +1,227 @@
+"""Snapshots of a run in an object store: sent from the working copy in a thread, brought back from there.
+
+In the store a snapshot is the same files under the same names. Its manifest is written last and removed first: without
+it nothing is trusted, and with it every file is compared with its checksum before it is used. Training never waits for
+the store; a snapshot that could not be sent stays in the working copy and is sent later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tfdist.artifacts.manifest import MANIFEST, parse
+from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.store import SnapshotStore
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.own_files import remove_tree
+from tfdist.control.run_address import is_url
+from tfdist.storage.object_store import ObjectStore, StoreError, as_sentence
+
+FOLDER = "checkpoints"
+_OBJECT = re.compile(rf"^{FOLDER}/step-(\d{{8,19}})/([^/]+)$")
+_SENDING = ".sending-"
+_LOOK_SECONDS = 0.5
+
+
+def bring_for_reading(url: str, store: SnapshotStore, step: int = -1) -> None:
+    """Brings the run's newest snapshot, or that of a step, if it is in an object store and not in `store`. Raises
+    TfdistError.
+    """
+    if not is_url(url):
+        return
+    with as_sentence():
+        stored = StoredSnapshots(ObjectStore(url), store, Retention(1))
+        if step < 0:
+            stored.bring_newest()
+        elif step not in store.steps():
+            if step not in (there := stored.steps()):
+                raise CheckpointError(
+                    f"--at_step={step}: {url} has no snapshot of that step; it has"
+                    f" {', '.join(map(str, there)) or 'none'}."
+                )
+            stored.bring(step)
+
+
+class StoredSnapshots:
+    """The snapshots below `objects`, and the thread that sends those of `store` there.
+
+    retention: what is kept in the store.
+    """
+
+    def __init__(self, objects: ObjectStore, store: SnapshotStore, retention: Retention):
+        self._objects, self._store, self._retention = objects, store, retention
+        self._there: dict[int, Mapping[str, float]] = {}  # step -> its metrics, of those in the store
+        self._damaged: set[int] = set()  # which are here, but are not sent
+        self._trouble: StoreError | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="tfdist-sender", daemon=True)
+
+    # -- bringing --------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Of the snapshots in the store, whole by their names, the oldest first. Raises StoreError."""
+        return sorted(step for step, files in self._inventory().items() if MANIFEST in files)
+
+    def bring_newest(self) -> list[str]:
+        """Brings the newest whole snapshot, if the working copy has none that is as new. Returns why others were passed
+        over. Raises StoreError.
+        """
+        messages: list[str] = []
+        local, _ = self._store.newest_valid()
+        for step in reversed(self.steps()):
+            if local and local.step >= step:
+                break
+            try:
+                self.bring(step)
+                break
+            except CheckpointError as error:
+                messages.append(f"passed over a snapshot of {self._objects.url}: {error}")
+        return messages
+
+    def bring(self, step: int) -> None:
+        """Brings one. Raises CheckpointError if it is damaged, StoreError."""
+        name = self._name(step)
+        text = self._objects.text(f"{name}/{MANIFEST}")
+        if text is None:
+            raise CheckpointError(f"{name}/{MANIFEST} is not there.")
+        manifest = parse(text, f"{name}/{MANIFEST}", step, self._store.required)
+        folder = Path(self._store.directory) / f".writing-step-{step:08d}-{uuid.uuid4().hex[:8]}"
+        final = Path(self._store.path(step))
+        folder.mkdir(parents=True)
+        try:
+            self._objects.fetch_all(
+                (f"{name}/{file}", folder / file, entry["bytes"]) for file, entry in manifest["files"].items()
+            )
+            (folder / MANIFEST).write_text(text, encoding="utf-8")
+            if final.exists():  # damaged, or it would not be brought
+                remove_tree(final)
+            folder.rename(final)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{name} is not whole ({error}).") from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            self._store.verify(step)
+        except CheckpointError:
+            remove_tree(final)
+            raise
+
+    def _inventory(self) -> dict[int, dict[str, int]]:
+        """step -> {file: bytes} of what is in the store, whole or not."""
+        found: dict[int, dict[str, int]] = {}
+        for name, size in self._objects.names(FOLDER).items():
+            if match := _OBJECT.match(name):
+                found.setdefault(int(match.group(1)), {})[match.group(2)] = size
+        return found
+
+    # -- sending ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Removes what killed senders left behind, and sends from now on. Only while no other process writes there.
+        Raises StoreError.
+        """
+        for entry in Path(self._store.directory).parent.glob(f"{_SENDING}*"):
+            remove_tree(entry)
+        for step, files in self._inventory().items():
+            if MANIFEST in files:
+                self._there[step] = self._metrics(step)
+            else:
+                self._remove(step, files)
+        self._objects.remove_half_sent()
+        self._thread.start()
+
+    def _metrics(self, step: int) -> Mapping[str, float]:
+        text = self._objects.text(f"{self._name(step)}/{MANIFEST}")
+        with contextlib.suppress(CheckpointError):
+            return parse(text or "", MANIFEST, step).get("metrics") or {}
+        return {}
+
+    def trouble(self) -> StoreError | None:
+        """Why the last attempt failed, if it did."""
+        return self._trouble
+
+    def unsent(self) -> list[int]:
+        """Steps whose snapshots are here, but not in the store; the oldest first."""
+        return [step for step in self._store.steps() if step not in self._there and step not in self._damaged]
+
+    def finish_soon(self, seconds: float) -> list[int]:
+        """Waits until all is sent, at most so long. Returns the steps that are not sent."""
+        begun = time.monotonic()
+        while self._thread.is_alive() and self.unsent() and time.monotonic() - begun < seconds:
+            time.sleep(_LOOK_SECONDS / 10)
+        return self.unsent()
+
+    def end(self) -> None:
+        """Sends no more."""
+        self._ended.set()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            try:
+                # The newest first: whoever starts again elsewhere goes on from it.
+                for step in self.unsent()[::-1][:1]:
+                    self._send(step)
+                    self._retain()
+                    self._trouble = None
+            except StoreError as error:
+                self._trouble = error
+            except OSError as error:  # of the disk here
+                self._trouble = StoreError(f"a snapshot cannot be read ({error.strerror}: {error.filename})")
+
+    def _send(self, step: int) -> None:
+        """Raises StoreError, OSError."""
+        copy = Path(self._store.directory).parent / f"{_SENDING}{step}-{uuid.uuid4().hex[:8]}"
+        try:
+            try:  # links, so that nobody deletes it meanwhile
+                shutil.copytree(self._store.path(step), copy, copy_function=_linked)
+            except (FileNotFoundError, shutil.Error):
+                return  # it has been deleted, as old ones are
+            text = (copy / MANIFEST).read_text(encoding="utf-8")
+            manifest, name = parse(text, str(copy / MANIFEST), step), self._name(step)
+            self._objects.remove(f"{name}/{MANIFEST}")
+            self._objects.send_all((copy / file, f"{name}/{file}") for file in manifest["files"])
+            self._objects.put_text(f"{name}/{MANIFEST}", text)
+            self._there[step] = manifest.get("metrics") or {}
+            if step == max(self._there):
+                self._objects.put_text(
+                    f"{FOLDER}/checkpoint", f'model_checkpoint_path: "step-{step:08d}/state-{step}"\n'
+                )
+        except CheckpointError as error:
+            self._damaged.add(step)
+            raise StoreError(f"a snapshot is not sent: {error}") from None
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+
+    def _retain(self) -> None:
+        for step in self._retention.doomed(self._there, self._there):
+            if not os.path.isdir(self._store.path(step)):  # else it would be sent again
+                self._remove(step, self._objects.names(self._name(step)))
+
+    def _remove(self, step: int, files: Mapping[str, Any]) -> None:
+        """The manifest first: killed in the middle it leaves nothing that is believed."""
+        self._there.pop(step, None)
+        self._objects.remove(f"{self._name(step)}/{MANIFEST}")
+        for file in {os.path.basename(file) for file in files} - {MANIFEST}:
+            self._objects.remove(f"{self._name(step)}/{file}")
+
+    @staticmethod
+    def _name(step: int) -> str:
+        return f"{FOLDER}/step-{step:08d}"
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target, follow_symlinks=False)

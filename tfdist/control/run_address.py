@@ -1,0 +1,68 @@
+"""Where a run lies: in a folder, or in an object store (a URL), of which each machine has a working copy.
+
+Everything that a run writes goes to the working copy first, on a local disk; storage/ sends it on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from tfdist.control.exit_codes import ConfigError
+
+# scheme -> (package of its file system, what it is). pyproject.toml has extras for them.
+STORES = {
+    "s3": ("s3fs", "Amazon S3, and whatever speaks its protocol"),
+    "gs": ("gcsfs", "Google Cloud Storage"),
+    "abfs": ("adlfs", "Azure"),
+    "webhdfs": ("requests", "HDFS over HTTP"),
+    "hdfs": ("pyarrow", "HDFS with its native library"),
+}
+
+
+def is_url(place: str) -> bool:
+    """Whether a place is no folder of this machine."""
+    return "://" in place
+
+
+def working_folder(run_dir: str, cache_dir: str = "") -> Path:
+    """The folder of a run on this machine: `run_dir` itself, or the working copy of a URL."""
+    if not is_url(run_dir):
+        return Path(run_dir)
+    address = run_dir.rstrip("/")
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", address.rpartition("/")[2])[:60]
+    return cache_folder(cache_dir) / "runs" / f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:12]}"
+
+
+def cache_folder(cache_dir: str = "") -> Path:
+    """`cache_dir`, or what the XDG Base Directory Specification says."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(cache_dir) if cache_dir else (Path(base) if base else Path.home() / ".cache") / "tfdist"
+
+
+def check_address(flag: str, place: str) -> None:
+    """Raises ConfigError if a URL names no place in a store that tfdist knows. flag: that it was given with."""
+    if not is_url(place):
+        return
+    scheme, _, rest = place.partition("://")
+    bucket = rest.partition("/")[0]
+    if "@" in bucket and scheme != "abfs":  # abfs://container@account.dfs.core.windows.net/...
+        raise ConfigError(
+            f"--{flag}: a user or password does not belong into the URL, where it would be logged: give the store's"
+            " own environment variables or files."
+        )
+    if scheme not in STORES:
+        known = ", ".join(f"{name}:// ({what})" for name, (_, what) in STORES.items())
+        raise ConfigError(
+            f"--{flag}={place}: {scheme}:// is no store that tfdist knows: use a folder, or one of {known}."
+        )
+    if not bucket or not rest.partition("/")[2].strip("/"):
+        raise ConfigError(
+            f"--{flag}={place} names no place in a store: write {scheme}://BUCKET/FOLDER, with a folder of the"
+            " run's own."
+        )
+    if found := re.search(r"[?#*\[\]\s\\]|/\.\.?(/|$)|//", rest):
+        what = found.group(0)
+        raise ConfigError(f"--{flag}={place}: {what!r} may not be in the URL of a run: choose another name.")

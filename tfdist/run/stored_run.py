@@ -1,0 +1,186 @@
+"""A run in an object store, as one worker sees it: what it brings before it begins, what it sends meanwhile and at the
+end. Where --run_dir is a folder there is none of this.
+
+    before      the chief takes the lease, compares the working copy with the store, brings the logs, and the newest
+                snapshot if its own is older
+    meanwhile   the chief sends snapshots; every worker sends the files that are its own, every 20 seconds
+    at the end  all that is left, for some minutes if need be; status.json last; then the chief gives back the lease
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.status import STATUS_FILE, parse_status, read_status
+from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
+from tfdist.config.run_options import RunConfig
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import CheckpointError, ExitCode
+from tfdist.control.run_address import is_url
+from tfdist.storage.mirror import FolderMirror, bring_files
+from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore, StoreError, as_sentence
+from tfdist.storage.store_lease import FILE as LEASE
+from tfdist.storage.store_lease import StoreLease
+
+_AFTER_AN_ERROR_SECONDS = 10.0  # what can be sent then
+_SAID_AGAIN_SECONDS = 600.0  # a trouble that lasts
+_PROGRESS_SECONDS = 10.0
+_OF_A_RANK = re.compile(r"^logs/(?:rank|worker)-(\d+)\D")
+_SET_ASIDE = "set-aside-"
+
+
+@contextlib.contextmanager
+def stored_run(options: RunConfig, folder: Path, cluster: Cluster, job: str) -> Iterator[StoredRun | None]:
+    """A worker's run in an object store; None if --run_dir is a folder."""
+    if not is_url(options.run_dir):
+        yield None
+        return
+    with StoredRun(options, folder, cluster, job) as stored:
+        yield stored
+
+
+class StoredRun:
+    """Entered before a worker's session and left after it.
+
+    job: what tells attempts of one job from another job (control/lease.py).
+    """
+
+    def __init__(self, options: RunConfig, folder: Path, cluster: Cluster, job: str):
+        self.folder, self._rank, self._is_chief = folder, max(cluster.rank, 0), cluster.is_chief
+        self._leads_machine = cluster.local_rank == 0
+        with as_sentence():
+            self.objects = ObjectStore(options.run_dir, min(options.store_timeout, PATIENCE_SECONDS))
+        self._timeout = options.store_timeout
+        self._lease = StoreLease(self.objects, job, _end) if self._is_chief else None
+        self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._told)
+        self._snapshots: StoredSnapshots | None = None
+        self._trouble: StoreError | None = None
+        self._said: float | None = None  # when the user was told of a trouble that lasts
+
+    def __enter__(self) -> Self:
+        if self._lease:
+            with as_sentence():
+                self._lease.take()
+            try:
+                with as_sentence():
+                    self._adopt()
+                    self._bring(lambda name: not name.startswith((f"{FOLDER}/", "faults/")))
+            except BaseException:
+                self._lease.give_back()
+                raise
+        return self
+
+    def _adopt(self) -> None:
+        """The store decides which run this is: what is here of another one is set aside."""
+        here = read_status(self.folder).get("run_id")
+        there = parse_status(self.objects.text(STATUS_FILE) or "").get("run_id")
+        if here and here != there:
+            aside = self.folder / f"{_SET_ASIDE}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            aside.mkdir()
+            # Not the logs that the launcher has already begun, nor the lease that was just taken.
+            for entry in [*self.folder.iterdir(), *(self.folder / "logs").glob("*.jsonl")]:
+                if entry.name not in ("logs", LEASE) and not entry.name.startswith((_SET_ASIDE, ".")):
+                    entry.rename(aside / entry.name)
+            what = "another run" if there else "no run"
+            print(
+                f"tfdist: {self.objects.url} holds {what}: what its working copy {self.folder} held is set aside in"
+                f" {aside.name} there.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def bring_own(self) -> None:
+        """The logs that this worker has written on another machine, before it goes on with them. Raises TfdistError."""
+        if not self._is_chief:
+            with as_sentence():
+                self._bring(self._owns)
+
+    def _bring(self, wanted) -> None:
+        """Files that are not here, or shorter than in the store: they have been written elsewhere meanwhile."""
+        bring_files(self.objects, self.folder, wanted, longer=True)
+
+    def start(self) -> None:
+        """From now on files are sent. What says that there is a run here is sent at once: a working copy without it in
+        the store counts as another run's.
+        """
+        if self._is_chief:
+            with as_sentence():
+                self.objects.send(self.folder / STATUS_FILE, STATUS_FILE)
+        self._mirror.start()
+
+    def sends(self, store: SnapshotStore, retention: Retention) -> StoredSnapshots:
+        """What brings and sends the chief's snapshots."""
+        self._snapshots = StoredSnapshots(self.objects, store, retention)
+        return self._snapshots
+
+    def _owns(self, name: str) -> bool:
+        if match := _OF_A_RANK.match(name):
+            return int(match.group(1)) == self._rank
+        if name.startswith((FOLDER, _SET_ASIDE, "faults/")) or "evaluator" in name or name == LEASE:
+            return False
+        # Event files and profiles bear the names of their host and process.
+        return self._is_chief or self._leads_machine and name.startswith("tensorboard/")
+
+    def _told(self, trouble: StoreError | None) -> None:
+        self._trouble = trouble
+
+    def messages(self) -> Iterator[str]:
+        """A sentence when the store cannot be used, and again while that lasts."""
+        trouble = self._trouble or self._snapshots and self._snapshots.trouble()
+        if trouble is None:
+            self._said = None
+        elif self._said is None or time.monotonic() - self._said > _SAID_AGAIN_SECONDS:
+            self._said = time.monotonic()
+            yield f"NOT SENT: {trouble}. Training goes on; what is missing in the store is sent later."
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def __exit__(self, kind, error, trace) -> None:
+        patience = self._timeout if error is None else min(self._timeout, _AFTER_AN_ERROR_SECONDS)
+        missing = ""
+        try:
+            missing = self._send_the_rest(patience)
+        finally:
+            if self._lease:
+                self.objects.patience = min(patience, PATIENCE_SECONDS, _AFTER_AN_ERROR_SECONDS)
+                self._lease.give_back()
+        if missing and error is None:
+            raise CheckpointError(
+                f"Not all of the run could be sent: {missing}. It is in the working copy {self.folder}: start again on"
+                " this machine when the store can be reached."
+            )
+
+    def _send_the_rest(self, seconds: float) -> str:
+        """Returns what is missing, or ""."""
+        deadline, unsent = time.monotonic() + seconds, []
+        if self._snapshots:
+            while unsent := self._snapshots.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    break
+                steps = ", ".join(map(str, unsent))
+                print(f"tfdist: sending the snapshots of steps {steps} to {self.objects.url} ...", file=sys.stderr)
+            self._snapshots.end()
+        self.objects.patience = max(deadline - time.monotonic(), 1.0)
+        try:
+            self._mirror.finish(with_last=not unsent)
+        except StoreError as error:
+            return str(error)
+        trouble = self._snapshots and self._snapshots.trouble()
+        return (
+            f"the snapshots of steps {', '.join(map(str, unsent))} ({trouble or 'it takes too long'})" if unsent else ""
+        )
+
+
+def _end(sentence: str) -> None:
+    code = ExitCode.CONFIG
+    print(f"tfdist: error: {sentence} (exit code {code.value}, {code.name})", file=sys.stderr, flush=True)
+    os._exit(code)

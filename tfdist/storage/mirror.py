@@ -1,0 +1,120 @@
+"""A folder's files, sent to an object store when they have changed, at intervals and at the end.
+
+For what is appended to or written anew: logs, event files, curves, exports. Snapshots have a way of their own
+(artifacts/stored_snapshots.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tfdist.storage.object_store import ObjectStore, StoreError
+from tfdist.storage.store_lease import FILE as LEASE
+
+_PERIOD_SECONDS = 20.0
+
+
+class FolderMirror:
+    """Sends those files of `folder` whose names `owns` says are this process's.
+
+    last: a file that is sent when all others are there, and only at the end. told: called with the error of a round
+    that failed, in a thread, and with None after one that did not.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        folder: Path,
+        owns: Callable[[str], bool],
+        last: str,
+        told: Callable[[StoreError | None], None],
+    ):
+        self._objects, self._folder, self._owns, self._last, self._told = objects, folder, owns, last, told
+        self._sent: dict[str, tuple[int, int]] = {}  # name -> (time of the last change in ns, bytes)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="tfdist-mirror", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(_PERIOD_SECONDS):
+            try:
+                self._send(self._changed())
+                self._told(None)
+            except StoreError as error:
+                self._told(error)
+
+    def finish(self, with_last: bool) -> None:
+        """Sends what is left. Raises StoreError."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._send(self._changed())
+        if with_last and (self._folder / self._last).is_file() and self._owns(self._last):
+            self._objects.send(self._folder / self._last, self._last)
+
+    def _send(self, changed: dict[str, tuple[int, int]]) -> None:
+        for name, state in changed.items():
+            try:
+                self._objects.send(self._folder / name, name)
+            except FileNotFoundError:
+                continue
+            self._sent[name] = state
+
+    def _changed(self) -> dict[str, tuple[int, int]]:
+        found = {}
+        for name in files_below(self._folder):
+            if name != self._last and self._owns(name):
+                try:
+                    status = (self._folder / name).lstat()
+                except FileNotFoundError:
+                    continue
+                state = (status.st_mtime_ns, status.st_size)
+                if self._sent.get(name) != state:
+                    found[name] = state
+        return found
+
+
+def files_below(folder: Path, inner: str = "") -> Iterator[str]:
+    """Names of the files in a folder and its folders; no links, no pipes, nothing whose name begins with a dot."""
+    try:
+        entries = sorted(os.scandir(folder / inner), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        name = f"{inner}/{entry.name}" if inner else entry.name
+        if entry.is_dir(follow_symlinks=False):
+            yield from files_below(folder, name)
+        elif stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+            yield name
+
+
+def bring_files(objects: ObjectStore, folder: Path, wanted: Callable[[str], bool], longer: bool = False) -> None:
+    """Brings the objects whose names are `wanted` to a folder. Raises StoreError.
+
+    longer: only those that are not there, or longer than there; else all whose sizes differ, and JSON.
+    """
+
+    def differs(name: str, size: int) -> bool:
+        try:
+            here = (folder / name).stat().st_size
+        except FileNotFoundError:
+            return True
+        return size > here if longer else size != here or name.endswith(".json")
+
+    found = {name: size for name, size in objects.names().items() if _is_plain(name) and wanted(name)}
+    with contextlib.suppress(FileNotFoundError):  # written anew or removed since it was listed: what is there will do
+        objects.fetch_all((name, folder / name, size) for name, size in found.items() if differs(name, size))
+
+
+def _is_plain(name: str) -> bool:
+    """Whether an object's name stays in the folder, and is not one that tfdist keeps to itself."""
+    return name != LEASE and not any(part in ("", "..") or part.startswith(".") for part in name.split("/"))

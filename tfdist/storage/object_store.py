@@ -1,0 +1,268 @@
+"""The objects below one URL, and the few operations that tfdist needs of a store; fsspec's file systems do the rest.
+
+A fault that may pass (a lost connection, an answer 500, a body cut short) is tried again with growing pauses, for
+`patience` seconds; then, and at once for what will not pass (no credentials, no permission, no bucket), StoreError says
+why in a sentence. Credentials come from each store's own environment variables and files, and are never shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tfdist.control.exit_codes import ConfigError, StartupError, TfdistError
+from tfdist.control.optional_packages import optional_module
+from tfdist.control.run_address import STORES
+
+PATIENCE_SECONDS = 60.0
+_REFUSED_SECONDS = 2.0  # a refusal may be a passing one, too, but rarely is
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 10.0
+_AT_A_TIME = 4  # files that travel at once
+_WHOLE_BYTES = 1 << 25  # a file that may grow meanwhile is read at once up to this size
+
+T = TypeVar("T")
+
+
+class StoreError(OSError):
+    """What a store did not do. Its text is a sentence. refused: trying again will not help."""
+
+    def __init__(self, sentence: str, refused: bool = False):
+        super().__init__(sentence)
+        self.refused = refused
+
+
+class ObjectStore:
+    """The objects below `url`, by their names from there on, such as "logs/rank-0.jsonl".
+
+    patience: seconds for which what fails is tried again; may be changed at any time.
+    """
+
+    def __init__(self, url: str, patience: float = PATIENCE_SECONDS):
+        self.url, self.patience = url.rstrip("/"), patience
+        self._system, self._root = _file_system(self.url)
+
+    def names(self, below: str = "") -> dict[str, int]:
+        """name -> bytes of all objects below a folder. Raises StoreError."""
+        place = f"{self._root}/{below}".rstrip("/")
+
+        def look() -> dict[str, int]:
+            try:
+                found = self._system.find(place, detail=True)
+            except FileNotFoundError:
+                if self._has_bucket():
+                    return {}
+                raise
+            entries = found.values() if isinstance(found, dict) else ()
+            return {entry["name"][len(self._root) + 1 :]: entry["size"] for entry in entries}
+
+        return self._patiently(f"listing {below or 'the folder'}", look)
+
+    def _has_bucket(self) -> bool:
+        """Whether what a listing did not find is only a folder, which a store need not have."""
+        with contextlib.suppress(FileNotFoundError):
+            self._system.ls(self._root.strip("/").partition("/")[0], detail=False)
+            return True
+        return False
+
+    def text(self, name: str) -> str | None:
+        """An object's content; None if there is none. Raises StoreError."""
+
+        def read() -> str | None:
+            try:
+                return self._system.cat_file(self._path(name)).decode("utf-8", "replace")
+            except FileNotFoundError:
+                return None
+
+        return self._patiently(f"reading {name}", read)
+
+    def put_text(self, name: str, text: str) -> None:
+        """Writes an object. Raises StoreError."""
+        self._patiently(f"writing {name}", lambda: self._system.pipe_file(self._path(name), text.encode()))
+
+    def create_text(self, name: str, text: str) -> bool:
+        """Writes an object if there is none of this name; False if there is. Raises StoreError.
+
+        Where the store cannot do that in one step: writes unless there is one.
+        """
+
+        def create() -> bool:
+            path = self._path(name)
+            try:
+                self._system.pipe_file(path, text.encode(), mode="create")
+            except FileExistsError:
+                return self.text(name) == text  # an attempt of which the answer was lost
+            except (TypeError, NotImplementedError):
+                if self._system.exists(path):
+                    return False
+                self._system.pipe_file(path, text.encode())
+            return True
+
+        return self._patiently(f"creating {name}", create)
+
+    def send(self, file: Path, name: str) -> None:
+        """Writes an object with a file's content. Raises StoreError; FileNotFoundError if the file is gone."""
+
+        def write() -> None:
+            before = file.stat().st_size
+            if before <= _WHOLE_BYTES:
+                data = file.read_bytes()
+                self._system.pipe_file(self._path(name), data)
+                least = most = len(data)
+            else:
+                self._system.put_file(str(file), self._path(name))
+                least, most = before, file.stat().st_size
+            stored = self._system.info(self._path(name))["size"]
+            if not least <= stored <= most:
+                raise ConnectionError(f"{stored} bytes arrived instead of {least}")
+
+        file.stat()
+        self._patiently(f"writing {name}", write)
+
+    def fetch(self, name: str, file: Path, size: int) -> None:
+        """Writes an object of `size` bytes to a file, which has the name when it is whole. Raises StoreError;
+        FileNotFoundError if there is no such object.
+        """
+
+        def read() -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", suffix=".writing", dir=file.parent)
+            os.close(descriptor)
+            try:
+                self._system.get_file(self._path(name), temporary)
+                if (found := os.stat(temporary).st_size) != size:
+                    raise ConnectionError(f"{found} bytes came instead of {size}")
+                os.chmod(temporary, 0o666 & ~_umask())
+                os.replace(temporary, file)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+
+        self._patiently(f"reading {name}", read, missing=True)
+
+    def send_all(self, files: Iterable[tuple[Path, str]]) -> None:
+        """Several files at once. Raises what `send` raises."""
+        self._all(self.send, files)
+
+    def fetch_all(self, wanted: Iterable[tuple[str, Path, int]]) -> None:
+        """Several objects at once. Raises what `fetch` raises."""
+        self._all(self.fetch, wanted)
+
+    def _all(self, deed: Callable[..., None], arguments: Iterable[tuple]) -> None:
+        with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tfdist-store") as pool:
+            for done in [pool.submit(deed, *each) for each in arguments]:
+                done.result()
+
+    def remove(self, name: str) -> None:
+        """Removes an object, if it is there. Raises StoreError."""
+
+        def delete() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._system.rm_file(self._path(name))
+
+        self._patiently(f"removing {name}", delete)
+
+    def remove_half_sent(self) -> None:
+        """Ends uploads in several parts that a killed process has begun below the URL, which cost money on S3."""
+        call = getattr(self._system, "call_s3", None)
+        if call is None:  # the other stores have none, or forget them
+            return
+        bucket, _, prefix = self._root.partition("/")
+
+        def end() -> None:
+            found = call("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            for upload in found.get("Uploads", ()):
+                call("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+
+        with contextlib.suppress(StoreError):  # it may not be allowed; then they stay
+            self._patiently("ending uploads", end)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _patiently(self, what: str, action: Callable[[], T], missing: bool = False) -> T:
+        """missing: whether FileNotFoundError is for the caller; elsewhere it means that there is no such bucket."""
+        begun, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return action()
+            except StoreError:
+                raise
+            except Exception as error:
+                if missing and isinstance(error, FileNotFoundError):
+                    raise
+                reason, refused = explained(error)
+                patience = min(self.patience, _REFUSED_SECONDS) if refused else self.patience
+                if time.monotonic() - begun + pause > patience:
+                    raise StoreError(f"{self.url}: {what} failed: {reason}", refused) from None
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def explained(error: BaseException) -> tuple[str, bool]:
+    """(why a store did not do something and what to do about it, whether it will not pass)."""
+    name = type(error).__name__
+    said = " ".join(str(error).split())[:200] or name
+    if isinstance(error, FileNotFoundError):
+        return f"the bucket or folder is not there ({said}): create it, or correct the URL", True
+    if "Credentials" in name or "credentials" in said.lower():
+        return (
+            f"no credentials were found ({name}): set them in the environment or the files that the store's own tools"
+            " read",
+            True,
+        )
+    if isinstance(error, PermissionError):
+        return f"it is not permitted ({said}): allow these credentials to read, write, list and delete there", True
+    if "region" in said.lower():
+        return f"{said}: set AWS_REGION to the bucket's region", True
+    return f"{name}: {said}", False
+
+
+@contextlib.contextmanager
+def as_sentence() -> Iterator[None]:
+    """Turns what a store did not do into an error with an exit code."""
+    try:
+        yield
+    except StoreError as error:
+        if error.refused:
+            raise ConfigError(f"--run_dir: {error}.") from None
+        raise StartupError(f"--run_dir: {error}: look whether the store can be reached from here.") from None
+    except TfdistError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"--run_dir: its working copy cannot be used ({error}): choose another --cache_dir."
+        ) from None
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """(fsspec's file system, path of the URL there). Raises UnsupportedError, StoreError."""
+    scheme = url.partition("://")[0]
+    package = STORES[scheme][0]
+    fsspec = optional_module("fsspec", f"{scheme}://", f"fsspec {package}")
+    optional_module(package, f"{scheme}://", package)
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if scheme == "s3":
+        # Few tries of its own: those here are told of. Small buffers: parts of 50 MB are held in memory.
+        settings = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2, "mode": "standard"}}
+        options |= {"config_kwargs": settings, "max_concurrency": 2}
+        importlib.import_module(package).core.S3FileSystem.retries = 1
+    try:
+        return fsspec.url_to_fs(url, **options)
+    except Exception as error:  # of each package its own
+        reason, refused = explained(error)
+        raise StoreError(f"{url} cannot be used: {reason}", refused) from None
+
+
+def _umask() -> int:
+    """That of the process; there is no way to ask but to set it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

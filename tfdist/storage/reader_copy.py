@@ -1,0 +1,36 @@
+"""Runs in object stores as those see them who only read: a copy of their own on this machine, beside the working copy,
+which belongs to the run alone. Of a run in a folder that folder itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tfdist.control.run_address import cache_folder, check_address, is_url, working_folder
+from tfdist.storage.mirror import bring_files
+from tfdist.storage.object_store import ObjectStore, as_sentence
+
+_NOT_BROUGHT = ("checkpoints/", "export/")
+
+
+def reading_folder(place: str, cache_dir: str = "") -> Path:
+    """The folder in which the run at `place` is read."""
+    return working_folder(place, str(cache_folder(cache_dir) / "readers")) if is_url(place) else Path(place)
+
+
+def for_reading(place: str, cache_dir: str = "") -> Path:
+    """That folder, the files of the run brought anew, without its snapshots and exports. Raises TfdistError."""
+    check_address("run_dir", place)
+    folder = reading_folder(place, cache_dir)
+    if is_url(place):
+        with as_sentence():
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            bring_files(ObjectStore(place), folder, lambda name: not name.startswith(_NOT_BROUGHT))
+    return folder
+
+
+def send_back(place: str, file: Path) -> None:
+    """Puts a file that was made of a run in a store beside it. Raises TfdistError."""
+    if is_url(place):
+        with as_sentence():
+            ObjectStore(place).send(file, file.name)

@@ -1,0 +1,105 @@
+"""lease.json in an object store: which job trains in a run there. What control/lease.py is in a folder.
+
+A store has no locks. A lease comes to be by a write that fails if there is one already (where the store knows such
+writes), and is renewed every 15 seconds. An owner is dead when its process on this machine is gone, when it is of the
+same job (which whoever starts it again has ended), or when it has not renewed the lease for 60 seconds of the
+observer's clock. Two who take over a dead owner's lease in the same moment find out when they renew it: one ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.lease_owner import Owner
+from tfdist.storage.object_store import ObjectStore, StoreError
+
+FILE = "lease.json"
+_RENEW_SECONDS = 15.0
+_DEAD_SECONDS = 60.0
+_TO_END_SECONDS = 5.0  # for an owner on this machine that may have been killed a moment ago
+_LOOK_SECONDS = 1.0
+
+
+class StoreLease:
+    """The lease of a run in `objects`, as its chief has it.
+
+    on_loss: called in a thread with a sentence when another has taken it over; must end the process.
+    """
+
+    def __init__(self, objects: ObjectStore, job: str, on_loss: Callable[[str], None]):
+        self._objects, self._on_loss, self.owner = objects, on_loss, Owner.myself(job)
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="tfdist-store-lease", daemon=True)
+
+    def take(self) -> None:
+        """Raises ConfigError if another job holds it, StoreError."""
+        begun, seen, changed, said = time.monotonic(), "", 0.0, False
+        while not self._objects.create_text(FILE, self._text()):
+            text, now = self._objects.text(FILE), time.monotonic()
+            if text is None:  # given back in this moment
+                continue
+            owner, renewed = Owner.read(text), False
+            if text != seen:
+                renewed = owner is not None and owner == Owner.read(seen)
+                seen, changed = text, now
+            if self._is_free(owner, now - changed):
+                self._objects.remove(FILE)
+                continue
+            if owner and (now - begun > _TO_END_SECONDS if owner.is_here() else renewed):
+                raise ConfigError(
+                    f"--run_dir={self._objects.url} is in use by another job ({owner.describe()}): choose another"
+                    " place, or end that job first."
+                )
+            if owner and not owner.is_here() and not said:
+                said = True
+                print(
+                    f"tfdist: {self._objects.url}/{FILE} names {owner.describe()}; looking for at most"
+                    f" {_DEAD_SECONDS:g} s whether it still lives.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(_LOOK_SECONDS)
+        self._thread.start()
+
+    def _is_free(self, owner: Owner | None, unchanged: float) -> bool:
+        if owner is None:
+            return unchanged > _LOOK_SECONDS
+        if owner.is_here():
+            return not owner.runs_here()
+        return bool(owner.job and owner.job == self.owner.job) or unchanged > _DEAD_SECONDS
+
+    def _text(self) -> str:
+        return json.dumps(
+            {**asdict(self.owner), "renewed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}, indent=1
+        )
+
+    def _keep(self) -> None:
+        while not self._released.wait(_RENEW_SECONDS):
+            with contextlib.suppress(StoreError):  # then later
+                text = self._objects.text(FILE)
+                owner = Owner.read(text) if text else None
+                if owner and owner.id != self.owner.id:
+                    self._on_loss(
+                        f"{self._objects.url} has been taken over by {owner.describe()}, since this process, which was"
+                        " stopped or cut off, seemed dead: it ends, the other goes on."
+                    )
+                    return
+                if not self._released.is_set():
+                    self._objects.put_text(FILE, self._text())
+
+    def give_back(self) -> None:
+        """Removes the lease, if it is still ours."""
+        self._released.set()
+        if self._thread.is_alive():
+            self._thread.join(_RENEW_SECONDS)
+        with contextlib.suppress(StoreError):
+            owner = Owner.read(self._objects.text(FILE) or "")
+            if owner and owner.id == self.owner.id:
+                self._objects.remove(FILE)
