@@ -8,10 +8,13 @@ why in a sentence. Credentials come from each store's own environment variables 
 from __future__ import annotations
 
 import contextlib
+import functools
+import getpass
 import importlib
 import os
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +29,10 @@ _REFUSED_SECONDS = 2.0  # a refusal may be a passing one, too, but rarely is
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 10.0
 _AT_A_TIME = 4  # files that travel at once
 _WHOLE_BYTES = 1 << 25  # a file that may grow meanwhile is read at once up to this size
+
+_WEBHDFS_SECONDS = (5.0, 60.0)  # to connect, for an answer
+_BUCKETS = ("s3", "gs", "abfs")  # stores whose first part of a path must be there; folders need not
+_EXCLUSIVE_WRITES = ("s3", "gs")  # with pipe_file(mode="create")
 
 T = TypeVar("T")
 
@@ -46,6 +53,7 @@ class ObjectStore:
 
     def __init__(self, url: str, patience: float = PATIENCE_SECONDS):
         self.url, self.patience = url.rstrip("/"), patience
+        self._scheme = self.url.partition("://")[0]
         self._system, self._root = _file_system(self.url)
 
     def names(self, below: str = "") -> dict[str, int]:
@@ -56,7 +64,7 @@ class ObjectStore:
             try:
                 found = self._system.find(place, detail=True)
             except FileNotFoundError:
-                if self._has_bucket():
+                if self._scheme not in _BUCKETS or self._has_bucket():
                     return {}
                 raise
             entries = found.values() if isinstance(found, dict) else ()
@@ -87,22 +95,22 @@ class ObjectStore:
         self._patiently(f"writing {name}", lambda: self._system.pipe_file(self._path(name), text.encode()))
 
     def create_text(self, name: str, text: str) -> bool:
-        """Writes an object if there is none of this name; False if there is. Raises StoreError.
-
-        Where the store cannot do that in one step: writes unless there is one.
-        """
+        """Writes an object if there is none of this name; False if there is. Raises StoreError."""
 
         def create() -> bool:
             path = self._path(name)
-            try:
-                self._system.pipe_file(path, text.encode(), mode="create")
-            except FileExistsError:
-                return self.text(name) == text  # an attempt of which the answer was lost
-            except (TypeError, NotImplementedError):
-                if self._system.exists(path):
-                    return False
-                self._system.pipe_file(path, text.encode())
-            return True
+            if self._scheme in _EXCLUSIVE_WRITES:
+                with contextlib.suppress(FileExistsError):
+                    self._system.pipe_file(path, text.encode(), mode="create")
+                    return True
+            elif not self._system.exists(path):  # a rename does not replace: of HDFS that is a promise
+                written = self._path(f".{name}-{uuid.uuid4().hex}")
+                self._system.pipe_file(written, text.encode())
+                with contextlib.suppress(FileExistsError):
+                    self._system.mv(written, path)
+                with contextlib.suppress(FileNotFoundError):
+                    self._system.rm_file(written)
+            return self.text(name) == text  # also of an attempt of which the answer was lost
 
         return self._patiently(f"creating {name}", create)
 
@@ -254,8 +262,13 @@ def _file_system(url: str) -> tuple[Any, str]:
         settings = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2, "mode": "standard"}}
         options |= {"config_kwargs": settings, "max_concurrency": 2}
         importlib.import_module(package).core.S3FileSystem.retries = 1
+    if scheme == "webhdfs":
+        options["user"] = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
     try:
-        return fsspec.url_to_fs(url, **options)
+        system, root = fsspec.url_to_fs(url, **options)
+        if scheme == "webhdfs":  # which would wait for ever
+            system.session.request = functools.partial(system.session.request, timeout=_WEBHDFS_SECONDS)
+        return system, root
     except Exception as error:  # of each package its own
         reason, refused = explained(error)
         raise StoreError(f"{url} cannot be used: {reason}", refused) from None

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests.stores.faulty_proxy import FAULTS, faulty_proxy
 from tests.stores.s3_server import BUCKET
+from tests.stores.webhdfs_server import webhdfs_server
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.stored_snapshots import StoredSnapshots, bring_for_reading
@@ -66,6 +67,18 @@ def test_a_snapshot_is_brought_to_another_machine(s3, tmp_path):
     assert there.steps() == [20] and is_right(there, 20)
     sender(there).bring(10)
     assert is_right(there, 10)
+
+
+def test_a_snapshot_is_brought_from_hdfs(tmp_path):
+    with webhdfs_server() as server:
+        here, there = local(tmp_path, "here"), local(tmp_path, "there")
+        snapshots = StoredSnapshots(ObjectStore(server.url, 10.0), here, Retention(3))
+        snapshots.start()
+        here.write(10, arrays(10), {})
+        assert snapshots.finish_soon(30.0) == [], snapshots.trouble()
+        snapshots.end()
+        bring_for_reading(server.url, there)
+        assert is_right(there, 10)
 
 
 def test_tensorflow_finds_the_newest_in_a_folder_that_was_downloaded(s3, tmp_path):

@@ -8,12 +8,13 @@ import os
 import random
 import socket
 import time
-import types
+from collections.abc import Iterator
 
 import pytest
 
 from tests.stores.faulty_proxy import FAULTS, faulty_proxy
 from tests.stores.s3_server import BUCKET
+from tests.stores.webhdfs_server import webhdfs_server
 from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedError
 from tfdist.control.run_address import check_address, working_folder
 from tfdist.storage import store_lease
@@ -23,8 +24,21 @@ from tfdist.storage.object_store import ObjectStore, StoreError, as_sentence
 URL = f"s3://{BUCKET}/runs/one"
 
 
-def test_objects_are_written_listed_read_and_removed(s3, tmp_path):
-    objects = ObjectStore(URL, patience=5)
+@pytest.fixture(params=["s3", "webhdfs"])
+def url(request, monkeypatch) -> Iterator[str]:
+    """A place in an empty store, one of each protocol."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        yield URL
+    else:
+        monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
+        with webhdfs_server() as server:
+            yield server.url
+            assert server.users == {"somebody"}
+
+
+def test_objects_are_written_listed_read_and_removed(url, tmp_path):
+    objects = ObjectStore(url, patience=5)
     assert objects.names() == {}
     assert objects.text("a") is None
     objects.put_text("a", "one")
@@ -32,7 +46,7 @@ def test_objects_are_written_listed_read_and_removed(s3, tmp_path):
     objects.send(tmp_path / "file", "folder/b")
     assert objects.names() == {"a": 3, "folder/b": 1000}
     assert objects.names("folder") == {"folder/b": 1000}
-    assert ObjectStore(f"s3://{BUCKET}/runs/o").names() == {}, "a name that begins alike is another run's"
+    assert ObjectStore(url[:-1]).names() == {}, "a name that begins alike is another run's"
     objects.fetch("folder/b", tmp_path / "deep" / "copy", 1000)
     assert (tmp_path / "deep" / "copy").read_bytes() == b"x" * 1000
     assert os.listdir(tmp_path / "deep") == ["copy"]
@@ -41,8 +55,8 @@ def test_objects_are_written_listed_read_and_removed(s3, tmp_path):
     assert objects.text("a") is None
 
 
-def test_an_object_is_created_once(s3):
-    objects = ObjectStore(URL, patience=5)
+def test_an_object_is_created_once(url):
+    objects = ObjectStore(url, patience=5)
     assert objects.create_text("a", "one")
     assert not objects.create_text("a", "two")
     assert objects.text("a") == "one"
@@ -144,7 +158,7 @@ def test_each_url_has_a_working_folder_of_its_own(monkeypatch, tmp_path):
 # -- a folder's copy ---------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_is_sent_and_brought(s3, tmp_path):
+def test_a_folder_is_sent_and_brought(url, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     (here / "logs").mkdir(parents=True)
     (here / "logs" / "rank-0.jsonl").write_text("one\n")
@@ -153,7 +167,7 @@ def test_a_folder_is_sent_and_brought(s3, tmp_path):
     (here / ".hidden").write_text("")
     (here / "link").symlink_to(here / "status.json")
     os.mkfifo(here / "pipe")
-    objects = ObjectStore(URL, patience=5)
+    objects = ObjectStore(url, patience=5)
     mirror = FolderMirror(objects, here, lambda name: "rank-1" not in name, "status.json", lambda trouble: None)
     mirror.finish(with_last=False)
     assert objects.names() == {"logs/rank-0.jsonl": 4}
@@ -176,13 +190,13 @@ def lease(objects: ObjectStore, job: str, lost: list[str] | None = None) -> stor
     return store_lease.StoreLease(objects, job, (lost if lost is not None else []).append)
 
 
-def test_a_second_job_is_refused_and_a_given_back_lease_taken(s3, monkeypatch):
+def test_a_second_job_is_refused_and_a_given_back_lease_taken(url, monkeypatch):
     monkeypatch.setattr(store_lease, "_TO_END_SECONDS", 0.5)
     monkeypatch.setattr(store_lease, "_LOOK_SECONDS", 0.1)
-    objects = ObjectStore(URL, patience=5)
+    objects = ObjectStore(url, patience=5)
     first = lease(objects, "one")
     first.take()
-    with pytest.raises(ConfigError, match=f"{URL} is in use by another job .process {os.getpid()} on"):
+    with pytest.raises(ConfigError, match=f"{url} is in use by another job .process {os.getpid()} on"):
         lease(objects, "other").take()
     first.give_back()
     second = lease(objects, "other")
@@ -193,9 +207,9 @@ def test_a_second_job_is_refused_and_a_given_back_lease_taken(s3, monkeypatch):
     assert objects.text("lease.json") is None
 
 
-def test_a_dead_owners_lease_is_taken_over(s3, monkeypatch):
+def test_a_dead_owners_lease_is_taken_over(url, monkeypatch):
     monkeypatch.setattr(store_lease, "_LOOK_SECONDS", 0.1)
-    objects = ObjectStore(URL, patience=5)
+    objects = ObjectStore(url, patience=5)
     dead = lease(objects, "one").owner
     here = {**dataclasses.asdict(dead), "pid": "999999999"}
     objects.put_text("lease.json", json.dumps(here))
@@ -241,19 +255,6 @@ def test_who_finds_its_lease_another_ends(s3, monkeypatch):
     while not lost and time.monotonic() < deadline:
         time.sleep(0.05)
     assert lost and "has been taken over by process" in lost[0]
-
-
-def test_a_store_that_knows_no_exclusive_writes_is_asked_before(s3):
-    objects = ObjectStore(URL, patience=5)
-    write = objects._system.pipe_file
-
-    def plain(self, path, data):
-        return write(path, data)
-
-    objects._system.pipe_file = types.MethodType(plain, objects._system)
-    assert objects.create_text("a", "one")
-    assert not objects.create_text("a", "two")
-    assert objects.text("a") == "one"
 
 
 def test_patience_ends(s3, monkeypatch):
