@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         own = runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
         write_page(runs, Path(options.out) if options.out else own)
         if not options.out:
-            send_back(options.run_dirs[0], own)
+            send_back(options.run_dirs[0], runs[0].folder, lambda name: name == own.name)
     return ExitCode.OK
 
 

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,18 @@ def bring_for_reading(url: str, store: SnapshotStore, step: int = -1) -> None:
 class StoredSnapshots:
     """The snapshots below `objects`, and the thread that sends those of `store` there.
 
-    retention: what is kept in the store.
+    retention: what is kept in the store. before: called before a snapshot is committed there, in the thread; may raise
+    StoreError.
     """
 
-    def __init__(self, objects: ObjectStore, store: SnapshotStore, retention: Retention):
-        self._objects, self._store, self._retention = objects, store, retention
+    def __init__(
+        self,
+        objects: ObjectStore,
+        store: SnapshotStore,
+        retention: Retention,
+        before: Callable[[], None] = lambda: None,
+    ):
+        self._objects, self._store, self._retention, self._before = objects, store, retention, before
         self._there: dict[int, Mapping[str, float]] = {}  # step -> its metrics, of those in the store
         self._damaged: set[int] = set()  # which are here, but are not sent
         self._trouble: StoreError | None = None
@@ -189,6 +196,7 @@ class StoredSnapshots:
             manifest, name = parse(text, str(copy / MANIFEST), step), self._name(step)
             self._objects.remove(f"{name}/{MANIFEST}")
             self._objects.send_all((copy / file, f"{name}/{file}") for file in manifest["files"])
+            self._before()
             self._objects.put_text(f"{name}/{MANIFEST}", text)
             self._there[step] = manifest.get("metrics") or {}
             if step == max(self._there):

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import flags
-from tfdist.artifacts.status import read_status
+from tfdist.artifacts.status import STATUS_FILE, parse_status
 from tfdist.config import Config, option
 from tfdist.control import versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
 from tfdist.control.run_address import is_url
-from tfdist.storage.reader_copy import for_reading, reading_folder
+from tfdist.storage.reader_copy import for_reading, reading_folder, send_back, text_of
 
 if TYPE_CHECKING:
     import keras
@@ -102,13 +102,13 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     from tfdist.telemetry.jsonl import JsonlObserver, next_attempt
     from tfdist.telemetry.tensorboard import TensorBoardObserver
 
-    folder = _folder(config)
     _await_start(config, config.cluster.startup_timeout)
+    folder = for_reading(config.run.run_dir, config.run.cache_dir)
     job = _compose(run_configuration(config, argv or []))
     store, done = _store(config), -1
     log = folder / "logs" / "evaluator.jsonl"
     observers: list[JsonlObserver | TensorBoardObserver] = [
-        JsonlObserver(log, run_id=read_status(folder).get("run_id", ""), attempt=next_attempt(log), rank=-1)
+        JsonlObserver(log, run_id=_status(config).get("run_id", ""), attempt=next_attempt(log), rank=-1)
     ]
     if "tensorboard" in config.telemetry.trackers.split(","):
         observers.append(TensorBoardObserver(folder / "tensorboard" / "evaluator", 0, forgets=False))
@@ -123,18 +123,25 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
             _show(values, snapshot.path)
             for observer in observers:
                 observer(Event("eval", done, {f"eval/{name}": value for name, value in values.items()}))
+            send_back(config.run.run_dir, folder, _is_own)
         elif over:
             break
         else:
             time.sleep(_POLL_SECONDS)
     for observer in observers:
         observer.close()
+    send_back(config.run.run_dir, folder, _is_own)
     return 0
+
+
+def _is_own(name: str) -> bool:
+    """Whether an evaluator has written a file."""
+    return name.startswith(("logs/evaluator.", "tensorboard/evaluator/"))
 
 
 def _status(config: Config) -> dict[str, Any]:
     """What the run says of itself now."""
-    return read_status(for_reading(config.run.run_dir, config.run.cache_dir))
+    return parse_status(text_of(config.run.run_dir, STATUS_FILE))
 
 
 def _folder(config: Config) -> Path:

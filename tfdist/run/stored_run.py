@@ -119,7 +119,8 @@ class StoredRun:
 
     def sends(self, store: SnapshotStore, retention: Retention) -> StoredSnapshots:
         """What brings and sends the chief's snapshots."""
-        self._snapshots = StoredSnapshots(self.objects, store, retention)
+        # Whoever goes on from a snapshot finds the logs up to it.
+        self._snapshots = StoredSnapshots(self.objects, store, retention, before=self._mirror.send)
         return self._snapshots
 
     def _owns(self, name: str) -> bool:

@@ -36,6 +36,7 @@ class FolderMirror:
     ):
         self._objects, self._folder, self._owns, self._last, self._told = objects, folder, owns, last, told
         self._sent: dict[str, tuple[int, int]] = {}  # name -> (time of the last change in ns, bytes)
+        self._one_at_a_time = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfdist-mirror", daemon=True)
 
@@ -45,7 +46,7 @@ class FolderMirror:
     def _keep(self) -> None:
         while not self._ended.wait(_PERIOD_SECONDS):
             try:
-                self._send(self._changed())
+                self.send()
                 self._told(None)
             except StoreError as error:
                 self._told(error)
@@ -55,17 +56,19 @@ class FolderMirror:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._send(self._changed())
+        self.send()
         if with_last and (self._folder / self._last).is_file() and self._owns(self._last):
             self._objects.send(self._folder / self._last, self._last)
 
-    def _send(self, changed: dict[str, tuple[int, int]]) -> None:
-        for name, state in changed.items():
-            try:
-                self._objects.send(self._folder / name, name)
-            except FileNotFoundError:
-                continue
-            self._sent[name] = state
+    def send(self) -> None:
+        """Sends what has changed. Raises StoreError."""
+        with self._one_at_a_time:
+            for name, state in self._changed().items():
+                try:
+                    self._objects.send(self._folder / name, name)
+                except FileNotFoundError:
+                    continue
+                self._sent[name] = state
 
     def _changed(self) -> dict[str, tuple[int, int]]:
         found = {}

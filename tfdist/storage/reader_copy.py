@@ -4,10 +4,11 @@ which belongs to the run alone. Of a run in a folder that folder itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tfdist.control.run_address import cache_folder, check_address, is_url, working_folder
-from tfdist.storage.mirror import bring_files
+from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import ObjectStore, as_sentence
 
 _NOT_BROUGHT = ("checkpoints/", "export/")
@@ -29,8 +30,19 @@ def for_reading(place: str, cache_dir: str = "") -> Path:
     return folder
 
 
-def send_back(place: str, file: Path) -> None:
-    """Puts a file that was made of a run in a store beside it. Raises TfdistError."""
+def text_of(place: str, name: str) -> str:
+    """One file of a run as it is now; "" if it is not there. Raises TfdistError."""
     if is_url(place):
         with as_sentence():
-            ObjectStore(place).send(file, file.name)
+            return ObjectStore(place).text(name) or ""
+    try:
+        return (Path(place) / name).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def send_back(place: str, folder: Path, made: Callable[[str], bool]) -> None:
+    """Puts files that were `made` in the copy of a run in a store beside it. Raises TfdistError."""
+    if is_url(place):
+        with as_sentence():
+            FolderMirror(ObjectStore(place), folder, made, last="", told=lambda trouble: None).finish(with_last=False)

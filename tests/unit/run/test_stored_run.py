@@ -1,0 +1,145 @@
+"""tfdist/run/stored_run.py: which run a working copy is of, whose files are whose, what is said of one that is away."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from tests.stores.faulty_proxy import faulty_proxy
+from tests.stores.s3_server import BUCKET
+from tfdist.artifacts.status import is_finished, write_status
+from tfdist.config.run_options import RunConfig
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.run.stored_run import StoredRun, stored_run
+from tfdist.storage.object_store import ObjectStore
+
+URL = f"s3://{BUCKET}/runs/one"
+ALONE = Cluster()
+SECOND = Cluster.of_workers(["127.0.0.1:1", "127.0.0.1:2"], 1)
+
+
+def stored(folder, cluster: Cluster = ALONE, timeout: float = 20.0) -> StoredRun:
+    folder.mkdir(exist_ok=True)
+    (folder / "logs").mkdir(exist_ok=True)
+    return StoredRun(RunConfig(run_dir=URL, store_timeout=timeout), folder, cluster, "job")
+
+
+def test_a_folder_needs_none_of_it(tmp_path):
+    with stored_run(RunConfig(run_dir=str(tmp_path)), tmp_path, ALONE, "job") as nothing:
+        assert nothing is None
+
+
+def test_what_is_left_is_sent_at_the_end_and_the_status_last(s3, tmp_path):
+    with stored(tmp_path / "here") as run:
+        write_status(run.folder, "running", "abc")
+        run.start()
+        assert b"running" in s3.content("runs/one/status.json")
+        (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
+        (run.folder / "logs" / "rank-1.jsonl").write_text("another worker's\n")
+        (run.folder / "tensorboard").mkdir()
+        (run.folder / "tensorboard" / "events").write_text("")
+        write_status(run.folder, "finished", "abc")
+        assert s3.content("runs/one/lease.json")
+    assert sorted(s3.names()) == [
+        "runs/one/logs/rank-0.jsonl",
+        "runs/one/status.json",
+        "runs/one/tensorboard/events",
+    ]
+    assert is_finished(URL, tmp_path / "elsewhere", seconds=0.0)
+
+
+def test_logs_go_on_on_another_machine(s3, tmp_path):
+    with stored(tmp_path / "here") as run:
+        write_status(run.folder, "running", "abc")
+        (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
+    s3.change("runs/one/logs/rank-1.jsonl", b"of rank 1\n")
+    s3.change("runs/one/faults/arm-0-kill", b"")
+    with stored(tmp_path / "there") as run:
+        assert (run.folder / "logs" / "rank-0.jsonl").read_text() == "one\n"
+        assert json.loads((run.folder / "status.json").read_text())["run_id"] == "abc"
+        assert not (run.folder / "faults").exists()
+    with stored(tmp_path / "second", SECOND) as run:
+        assert not (run.folder / "logs" / "rank-1.jsonl").exists()
+        run.bring_own()
+        assert (run.folder / "logs" / "rank-1.jsonl").read_text() == "of rank 1\n"
+        assert os.listdir(run.folder) == ["logs"]
+
+
+@pytest.mark.parametrize("there", ["nothing", "another run"])
+def test_a_working_copy_of_another_run_is_set_aside(s3, tmp_path, capsys, there):
+    with stored(tmp_path / "here") as run:
+        write_status(run.folder, "running", "abc")
+        (run.folder / "checkpoints" / "step-00000010").mkdir(parents=True)
+        (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
+        (run.folder / "logs" / "worker-0.log").write_text("the launcher has begun it\n")
+    s3.empty()
+    if there == "another run":
+        s3.change("runs/one/status.json", b'{"status": "running", "run_id": "def"}')
+    with stored(tmp_path / "here") as run:
+        assert not (run.folder / "checkpoints").exists()
+        assert os.listdir(run.folder / "logs") == ["worker-0.log"]
+        (aside,) = run.folder.glob("set-aside-*")
+        assert {path.name for path in aside.iterdir()} == {"status.json", "checkpoints", "rank-0.jsonl"}
+        assert (run.folder / "status.json").exists() == (there == "another run")
+    said = capsys.readouterr().err
+    assert URL in said and aside.name in said
+    assert not any("set-aside" in name for name in s3.names())
+
+
+def test_a_working_copy_of_the_same_run_is_gone_on_with(s3, tmp_path, capsys):
+    for _ in range(2):
+        with stored(tmp_path / "here") as run:
+            write_status(run.folder, "running", "abc")
+            (run.folder / "logs" / "rank-0.jsonl").open("a").write("more\n")
+    assert s3.content("runs/one/logs/rank-0.jsonl") == b"more\nmore\n"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_second_job_is_refused_and_nothing_of_the_first_touched(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr("tfdist.storage.store_lease._TO_END_SECONDS", 0.1)
+    with stored(tmp_path / "here"):
+        lease = s3.content("runs/one/lease.json")
+        with pytest.raises(ConfigError, match="in use by another job"), stored(tmp_path / "there"):
+            pass
+        assert s3.content("runs/one/lease.json") == lease
+
+
+def test_a_store_that_is_away_is_said_once_and_again_later(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
+    away = []
+    with faulty_proxy(s3.port, lambda method, path: "500" if away else "") as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        refusal = pytest.raises(CheckpointError, match="Not all of the run could be sent.*start again on this machine")
+        with refusal, stored(tmp_path / "here", timeout=0.5) as run:
+            write_status(run.folder, "running", "abc")
+            run.start()
+            assert list(run.messages()) == []
+            away.append(True)
+            (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
+            deadline, said = time.monotonic() + 30, []
+            while not said and time.monotonic() < deadline:
+                said = list(run.messages())
+                time.sleep(0.02)
+            assert len(said) == 1 and said[0].startswith(f"NOT SENT: {URL}")
+            assert list(run.messages()) == []
+
+
+def test_an_error_of_the_run_is_not_hidden_by_the_store(s3, tmp_path, monkeypatch):
+    away = []
+    with faulty_proxy(s3.port, lambda method, path: "500" if away else "") as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        with pytest.raises(KeyError, match="of the run"), stored(tmp_path / "here", timeout=0.5) as run:
+            (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
+            away.append(True)
+            raise KeyError("of the run")
+
+
+def test_a_status_that_is_none_in_a_store_is_no_run(s3, tmp_path):
+    for text in (b"[1]", b"{", b'{"run_id": 3}'):
+        s3.change("runs/one/status.json", text)
+        assert not is_finished(URL, tmp_path, seconds=0.0)
+    assert ObjectStore(URL).text("status.json")
