@@ -64,7 +64,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self.writes = writes
         self.store = SnapshotStore(str(backup_dir))
         self.store.required = ("epoch", "batch", "generators")
-        self.store.private = self.store.local  # /dev/shm is everybody's
+        self.store.private = True  # /dev/shm is everybody's
         self.writer = SnapshotWriter(self.store, Retention(2 if double_checkpoint else 1))
         self._step = 0  # batches trained in all
         self._seen = 0  # batches of the present epoch

@@ -5,7 +5,7 @@ which names every file with its size and SHA-256. It is written under a temporar
 renamed: so a folder of that name is whole or damaged later, and the manifest tells which. Without a valid manifest
 nothing is trusted.
 
-Where a rename is not atomic (object stores, recognised by "://") the manifest, written last, is the commit.
+What a run in an object store has there is sent from such a folder (stored_snapshots.py).
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ class Snapshot:
 
 
 class SnapshotStore:
-    """The snapshots of one folder; `directory` may be any path that tf.io.gfile takes.
+    """The snapshots of one folder.
 
     before_commit: called with the step when all files are written but nothing is committed yet; for faults on purpose.
     """
 
     def __init__(self, directory: str, before_commit: Callable[[int], None] = lambda step: None):
         self.directory, self.before_commit = str(directory).rstrip("/"), before_commit
-        self.local = "://" not in self.directory
-        self.private = False  # whether the folder, if it is made here, is for this user alone; for local ones
+        self.private = False  # whether the folder, if it is made here, is for this user alone
         self.required: Sequence[str] = ()  # entries of the manifest without which a snapshot is of no use here
         self.damaged: list[int] = []  # steps that `newest_valid` has passed over
 
@@ -77,9 +76,7 @@ class SnapshotStore:
 
     def _remove(self, path: str) -> None:
         """A file, or a folder with all in it."""
-        if not self.local:
-            tf.io.gfile.rmtree(path)
-        elif os.path.isdir(path):
+        if os.path.isdir(path):
             remove_tree(path)
         else:
             os.unlink(path)
@@ -94,21 +91,18 @@ class SnapshotStore:
         if self.private and not tf.io.gfile.exists(self.directory):
             os.makedirs(self.directory, 0o700)
         tf.io.gfile.makedirs(self.directory)
-        final = self.path(step)
-        folder = f"{self.directory}/.writing-step-{step:08d}-{uuid.uuid4().hex[:8]}" if self.local else final
-        if not self.local and tf.io.gfile.exists(final):
-            self.delete(step)
+        folder = f"{self.directory}/.writing-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         try:
             tf.io.gfile.makedirs(folder)
             _write_tensors(folder, step, arrays)
             self.before_commit(step)
             files = {}
             for name in sorted(tf.io.gfile.listdir(folder)):
-                size, digest = measure(f"{folder}/{name}", flush=self.local)
+                size, digest = measure(f"{folder}/{name}", flush=True)
                 files[name] = {"bytes": size, "sha256": digest}
             self._seal(folder, step, files, fields)
         except BaseException:
-            if self.local and os.path.exists(folder):
+            if os.path.exists(folder):
                 remove_tree(folder)
             raise
         self._point_to(step)
@@ -118,18 +112,16 @@ class SnapshotStore:
         """The commit of what is written in `folder`, whose files are named with their sizes and checksums."""
         final, manifest = self.path(step), {"format": FORMAT, "step": step, **fields, "files": files}
         self._write_text(f"{folder}/{MANIFEST}", sealed(manifest))
-        if self.local:
-            _flush_folder(folder)
-            if os.path.exists(final):
-                self.delete(step)
-            os.rename(folder, final)
-            _flush_folder(self.directory)
+        _flush_folder(folder)
+        if os.path.exists(final):
+            self.delete(step)
+        os.rename(folder, final)
+        _flush_folder(self.directory)
 
     def _write_text(self, path: str, text: str) -> None:
         with tf.io.gfile.GFile(path, "w") as file:
             file.write(text)
-        if self.local:
-            _flush_file(path)
+        _flush_file(path)
 
     def _point_to(self, step: int) -> None:
         """Keeps TensorFlow's `checkpoint` file, so that tf.train.latest_checkpoint(directory) finds the newest."""
@@ -141,19 +133,15 @@ class SnapshotStore:
     def delete(self, step: int) -> None:
         """Deletes a snapshot. Killed in the middle it leaves nothing that looks whole."""
         path, doomed = self.path(step), f"{self.directory}/.deleting-step-{step:08d}-{uuid.uuid4().hex[:8]}"
-        if self.local:
-            os.rename(path, doomed)
-            remove_tree(doomed)
-        else:
-            tf.io.gfile.remove(f"{path}/{MANIFEST}")
-            tf.io.gfile.rmtree(path)
+        os.rename(path, doomed)
+        remove_tree(doomed)
 
     # -- trusting --------------------------------------------------------------------------------------------------
 
     def verify(self, step: int) -> Snapshot:
         """Checks a snapshot file by file. Raises CheckpointError naming the file that is damaged."""
         path = self.path(step)
-        if self.local and os.path.exists(f"{path}/{MANIFEST}") and not os.path.isfile(f"{path}/{MANIFEST}"):
+        if os.path.exists(f"{path}/{MANIFEST}") and not os.path.isfile(f"{path}/{MANIFEST}"):
             raise CheckpointError(f"{path}/{MANIFEST} is no file.")  # a pipe would be waited for
         try:
             with tf.io.gfile.GFile(f"{path}/{MANIFEST}") as file:
@@ -176,10 +164,7 @@ class SnapshotStore:
         try:
             if not tf.io.gfile.exists(file):
                 raise CheckpointError(f"{file} is missing.")
-            if (
-                self.local
-                and os.path.realpath(file) != f"{os.path.realpath(os.path.dirname(file))}/{os.path.basename(file)}"
-            ):
+            if os.path.realpath(file) != f"{os.path.realpath(os.path.dirname(file))}/{os.path.basename(file)}":
                 raise CheckpointError(f"{file} is a link to another place: a snapshot's files are in its own folder.")
             size, digest = measure(file, flush=False)
         except tf.errors.OpError as error:
@@ -205,10 +190,7 @@ class SnapshotStore:
         kept while a valid one is deleted."""
         for step in self.damaged:
             aside = f"{self.directory}/damaged-step-{step:08d}-{uuid.uuid4().hex[:8]}"
-            if self.local:
-                os.rename(self.path(step), aside)
-            else:
-                tf.io.gfile.rmtree(self.path(step))
+            os.rename(self.path(step), aside)
         self.damaged = []
 
     def read(self, snapshot: Snapshot) -> dict[str, np.ndarray]:

@@ -101,7 +101,7 @@ class SnapshotFiles:
         directory = Path(self.store.directory)
         token = broadcast_json(runtime, {"token": uuid.uuid4().hex[:8]})["token"]
         mark = directory / f".seen-by-all-{token}"
-        if self._writes and self.store.local:
+        if self._writes:
             directory.mkdir(parents=True, exist_ok=True)
             mark.touch()
         runtime.barrier()
@@ -162,8 +162,6 @@ def _make_backup_folder(name: str) -> None:
     """Raises ConfigError if it cannot be made or written: each backup would fail, and nobody have noticed at the
     start.
     """
-    if "://" in name:
-        return
     try:
         os.makedirs(name, 0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=name):

@@ -163,22 +163,6 @@ def test_links_that_stand_for_snapshots_and_leftovers_lead_nowhere(store, tmp_pa
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint", "step-00000010"]
 
 
-def test_marker_last_where_rename_is_not_atomic(tmp_path, monkeypatch):
-    """The road of object stores, on a local folder: without the manifest it does not count, and a second write
-    replaces.
-    """
-    store = SnapshotStore(tmp_path / "checkpoints")
-    store.local = False
-    store.write(10, ARRAYS, {"metrics": {}})
-    store.write(10, ARRAYS, {"metrics": {"loss": 1.0}})
-    assert store.newest_valid()[0].manifest["metrics"] == {"loss": 1.0}
-    damage(Path(store.path(10)) / MANIFEST, "removed")
-    assert store.newest_valid()[0] is None
-    store.write(20, ARRAYS, {})
-    store.delete(20)
-    assert store.newest_valid()[0] is None
-
-
 KILLED = """
 import sys, numpy as np
 from tfdist.artifacts.store import SnapshotStore
