@@ -14,14 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 FAULTS = ("drop", "drop_answer", "delay", "500", "503", "403", "truncate", "stale")
 _CODES = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
-_DELAY_SECONDS = 0.3
+_DELAY_SECONDS, _SILENCE_SECONDS = 0.3, 60.0
 
 
 class FaultyProxy(ThreadingHTTPServer):
     """Forwards to a port of loopback.
 
-    draw: of a request's method and path, one of FAULTS or "". bytes_per_second: of bodies that are sent; 0: no limit.
-    done: how often each fault was done.
+    draw: of a request's method and path, one of FAULTS, "silence" or "". bytes_per_second: of bodies that are sent; 0:
+    no limit. done: how often each fault was done.
     """
 
     daemon_threads = True
@@ -46,6 +46,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.done[fault] += 1
         if self.server.bytes_per_second:
             time.sleep(len(body) / self.server.bytes_per_second)
+        if fault == "silence":
+            time.sleep(_SILENCE_SECONDS)
         if fault == "drop":
             self._hang_up()
             return

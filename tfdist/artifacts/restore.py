@@ -36,12 +36,12 @@ def choose(
     if snapshot is None:
         if resume == "must":
             raise CheckpointError(
-                f"--resume=must, but {store.directory} has no valid snapshot ({'; '.join(messages) or 'it is empty'}):"
+                f"--resume=must, but {store.place} has no valid snapshot ({'; '.join(messages) or 'it is empty'}):"
                 " check --run_dir, or use --resume=auto."
             )
         if messages:
             raise CheckpointError(
-                f"No snapshot in {store.directory} is valid ({'; '.join(messages)}): restore one from elsewhere, or"
+                f"No snapshot in {store.place} is valid ({'; '.join(messages)}): restore one from elsewhere, or"
                 " choose another --run_dir to start anew."
             )
         return None, messages

@@ -11,7 +11,8 @@ from typing import Any
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import written_whole
 from tfdist.control.run_address import is_url
-from tfdist.storage.object_store import ObjectStore, StoreError
+from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import StoreError
 
 STATUS_FILE = "status.json"
 

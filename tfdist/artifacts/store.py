@@ -53,6 +53,7 @@ class SnapshotStore:
 
     def __init__(self, directory: str, before_commit: Callable[[int], None] = lambda step: None):
         self.directory, self.before_commit = str(directory).rstrip("/"), before_commit
+        self.place = self.directory  # as messages name it
         self.private = False  # whether the folder, if it is made here, is for this user alone
         self.required: Sequence[str] = ()  # entries of the manifest without which a snapshot is of no use here
         self.damaged: list[int] = []  # steps that `newest_valid` has passed over

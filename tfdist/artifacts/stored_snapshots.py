@@ -24,11 +24,13 @@ from tfdist.artifacts.store import SnapshotStore
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
 from tfdist.control.run_address import is_url
-from tfdist.storage.object_store import ObjectStore, StoreError, as_sentence
+from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import StoreError, as_sentence
 
 FOLDER = "checkpoints"
 _OBJECT = re.compile(rf"^{FOLDER}/step-(\d{{8,19}})/([^/]+)$")
 _SENDING = ".sending-"
+_DAMAGED = "damaged-manifest.json"  # the name that the manifest of a damaged snapshot is given
 _LOOK_SECONDS = 0.5
 
 
@@ -54,8 +56,8 @@ def bring_for_reading(url: str, store: SnapshotStore, step: int = -1) -> None:
 class StoredSnapshots:
     """The snapshots below `objects`, and the thread that sends those of `store` there.
 
-    retention: what is kept in the store. before: called before a snapshot is committed there, in the thread; may raise
-    StoreError.
+    retention: what is kept in the store. In the thread are called, and may raise StoreError: allowed, before anything
+    is written or removed there; before, when a snapshot is about to be committed.
     """
 
     def __init__(
@@ -63,11 +65,14 @@ class StoredSnapshots:
         objects: ObjectStore,
         store: SnapshotStore,
         retention: Retention,
+        allowed: Callable[[], None] = lambda: None,
         before: Callable[[], None] = lambda: None,
     ):
-        self._objects, self._store, self._retention, self._before = objects, store, retention, before
+        self._objects, self._store, self._retention = objects, store, retention
+        self._allowed, self._before = allowed, before
         self._there: dict[int, Mapping[str, float]] = {}  # step -> its metrics, of those in the store
         self._damaged: set[int] = set()  # which are here, but are not sent
+        self._damaged_there: set[int] = set()  # which are in the store, but were passed over
         self._trouble: StoreError | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfdist-sender", daemon=True)
@@ -92,6 +97,7 @@ class StoredSnapshots:
                 break
             except CheckpointError as error:
                 messages.append(f"passed over a snapshot of {self._objects.url}: {error}")
+                self._damaged_there.add(step)
         return messages
 
     def bring(self, step: int) -> None:
@@ -101,6 +107,11 @@ class StoredSnapshots:
         if text is None:
             raise CheckpointError(f"{name}/{MANIFEST} is not there.")
         manifest = parse(text, f"{name}/{MANIFEST}", step, self._store.required)
+        for file, entry in manifest["files"].items():
+            # Asked of the store: what comes with another size only now is a broken transfer, and tried again.
+            if (size := self._objects.size(f"{name}/{file}")) != entry["bytes"]:
+                found = "is not there" if size is None else f"has {size} bytes instead of {entry['bytes']}"
+                raise CheckpointError(f"{name}/{file} {found}.")
         folder = Path(self._store.directory) / f".writing-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         final = Path(self._store.path(step))
         folder.mkdir(parents=True)
@@ -139,18 +150,28 @@ class StoredSnapshots:
         for entry in Path(self._store.directory).parent.glob(f"{_SENDING}*"):
             remove_tree(entry)
         for step, files in self._inventory().items():
-            if MANIFEST in files:
-                self._there[step] = self._metrics(step)
+            if MANIFEST not in files:
+                if _DAMAGED not in files:
+                    self._remove(step, files)
+            elif step in self._damaged_there or (metrics := self._metrics(step)) is None:
+                self._set_aside(step)
             else:
-                self._remove(step, files)
+                self._there[step] = metrics
         self._objects.remove_half_sent()
         self._thread.start()
 
-    def _metrics(self, step: int) -> Mapping[str, float]:
+    def _metrics(self, step: int) -> Mapping[str, float] | None:
+        """None if the manifest is damaged."""
         text = self._objects.text(f"{self._name(step)}/{MANIFEST}")
         with contextlib.suppress(CheckpointError):
             return parse(text or "", MANIFEST, step).get("metrics") or {}
-        return {}
+        return None
+
+    def _set_aside(self, step: int) -> None:
+        """A damaged one counts no longer as one of those that are kept; nothing of it is removed."""
+        manifest = f"{self._name(step)}/{MANIFEST}"
+        self._objects.put_text(f"{self._name(step)}/{_DAMAGED}", self._objects.text(manifest) or "")
+        self._objects.remove(manifest)
 
     def trouble(self) -> StoreError | None:
         """Why the last attempt failed, if it did."""
@@ -176,7 +197,9 @@ class StoredSnapshots:
             try:
                 # The newest first: whoever starts again elsewhere goes on from it.
                 for step in self.unsent()[::-1][:1]:
+                    self._allowed()
                     self._send(step)
+                    self._allowed()
                     self._retain()
                     self._trouble = None
             except StoreError as error:

@@ -45,6 +45,8 @@ def cache_folder(cache_dir: str = "") -> Path:
 def check_address(flag: str, place: str) -> None:
     """Raises ConfigError if a URL names no place in a store that tfdist knows. flag: that it was given with."""
     if not is_url(place):
+        if re.match(rf"({'|'.join(STORES)}):/", place):
+            raise ConfigError(f"--{flag}={place} is no URL: write {place.replace(':/', '://', 1)}.")
         return
     scheme, _, rest = place.partition("://")
     bucket = rest.partition("/")[0]

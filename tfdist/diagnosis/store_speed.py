@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tfdist.control.exit_codes import TfdistError
 from tfdist.diagnosis.findings import Finding, fine, warning, wrong
-from tfdist.storage.object_store import ObjectStore, StoreError
+from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import StoreError
 
 _NAME = "run store"
 _BYTES = 8 * 2**20

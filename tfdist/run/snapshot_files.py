@@ -29,7 +29,7 @@ from tfdist.control.faults import Faults
 from tfdist.run.agreement import broadcast_json
 from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.base import Runtime
-from tfdist.storage.object_store import as_sentence
+from tfdist.storage.store_errors import as_sentence
 
 _LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written is worth this wait
 _LAST_PART_SECONDS = 2.0  # and for the part of a worker that may be gone, this

@@ -13,8 +13,9 @@ import contextlib
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -27,13 +28,16 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.control.run_address import is_url
 from tfdist.storage.mirror import FolderMirror, bring_files
-from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore, StoreError, as_sentence
+from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
+from tfdist.storage.store_errors import StoreError, as_sentence
 from tfdist.storage.store_lease import FILE as LEASE
 from tfdist.storage.store_lease import StoreLease
 
 _AFTER_AN_ERROR_SECONDS = 10.0  # what can be sent then
 _SAID_AGAIN_SECONDS = 600.0  # a trouble that lasts
 _PROGRESS_SECONDS = 10.0
+_SILENT_SECONDS = 60.0  # for which an operation may go on until the user is told
+_GIVE_BACK_SECONDS = 5.0
 _OF_A_RANK = re.compile(r"^logs/(?:rank|worker)-(\d+)\D")
 _SET_ASIDE = "set-aside-"
 
@@ -61,7 +65,8 @@ class StoredRun:
             self.objects = ObjectStore(options.run_dir, min(options.store_timeout, PATIENCE_SECONDS))
         self._timeout = options.store_timeout
         self._lease = StoreLease(self.objects, job, _end) if self._is_chief else None
-        self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._told)
+        allowed = self._lease.confirm if self._lease else lambda: None
+        self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._told, allowed)
         self._snapshots: StoredSnapshots | None = None
         self._trouble: StoreError | None = None
         self._said: float | None = None  # when the user was told of a trouble that lasts
@@ -119,8 +124,12 @@ class StoredRun:
 
     def sends(self, store: SnapshotStore, retention: Retention) -> StoredSnapshots:
         """What brings and sends the chief's snapshots."""
+        assert self._lease  # only the chief sends snapshots
+        store.place = f"{self.objects.url}/{FOLDER}"
         # Whoever goes on from a snapshot finds the logs up to it.
-        self._snapshots = StoredSnapshots(self.objects, store, retention, before=self._mirror.send)
+        self._snapshots = StoredSnapshots(
+            self.objects, store, retention, allowed=self._lease.confirm, before=self._mirror.send
+        )
         return self._snapshots
 
     def _owns(self, name: str) -> bool:
@@ -136,7 +145,9 @@ class StoredRun:
 
     def messages(self) -> Iterator[str]:
         """A sentence when the store cannot be used, and again while that lasts."""
-        trouble = self._trouble or self._snapshots and self._snapshots.trouble()
+        trouble = (
+            self._trouble or self._snapshots and self._snapshots.trouble() or self.objects.waiting(_SILENT_SECONDS)
+        )
         if trouble is None:
             self._said = None
         elif self._said is None or time.monotonic() - self._said > _SAID_AGAIN_SECONDS:
@@ -147,17 +158,20 @@ class StoredRun:
 
     def __exit__(self, kind, error, trace) -> None:
         patience = self._timeout if error is None else min(self._timeout, _AFTER_AN_ERROR_SECONDS)
-        missing = ""
-        try:
-            missing = self._send_the_rest(patience)
-        finally:
-            if self._lease:
-                self.objects.patience = min(patience, PATIENCE_SECONDS, _AFTER_AN_ERROR_SECONDS)
-                self._lease.give_back()
-        if missing and error is None:
+        missing = [f"{self.objects.url} does not answer"]
+
+        def send() -> None:
+            missing[:] = [self._send_the_rest(patience)]
+
+        # A store that is silent holds a thread up, and nobody else.
+        _for_at_most(patience + _GIVE_BACK_SECONDS, send)
+        if self._lease:
+            self.objects.patience = _GIVE_BACK_SECONDS
+            _for_at_most(2 * _GIVE_BACK_SECONDS, self._lease.give_back)
+        if missing[0] and error is None:
             raise CheckpointError(
-                f"Not all of the run could be sent: {missing}. It is in the working copy {self.folder}: start again on"
-                " this machine when the store can be reached."
+                f"Not all of the run could be sent: {missing[0]}. It is in the working copy {self.folder}: start again"
+                " on this machine when the store can be reached."
             )
 
     def _send_the_rest(self, seconds: float) -> str:
@@ -179,6 +193,13 @@ class StoredRun:
         return (
             f"the snapshots of steps {', '.join(map(str, unsent))} ({trouble or 'it takes too long'})" if unsent else ""
         )
+
+
+def _for_at_most(seconds: float, deed: Callable[[], None]) -> None:
+    """Does something in a thread, which is left alone after some time."""
+    thread = threading.Thread(target=deed, name="tfdist-store-end", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _end(sentence: str) -> None:

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tfdist.storage.object_store import ObjectStore, StoreError
+from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import StoreError
 from tfdist.storage.store_lease import FILE as LEASE
 
 _PERIOD_SECONDS = 20.0
@@ -23,7 +24,8 @@ class FolderMirror:
     """Sends those files of `folder` whose names `owns` says are this process's.
 
     last: a file that is sent when all others are there, and only at the end. told: called with the error of a round
-    that failed, in a thread, and with None after one that did not.
+    that failed, in a thread, and with None after one that did not. allowed: called before a round; may raise
+    StoreError.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class FolderMirror:
         owns: Callable[[str], bool],
         last: str,
         told: Callable[[StoreError | None], None],
+        allowed: Callable[[], None] = lambda: None,
     ):
+        self._allowed = allowed
         self._objects, self._folder, self._owns, self._last, self._told = objects, folder, owns, last, told
         self._sent: dict[str, tuple[int, int]] = {}  # name -> (time of the last change in ns, bytes)
         self._one_at_a_time = threading.Lock()
@@ -54,14 +58,13 @@ class FolderMirror:
     def finish(self, with_last: bool) -> None:
         """Sends what is left. Raises StoreError."""
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()
         self.send()
         if with_last and (self._folder / self._last).is_file() and self._owns(self._last):
             self._objects.send(self._folder / self._last, self._last)
 
     def send(self) -> None:
         """Sends what has changed. Raises StoreError."""
+        self._allowed()
         with self._one_at_a_time:
             for name, state in self._changed().items():
                 try:

@@ -13,20 +13,21 @@ import getpass
 import importlib
 import os
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tfdist.control.exit_codes import ConfigError, StartupError, TfdistError
 from tfdist.control.optional_packages import optional_module
 from tfdist.control.run_address import STORES
+from tfdist.storage.store_errors import StoreError, explained
 
 PATIENCE_SECONDS = 60.0
 _REFUSED_SECONDS = 2.0  # a refusal may be a passing one, too, but rarely is
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 10.0
+_SLOW_BYTES_PER_SECOND = 2e6
 _AT_A_TIME = 4  # files that travel at once
 _WHOLE_BYTES = 1 << 25  # a file that may grow meanwhile is read at once up to this size
 
@@ -37,14 +38,6 @@ _EXCLUSIVE_WRITES = ("s3", "gs")  # with pipe_file(mode="create")
 T = TypeVar("T")
 
 
-class StoreError(OSError):
-    """What a store did not do. Its text is a sentence. refused: trying again will not help."""
-
-    def __init__(self, sentence: str, refused: bool = False):
-        super().__init__(sentence)
-        self.refused = refused
-
-
 class ObjectStore:
     """The objects below `url`, by their names from there on, such as "logs/rank-0.jsonl".
 
@@ -53,6 +46,7 @@ class ObjectStore:
 
     def __init__(self, url: str, patience: float = PATIENCE_SECONDS):
         self.url, self.patience = url.rstrip("/"), patience
+        self._waiting: dict[int, tuple[str, float, int]] = {}  # thread -> what it does, since when, with how many bytes
         self._scheme = self.url.partition("://")[0]
         self._system, self._root = _file_system(self.url)
 
@@ -89,6 +83,17 @@ class ObjectStore:
                 return None
 
         return self._patiently(f"reading {name}", read)
+
+    def size(self, name: str) -> int | None:
+        """Of an object, in bytes; None if there is none. Raises StoreError."""
+
+        def look() -> int | None:
+            try:
+                return self._system.info(self._path(name))["size"]
+            except FileNotFoundError:
+                return None
+
+        return self._patiently(f"looking at {name}", look)
 
     def put_text(self, name: str, text: str) -> None:
         """Writes an object. Raises StoreError."""
@@ -130,8 +135,7 @@ class ObjectStore:
             if not least <= stored <= most:
                 raise ConnectionError(f"{stored} bytes arrived instead of {least}")
 
-        file.stat()
-        self._patiently(f"writing {name}", write)
+        self._patiently(f"writing {name}", write, size=file.stat().st_size)
 
     def fetch(self, name: str, file: Path, size: int) -> None:
         """Writes an object of `size` bytes to a file, which has the name when it is whole. Raises StoreError;
@@ -153,7 +157,7 @@ class ObjectStore:
                     os.unlink(temporary)
                 raise
 
-        self._patiently(f"reading {name}", read, missing=True)
+        self._patiently(f"reading {name}", read, missing=True, size=size)
 
     def send_all(self, files: Iterable[tuple[Path, str]]) -> None:
         """Several files at once. Raises what `send` raises."""
@@ -164,9 +168,25 @@ class ObjectStore:
         self._all(self.fetch, wanted)
 
     def _all(self, deed: Callable[..., None], arguments: Iterable[tuple]) -> None:
-        with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tfdist-store") as pool:
-            for done in [pool.submit(deed, *each) for each in arguments]:
-                done.result()
+        """In threads that hold up no end of the process, as those of concurrent.futures would."""
+        left, failures = list(arguments)[::-1], []
+
+        def work() -> None:
+            try:
+                while left and not failures:
+                    deed(*left.pop())
+            except IndexError:  # another took the last
+                return
+            except OSError as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, name="tfdist-store", daemon=True) for _ in left[:_AT_A_TIME]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
 
     def remove(self, name: str) -> None:
         """Removes an object, if it is there. Raises StoreError."""
@@ -195,9 +215,25 @@ class ObjectStore:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _patiently(self, what: str, action: Callable[[], T], missing: bool = False) -> T:
-        """missing: whether FileNotFoundError is for the caller; elsewhere it means that there is no such bucket."""
+    def _patiently(self, what: str, action: Callable[[], T], missing: bool = False, size: int = 0) -> T:
+        """missing: whether FileNotFoundError is for the caller; elsewhere it means that there is no such bucket. size:
+        bytes that travel.
+        """
         begun, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        self._waiting[threading.get_ident()] = what, begun, size
+        try:
+            return self._until_it_passes(what, action, missing, begun, pause)
+        finally:
+            self._waiting.pop(threading.get_ident(), None)
+
+    def waiting(self, seconds: float) -> StoreError | None:
+        """What has been under way for longer than this, if anything has: a store may be silent."""
+        for what, begun, size in list(self._waiting.values()):
+            if time.monotonic() - begun > seconds + size / _SLOW_BYTES_PER_SECOND:
+                return StoreError(f"{self.url}: {what} has taken {time.monotonic() - begun:.0f} s so far")
+        return None
+
+    def _until_it_passes(self, what: str, action: Callable[[], T], missing: bool, begun: float, pause: float) -> T:
         while True:
             try:
                 return action()
@@ -212,42 +248,6 @@ class ObjectStore:
                     raise StoreError(f"{self.url}: {what} failed: {reason}", refused) from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-def explained(error: BaseException) -> tuple[str, bool]:
-    """(why a store did not do something and what to do about it, whether it will not pass)."""
-    name = type(error).__name__
-    said = " ".join(str(error).split())[:200] or name
-    if isinstance(error, FileNotFoundError):
-        return f"the bucket or folder is not there ({said}): create it, or correct the URL", True
-    if "Credentials" in name or "credentials" in said.lower():
-        return (
-            f"no credentials were found ({name}): set them in the environment or the files that the store's own tools"
-            " read",
-            True,
-        )
-    if isinstance(error, PermissionError):
-        return f"it is not permitted ({said}): allow these credentials to read, write, list and delete there", True
-    if "region" in said.lower():
-        return f"{said}: set AWS_REGION to the bucket's region", True
-    return f"{name}: {said}", False
-
-
-@contextlib.contextmanager
-def as_sentence() -> Iterator[None]:
-    """Turns what a store did not do into an error with an exit code."""
-    try:
-        yield
-    except StoreError as error:
-        if error.refused:
-            raise ConfigError(f"--run_dir: {error}.") from None
-        raise StartupError(f"--run_dir: {error}: look whether the store can be reached from here.") from None
-    except TfdistError:
-        raise
-    except OSError as error:
-        raise ConfigError(
-            f"--run_dir: its working copy cannot be used ({error}): choose another --cache_dir."
-        ) from None
 
 
 def _file_system(url: str) -> tuple[Any, str]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tfdist.control.run_address import cache_folder, check_address, is_url, working_folder
 from tfdist.storage.mirror import FolderMirror, bring_files
-from tfdist.storage.object_store import ObjectStore, as_sentence
+from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import as_sentence
 
 _NOT_BROUGHT = ("checkpoints/", "export/")
 

@@ -18,7 +18,8 @@ from dataclasses import asdict
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease_owner import Owner
-from tfdist.storage.object_store import ObjectStore, StoreError
+from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import StoreError
 
 FILE = "lease.json"
 _RENEW_SECONDS = 15.0
@@ -35,7 +36,7 @@ class StoreLease:
 
     def __init__(self, objects: ObjectStore, job: str, on_loss: Callable[[str], None]):
         self._objects, self._on_loss, self.owner = objects, on_loss, Owner.myself(job)
-        self._released = threading.Event()
+        self._released, self._confirmed = threading.Event(), 0.0  # when it was last known to be ours (time.monotonic())
         self._thread = threading.Thread(target=self._keep, name="tfdist-store-lease", daemon=True)
 
     def take(self) -> None:
@@ -66,6 +67,7 @@ class StoreLease:
                     flush=True,
                 )
             time.sleep(_LOOK_SECONDS)
+        self._confirmed = time.monotonic()
         self._thread.start()
 
     def _is_free(self, owner: Owner | None, unchanged: float) -> bool:
@@ -83,16 +85,30 @@ class StoreLease:
     def _keep(self) -> None:
         while not self._released.wait(_RENEW_SECONDS):
             with contextlib.suppress(StoreError):  # then later
-                text = self._objects.text(FILE)
-                owner = Owner.read(text) if text else None
-                if owner and owner.id != self.owner.id:
-                    self._on_loss(
-                        f"{self._objects.url} has been taken over by {owner.describe()}, since this process, which was"
-                        " stopped or cut off, seemed dead: it ends, the other goes on."
-                    )
+                if not self._look():
                     return
                 if not self._released.is_set():
                     self._objects.put_text(FILE, self._text())
+
+    def confirm(self) -> None:
+        """Before anything in the store is changed: a process that was stopped, or cut off, for so long that another
+        took over must not touch what is that one's now. Raises StoreError.
+        """
+        if time.monotonic() - self._confirmed > 2 * _RENEW_SECONDS and not self._released.is_set():
+            self._look()
+
+    def _look(self) -> bool:
+        """Whether the lease is ours still; else `on_loss` is called. Raises StoreError."""
+        owner = Owner.read(self._objects.text(FILE) or "")
+        if self._released.is_set() or owner and owner.id == self.owner.id:
+            self._confirmed = time.monotonic()
+            return True
+        who = f"taken over by {owner.describe()}" if owner else "taken over by another job which has ended, or emptied"
+        self._on_loss(
+            f"{self._objects.url} has been {who}, since this process, which was stopped or cut off, seemed dead: it"
+            " ends, and changes nothing there."
+        )
+        return False
 
     def give_back(self) -> None:
         """Removes the lease, if it is still ours."""

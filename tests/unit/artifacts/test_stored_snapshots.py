@@ -101,7 +101,9 @@ def test_nothing_is_brought_that_is_not_newer(s3, tmp_path):
     assert there.steps() == [30]
 
 
-@pytest.mark.parametrize("harm", ["no manifest", "manifest cut", "data gone", "data changed", "data cut"])
+@pytest.mark.parametrize(
+    "harm", ["no manifest", "manifest cut", "data gone", "data changed", "data cut", "data longer"]
+)
 def test_what_is_not_whole_is_passed_over_and_said(s3, tmp_path, harm):
     send(local(tmp_path, "here"), 10, 20)
     folder = f"{FOLDER}/step-00000020"
@@ -116,16 +118,19 @@ def test_what_is_not_whole_is_passed_over_and_said(s3, tmp_path, harm):
     elif harm == "data changed":
         s3.change(data, bytes([content[0] ^ 1]) + content[1:])
     else:
-        s3.change(data, content[:-1])
+        s3.change(data, content[:-1] if harm == "data cut" else content + b"more")
     there = local(tmp_path, "there")
     snapshots = sender(there, patience=1.0)
-    if harm == "data cut":  # what comes is shorter than the manifest says, again and again
-        with pytest.raises(OSError, match="bytes came instead of"):
-            snapshots.bring_newest()
-        return
     messages = snapshots.bring_newest()
     assert there.steps() == [10] and is_right(there, 10)
     assert [URL in message for message in messages] == ([] if harm == "no manifest" else [True])
+    before = set(s3.names(folder)) - {f"{folder}/manifest.json"}
+    snapshots.start()
+    snapshots.end()
+    assert snapshots.steps() == [10], "it counts no longer as one of those that are kept"
+    kept = [f"{folder}/damaged-manifest.json"]
+    assert s3.names(folder) == ([] if harm == "no manifest" else sorted([*before, *kept])), "and nothing is removed"
+    assert sender(local(tmp_path, "another")).bring_newest() == []
 
 
 def test_what_killed_senders_left_is_removed(s3, tmp_path):

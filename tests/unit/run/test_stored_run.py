@@ -128,6 +128,27 @@ def test_a_store_that_is_away_is_said_once_and_again_later(s3, tmp_path, monkeyp
             assert list(run.messages()) == []
 
 
+def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr("tfdist.run.stored_run._SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("tfdist.run.stored_run._GIVE_BACK_SECONDS", 1.0)
+    silent = []
+    with faulty_proxy(s3.port, lambda method, path: "silence" if silent else "") as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        with pytest.raises(CheckpointError, match="does not answer"), stored(tmp_path / "here", timeout=1.0) as run:
+            write_status(run.folder, "running", "abc")
+            run.start()
+            silent.append(True)
+            (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
+            deadline, said = time.monotonic() + 30, []
+            while not said and time.monotonic() < deadline:
+                said = list(run.messages())
+                time.sleep(0.02)
+            assert len(said) == 1 and "writing logs/rank-0.jsonl has taken" in said[0]
+            ending = time.monotonic()
+        assert time.monotonic() - ending < 15
+
+
 def test_an_error_of_the_run_is_not_hidden_by_the_store(s3, tmp_path, monkeypatch):
     away = []
     with faulty_proxy(s3.port, lambda method, path: "500" if away else "") as proxy:

@@ -19,7 +19,8 @@ from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedErro
 from tfdist.control.run_address import check_address, working_folder
 from tfdist.storage import store_lease
 from tfdist.storage.mirror import FolderMirror, bring_files
-from tfdist.storage.object_store import ObjectStore, StoreError, as_sentence
+from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import StoreError, as_sentence
 
 URL = f"s3://{BUCKET}/runs/one"
 
@@ -134,6 +135,7 @@ def test_a_missing_package_is_named():
     [
         ("ftp://host/run", "no store that tfdist knows.*s3://"),
         ("s3://bucket", "BUCKET/FOLDER"),
+        ("s3:/bucket/run", "write s3://bucket/run"),
         ("s3:///run", "BUCKET/FOLDER"),
         ("s3://key:secret@bucket/run", "does not belong into the URL"),
         ("s3://bucket/a/../b", "may not be in the URL"),
@@ -255,6 +257,23 @@ def test_who_finds_its_lease_another_ends(s3, monkeypatch):
     while not lost and time.monotonic() < deadline:
         time.sleep(0.05)
     assert lost and "has been taken over by process" in lost[0]
+
+
+@pytest.mark.parametrize("now", ["another's", "nobody's"])
+def test_who_was_stopped_for_long_looks_before_it_changes_anything(s3, monkeypatch, now):
+    objects, lost = ObjectStore(URL, patience=5), []
+    first = lease(objects, "one", lost)
+    first.take()
+    first.confirm()
+    objects.remove("lease.json")
+    if now == "another's":
+        objects.put_text("lease.json", lease(objects, "other")._text())
+    first.confirm()
+    assert not lost, "it was renewed a moment ago: nobody takes it over so soon"
+    first._confirmed -= 60.0
+    first.confirm()
+    assert len(lost) == 1 and "changes nothing there" in lost[0]
+    first._released.set()
 
 
 def test_patience_ends(s3, monkeypatch):

@@ -1,0 +1,52 @@
+"""What a store does not do, as sentences: why, whether it will pass, and with which exit code a command ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from tfdist.control.exit_codes import ConfigError, StartupError, TfdistError
+
+
+class StoreError(OSError):
+    """What a store did not do. Its text is a sentence. refused: trying again will not help."""
+
+    def __init__(self, sentence: str, refused: bool = False):
+        super().__init__(sentence)
+        self.refused = refused
+
+
+def explained(error: BaseException) -> tuple[str, bool]:
+    """(why a store did not do something and what to do about it, whether it will not pass)."""
+    name = type(error).__name__
+    said = " ".join(str(error).split())[:200] or name
+    if isinstance(error, FileNotFoundError):
+        return f"the bucket or folder is not there ({said}): create it, or correct the URL", True
+    if "Credentials" in name or "credentials" in said.lower():
+        return (
+            f"no credentials were found ({name}): set them in the environment or the files that the store's own tools"
+            " read",
+            True,
+        )
+    if isinstance(error, PermissionError):
+        return f"it is not permitted ({said}): allow these credentials to read, write, list and delete there", True
+    if "region" in said.lower():
+        return f"{said}: set AWS_REGION to the bucket's region", True
+    return f"{name}: {said}", False
+
+
+@contextlib.contextmanager
+def as_sentence() -> Iterator[None]:
+    """Turns what a store did not do into an error with an exit code."""
+    try:
+        yield
+    except StoreError as error:
+        if error.refused:
+            raise ConfigError(f"--run_dir: {error}.") from None
+        raise StartupError(f"--run_dir: {error}: look whether the store can be reached from here.") from None
+    except TfdistError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"--run_dir: its working copy cannot be used ({error}): choose another --cache_dir."
+        ) from None
