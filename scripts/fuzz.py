@@ -2,7 +2,10 @@
 
     python scripts/fuzz.py --minutes=10 --seed=1              for ten minutes
     python scripts/fuzz.py --cases=200 --runtimes=mirrored:2,sockets:2
+    python scripts/fuzz.py --minutes=60 --again=24 --tally=tests/fuzz/tally.json      what was seldom drawn so far
     python scripts/fuzz.py --replay='{"kind": "train", ...}'  one case again, as a failure prints it
+
+tests/fuzz/tally.json counts what all such runs since 2026-11-23 have compared; commit it with what they found.
 
 Prints each difference with its shrunk case and a script, and at the end how often each feature was drawn with each
 runtime. Exit code 1 if anything was wrong.
