@@ -19,24 +19,20 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, ExitCode
-from tfdist.control.lease_owner import Owner
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.lease_owner import Owner, Patience, Watched, end_process, in_use
 
 FILE = "lease.json"
 JOB_VARIABLE = "TFDIST_JOB_ID"  # the launcher's name for all attempts of a job
 _RENEW_SECONDS = 2.0
-_DEAD_SECONDS = 20.0  # without renewal
-_TO_END_SECONDS = 5.0  # that an owner on the same machine has, which may have been killed a moment ago
+_PATIENCE = Patience(dead=20.0, damaged=_RENEW_SECONDS)
 _LOOK_SECONDS = 0.1
 
 
@@ -67,8 +63,8 @@ def refuse_if_held(folder: Path) -> None:
     begun = time.monotonic()
     with contextlib.suppress(OSError):  # its workers will say
         while (owner := Owner.read(_read(folder / FILE))) and owner.is_here() and owner.runs_here():
-            if time.monotonic() - begun > _TO_END_SECONDS:
-                raise _refusal(_name(folder), owner)
+            if time.monotonic() - begun > _PATIENCE.to_end:
+                raise in_use(_name(folder), owner)
             time.sleep(_LOOK_SECONDS)
 
 
@@ -85,36 +81,19 @@ class Lease:
             Owner.myself(job),
             name or _name(folder),
         )
-        self._on_loss, self._released = on_loss or _end, threading.Event()
+        self._on_loss, self._released = on_loss or end_process, threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfdist-lease", daemon=True)
 
     def take(self) -> None:
         """Raises ConfigError if another job holds it, or if the folder cannot be written."""
-        begun, seen, changed, said = time.monotonic(), "", 0.0, False  # seen: the lease when it last changed
+        watched = Watched(str(self._path), self._name, self.owner, _PATIENCE)
         try:
             while not self._put():
-                text, now = _read(self._path), time.monotonic()
-                if not text:  # gone in this moment, or not yet written
-                    time.sleep(_LOOK_SECONDS)
-                    continue
-                owner, renewed = Owner.read(text), False
-                if text != seen:
-                    renewed = owner is not None and owner == Owner.read(seen)
-                    seen, changed = text, now
-                if self._is_free(owner, now - changed):
+                text = _read(self._path)
+                if text and watched.is_free(text):
                     self._remove(text)
-                    continue
-                if owner and (now - begun > _TO_END_SECONDS if owner.is_here() else renewed):
-                    raise _refusal(self._name, owner)
-                if owner and not owner.is_here() and not said:
-                    said = True
-                    print(
-                        f"tfdist: {self._path} names {owner.describe()}; looking for at most {_DEAD_SECONDS:g} s"
-                        " whether it still lives.",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                time.sleep(_LOOK_SECONDS)
+                else:  # "": gone in this moment, or not yet written
+                    time.sleep(_LOOK_SECONDS)
         except OSError as error:
             raise ConfigError(
                 f"{self._name} cannot be used ({error.strerror}: {error.filename}): choose a folder that"
@@ -122,20 +101,12 @@ class Lease:
             ) from None
         self._thread.start()
 
-    def _is_free(self, owner: Owner | None, unchanged: float) -> bool:
-        """Whether a lease that has not changed for so many seconds may be taken over."""
-        if owner is None:  # damaged, or just being written
-            return unchanged > _RENEW_SECONDS
-        if owner.is_here():
-            return not owner.runs_here()
-        return bool(owner.job and owner.job == self.owner.job) or unchanged > _DEAD_SECONDS
-
     def _put(self) -> bool:
         """Makes the lease ours, if there is none. Raises OSError."""
         written = self._folder / f".{FILE}.{self.owner.id}"
         descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            _write(descriptor, self._text())
+            _write(descriptor, self.owner.lease())
             try:
                 os.link(written, self._path)
                 return True
@@ -153,7 +124,7 @@ class Lease:
         except FileExistsError:
             return False
         try:
-            _write(descriptor, self._text())
+            _write(descriptor, self.owner.lease())
         finally:
             os.close(descriptor)
         return True
@@ -172,11 +143,6 @@ class Lease:
                 if Owner.read(_read(aside)) != Owner.read(text):
                     os.link(aside, self._path)
             os.unlink(aside)
-
-    def _text(self) -> str:
-        return json.dumps(
-            {**asdict(self.owner), "renewed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}, indent=1
-        )
 
     def _keep(self) -> None:
         while not self._released.wait(_RENEW_SECONDS):
@@ -199,7 +165,7 @@ class Lease:
             owner = Owner.read(os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
             if owner is not None and owner.id != self.owner.id:
                 return False
-            _write(descriptor, self._text())  # as long as before
+            _write(descriptor, self.owner.lease())  # as long as before
             return True
         finally:
             os.close(descriptor)
@@ -228,22 +194,8 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _end(sentence: str) -> None:
-    print(
-        f"tfdist: error: {sentence} (exit code {ExitCode.CONFIG.value}, {ExitCode.CONFIG.name})",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(ExitCode.CONFIG)
-
-
 def _name(folder: Path) -> str:
     return f"--run_dir={folder}"
-
-
-def _refusal(name: str, owner: Owner | None) -> ConfigError:
-    who = owner.describe() if owner else "another process"
-    return ConfigError(f"{name} is in use by another job ({who}): choose another folder, or end that job first.")
 
 
 def _write(descriptor: int, text: str) -> None:

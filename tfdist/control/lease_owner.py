@@ -1,4 +1,6 @@
-"""Who holds a lease (lease.py), and whether that process still lives."""
+"""Who holds a lease (lease.py, storage/store_lease.py), whether that process still lives, and when whoever wants the
+lease may take it over.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import time
 import uuid
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from tfdist.control.exit_codes import ConfigError, ExitCode
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,11 @@ class Owner:
             return cls(**{field.name: str(found[field.name]) for field in fields(cls)})
         return None
 
+    def lease(self) -> str:
+        """The lease that says so, renewed now."""
+        renewed = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return json.dumps({**asdict(self), "renewed": renewed}, indent=1)
+
     def describe(self) -> str:
         return f"process {_printable(self.pid)} on {_printable(self.host)}, since {_printable(self.since)}"
 
@@ -55,6 +65,71 @@ class Owner:
     def runs_here(self) -> bool:
         """Of an owner on this machine."""
         return bool(self.started) and _started(self.pid) == self.started
+
+
+@dataclass(frozen=True)
+class Patience:
+    """With an owner, in seconds of the observer's clock."""
+
+    dead: float  # without a renewal, after which it counts as dead
+    damaged: float  # for a lease that cannot be read: it may just be written
+    to_end: float = 5.0  # that an owner on the same machine has, which may have been killed a moment ago
+
+
+class Watched:
+    """Another's lease, as whoever wants it sees it, look by look.
+
+    place: where it lies. name: how the user knows what it is of. mine: who wants it.
+    """
+
+    def __init__(self, place: str, name: str, mine: Owner, patience: Patience):
+        self._place, self._name, self._mine, self._patience = place, name, mine, patience
+        self._begun = self._changed = time.monotonic()
+        self._seen, self._said = "", False
+
+    def is_free(self, text: str) -> bool:
+        """Whether it may be taken over, of what it says now. Raises ConfigError if its owner lives."""
+        now, owner, renewed = time.monotonic(), Owner.read(text), False
+        if text != self._seen:
+            renewed = owner is not None and owner == Owner.read(self._seen)
+            self._seen, self._changed = text, now
+        unchanged = now - self._changed
+        if owner is None:
+            return unchanged > self._patience.damaged
+        if owner.is_here():
+            if owner.runs_here() and now - self._begun > self._patience.to_end:
+                raise in_use(self._name, owner)
+            return not owner.runs_here()
+        if owner.job and owner.job == self._mine.job or unchanged > self._patience.dead:
+            return True
+        if renewed:
+            raise in_use(self._name, owner)
+        self._say_once(owner)
+        return False
+
+    def _say_once(self, owner: Owner) -> None:
+        if not self._said:
+            self._said = True
+            print(
+                f"tfdist: {self._place} names {owner.describe()}; looking for at most {self._patience.dead:g} s whether"
+                " it still lives.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def in_use(name: str, owner: Owner) -> ConfigError:
+    """What a job is told that comes second."""
+    return ConfigError(
+        f"{name} is in use by another job ({owner.describe()}): choose another folder, or end that job first."
+    )
+
+
+def end_process(sentence: str) -> None:
+    """At once, in whatever thread: what this process would write is another's now."""
+    code = ExitCode.CONFIG
+    print(f"tfdist: error: {sentence} (exit code {code.value}, {code.name})", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def _printable(text: str) -> str:

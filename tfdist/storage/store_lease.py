@@ -9,23 +9,18 @@ observer's clock. Two who take over a dead owner's lease in the same moment find
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
-from tfdist.control.exit_codes import ConfigError
-from tfdist.control.lease_owner import Owner
+from tfdist.control.lease_owner import Owner, Patience, Watched
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
 
 FILE = "lease.json"
 _RENEW_SECONDS = 15.0
-_DEAD_SECONDS = 60.0
-_TO_END_SECONDS = 5.0  # for an owner on this machine that may have been killed a moment ago
 _LOOK_SECONDS = 1.0
+_PATIENCE = Patience(dead=60.0, damaged=_LOOK_SECONDS)
 
 
 class StoreLease:
@@ -41,46 +36,17 @@ class StoreLease:
 
     def take(self) -> None:
         """Raises ConfigError if another job holds it, StoreError."""
-        begun, seen, changed, said = time.monotonic(), "", 0.0, False
-        while not self._objects.create_text(FILE, self._text()):
-            text, now = self._objects.text(FILE), time.monotonic()
+        watched = Watched(f"{self._objects.url}/{FILE}", f"--run_dir={self._objects.url}", self.owner, _PATIENCE)
+        while not self._objects.create_text(FILE, self.owner.lease()):
+            text = self._objects.text(FILE)
             if text is None:  # given back in this moment
                 continue
-            owner, renewed = Owner.read(text), False
-            if text != seen:
-                renewed = owner is not None and owner == Owner.read(seen)
-                seen, changed = text, now
-            if self._is_free(owner, now - changed):
+            if watched.is_free(text):
                 self._objects.remove(FILE)
-                continue
-            if owner and (now - begun > _TO_END_SECONDS if owner.is_here() else renewed):
-                raise ConfigError(
-                    f"--run_dir={self._objects.url} is in use by another job ({owner.describe()}): choose another"
-                    " place, or end that job first."
-                )
-            if owner and not owner.is_here() and not said:
-                said = True
-                print(
-                    f"tfdist: {self._objects.url}/{FILE} names {owner.describe()}; looking for at most"
-                    f" {_DEAD_SECONDS:g} s whether it still lives.",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            time.sleep(_LOOK_SECONDS)
+            else:
+                time.sleep(_LOOK_SECONDS)
         self._confirmed = time.monotonic()
         self._thread.start()
-
-    def _is_free(self, owner: Owner | None, unchanged: float) -> bool:
-        if owner is None:
-            return unchanged > _LOOK_SECONDS
-        if owner.is_here():
-            return not owner.runs_here()
-        return bool(owner.job and owner.job == self.owner.job) or unchanged > _DEAD_SECONDS
-
-    def _text(self) -> str:
-        return json.dumps(
-            {**asdict(self.owner), "renewed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}, indent=1
-        )
 
     def _keep(self) -> None:
         while not self._released.wait(_RENEW_SECONDS):
@@ -88,7 +54,7 @@ class StoreLease:
                 if not self._look():
                     return
                 if not self._released.is_set():
-                    self._objects.put_text(FILE, self._text())
+                    self._objects.put_text(FILE, self.owner.lease())
 
     def confirm(self) -> None:
         """Before anything in the store is changed: a process that was stopped, or cut off, for so long that another

@@ -16,7 +16,7 @@ from tfdist.control import lease
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import FILE, Lease, held, job_identity, refuse_if_held
-from tfdist.control.lease_owner import Owner
+from tfdist.control.lease_owner import Owner, Patience
 
 HOLDER = """
 import sys, time
@@ -28,13 +28,15 @@ with lease.held(Path(sys.argv[1]), ""):
 """
 
 
+PATIENCE = Patience(dead=1.0, damaged=0.1, to_end=0.3)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     for name, seconds in (
         ("_RENEW_SECONDS", 0.1),
-        ("_DEAD_SECONDS", 1.0),
-        ("_TO_END_SECONDS", 0.3),
         ("_LOOK_SECONDS", 0.02),
+        ("_PATIENCE", PATIENCE),
     ):
         monkeypatch.setattr(lease, name, seconds)
 
@@ -65,7 +67,7 @@ def test_a_second_job_is_refused_with_a_sentence_that_names_the_first(tmp_path, 
 
 
 def test_a_job_that_was_killed_is_followed_at_once(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(lease, "_TO_END_SECONDS", 20.0)  # then it would be refused
+    monkeypatch.setattr(lease, "_PATIENCE", replace(PATIENCE, to_end=20.0))  # then it would be refused
     holder.send_signal(signal.SIGKILL)  # not waited for: what is left of it still has its number
     with held(tmp_path, ""):
         assert json.loads((tmp_path / FILE).read_text())["pid"] == str(os.getpid())
@@ -95,7 +97,7 @@ def test_an_owner_on_another_machine_is_dead_when_it_does_not_renew(tmp_path, ca
 def test_an_owner_on_another_machine_that_renews_lives(tmp_path, monkeypatch):
     # A busy machine may keep the thread that renews from its work for longer than the second of the other tests. Who
     # did not go by its renewals would have the lease then.
-    monkeypatch.setattr(lease, "_DEAD_SECONDS", 20.0)
+    monkeypatch.setattr(lease, "_PATIENCE", replace(PATIENCE, dead=20.0))
     first = Lease(tmp_path, "other")
     first.owner = stranger(job="other")
     first.take()
@@ -108,7 +110,9 @@ def test_an_owner_on_another_machine_that_renews_lives(tmp_path, monkeypatch):
 
 
 def test_the_same_job_on_another_machine_goes_on_at_once_and_the_old_owner_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "_DEAD_SECONDS", 60.0)  # who waited would see it renewed, and be refused
+    monkeypatch.setattr(
+        lease, "_PATIENCE", replace(PATIENCE, dead=60.0)
+    )  # who waited would see it renewed, and be refused
     told, heard = [], threading.Event()
     first = Lease(tmp_path, "slurm 17.0", on_loss=lambda sentence: (told.append(sentence), heard.set()))
     first.owner = stranger(job="slurm 17.0")

@@ -12,6 +12,7 @@ import tfdist
 from tfdist.compat import keras_epochs
 from tfdist.control import lease
 from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.lease_owner import Patience
 from tfdist.data.tuning import untuned
 from tfdist.keras_fit import backup_file
 from tfdist.keras_fit.epoch_backup import FILE, EpochBackup, _plain_state
@@ -123,7 +124,7 @@ def test_a_setting_of_a_callback_that_is_changed_counts(tmp_path):
 
 
 def test_of_two_jobs_on_one_folder_the_second_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "_TO_END_SECONDS", 0.1)
+    monkeypatch.setattr(lease, "_PATIENCE", Patience(dead=20.0, damaged=2.0, to_end=0.1))
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
