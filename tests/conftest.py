@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import botocore.retries.standard
 import pytest
 
+from tests.stores.faulty_proxy import FaultyProxy, faulty_proxy
 from tests.stores.s3_server import S3Server, s3_server
 from tests.warm_start import client
+from tfdist.storage import object_store
 
 # Off by default on processors that have AVX2 and nothing newer; but with it the allocator of the CPU counts, which
 # tests of memory ask. So processes of the tests compute alike on every machine.
@@ -67,6 +71,24 @@ def s3(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     for name, value in _s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return _s3_server
+
+
+@pytest.fixture
+def through_proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch):
+    """A context in which this process reaches that server through a proxy; `draw` says which faults it makes.
+
+    What fails is tried again after short pauses, botocore's own among them, so that many faults fit into seconds.
+    """
+    monkeypatch.setattr(object_store, "_FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(botocore.retries.standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.02)
+
+    @contextlib.contextmanager
+    def proxied(draw: Callable[[str, str], str]) -> Iterator[FaultyProxy]:
+        with faulty_proxy(s3.port, draw) as proxy, monkeypatch.context() as changed:
+            changed.setenv("AWS_ENDPOINT_URL", s3.environment(proxy.port)["AWS_ENDPOINT_URL"])
+            yield proxy
+
+    return proxied
 
 
 @pytest.fixture(scope="session")

@@ -19,27 +19,28 @@ from pathlib import Path
 from tfdist.control import exit_codes
 from tfdist.control.command_parser import CommandParser
 from tfdist.control.exit_codes import ConfigError, ExitCode, UnsupportedError
-from tfdist.storage.reader_copy import for_reading, send_back
+from tfdist.storage.reader_copy import ReadRun
 from tfdist.telemetry.report_text import as_text
 from tfdist.telemetry.run_log import RunLog
 
 
 def main(argv: list[str]) -> int:
     options = report_parser().parse_args(argv)
-    runs = read_runs(options.run_dirs)
+    places = [ReadRun(place) for place in options.run_dirs]
+    runs = read_runs(places)
     if options.text:
         print("\n\n".join(as_text(run) for run in runs))
     if options.out or not options.text:
         own = runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
         write_page(runs, Path(options.out) if options.out else own)
         if not options.out:
-            send_back(options.run_dirs[0], runs[0].folder, lambda name: name == own.name)
+            places[0].send_back(lambda name: name == own.name)
     return ExitCode.OK
 
 
-def read_runs(folders: Sequence[str]) -> list[RunLog]:
-    """The runs of the folders, named by what tells their paths apart. Raises ConfigError."""
-    paths = [for_reading(folder) for folder in folders]
+def read_runs(places: Sequence[ReadRun]) -> list[RunLog]:
+    """The logs of runs, named by what tells their paths apart. Raises ConfigError."""
+    paths, folders = [place.bring() for place in places], [place.place for place in places]
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         resolved = [str(path.resolve()) for path in paths]

@@ -126,7 +126,7 @@ def test_workers_on_machines_of_their_own_send_their_own_logs(s3, tmp_path):
 
 def test_a_store_that_goes_away_ends_no_training(s3, tmp_path):
     flag, folder = machine(tmp_path, "first")
-    away, flags = [], [*FLAGS, "--steps=200", "--steps_per_loop=1", "--store_timeout=3", f"--run_dir={URL}", flag]
+    away, flags = [], [*FLAGS, "--steps=100", "--steps_per_loop=1", "--store_timeout=3", f"--run_dir={URL}", flag]
     with faulty_proxy(s3.port, lambda method, path: "drop" if away else "") as proxy:
         pace(folder, 0.1)
         environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "TFDIST_FAULTS": "armed"}
@@ -140,6 +140,26 @@ def test_a_store_that_goes_away_ends_no_training(s3, tmp_path):
     assert process.returncode == 9, output
     assert "NOT SENT: s3://" in output and "start again on this machine" in output
     assert "Traceback" not in output
+
+
+def test_a_rollback_asks_nothing_of_a_store_that_is_away(s3, tmp_path):
+    flag, _ = machine(tmp_path, "first")
+    written = []
+
+    def draw(method: str, path: str) -> str:
+        if "HEAD" in written:
+            return "drop"
+        if path.endswith("/status.json") and (method == "PUT" or written):  # written, and looked at: the last thing
+            written.append(method)  # before the first step
+        return ""
+
+    flags = [*FLAGS, "--source=tests.e2e.sources:with_nan", "--noshuffle", "--steps=20", "--on_nan=rollback"]
+    with faulty_proxy(s3.port, draw) as proxy:
+        environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+        process = job.start(1, [*flags, "--store_timeout=1", f"--run_dir={URL}", flag], environment=environment)
+        output, _ = process.communicate(timeout=240)
+    assert "went back to step 0" in output and "step 20/20" in output, output
+    assert process.returncode == 9 and "start again on this machine" in output, output
 
 
 def test_mistakes_get_their_sentence(s3, tmp_path):

@@ -61,13 +61,12 @@ def parse(text: str, path: str, step: int, required: Sequence[str] = ()) -> dict
     """
     try:
         manifest = json.loads(text)
-        checksum = manifest.pop("sha256")
-        if checksum != self_digest(manifest):
+        if not isinstance(manifest, dict) or "sha256" not in manifest:
+            raise CheckpointError(f"{path} is damaged: it holds no checksum of its own.")
+        if manifest.pop("sha256") != self_digest(manifest):
             raise CheckpointError(f"{path} is damaged: its checksum is not the one in it.")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}).") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is damaged: it is not JSON, or was cut short.") from None
     if manifest.get("format") != FORMAT or manifest.get("step") != step:
         raise CheckpointError(
             f"{path} is of format {_shown(manifest.get('format'))}, step {_shown(manifest.get('step'))}; expected"

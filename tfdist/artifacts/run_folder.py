@@ -9,6 +9,13 @@ from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.run_address import is_url
 
+EVALUATOR_LOG, EVALUATOR_EVENTS = "logs/evaluator.jsonl", "tensorboard/evaluator"
+
+
+def is_evaluators(name: str) -> bool:
+    """Whether a file of a run, named from its folder on, is written by an evaluator beside it."""
+    return name.startswith(("logs/evaluator.", f"{EVALUATOR_EVENTS}/"))
+
 
 def run_folder(config: Config) -> Path:
     """RUN_DIR, made if it is not there. From now on nothing that this process makes can be written by other users."""

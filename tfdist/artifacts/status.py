@@ -41,14 +41,15 @@ def is_finished(run_dir: str, folder: Path, seconds: float = 30.0) -> bool:
     """Whether the run is over, as those see it who lost its chief: of a run in an object store the chief says so when
     all has been sent, for which they wait a while. folder: the run's on this machine.
     """
-    deadline = time.monotonic() + seconds
+    deadline, objects = time.monotonic() + seconds, None
     while True:
         if read_status(folder).get("status") == "finished":
             return True
         if not is_url(run_dir):
             return False
         with contextlib.suppress(StoreError):
-            if parse_status(ObjectStore(run_dir).text(STATUS_FILE) or "").get("status") == "finished":
+            objects = objects or ObjectStore(run_dir)
+            if parse_status(objects.text(STATUS_FILE) or "").get("status") == "finished":
                 return True
         if time.monotonic() > deadline:
             return False

@@ -23,7 +23,6 @@ from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
-from tfdist.control.run_address import is_url
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence
 
@@ -34,20 +33,20 @@ _DAMAGED = "damaged-manifest.json"  # the name that the manifest of a damaged sn
 _LOOK_SECONDS = 0.5
 
 
-def bring_for_reading(url: str, store: SnapshotStore, step: int = -1) -> None:
-    """Brings the run's newest snapshot, or that of a step, if it is in an object store and not in `store`. Raises
-    TfdistError.
+def bring_for_reading(objects: ObjectStore | None, store: SnapshotStore, step: int = -1) -> None:
+    """Brings a run's newest snapshot, or that of a step, if the run is in an object store and it is not in `store`.
+    Raises TfdistError.
     """
-    if not is_url(url):
+    if objects is None:
         return
     with as_sentence():
-        stored = StoredSnapshots(ObjectStore(url), store, Retention(1))
+        stored = StoredSnapshots(objects, store, Retention(1))
         if step < 0:
             stored.bring_newest()
         elif step not in store.steps():
             if step not in (there := stored.steps()):
                 raise CheckpointError(
-                    f"--at_step={step}: {url} has no snapshot of that step; it has"
+                    f"--at_step={step}: {objects.url} has no snapshot of that step; it has"
                     f" {', '.join(map(str, there)) or 'none'}."
                 )
             stored.bring(step)
@@ -213,8 +212,10 @@ class StoredSnapshots:
         try:
             try:  # links, so that nobody deletes it meanwhile
                 shutil.copytree(self._store.path(step), copy, copy_function=_linked)
-            except (FileNotFoundError, shutil.Error):
-                return  # it has been deleted, as old ones are
+            except OSError as error:  # shutil.Error, which is one, gathers those of all files
+                if not os.path.exists(os.path.join(self._store.path(step), MANIFEST)):
+                    return  # it has been deleted, as old ones are
+                raise StoreError(f"the snapshot of step {step} cannot be read, or has no room here: {error}") from None
             text = (copy / MANIFEST).read_text(encoding="utf-8")
             manifest, name = parse(text, str(copy / MANIFEST), step), self._name(step)
             self._objects.remove(f"{name}/{MANIFEST}")

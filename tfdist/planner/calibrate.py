@@ -27,7 +27,7 @@ from tfdist.planner.hardware import Hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS
 from tfdist.planner.shapes import ModelShape
-from tfdist.storage.reader_copy import for_reading
+from tfdist.storage.reader_copy import ReadRun
 from tfdist.telemetry.jsonl import read_jsonl
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Measured:
 
 def read_run(folder: str) -> Measured:
     """Reads a run folder. Raises ConfigError if it is none, or has too few log lines to measure by."""
-    place = for_reading(folder)
+    place = ReadRun(folder).bring()
     log = place / "logs" / "rank-0.jsonl"
     try:
         config = flags.parse([f"--flagfile={place / flags.FLAGS_FILE}"]).config

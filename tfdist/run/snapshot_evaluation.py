@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import flags
+from tfdist.artifacts.run_folder import EVALUATOR_EVENTS, EVALUATOR_LOG, is_evaluators
 from tfdist.artifacts.status import STATUS_FILE, parse_status
 from tfdist.config import Config, option
 from tfdist.control import versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
 from tfdist.control.run_address import is_url
-from tfdist.storage.reader_copy import for_reading, reading_folder, send_back, text_of
+from tfdist.storage.reader_copy import ReadRun
 
 if TYPE_CHECKING:
     import keras
@@ -43,10 +44,12 @@ def main(argv: list[str], usage: str = "") -> int:
     versions.quiet()
     if given.command.follow:
         return follow(given.config, argv)
-    _check_folder(for_reading(given.config.run.run_dir, given.config.run.cache_dir), given)
-    config = run_configuration(given.config, argv)
+    run = _run(given.config)
+    run.bring()
+    _check_folder(run.folder, given)
+    config = run_configuration(given.config, argv, run.folder)
     try:
-        _evaluate(config, given.command)
+        _evaluate(config, given.command, run)
     except Exception as error:  # TensorFlow's own may have a cause that can be named
         from tfdist.runtime.errors import explain
 
@@ -57,14 +60,14 @@ def main(argv: list[str], usage: str = "") -> int:
     return 0
 
 
-def _evaluate(config: Config, options: EvaluateOptions) -> None:
+def _evaluate(config: Config, options: EvaluateOptions, run: ReadRun) -> None:
     if options.model_file:
         _show(_evaluate_file(_compose(config), options.model_file), options.model_file)
         return
     from tfdist.artifacts.stored_snapshots import bring_for_reading
 
-    store = _store(config)
-    bring_for_reading(config.run.run_dir, store, options.at_step)
+    store = _store(run)
+    bring_for_reading(run.objects, store, options.at_step)
     snapshot = _choose(store, options.at_step)  # before all that takes long
     _show(_evaluate_snapshot(_compose(config), store, snapshot), store.directory)
 
@@ -87,9 +90,9 @@ def _check_folder(folder: Path, given: flags.Parsed) -> None:
         raise ConfigError(f"--run_dir={place} {what}: give the folder of a run, or a --model_file.")
 
 
-def run_configuration(config: Config, argv: list[str]) -> Config:
-    """The run's own flags, with those of `argv` over them."""
-    stored = _folder(config) / flags.FLAGS_FILE
+def run_configuration(config: Config, argv: list[str], folder: Path) -> Config:
+    """The flags of the run in `folder`, with those of `argv` over them."""
+    stored = folder / flags.FLAGS_FILE
     if stored.exists():
         config = flags.parse([f"--flagfile={stored}", *argv], command=EvaluateOptions).config
     return config.validate()
@@ -102,20 +105,21 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     from tfdist.telemetry.jsonl import JsonlObserver, next_attempt
     from tfdist.telemetry.tensorboard import TensorBoardObserver
 
-    _await_start(config, config.cluster.startup_timeout)
-    folder = for_reading(config.run.run_dir, config.run.cache_dir)
-    job = _compose(run_configuration(config, argv or []))
-    store, done = _store(config), -1
-    log = folder / "logs" / "evaluator.jsonl"
+    run = _run(config)
+    _await_start(run, config.cluster.startup_timeout)
+    folder = run.bring()
+    job = _compose(run_configuration(config, argv or [], folder))
+    store, done = _store(run), -1
+    log = folder / EVALUATOR_LOG
     observers: list[JsonlObserver | TensorBoardObserver] = [
-        JsonlObserver(log, run_id=_status(config).get("run_id", ""), attempt=next_attempt(log), rank=-1)
+        JsonlObserver(log, run_id=_status(run).get("run_id", ""), attempt=next_attempt(log), rank=-1)
     ]
     if "tensorboard" in config.telemetry.trackers.split(","):
-        observers.append(TensorBoardObserver(folder / "tensorboard" / "evaluator", 0, forgets=False))
+        observers.append(TensorBoardObserver(folder / EVALUATOR_EVENTS, 0, forgets=False))
     while True:
         # Read before looking: what is written afterwards is seen next time.
-        over = _status(config).get("status") == "finished"
-        bring_for_reading(config.run.run_dir, store)
+        over = _status(run).get("status") == "finished"
+        bring_for_reading(run.objects, store)
         snapshot, _ = store.newest_valid()
         if snapshot and snapshot.step > done:
             values = _evaluate_snapshot(job, store, snapshot)
@@ -123,37 +127,32 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
             _show(values, snapshot.path)
             for observer in observers:
                 observer(Event("eval", done, {f"eval/{name}": value for name, value in values.items()}))
-            send_back(config.run.run_dir, folder, _is_own)
+            run.send_back(is_evaluators)
         elif over:
             break
         else:
             time.sleep(_POLL_SECONDS)
     for observer in observers:
         observer.close()
-    send_back(config.run.run_dir, folder, _is_own)
+    run.send_back(is_evaluators)
     return 0
 
 
-def _is_own(name: str) -> bool:
-    """Whether an evaluator has written a file."""
-    return name.startswith(("logs/evaluator.", "tensorboard/evaluator/"))
+def _run(config: Config) -> ReadRun:
+    return ReadRun(config.run.run_dir, config.run.cache_dir)
 
 
-def _status(config: Config) -> dict[str, Any]:
+def _status(run: ReadRun) -> dict[str, Any]:
     """What the run says of itself now."""
-    return parse_status(text_of(config.run.run_dir, STATUS_FILE))
+    return parse_status(run.text(STATUS_FILE))
 
 
-def _folder(config: Config) -> Path:
-    return reading_folder(config.run.run_dir, config.run.cache_dir)
-
-
-def _await_start(config: Config, timeout: float) -> None:
+def _await_start(run: ReadRun, timeout: float) -> None:
     deadline = time.monotonic() + timeout
-    while not _status(config):
+    while not _status(run):
         if time.monotonic() > deadline:
             raise StartupError(
-                f"No run appeared in --run_dir={config.run.run_dir} within {timeout:g} s: start the workers, or raise"
+                f"No run appeared in --run_dir={run.place} within {timeout:g} s: start the workers, or raise"
                 " --startup_timeout."
             )
         time.sleep(_POLL_SECONDS)
@@ -176,10 +175,10 @@ def _scores(job: Job, model: keras.Model | None = None) -> dict[str, float]:
     return evaluator()
 
 
-def _store(config: Config) -> SnapshotStore:
+def _store(run: ReadRun) -> SnapshotStore:
     from tfdist.artifacts.store import SnapshotStore
 
-    return SnapshotStore(str(_folder(config) / "checkpoints"))
+    return SnapshotStore(str(run.folder / "checkpoints"))
 
 
 def _choose(store: SnapshotStore, step: int) -> Snapshot:

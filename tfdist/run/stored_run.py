@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Self
 
 from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.run_folder import is_evaluators
 from tfdist.artifacts.status import STATUS_FILE, parse_status, read_status
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import CheckpointError, ExitCode
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.lease_owner import end_process
 from tfdist.control.run_address import is_url
 from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
@@ -64,7 +66,7 @@ class StoredRun:
         with as_sentence():
             self.objects = ObjectStore(options.run_dir, min(options.store_timeout, PATIENCE_SECONDS))
         self._timeout = options.store_timeout
-        self._lease = StoreLease(self.objects, job, _end) if self._is_chief else None
+        self._lease = StoreLease(self.objects, job, end_process) if self._is_chief else None
         allowed = self._lease.confirm if self._lease else lambda: None
         self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._told, allowed)
         self._snapshots: StoredSnapshots | None = None
@@ -135,7 +137,7 @@ class StoredRun:
     def _owns(self, name: str) -> bool:
         if match := _OF_A_RANK.match(name):
             return int(match.group(1)) == self._rank
-        if name.startswith((FOLDER, _SET_ASIDE, "faults/")) or "evaluator" in name or name == LEASE:
+        if name.startswith((f"{FOLDER}/", _SET_ASIDE, "faults/")) or is_evaluators(name) or name == LEASE:
             return False
         # Event files and profiles bear the names of their host and process.
         return self._is_chief or self._leads_machine and name.startswith("tensorboard/")
@@ -200,9 +202,3 @@ def _for_at_most(seconds: float, deed: Callable[[], None]) -> None:
     thread = threading.Thread(target=deed, name="tfdist-store-end", daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _end(sentence: str) -> None:
-    code = ExitCode.CONFIG
-    print(f"tfdist: error: {sentence} (exit code {code.value}, {code.name})", file=sys.stderr, flush=True)
-    os._exit(code)

@@ -6,7 +6,6 @@ For what is appended to or written anew: logs, event files, curves, exports. Sna
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 import threading
@@ -117,8 +116,8 @@ def bring_files(objects: ObjectStore, folder: Path, wanted: Callable[[str], bool
         return size > here if longer else size != here or name.endswith(".json")
 
     found = {name: size for name, size in objects.names().items() if _is_plain(name) and wanted(name)}
-    with contextlib.suppress(FileNotFoundError):  # written anew or removed since it was listed: what is there will do
-        objects.fetch_all((name, folder / name, size) for name, size in found.items() if differs(name, size))
+    wanted_now = [(name, folder / name, size) for name, size in found.items() if differs(name, size)]
+    objects.fetch_all(wanted_now, if_there=True)  # one may have been removed since it was listed
 
 
 def _is_plain(name: str) -> bool:

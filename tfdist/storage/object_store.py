@@ -12,15 +12,17 @@ import functools
 import getpass
 import importlib
 import os
-import tempfile
+import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tfdist.control.optional_packages import optional_module
+from tfdist.control.own_files import replaced
 from tfdist.control.run_address import STORES
 from tfdist.storage.store_errors import StoreError, explained
 
@@ -38,6 +40,15 @@ _EXCLUSIVE_WRITES = ("s3", "gs")  # with pipe_file(mode="create")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """An operation: begun on time.monotonic(); size: bytes that travel."""
+
+    what: str
+    begun: float
+    size: int
+
+
 class ObjectStore:
     """The objects below `url`, by their names from there on, such as "logs/rank-0.jsonl".
 
@@ -46,7 +57,7 @@ class ObjectStore:
 
     def __init__(self, url: str, patience: float = PATIENCE_SECONDS):
         self.url, self.patience = url.rstrip("/"), patience
-        self._waiting: dict[int, tuple[str, float, int]] = {}  # thread -> what it does, since when, with how many bytes
+        self._waiting: dict[object, _UnderWay] = {}  # by a key of each
         self._scheme = self.url.partition("://")[0]
         self._system, self._root = _file_system(self.url)
 
@@ -144,18 +155,10 @@ class ObjectStore:
 
         def read() -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", suffix=".writing", dir=file.parent)
-            os.close(descriptor)
-            try:
-                self._system.get_file(self._path(name), temporary)
-                if (found := os.stat(temporary).st_size) != size:
+            with replaced(file) as temporary:
+                self._system.get_file(self._path(name), str(temporary))
+                if (found := temporary.stat().st_size) != size:
                     raise ConnectionError(f"{found} bytes came instead of {size}")
-                os.chmod(temporary, 0o666 & ~_umask())
-                os.replace(temporary, file)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
 
         self._patiently(f"reading {name}", read, missing=True, size=size)
 
@@ -163,24 +166,32 @@ class ObjectStore:
         """Several files at once. Raises what `send` raises."""
         self._all(self.send, files)
 
-    def fetch_all(self, wanted: Iterable[tuple[str, Path, int]]) -> None:
-        """Several objects at once. Raises what `fetch` raises."""
-        self._all(self.fetch, wanted)
+    def fetch_all(self, wanted: Iterable[tuple[str, Path, int]], if_there: bool = False) -> None:
+        """Several objects at once. if_there: those that are gone are left out. Raises what `fetch` raises."""
+
+        def fetch(name: str, file: Path, size: int) -> None:
+            with contextlib.suppress(*[FileNotFoundError] if if_there else []):
+                self.fetch(name, file, size)
+
+        self._all(fetch, wanted)
 
     def _all(self, deed: Callable[..., None], arguments: Iterable[tuple]) -> None:
         """In threads that hold up no end of the process, as those of concurrent.futures would."""
-        left, failures = list(arguments)[::-1], []
+        left, failures = queue.SimpleQueue[tuple](), list[BaseException]()
+        for each in arguments:
+            left.put(each)
 
         def work() -> None:
             try:
-                while left and not failures:
-                    deed(*left.pop())
-            except IndexError:  # another took the last
+                while not failures:
+                    deed(*left.get_nowait())
+            except queue.Empty:
                 return
-            except OSError as error:
+            except BaseException as error:  # whatever it is, the caller must not believe that all was done
                 failures.append(error)
 
-        threads = [threading.Thread(target=work, name="tfdist-store", daemon=True) for _ in left[:_AT_A_TIME]]
+        count = min(left.qsize(), _AT_A_TIME)
+        threads = [threading.Thread(target=work, name="tfdist-store", daemon=True) for _ in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -219,18 +230,18 @@ class ObjectStore:
         """missing: whether FileNotFoundError is for the caller; elsewhere it means that there is no such bucket. size:
         bytes that travel.
         """
-        begun, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
-        self._waiting[threading.get_ident()] = what, begun, size
+        begun, pause, key = time.monotonic(), _FIRST_PAUSE_SECONDS, object()
+        self._waiting[key] = _UnderWay(what, begun, size)
         try:
             return self._until_it_passes(what, action, missing, begun, pause)
         finally:
-            self._waiting.pop(threading.get_ident(), None)
+            del self._waiting[key]
 
     def waiting(self, seconds: float) -> StoreError | None:
         """What has been under way for longer than this, if anything has: a store may be silent."""
-        for what, begun, size in list(self._waiting.values()):
-            if time.monotonic() - begun > seconds + size / _SLOW_BYTES_PER_SECOND:
-                return StoreError(f"{self.url}: {what} has taken {time.monotonic() - begun:.0f} s so far")
+        for each in list(self._waiting.values()):
+            if (taken := time.monotonic() - each.begun) > seconds + each.size / _SLOW_BYTES_PER_SECOND:
+                return StoreError(f"{self.url}: {each.what} has taken {taken:.0f} s so far")
         return None
 
     def _until_it_passes(self, what: str, action: Callable[[], T], missing: bool, begun: float, pause: float) -> T:
@@ -272,10 +283,3 @@ def _file_system(url: str) -> tuple[Any, str]:
     except Exception as error:  # of each package its own
         reason, refused = explained(error)
         raise StoreError(f"{url} cannot be used: {reason}", refused) from None
-
-
-def _umask() -> int:
-    """That of the process; there is no way to ask but to set it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

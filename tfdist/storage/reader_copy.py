@@ -15,35 +15,43 @@ from tfdist.storage.store_errors import as_sentence
 _NOT_BROUGHT = ("checkpoints/", "export/")
 
 
-def reading_folder(place: str, cache_dir: str = "") -> Path:
-    """The folder in which the run at `place` is read."""
-    return working_folder(place, str(cache_folder(cache_dir) / "readers")) if is_url(place) else Path(place)
+class ReadRun:
+    """The run at `place`, a folder or a URL.
 
+    Attributes: folder, in which it is read; objects, those of its store, None of a run in a folder. Raises TfdistError.
+    """
 
-def for_reading(place: str, cache_dir: str = "") -> Path:
-    """That folder, the files of the run brought anew, without its snapshots and exports. Raises TfdistError."""
-    check_address("run_dir", place)
-    folder = reading_folder(place, cache_dir)
-    if is_url(place):
-        with as_sentence():
-            folder.mkdir(0o700, parents=True, exist_ok=True)
-            bring_files(ObjectStore(place), folder, lambda name: not name.startswith(_NOT_BROUGHT))
-    return folder
+    def __init__(self, place: str, cache_dir: str = ""):
+        check_address("run_dir", place)
+        self.place, self.objects = place, None
+        self.folder = Path(place)
+        if is_url(place):
+            with as_sentence():
+                self.folder = working_folder(place, str(cache_folder(cache_dir) / "readers"))
+                self.folder.mkdir(0o700, parents=True, exist_ok=True)
+                self.objects = ObjectStore(place)
 
+    def bring(self) -> Path:
+        """The folder, its files as they are now, without snapshots and exports. Raises TfdistError."""
+        if self.objects:
+            with as_sentence():
+                bring_files(self.objects, self.folder, lambda name: not name.startswith(_NOT_BROUGHT))
+        return self.folder
 
-def text_of(place: str, name: str) -> str:
-    """One file of a run as it is now; "" if it is not there. Raises TfdistError."""
-    if is_url(place):
-        with as_sentence():
-            return ObjectStore(place).text(name) or ""
-    try:
-        return (Path(place) / name).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    def text(self, name: str) -> str:
+        """One file as it is now; "" if it is not there. Raises TfdistError."""
+        if self.objects:
+            with as_sentence():
+                return self.objects.text(name) or ""
+        try:
+            return (self.folder / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
 
-
-def send_back(place: str, folder: Path, made: Callable[[str], bool]) -> None:
-    """Puts files that were `made` in the copy of a run in a store beside it. Raises TfdistError."""
-    if is_url(place):
-        with as_sentence():
-            FolderMirror(ObjectStore(place), folder, made, last="", told=lambda trouble: None).finish(with_last=False)
+    def send_back(self, made: Callable[[str], bool]) -> None:
+        """Puts files that were `made` in the folder beside the run in its store. Raises TfdistError."""
+        if self.objects:
+            with as_sentence():
+                FolderMirror(self.objects, self.folder, made, last="", told=lambda trouble: None).finish(
+                    with_last=False
+                )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import time
 
@@ -9,15 +11,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.stores.faulty_proxy import FAULTS, faulty_proxy
+from tests.stores.faulty_proxy import FAULTS
 from tests.stores.s3_server import BUCKET
 from tests.stores.webhdfs_server import webhdfs_server
+from tfdist.artifacts import stored_snapshots
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.stored_snapshots import StoredSnapshots, bring_for_reading
 from tfdist.control.exit_codes import CheckpointError
-from tfdist.storage import object_store
 from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import StoreError
 
 URL = f"s3://{BUCKET}/runs/one"
 FOLDER = "runs/one/checkpoints"
@@ -77,7 +80,7 @@ def test_a_snapshot_is_brought_from_hdfs(tmp_path):
         here.write(10, arrays(10), {})
         assert snapshots.finish_soon(30.0) == [], snapshots.trouble()
         snapshots.end()
-        bring_for_reading(server.url, there)
+        bring_for_reading(ObjectStore(server.url), there)
         assert is_right(there, 10)
 
 
@@ -146,7 +149,7 @@ def test_what_killed_senders_left_is_removed(s3, tmp_path):
     assert snapshots.unsent() == []
 
 
-def test_old_ones_are_removed_from_the_store_the_manifest_first(s3, tmp_path, monkeypatch):
+def test_old_ones_are_removed_from_the_store_the_manifest_first(s3, through_proxy, tmp_path):
     removed = []
 
     def draw(method: str, path: str) -> str:
@@ -155,8 +158,7 @@ def test_old_ones_are_removed_from_the_store_the_manifest_first(s3, tmp_path, mo
         return ""
 
     store = local(tmp_path, "here")
-    with faulty_proxy(s3.port, draw) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    with through_proxy(draw):
         snapshots = sender(store, keep=2)
         snapshots.start()
         for step in (10, 20, 30):
@@ -181,12 +183,11 @@ def test_a_snapshot_that_is_written_anew_replaces_the_one_there(s3, tmp_path):
     assert np.array_equal(there.read(there.verify(10))["model/kernel"], 2 * arrays(10)["model/kernel"])
 
 
-def test_a_store_that_is_away_holds_nothing_up_and_gets_the_rest_later(s3, tmp_path, monkeypatch):
+def test_a_store_that_is_away_holds_nothing_up_and_gets_the_rest_later(through_proxy, tmp_path):
     away = [True]
     store = local(tmp_path, "here")
-    with faulty_proxy(s3.port, lambda method, path: "500" if away[0] else "") as proxy:
+    with through_proxy(lambda method, path: "500" if away[0] else ""):
         away[0] = False
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
         snapshots = sender(store, patience=0.5)
         snapshots.start()
         away[0] = True
@@ -199,22 +200,36 @@ def test_a_store_that_is_away_holds_nothing_up_and_gets_the_rest_later(s3, tmp_p
         assert snapshots.finish_soon(30.0) == []
         assert snapshots.trouble() is None
         snapshots.end()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.environment()["AWS_ENDPOINT_URL"])
     assert sender(local(tmp_path, "there")).steps() == [10, 20]
 
 
+def test_a_disk_without_room_for_what_is_sent_is_told(s3, tmp_path, monkeypatch):
+    def full(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+    store = local(tmp_path, "here")
+    snapshots = sender(store)
+    store.write(10, arrays(10), {})
+    with monkeypatch.context() as changed:
+        changed.setattr(stored_snapshots, "_linked", full)
+        with pytest.raises(StoreError, match="snapshot of step 10 .*No space left"):
+            snapshots._send(10)
+    snapshots._send(10)
+    store.delete(10)
+    snapshots._send(10)  # does nothing
+    assert sender(local(tmp_path, "there")).steps() == [10]
+
+
 @pytest.mark.parametrize("seed", range(2))
-def test_of_many_faults_none_makes_a_half_snapshot_believed(s3, tmp_path, monkeypatch, seed):
+def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_path, seed):
     """Each round writes a snapshot, sends it through faults, and reads on an empty machine through faults."""
     chance = random.Random(seed)
 
     def draw(method: str, path: str) -> str:
         return chance.choice(FAULTS) if chance.random() < 0.25 else ""
 
-    monkeypatch.setattr(object_store, "_FIRST_PAUSE_SECONDS", 0.02)
     store, newest = local(tmp_path, "here"), 0
-    with faulty_proxy(s3.port, draw) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    with through_proxy(draw) as proxy:
         snapshots, reader = sender(store, patience=60.0), ObjectStore(URL, patience=60.0)
         snapshots.start()
         while sum(proxy.done.values()) < 105:
@@ -230,7 +245,6 @@ def test_of_many_faults_none_makes_a_half_snapshot_believed(s3, tmp_path, monkey
                 store.delete(old)
         assert snapshots.finish_soon(60.0) == []
         snapshots.end()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.environment()["AWS_ENDPOINT_URL"])
     last = local(tmp_path, "last")
     sender(last).bring_newest()
     assert last.steps() == [newest] and is_right(last, newest)
@@ -239,7 +253,7 @@ def test_of_many_faults_none_makes_a_half_snapshot_believed(s3, tmp_path, monkey
 def test_an_evaluator_brings_the_step_that_it_is_asked_for(s3, tmp_path):
     send(local(tmp_path, "here"), 10, 20)
     there = local(tmp_path, "there")
-    bring_for_reading(URL, there, 10)
+    bring_for_reading(ObjectStore(URL), there, 10)
     assert there.steps() == [10]
     with pytest.raises(CheckpointError, match="--at_step=15: s3://.* has no snapshot of that step; it has 10, 20"):
-        bring_for_reading(URL, there, 15)
+        bring_for_reading(ObjectStore(URL), there, 15)

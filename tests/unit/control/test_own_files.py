@@ -1,6 +1,7 @@
 """Links that somebody has put into a folder lead no writing and no removal elsewhere."""
 
 import os
+import threading
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_links_lead_nowhere(tmp_path):
     (elsewhere / "inner").mkdir(parents=True)
     (elsewhere / "file").write_text("mine")
     folder.mkdir()
-    temporary = folder / f".status.json.{os.getpid()}.writing"
+    temporary = folder / f".status.json.{os.getpid()}.{threading.get_ident()}.writing"
     for link in (temporary, folder / "status.json", folder / "log"):
         link.symlink_to(elsewhere / "file")
     with written_whole(folder / "status.json") as file:

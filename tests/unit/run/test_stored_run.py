@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from tests.stores.faulty_proxy import faulty_proxy
 from tests.stores.s3_server import BUCKET
 from tfdist.artifacts.status import is_finished, write_status
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.lease_owner import Patience
 from tfdist.run.stored_run import StoredRun, stored_run
 from tfdist.storage.object_store import ObjectStore
 
@@ -100,7 +100,7 @@ def test_a_working_copy_of_the_same_run_is_gone_on_with(s3, tmp_path, capsys):
 
 
 def test_a_second_job_is_refused_and_nothing_of_the_first_touched(s3, tmp_path, monkeypatch):
-    monkeypatch.setattr("tfdist.storage.store_lease._TO_END_SECONDS", 0.1)
+    monkeypatch.setattr("tfdist.storage.store_lease._PATIENCE", Patience(dead=60.0, damaged=1.0, to_end=0.1))
     with stored(tmp_path / "here"):
         lease = s3.content("runs/one/lease.json")
         with pytest.raises(ConfigError, match="in use by another job"), stored(tmp_path / "there"):
@@ -108,11 +108,10 @@ def test_a_second_job_is_refused_and_nothing_of_the_first_touched(s3, tmp_path, 
         assert s3.content("runs/one/lease.json") == lease
 
 
-def test_a_store_that_is_away_is_said_once_and_again_later(s3, tmp_path, monkeypatch):
+def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
     away = []
-    with faulty_proxy(s3.port, lambda method, path: "500" if away else "") as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    with through_proxy(lambda method, path: "500" if away else ""):
         refusal = pytest.raises(CheckpointError, match="Not all of the run could be sent.*start again on this machine")
         with refusal, stored(tmp_path / "here", timeout=0.5) as run:
             write_status(run.folder, "running", "abc")
@@ -128,13 +127,12 @@ def test_a_store_that_is_away_is_said_once_and_again_later(s3, tmp_path, monkeyp
             assert list(run.messages()) == []
 
 
-def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(s3, tmp_path, monkeypatch):
+def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(through_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
     monkeypatch.setattr("tfdist.run.stored_run._SILENT_SECONDS", 0.5)
     monkeypatch.setattr("tfdist.run.stored_run._GIVE_BACK_SECONDS", 1.0)
     silent = []
-    with faulty_proxy(s3.port, lambda method, path: "silence" if silent else "") as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    with through_proxy(lambda method, path: "silence" if silent else ""):
         with pytest.raises(CheckpointError, match="does not answer"), stored(tmp_path / "here", timeout=1.0) as run:
             write_status(run.folder, "running", "abc")
             run.start()
@@ -149,14 +147,17 @@ def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(s3, 
         assert time.monotonic() - ending < 15
 
 
-def test_an_error_of_the_run_is_not_hidden_by_the_store(s3, tmp_path, monkeypatch):
+def test_an_error_of_the_run_is_not_hidden_by_the_store(through_proxy, tmp_path):
     away = []
-    with faulty_proxy(s3.port, lambda method, path: "500" if away else "") as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        with pytest.raises(KeyError, match="of the run"), stored(tmp_path / "here", timeout=0.5) as run:
-            (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
-            away.append(True)
-            raise KeyError("of the run")
+    raised = pytest.raises(KeyError, match="of the run")
+    with (
+        through_proxy(lambda method, path: "500" if away else ""),
+        raised,
+        stored(tmp_path / "here", timeout=0.5) as run,
+    ):
+        (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
+        away.append(True)
+        raise KeyError("of the run")
 
 
 def test_a_status_that_is_none_in_a_store_is_no_run(s3, tmp_path):

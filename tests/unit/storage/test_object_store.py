@@ -9,13 +9,15 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.stores.faulty_proxy import FAULTS, faulty_proxy
+from tests.stores.faulty_proxy import FAULTS
 from tests.stores.s3_server import BUCKET
 from tests.stores.webhdfs_server import webhdfs_server
 from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedError
+from tfdist.control.lease_owner import Patience
 from tfdist.control.run_address import check_address, working_folder
 from tfdist.storage import store_lease
 from tfdist.storage.mirror import FolderMirror, bring_files
@@ -83,14 +85,13 @@ def test_uploads_that_a_killed_process_has_begun_are_ended(s3):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_faults_that_pass_change_nothing(s3, tmp_path, monkeypatch, seed):
+def test_faults_that_pass_change_nothing(s3, through_proxy, tmp_path, seed):
     chance = random.Random(seed)
 
     def draw(method: str, path: str) -> str:
         return chance.choice(FAULTS) if chance.random() < 0.4 else ""
 
-    with faulty_proxy(s3.port, draw) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    with through_proxy(draw) as proxy:
         objects = ObjectStore(URL, patience=60)
         for number in range(16):
             content = chance.randbytes(chance.randrange(1, 5000))
@@ -104,15 +105,14 @@ def test_faults_that_pass_change_nothing(s3, tmp_path, monkeypatch, seed):
     assert set(os.listdir(tmp_path)) == {"file", "copy"}
 
 
-def test_what_will_not_pass_is_told_in_a_sentence(s3, tmp_path, monkeypatch):
+def test_what_will_not_pass_is_told_in_a_sentence(through_proxy, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="nowhere.*the bucket or folder is not there.*create it"), as_sentence():
         ObjectStore("s3://nowhere/run", patience=5).put_text("a", "")
     with pytest.raises(ConfigError, match="the bucket or folder is not there"), as_sentence():
         ObjectStore("s3://nowhere/run", patience=5).names()
-    with faulty_proxy(s3.port, lambda method, path: "403") as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        with pytest.raises(ConfigError, match=f"{URL}.*it is not permitted.*allow these credentials"), as_sentence():
-            ObjectStore(URL, patience=5).text("a")
+    refusal = pytest.raises(ConfigError, match=f"{URL}.*it is not permitted.*allow these credentials")
+    with through_proxy(lambda method, path: "403"), refusal, as_sentence():
+        ObjectStore(URL, patience=5).text("a")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free.getsockname()[1]}")
@@ -185,6 +185,28 @@ def test_a_folder_is_sent_and_brought(url, tmp_path):
     assert not (tmp_path / "outside").exists()
 
 
+def test_what_is_removed_while_it_is_brought_is_left_out_alone(s3, tmp_path, monkeypatch):
+    objects = ObjectStore(URL, patience=5)
+    there = {f"{number}": len(str(number)) for number in range(12)}
+    for name in there:
+        objects.put_text(name, name)
+    monkeypatch.setattr(objects, "names", lambda: {"0-gone": 3, **there, "gone": 7})
+    bring_files(objects, tmp_path, lambda name: True)
+    assert set(os.listdir(tmp_path)) == set(there)
+
+
+def test_whatever_ends_one_transfer_ends_all(s3, tmp_path, monkeypatch):
+    objects = ObjectStore(URL, patience=5)
+
+    def fetch(name: str, file: Path, size: int) -> None:
+        if name == "7":
+            raise MemoryError
+
+    monkeypatch.setattr(objects, "fetch", fetch)
+    with pytest.raises(MemoryError):
+        objects.fetch_all((f"{number}", tmp_path / f"{number}", 1) for number in range(12))
+
+
 # -- the lease ---------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +215,7 @@ def lease(objects: ObjectStore, job: str, lost: list[str] | None = None) -> stor
 
 
 def test_a_second_job_is_refused_and_a_given_back_lease_taken(url, monkeypatch):
-    monkeypatch.setattr(store_lease, "_TO_END_SECONDS", 0.5)
+    monkeypatch.setattr(store_lease, "_PATIENCE", Patience(dead=60.0, damaged=1.0, to_end=0.5))
     monkeypatch.setattr(store_lease, "_LOOK_SECONDS", 0.1)
     objects = ObjectStore(url, patience=5)
     first = lease(objects, "one")
@@ -220,14 +242,14 @@ def test_a_dead_owners_lease_is_taken_over(url, monkeypatch):
     second.give_back()
     elsewhere = {**here, "machine": "another", "host": "far"}
     objects.put_text("lease.json", json.dumps(elsewhere))
-    monkeypatch.setattr(store_lease, "_DEAD_SECONDS", 1.0)
+    monkeypatch.setattr(store_lease, "_PATIENCE", Patience(dead=1.0, damaged=1.0))
     begun = time.monotonic()
     third = lease(objects, "other")
     third.take()
     assert 1.0 < time.monotonic() - begun < 20
     third.give_back()
     objects.put_text("lease.json", json.dumps(elsewhere))
-    monkeypatch.setattr(store_lease, "_DEAD_SECONDS", 1000.0)
+    monkeypatch.setattr(store_lease, "_PATIENCE", Patience(dead=1000.0, damaged=1.0))
     lease(objects, "one").take()  # of the same job: whoever starts it again has ended it
 
 
@@ -252,7 +274,7 @@ def test_who_finds_its_lease_another_ends(s3, monkeypatch):
     objects, lost = ObjectStore(URL, patience=5), []
     first = lease(objects, "one", lost)
     first.take()
-    objects.put_text("lease.json", lease(objects, "other")._text())
+    objects.put_text("lease.json", lease(objects, "other").owner.lease())
     deadline = time.monotonic() + 20
     while not lost and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -267,7 +289,7 @@ def test_who_was_stopped_for_long_looks_before_it_changes_anything(s3, monkeypat
     first.confirm()
     objects.remove("lease.json")
     if now == "another's":
-        objects.put_text("lease.json", lease(objects, "other")._text())
+        objects.put_text("lease.json", lease(objects, "other").owner.lease())
     first.confirm()
     assert not lost, "it was renewed a moment ago: nobody takes it over so soon"
     first._confirmed -= 60.0
@@ -276,9 +298,8 @@ def test_who_was_stopped_for_long_looks_before_it_changes_anything(s3, monkeypat
     first._released.set()
 
 
-def test_patience_ends(s3, monkeypatch):
-    with faulty_proxy(s3.port, lambda method, path: "500") as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+def test_patience_ends(through_proxy):
+    with through_proxy(lambda method, path: "500"):
         begun = time.monotonic()
         with pytest.raises(StoreError, match=f"{URL}: reading a failed"):
             ObjectStore(URL, patience=2).text("a")

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.telemetry.test_goodput import TWO_KILLS, record
 from tfdist.control.exit_codes import ConfigError
 from tfdist.report import main, read_runs
+from tfdist.storage.reader_copy import ReadRun
 from tfdist.telemetry.run_log import RunLog, duration, quantile, with_unit
 
 VOID = {"meta", "br"}
@@ -265,7 +266,7 @@ def test_what_is_no_run_folder_is_said(tmp_path):
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
     folders = [write_run(tmp_path / parent / "run", TWO_KILLS) for parent in ("x", "y")]
-    assert [run.name for run in read_runs(list(map(str, folders)))] == ["x/run", "y/run"]
+    assert [run.name for run in read_runs([ReadRun(str(folder)) for folder in folders])] == ["x/run", "y/run"]
 
 
 def test_text_needs_neither_tensorflow_nor_matplotlib(tmp_path):
