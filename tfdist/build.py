@@ -40,7 +40,7 @@ from tfdist.training.evaluation import Evaluator
 from tfdist.training.loss_probe import ROWS
 from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import Objective, make_objective
-from tfdist.training.optimizer import make_optimizer
+from tfdist.training.optimizer import check_decays, make_optimizer
 from tfdist.training.parallel import segments
 from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import ShardedState
@@ -155,6 +155,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         if limits:
             composition_checks.check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
+        check_decays(optimizer, model.trainable_variables)
         loss_scale = LossScale(config.precision)
     added = _tried_on_rows(config, runtime, model, train_split, plan)
     on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan) if on_mesh(runtime) else None

@@ -281,6 +281,10 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return why
     if "moved" in case and (why := _moved_conflicts(case, blocks)):
         return why
+    if options["optimizer"] in ("adam", "adamw", "lamb") and "bfloat16" in blocks:
+        return "a decay that is 1"
+    if options["optimizer"] == "lamb" and "float16" in blocks:
+        return "its norms over- and underflow"
     if "nan" in data and options.get("on_nan") != "skip":
         return "a NaN ends the run"
     if "nan" in data and "running_mean" in blocks:

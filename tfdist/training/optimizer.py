@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -128,6 +128,23 @@ def _check_numbers(config: OptimizerConfig, options: dict[str, Any]) -> None:
                 f" it is {usual:g}."
             )
         options[name] = float(value)
+
+
+def check_decays(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]) -> None:
+    """Raises ConfigError if a decay of the optimizer is 1 in the dtype of a variable, in which Keras computes its
+    update: with beta_2 = 0.999, which is 1 in bfloat16, Adam leaves the variable as it was made.
+    """
+    decays = {"beta_2": (getattr(optimizer, "beta_2", None), "it", "--optimizer_args=beta_2=0.99")}
+    if optimizer.use_ema:
+        decays["--ema"] = optimizer.ema_momentum, "its moving average", "a smaller --ema"
+    for variable in variables:
+        dtype = tf.as_dtype(variable.dtype)
+        for name, (decay, what, instead) in decays.items():
+            if decay is not None and decay < 1 and dtype.as_numpy_dtype(decay) == 1:
+                raise ConfigError(
+                    f"{name}={decay:g} is 1 in {dtype.name}, the type of {variable.path}: {what} would never change."
+                    f" Give its layer dtype='mixed_{dtype.name}', or {instead}."
+                )
 
 
 def switch_off_reduction(optimizer: keras.Optimizer) -> keras.Optimizer:

@@ -1,5 +1,7 @@
 """FusedAdam against Keras' own Adam."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +10,14 @@ import tensorflow as tf
 from tfdist.config import OptimizerConfig
 from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.optimizer import ELEMENTWISE, OPTIMIZERS, FusedAdam, make_optimizer, switch_off_reduction
+from tfdist.training.optimizer import (
+    ELEMENTWISE,
+    OPTIMIZERS,
+    FusedAdam,
+    check_decays,
+    make_optimizer,
+    switch_off_reduction,
+)
 from tfdist.training.schedule import Schedule
 
 OPTIONS = {
@@ -129,3 +138,29 @@ def test_options_that_are_no_numbers(optimizer, options, words):
 def test_a_whole_number_is_one():
     config = OptimizerConfig(optimizer="adamw", optimizer_args="beta_1=0")
     assert make_optimizer(config, Schedule("constant", 0.1, 0, 10, 0.1, 0.0)).beta_1 == 0.0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "sentence"),
+    [
+        (OPTIMIZERS["adam"](), "bfloat16", "beta_2=0.999 is 1 in bfloat16, .*mixed_bfloat16"),
+        (
+            OPTIMIZERS["lamb"](),
+            "bfloat16",
+            "it would never change.* --optimizer_args=beta_2=0.99",
+        ),
+        (OPTIMIZERS["sgd"](use_ema=True, ema_momentum=0.9999), "float16", "--ema=0.9999 is 1 in float16.*average"),
+        (OPTIMIZERS["adam"](beta_2=0.99), "bfloat16", ""),
+        (OPTIMIZERS["adam"](use_ema=True, ema_momentum=0.9999), "float32", ""),
+        (OPTIMIZERS["lion"](), "bfloat16", ""),
+    ],
+)
+def test_a_decay_that_is_one_in_the_type_of_a_variable_is_refused(optimizer, dtype, sentence):
+    """And only where the variable would really not change."""
+    variable = keras.Variable([1.0, 2.0], dtype=dtype)
+    with pytest.raises(ConfigError, match=sentence) if sentence else contextlib.nullcontext():
+        check_decays(optimizer, [variable])
+    optimizer.learning_rate = 0.1
+    optimizer.build([variable])
+    optimizer.apply([keras.ops.ones((2,), dtype)], [variable])
+    assert (variable.numpy() != [1.0, 2.0]).all() == (not sentence or optimizer.use_ema)
