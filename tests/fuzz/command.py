@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
             )
             for verdict in judge_all(chosen, pool, arguments.at_a_time):
                 verdicts.append(verdict)
-                if not verdict.vacuous:
+                if not verdict.vacuous and not verdict.bad:
                     coverage.add(verdict.case)
                     coverage.write()  # that a run which is killed leaves its counts
                 _tell(verdict, len(verdicts), arguments, pool)

@@ -55,7 +55,7 @@ class Coverage:
         self.drawn_parts.update(pair for part in space.parts(case) for pair in pairs_of(part))
 
     def add(self, case: Mapping[str, Any]) -> None:
-        """Of a case that was compared with its oracle, or refused as it should be."""
+        """Of a case that was as its oracle, or refused as it should be."""
         self.runtimes[case["runtime"]] += len(space.parts(case))
         self.graphs.update(pairs_of(case))
         self.pairs.update(pair for part in space.parts(case) for pair in pairs_of(part))
