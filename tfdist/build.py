@@ -22,7 +22,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError
 from tfdist.data import augment, contents, input_pipeline, streams
 from tfdist.data.batch_plan import BatchPlan, plan_batch
-from tfdist.data.sources.load_split import load_split
+from tfdist.data.sources.load_split import data_here, load_split
 from tfdist.data.sources.split import SPLITS, Split
 from tfdist.models.build_model import build_model
 from tfdist.models.embedding_rows import read_rows
@@ -208,11 +208,11 @@ def _step_options(config: Config, plan: BatchPlan, split: Split) -> StepOptions:
 
 def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
     """Both splits; all workers hold the same ones."""
-    found = []
+    found, data = [], data_here(config)
     for name in SPLITS:
         # Whatever ran before, a source of the user's own that draws its split at random draws the same one.
         keras.utils.set_random_seed(config.run.seed)
-        found.append(load_split(config.data, name))
+        found.append(load_split(data, name))
     for split in found:
         contents.must_be_the_same(runtime, split)
     return found

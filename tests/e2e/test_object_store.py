@@ -16,6 +16,7 @@ import pytest
 from tests.e2e import job
 from tests.stores.faulty_proxy import faulty_proxy
 from tests.stores.s3_server import BUCKET
+from tests.unit.data.test_source_tfrecord import SPEC, examples, write
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.control.run_address import working_folder
 
@@ -162,6 +163,26 @@ def test_a_rollback_asks_nothing_of_a_store_that_is_away(s3, tmp_path):
     assert process.returncode == 9 and "start again on this machine" in output, output
 
 
+@pytest.mark.parametrize("kind", ["at random", "from front to back"])
+def test_data_of_a_store_train_as_those_of_a_folder(s3, tmp_path, kind):
+    """Two workers that share a cache; the stream stopped, and gone on with on another machine."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    for number in range(12):
+        write(folder / f"train-{number:02d}.tfrecord", examples(2 * number, 2 * number + 2))
+    write(folder / "test.tfrecord", examples(24, 30))
+    for file in folder.iterdir():
+        s3.change(f"data/{file.name}", file.read_bytes())
+    stream = ",stream=True" if kind == "from front to back" else ""
+    flags = [*FLAGS, "--source=tfrecord", f"--source_args={SPEC}{stream}", "--eval_every=-1", "--global_batch=8"]
+    job.run(2, [*flags, f"--data_dir={folder}", f"--run_dir={tmp_path / 'folder'}"])
+    stored = [*flags, f"--data_dir=s3://{BUCKET}/data", f"--run_dir={tmp_path / 'store'}"]
+    for steps, cache in ((20, "first"), (60, "second"))[0 if stream else 1 :]:
+        job.run(2, [*stored, f"--steps={steps}", f"--cache_dir={tmp_path / cache}", "--cache_gb=1e-5"])
+    assert same(arrays(tmp_path / "store"), arrays(tmp_path / "folder"))
+    assert losses(tmp_path / "store") == losses(tmp_path / "folder")
+
+
 def test_mistakes_get_their_sentence(s3, tmp_path):
     def said(*flags: str, code: int = 2, **variables: str) -> str:
         ended = job.train([*FLAGS, "--steps=10", *flags], environment=variables)
@@ -175,6 +196,9 @@ def test_mistakes_get_their_sentence(s3, tmp_path):
     assert "--run_dir=ftp://host/run" in said("--run_dir=ftp://host/run")
     assert "needs the Python package adlfs" in said("--run_dir=abfs://bucket/run", cache, code=10)
     assert f"--backup_dir={URL}" in said(f"--backup_dir={URL}")
+    records = ["--source=tfrecord", f"--source_args={SPEC}", cache, f"--run_dir={tmp_path / 'run'}"]
+    assert "--data_dir: s3://nowhere/data" in said(*records, "--data_dir=s3://nowhere/data")
+    assert "has no file *train* for train" in said(*records, "--data_dir=s3://bucket/none", code=4)
     file = tmp_path / "file"
     file.write_text("")
     assert "--cache_dir" in said(f"--run_dir={URL}", f"--cache_dir={file}")

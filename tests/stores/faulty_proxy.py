@@ -20,8 +20,8 @@ _DELAY_SECONDS, _SILENCE_SECONDS = 0.3, 60.0
 class FaultyProxy(ThreadingHTTPServer):
     """Forwards to a port of loopback.
 
-    draw: of a request's method and path, one of FAULTS, "silence" or "". bytes_per_second: of bodies that are sent; 0:
-    no limit. done: how often each fault was done.
+    draw: of a request's method and path, one of FAULTS, "silence" or "". bytes_per_second: of bodies, on each
+    connection; 0: no limit. done: how often each fault was done.
     """
 
     daemon_threads = True
@@ -101,6 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if self.server.bytes_per_second and self.command != "HEAD":
+            time.sleep(len(body) / self.server.bytes_per_second)
         self.wfile.write(b"" if self.command == "HEAD" else body[: len(body) // 2] if cut else body)
         if cut:
             self._hang_up()

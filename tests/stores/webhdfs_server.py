@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -23,6 +24,7 @@ class WebHdfsServer(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, bytes] = {}
+        self.times: dict[str, int] = {}  # path -> ms
         self.users: set[str] = set()
         self.lock = threading.RLock()
 
@@ -55,6 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(403, "FileAlreadyExistsException", path)
             return
         self.server.files[path] = body
+        self._touch(path)
         self._answer(201)
 
     def _append(self, path: str, given: dict[str, str], body: bytes) -> None:
@@ -62,6 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._redirect()
             return
         self.server.files[path] += body
+        self._touch(path)
         self._answer(200)
 
     def _open(self, path: str, given: dict[str, str], body: bytes) -> None:
@@ -103,6 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         moved = path in self.server.files and target not in self.server.files
         if moved:
             self.server.files[target] = self.server.files.pop(path)
+            self.server.times[target] = self.server.times.pop(path)
         self._answer(200, json.dumps({"boolean": moved}).encode())
 
     def _delete(self, path: str, given: dict[str, str], body: bytes) -> None:
@@ -112,7 +117,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, b'{"boolean": true}')
 
     def _status(self, path: str, suffix: str) -> dict:
-        return {"type": "FILE", "length": len(self.server.files[path]), "pathSuffix": suffix}
+        return {
+            "type": "FILE",
+            "length": len(self.server.files[path]),
+            "modificationTime": self.server.times[path],
+            "pathSuffix": suffix,
+        }
+
+    def _touch(self, path: str) -> None:
+        self.server.times[path] = time.time_ns() // 1_000_000
 
     def _below(self, path: str) -> list[str]:
         return [name for name in self.server.files if name.startswith(path.rstrip("/") + "/")]

@@ -125,6 +125,7 @@ def check_compression(config: Config, strategy: str) -> None:
 
 def _check_artifacts(config: Config) -> None:
     check_address("run_dir", config.run.run_dir)
+    check_address("data_dir", config.data.data_dir)
     if is_url(config.checkpoint.backup_dir):
         raise ConfigError(
             f"--backup_dir={config.checkpoint.backup_dir} must be a folder, on a fast disk of this machine; snapshots"

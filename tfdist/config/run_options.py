@@ -20,7 +20,7 @@ class RunConfig:
         key=True,
     )
     cache_dir: str = option(
-        "", "Folder for the working copies of runs in object stores. Empty: tfdist in $XDG_CACHE_HOME or ~/.cache."
+        "", "Folder for copies of runs and data in object stores. Empty: tfdist in $XDG_CACHE_HOME or ~/.cache."
     )
     store_timeout: float = option(
         300.0,

@@ -35,7 +35,15 @@ class DataConfig:
         "digits", "Data source: a registered name or package.module:function.", identity=True, key=True
     )
     source_args: str = option("", "Options of the source, key=value,key=value.", identity=True, key=True)
-    data_dir: str = option("", "Where the source finds its files, if it needs any.", key=True)
+    data_dir: str = option(
+        "",
+        "Where the source finds its files, if it needs any: a folder; or a URL, such as s3://BUCKET/FOLDER, of which"
+        " copies are kept in --cache_dir.",
+        key=True,
+    )
+    cache_gb: float = option(
+        0.0, "Gigabytes that copies of data from object stores may take in --cache_dir. 0: no limit.", least=0
+    )
     sequence_length: int = option(128, "Tokens per sample of a text source.", identity=True, least=1)
     shuffle: bool = option(True, "Permute the samples anew in each epoch.", identity=True)
     augment: str = option(

@@ -31,9 +31,14 @@ def working_folder(run_dir: str, cache_dir: str = "") -> Path:
     """The folder of a run on this machine: `run_dir` itself, or the working copy of a URL."""
     if not is_url(run_dir):
         return Path(run_dir)
-    address = run_dir.rstrip("/")
+    return cache_folder(cache_dir) / "runs" / folder_name(run_dir)
+
+
+def folder_name(url: str) -> str:
+    """What the folder of a URL is called on this machine: each has its own."""
+    address = url.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9._-]", "-", address.rpartition("/")[2])[:60]
-    return cache_folder(cache_dir) / "runs" / f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:12]}"
+    return f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:12]}"
 
 
 def cache_folder(cache_dir: str = "") -> Path:
@@ -61,10 +66,7 @@ def check_address(flag: str, place: str) -> None:
             f"--{flag}={place}: {scheme}:// is no store that tfdist knows: use a folder, or one of {known}."
         )
     if not bucket or not rest.partition("/")[2].strip("/"):
-        raise ConfigError(
-            f"--{flag}={place} names no place in a store: write {scheme}://BUCKET/FOLDER, with a folder of the"
-            " run's own."
-        )
+        raise ConfigError(f"--{flag}={place} names no place in a store: write {scheme}://BUCKET/FOLDER.")
     if found := re.search(r"[?#*\[\]\s\\]|/\.\.?(/|$)|//", rest):
         what = found.group(0)
-        raise ConfigError(f"--{flag}={place}: {what!r} may not be in the URL of a run: choose another name.")
+        raise ConfigError(f"--{flag}={place}: {what!r} may not be in the URL: choose another name.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, TfdistError
+from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, StartupError, TfdistError
 from tfdist.control.user_errors import failure, failure_in_text, said, what_in_text, without_internals
 from tfdist.runtime.ring_error import MARK, user_error
 
@@ -23,7 +23,8 @@ _PEER_ERRORS = (
 _HOROVOD_DOWN = re.compile(r"Horovod has been shut down|gloo/.*(Connection|[Tt]imed? ?out|peer)")
 # What our own tf.debugging.assert_equal say, and errors of ours that are raised in Python which TensorFlow calls.
 _OWN_ASSERTION = re.compile(r"\[tfdist: t(he [^\]]*\.)\]")
-_OWN_ERROR = re.compile(r"\b(ConfigError|DataError): (.*)")
+_OWN_ERRORS = {error.__name__: error for error in (ConfigError, DataError, StartupError)}
+_OWN_ERROR = re.compile(rf"\b({'|'.join(_OWN_ERRORS)}): (.*)")
 # How runtime/collectives.py names its operations.
 _GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
 
@@ -104,7 +105,7 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
             ' host with tf.device("CPU:0"), or let such operations run there with --soft_placement.'
         )
     if found := _OWN_ERROR.search(text):  # as a source raises inside tf.data
-        return (DataError if found[1] == "DataError" else ConfigError)(found[2])
+        return _OWN_ERRORS[found[1]](found[2])
     if isinstance(error, tf.errors.DataLossError) or _RECORD.search(text):
         return DataError(f"A record of the data cannot be read: {cause(text)}")
     if label := bad_label(error):

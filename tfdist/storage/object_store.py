@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from tfdist.control.optional_packages import optional_module
 from tfdist.control.own_files import replaced
 from tfdist.control.run_address import STORES
+from tfdist.storage.store_entry import Entry
 from tfdist.storage.store_errors import StoreError, explained
 
 PATIENCE_SECONDS = 60.0
@@ -36,7 +37,6 @@ _WHOLE_BYTES = 1 << 25  # a file that may grow meanwhile is read at once up to t
 _WEBHDFS_SECONDS = (5.0, 60.0)  # to connect, for an answer
 _BUCKETS = ("s3", "gs", "abfs")  # stores whose first part of a path must be there; folders need not
 _EXCLUSIVE_WRITES = ("s3", "gs")  # with pipe_file(mode="create")
-
 T = TypeVar("T")
 
 
@@ -63,9 +63,13 @@ class ObjectStore:
 
     def names(self, below: str = "") -> dict[str, int]:
         """name -> bytes of all objects below a folder. Raises StoreError."""
+        return {name: entry.size for name, entry in self.entries(below).items()}
+
+    def entries(self, below: str = "") -> dict[str, Entry]:
+        """name -> what the store says of it, of all objects below a folder. Raises StoreError."""
         place = f"{self._root}/{below}".rstrip("/")
 
-        def look() -> dict[str, int]:
+        def look() -> dict[str, Entry]:
             try:
                 found = self._system.find(place, detail=True)
             except FileNotFoundError:
@@ -73,7 +77,7 @@ class ObjectStore:
                     return {}
                 raise
             entries = found.values() if isinstance(found, dict) else ()
-            return {entry["name"][len(self._root) + 1 :]: entry["size"] for entry in entries}
+            return {entry["name"][len(self._root) + 1 :]: Entry.of(entry) for entry in entries}
 
         return self._patiently(f"listing {below or 'the folder'}", look)
 
@@ -97,10 +101,15 @@ class ObjectStore:
 
     def size(self, name: str) -> int | None:
         """Of an object, in bytes; None if there is none. Raises StoreError."""
+        entry = self.entry(name)
+        return entry.size if entry else None
 
-        def look() -> int | None:
+    def entry(self, name: str) -> Entry | None:
+        """What the store says of an object; None if there is none. Raises StoreError."""
+
+        def look() -> Entry | None:
             try:
-                return self._system.info(self._path(name))["size"]
+                return Entry.of(self._system.info(self._path(name)))
             except FileNotFoundError:
                 return None
 

@@ -36,17 +36,17 @@ def explained(error: BaseException) -> tuple[str, bool]:
 
 
 @contextlib.contextmanager
-def as_sentence() -> Iterator[None]:
-    """Turns what a store did not do into an error with an exit code."""
+def as_sentence(flag: str = "run_dir") -> Iterator[None]:
+    """Turns what a store did not do into an error with an exit code. flag: that its URL was given with."""
     try:
         yield
     except StoreError as error:
         if error.refused:
-            raise ConfigError(f"--run_dir: {error}.") from None
-        raise StartupError(f"--run_dir: {error}: look whether the store can be reached from here.") from None
+            raise ConfigError(f"--{flag}: {error}.") from None
+        raise StartupError(f"--{flag}: {error}: look whether the store can be reached from here.") from None
     except TfdistError:
         raise
     except OSError as error:
         raise ConfigError(
-            f"--run_dir: its working copy cannot be used ({error}): choose another --cache_dir."
+            f"--{flag}: its copy on this machine cannot be used ({error}): choose another --cache_dir."
         ) from None

@@ -195,13 +195,13 @@ def main(argv: list[str]) -> int:
     import keras
 
     from tfdist import flags
-    from tfdist.data.sources.load_split import load_split
+    from tfdist.data.sources.load_split import data_here, load_split
     from tfdist.models.build_model import build_model
     from tfdist.training.objectives import make_objective
     from tfdist.training.precision import set_policy
 
     config = flags.parse(argv).config.replace(sync_batchnorm=False)  # the same memory, and no collectives in the graph
-    split = load_split(config.data, "train")
+    split = load_split(data_here(config), "train")
     set_policy(config.precision)
     # Never left: at its end, Keras would give the variables their memory.
     keras.StatelessScope().__enter__()

@@ -6,12 +6,27 @@ imported when they are asked for, so that one with additional dependencies costs
 
 from __future__ import annotations
 
-from tfdist.config import DataConfig
+import dataclasses
+
+from tfdist.config import Config, DataConfig
+from tfdist.control.run_address import is_url
 from tfdist.data.sources.source_names import SOURCES
 from tfdist.data.sources.split import SPLITS, Split
 from tfdist.plugins import resolve
+from tfdist.storage.data_cache import data_cache
 
 _USER = "tfdist.data.sources.user:load"
+
+
+def data_here(config: Config) -> DataConfig:
+    """What sources are given: where --data_dir is in an object store, the folder of its copies on this machine, of
+    which storage/data_cache.py brings what a source asks for. Raises ConfigError, StartupError.
+    """
+    data = config.data
+    if not is_url(data.data_dir):
+        return data
+    cache = data_cache(data.data_dir, config.run.cache_dir, data.cache_gb * 1e9)
+    return dataclasses.replace(data, data_dir=str(cache.folder))
 
 
 def load_split(config: DataConfig, split: str) -> Split:

@@ -36,6 +36,7 @@ import tensorflow as tf
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.sources.split import SPLITS, Sample, Split, on_host, read_options
+from tfdist.storage.data_cache import cache_of
 
 PATTERNS = (
     "*.txt",
@@ -120,7 +121,8 @@ class Corpus:
 
 @functools.lru_cache(maxsize=1)  # both splits are asked for, one after the other
 def _corpora(data_dir: str, pattern: tuple, eval_pattern: tuple, max_bytes: int, length: int) -> dict[str, Corpus]:
-    where = f"--data_dir={data_dir}" if data_dir else "the standard library"
+    cache = cache_of(data_dir)
+    where = f"--data_dir={cache.url if cache else data_dir}" if data_dir else "the standard library"
     texts, skipped = {}, 0
     for relative, path in _files(data_dir, pattern):
         text = _read(path)
@@ -155,6 +157,11 @@ def _corpora(data_dir: str, pattern: tuple, eval_pattern: tuple, max_bytes: int,
 
 def _files(data_dir: str, pattern: tuple) -> list[tuple[str, str]]:
     """(relative path with /, path) of every file that matches, sorted by the former."""
+    if cache := cache_of(data_dir):
+        found = [name for name in cache.entries if _matches(posixpath.basename(name), pattern or PATTERNS)]
+        paths = [os.path.join(data_dir, name) for name in found]
+        cache.bring(paths)
+        return sorted(zip(found, paths, strict=True))
     if data_dir and not tf.io.gfile.exists(data_dir):
         raise DataError(f"--data_dir={data_dir} does not exist: give a folder of text files or one file.")
     if data_dir and not tf.io.gfile.isdir(data_dir):

@@ -31,12 +31,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config import DataConfig
-from tfdist.control.exit_codes import DataError, UnsupportedError
+from tfdist.control.exit_codes import ConfigError, DataError, UnsupportedError
 from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
 from tfdist.data.sources.records import RecordFiles, Rows, read_in_graph
 from tfdist.data.sources.split import Sample, Split, array_split, read_options, scaled, scaled_spec
 from tfdist.runtime.host import known_dims
+from tfdist.storage.data_cache import cache_of
 
 DEFAULTS = {
     "name": "",
@@ -59,8 +60,7 @@ def load(config: DataConfig, split: str) -> Split:
         raise UnsupportedError(
             "--source=tfds needs TensorFlow Datasets: run `pip install tensorflow-datasets`."
         ) from error
-    builder = _builder(tfds, config.data_dir, options)
-    chosen = _chosen_splits(builder, options)
+    builder, chosen = _brought(tfds, config.data_dir, options, split)
     decoder = _Decoder(tfds, builder.info, options)
     name = f"tfds/{builder.name}/{chosen[split]}"
     size = builder.info.splits[chosen[split]].num_examples
@@ -164,6 +164,27 @@ class _Decoder:
         size, channels = known_dims(self.spec[0].shape)[1:]
         x = images.decode(x, size, channels) if seeds is None else images.decode_cropped(x, seeds, size, channels)
         return x, y
+
+
+def _brought(tfds: Any, data_dir: str, options: dict[str, Any], split: str) -> tuple[Any, dict[str, str]]:
+    """(builder, the names of both splits there); of an object store, its description and the split's
+    files are brought.
+    """
+    cache = cache_of(data_dir)
+    if cache:
+        if options["download"]:
+            raise ConfigError(
+                f"--source_args: download=True, but --data_dir={cache.url} is an object store: prepare the data set"
+                " with `tfds build`, and copy its folder there."
+            )
+        # What is no shard of samples: the description, names of labels, and the like.
+        cache.bring([path for path in map(cache.path, cache.entries) if "-of-" not in os.path.basename(path)])
+    builder = _builder(tfds, data_dir, options)
+    chosen = _chosen_splits(builder, options)
+    if cache:
+        instructions = builder.info.splits[chosen[split]].file_instructions
+        cache.bring(sorted({os.fspath(each.filename) for each in instructions}))
+    return builder, chosen
 
 
 def _builder(tfds: Any, data_dir: str, options: dict[str, Any]) -> Any:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.config import DataConfig
@@ -36,9 +37,11 @@ from tfdist.data.sources import images
 from tfdist.data.sources.records import RecordFiles, read_in_graph
 from tfdist.data.sources.split import Sample, Split, read_options, scaled
 from tfdist.runtime.errors import cause
+from tfdist.storage.data_cache import cache_of
 
 DEFAULTS = {"x": "", "y": "", "classes": 0, "train": "", "eval": "", "stream": False, "compression": ""}
 PATTERNS = {"train": ("*train*",), "eval": ("*eval*", "*val*", "*test*")}
+_CYCLE, _AHEAD = 4, 4  # files of a stream that are read at a time; and that are brought from a store meanwhile
 _LISTS = {"float32": tf.float32, "int64": tf.int64, "int32": tf.int64}
 _RAW = ("uint8", "int8", "uint16", "int16", "float16", "float64", "raw_float32", "raw_int32", "raw_int64")
 
@@ -50,13 +53,8 @@ def load(config: DataConfig, split: str) -> Split:
     options = read_options(config, DEFAULTS)
     x, y = (_Field.parse(name, options[name]) for name in ("x", "y"))
     _check(options, y)
-    compression, paths = options["compression"], _paths(config.data_dir, options, split)
-    shared = set(paths) & set(_paths(config.data_dir, options, "eval" if split == "train" else "train", required=False))
-    if shared:
-        raise DataError(
-            f"{min(shared)} belongs to both splits: set train= and eval= in --source_args to patterns that share no"
-            " file."
-        )
+    folder = _Folder(config.data_dir)
+    compression, paths = options["compression"], folder.paths(options, split)
     name, info = f"tfrecord/{split}", {"files": len(paths)}
     spec, classes = (x.spec_of_x, y.spec), options["classes"] or None
     features = {field.feature: field.parser for field in (x, y)}
@@ -66,9 +64,10 @@ def load(config: DataConfig, split: str) -> Split:
         return scaled(x.decode(parsed, seeds)), y.decode(parsed, None)
 
     if options["stream"]:
-        paths = [path for path in paths if tf.io.gfile.stat(path).length]
-        first = next(iter(tf.data.TFRecordDataset(paths, compression).take(1)), None) if paths else None
+        paths = [path for path in paths if folder.size(path)]
+        first = next(iter(folder.records(paths, compression, at_a_time=1).take(1)), None) if paths else None
     else:
+        folder.bring(paths)
         files = RecordFiles(paths)
         first = files.read([0])[0] if len(files) else None
     if first is None:
@@ -77,7 +76,7 @@ def load(config: DataConfig, split: str) -> Split:
         )
     _try(parse, first, name)
     if options["stream"]:
-        stream = _stream(paths, compression, parse)
+        stream = _stream(folder, paths, compression, parse)
         return Split(
             name,
             None,
@@ -86,7 +85,7 @@ def load(config: DataConfig, split: str) -> Split:
             info=info,
             stream=stream,
             stream_shards=len(paths),
-            contents=lambda: _files(paths),
+            contents=lambda: folder.checksums(paths),
         )
 
     def fetch(indices: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
@@ -100,7 +99,7 @@ def load(config: DataConfig, split: str) -> Split:
         classes,
         info,
         fetch_cropped=fetch if x.kind == "image" else None,
-        contents=lambda: [*_files(paths), checksum_of(files.read(sampled_rows(len(files))))],
+        contents=lambda: [*folder.checksums(paths), checksum_of(files.read(sampled_rows(len(files))))],
     )
 
 
@@ -166,23 +165,70 @@ class _Field:
         return tf.reshape(tf.io.decode_raw(value, self.spec.dtype), [tf.shape(value)[0], *self.shape])
 
 
-def _paths(data_dir: str, options: dict, split: str, required: bool = True) -> list[str]:
-    patterns = (options[split],) if options[split] else PATTERNS[split]
-    for pattern in patterns:
-        found = tf.io.gfile.glob(os.path.join(data_dir, pattern))
-        if found:
-            return sorted(path for path in found if not os.path.basename(path).startswith("."))
-    if required:
-        raise DataError(
-            f"--data_dir={data_dir} has no file {' or '.join(patterns)} for {split}: check the folder, or set "
-            f"--source_args={split}=PATTERN."
-        )
-    return []
+class _Folder:
+    """--data_dir: files that are there; or copies of objects in a store, of which each comes when it is needed."""
 
+    def __init__(self, data_dir: str):
+        self._data_dir, self._cache = data_dir, cache_of(data_dir)
 
-def _files(paths: list[str]) -> list[int]:
-    """A checksum of the files' names and sizes."""
-    return [checksum_of(f"{os.path.basename(path)} {tf.io.gfile.stat(path).length}".encode() for path in paths)]
+    def paths(self, options: dict, split: str) -> list[str]:
+        """Of the split's files, sorted. Raises DataError if there are none, or if one belongs to both splits."""
+        found = self._matching(options, split)
+        shared = set(found) & set(self._matching(options, "eval" if split == "train" else "train", required=False))
+        if shared:
+            raise DataError(
+                f"{min(shared)} belongs to both splits: set train= and eval= in --source_args to patterns that share no"
+                " file."
+            )
+        return found
+
+    def _matching(self, options: dict, split: str, required: bool = True) -> list[str]:
+        patterns = (options[split],) if options[split] else PATTERNS[split]
+        for pattern in patterns:
+            found = (
+                self._cache.glob(pattern) if self._cache else tf.io.gfile.glob(os.path.join(self._data_dir, pattern))
+            )
+            if found:
+                return sorted(path for path in found if not os.path.basename(path).startswith("."))
+        if required:
+            place, wanted = self._cache.url if self._cache else self._data_dir, " or ".join(patterns)
+            raise DataError(
+                f"--data_dir={place} has no file {wanted} for {split}: check the folder, or set"
+                f" --source_args={split}=PATTERN."
+            )
+        return []
+
+    def size(self, path: str) -> int:
+        return self._cache.size(path) if self._cache else tf.io.gfile.stat(path).length
+
+    def checksums(self, paths: list[str]) -> list[int]:
+        """Of the files' names and sizes."""
+        return [checksum_of(f"{os.path.basename(path)} {self.size(path)}".encode() for path in paths)]
+
+    def bring(self, paths: list[str]) -> None:
+        """All of them are there from now on."""
+        if self._cache:
+            self._cache.bring(paths)
+
+    def records(self, paths: list[str], compression: str, at_a_time: int = _CYCLE) -> tf.data.Dataset:
+        """The records of some files, each read from front to back."""
+        compression_type: Any = compression
+        numbers = tf.data.Dataset.range(len(paths))
+        cache, names = self._cache, tf.constant(paths, tf.string)
+
+        def bring(number: np.ndarray) -> bytes:
+            """Those that are read next come meanwhile; those before are done with."""
+            at, count = int(number), len(paths)
+            ahead = [paths[(at + 1 + each) % count] for each in range(min(_AHEAD, count - 1))]
+            kept = {paths[(at - each) % count] for each in range(2 * at_a_time)} | set(ahead)
+            assert cache
+            return cache.bring_next(paths[at], ahead, [path for path in paths if path not in kept]).encode()
+
+        def read(number: tf.Tensor) -> tf.data.Dataset:
+            path = tf.numpy_function(bring, [number], tf.string, stateful=False) if cache else names[number]
+            return tf.data.TFRecordDataset(tf.ensure_shape(path, []), compression_type)
+
+        return numbers.interleave(read, cycle_length=at_a_time, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
@@ -202,17 +248,9 @@ def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
         raise DataError(f"{name}: the first record ({has}) does not fit x and y of --source_args: {reason}") from error
 
 
-def _stream(paths: list[str], compression: str, parse: Callable) -> Callable[[int, int], tf.data.Dataset]:
-    compression_type: Any = compression
-
+def _stream(folder: _Folder, paths: list[str], compression: str, parse: Callable) -> Callable[..., tf.data.Dataset]:
     def stream(shard: int, shards: int) -> tf.data.Dataset:
-        files = tf.data.Dataset.from_tensor_slices(paths).shard(shards, shard)
-        records = files.interleave(
-            lambda path: tf.data.TFRecordDataset(path, compression_type),
-            cycle_length=4,
-            num_parallel_calls=tf.data.AUTOTUNE,
-            deterministic=True,
-        )
+        records = folder.records(paths[shard::shards], compression)
         return records.batch(64).map(parse, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
 
     return stream

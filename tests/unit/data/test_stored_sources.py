@@ -1,0 +1,133 @@
+"""Sources whose --data_dir is in an object store: the same samples, in the same order, as from a folder."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.stores.s3_server import BUCKET
+from tests.unit.data.test_source_tfrecord import IMAGES, SPEC, examples, write
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.sources.load_split import data_here, load_split
+from tfdist.data.sources.split import Split
+from tfdist.runtime.errors import explain
+from tfdist.storage import data_cache
+
+URL = f"s3://{BUCKET}/data"
+
+
+@pytest.fixture(autouse=True)
+def as_a_new_process(s3):
+    data_cache.data_cache.cache_clear()
+
+
+def upload(s3, folder) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            s3.change(f"data/{path.relative_to(folder)}", path.read_bytes())
+
+
+@pytest.fixture
+def records(s3, tmp_path):
+    """30 training records in as many files; 5 for evaluation. Returns the folder."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    for number in range(30):
+        write(folder / f"train-{number:02d}.tfrecord", examples(number, number + 1))
+    write(folder / "test-0.tfrecord", examples(0, 5))
+    upload(s3, folder)
+    return folder
+
+
+def config(tmp_path, where=URL, **values) -> Config:
+    return Config().replace(data_dir=str(where), cache_dir=str(tmp_path / "cache"), **values)
+
+
+def split_of(config: Config, name: str = "train") -> Split:
+    return load_split(data_here(config), name)
+
+
+def test_records_at_random(records, tmp_path):
+    there, here = (split_of(config(tmp_path, where, source="tfrecord", source_args=SPEC)) for where in (URL, records))
+    assert there.size == here.size == 30 and there.contents() == here.contents()
+    x, y = there.fetch(tf.constant([29, 0, 11, 12, 12], tf.int64))
+    np.testing.assert_array_equal(x, IMAGES[[29, 0, 11, 12, 12]].astype(np.float32) / np.float32(255))
+    assert y.numpy().tolist() == [9, 0, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("shards", "files"), [(1, 0), (3, 0), (1, 16)])
+def test_records_from_front_to_back(records, tmp_path, shards, files):
+    """files: that the cache may hold; it must hold those that are read and those that are brought meanwhile."""
+    size = (records / "train-00.tfrecord").stat().st_size
+    limit = files * size
+    flags = {"source": "tfrecord", "source_args": f"{SPEC},stream=True", "cache_gb": limit / 1e9}
+    there, here = (split_of(config(tmp_path, where, **flags)) for where in (URL, records))
+    for shard in range(shards):
+        ours, theirs = ([tuple(map(bytes, each)) for each in _samples(split, shard, shards)] for split in (there, here))
+        assert ours == theirs and len(ours) == len(range(shard, 30, shards)) * 2, "in two passes"
+    cached = tmp_path / "cache" / "data"
+    taken = sum(path.stat().st_size for path in cached.rglob("*.tfrecord"))
+    assert taken == 30 * size if not limit else taken <= limit
+
+
+def _samples(split: Split, shard: int, shards: int):
+    for x, y in split.stream(shard, shards).repeat(2).as_numpy_iterator():
+        yield x.tobytes(), y.tobytes()
+
+
+def test_an_object_that_is_gone_ends_reading_with_a_sentence(s3, records, tmp_path):
+    split = split_of(config(tmp_path, source="tfrecord", source_args=f"{SPEC},stream=True"))
+    s3.remove("data/train-29.tfrecord")
+    with pytest.raises(tf.errors.OpError) as failure:
+        list(split.stream(0, 1))
+    found = explain(failure.value, Cluster())
+    assert isinstance(found, DataError)
+    assert str(found).startswith(f"--data_dir={URL}: train-29.tfrecord is not there any more")
+
+
+def test_a_split_without_files_is_told_with_the_url(records, tmp_path):
+    with pytest.raises(DataError, match=f"--data_dir={URL} has no file nothing-. for train"):
+        split_of(config(tmp_path, source="tfrecord", source_args=f"{SPEC},train=nothing-?"))
+
+
+def test_text(s3, tmp_path):
+    folder = tmp_path / "text"
+    (folder / "inner").mkdir(parents=True)
+    for number in range(20):
+        (folder / ("inner" if number % 2 else ".") / f"{number}.txt").write_text(f"file {number}\n" * 100)
+    (folder / "skipped.bin").write_bytes(b"x")
+    upload(s3, folder)
+    there, here = (split_of(config(tmp_path, where, source="text", sequence_length=16)) for where in (URL, folder))
+    assert there.info["digest"] == here.info["digest"] and there.size == here.size
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+    s3.empty()
+    data_cache.data_cache.cache_clear()
+    with pytest.raises(DataError, match=f"--data_dir={URL} holds no readable text"):
+        split_of(config(tmp_path, source="text", sequence_length=17))
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "array_record"])
+def test_prepared_data_sets(s3, tmp_path, kind):
+    pytest.importorskip(kind if kind == "array_record" else "tensorflow_datasets")
+    from tests.unit.data.test_source_tfds import TinyImages
+
+    folder = tmp_path / "sets"
+    TinyImages(data_dir=folder).download_and_prepare(file_format=kind)
+    upload(s3, folder)
+    there, here = (
+        split_of(config(tmp_path, where, source="tfds", source_args="name=tiny_images,memory_mb=0"))
+        for where in (URL, folder)
+    )
+    assert there.size == here.size
+    everything = tf.range(there.length, dtype=tf.int64)
+    for ours, theirs in zip(there.fetch(everything), here.fetch(everything), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    fetched = {os.path.basename(path) for path in (tmp_path / "cache").rglob("*-of-*")}
+    assert fetched and all("-train." in name for name in fetched), "what is not read is not fetched"
+    with pytest.raises(ConfigError, match="download=True, but --data_dir=s3://.*tfds build"):
+        split_of(config(tmp_path, source="tfds", source_args="name=tiny_images,download=True"))

@@ -1,0 +1,108 @@
+"""Copies of objects on this machine's disk, as all jobs of the machine see them: which are there, who needs them, and
+which are removed when room is needed.
+
+    CACHE_DIR/data/FOLDER/objects/...        the copies, under the names that the objects have below their URL
+    CACHE_DIR/data/FOLDER/state/HASH         of one: which version of the object it is; its time, when it was last used
+    CACHE_DIR/data/FOLDER/state/HASH.lock    locked while it is fetched
+    CACHE_DIR/data/FOLDER/state/HASH.pin     locked by jobs that are reading it, from front to back
+    CACHE_DIR/data/FOLDER/state/in-use       locked by jobs that read all that is there, at random
+
+A lock ends with the process that holds it, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from tfdist.control.exit_codes import ConfigError
+
+OBJECTS, STATE, IN_USE = "objects", "state", "in-use"
+
+
+class Copy:
+    """One that some job has fetched. record: what is said of it."""
+
+    def __init__(self, record: Path):
+        told = json.loads(record.read_text())
+        self._record, self.used = record, record.stat().st_mtime
+        self._file = record.parent.parent / OBJECTS / told["name"]
+        self.size = self._file.stat().st_size
+
+    def remove(self) -> bool:
+        """False: a job reads it."""
+        state = self._record.parent
+        with (
+            lock(state / IN_USE, wait=False) as unused,
+            lock(self._record.with_suffix(".pin"), wait=False) as unread,
+            lock(self._record.with_suffix(".lock"), wait=False) as unfetched,
+        ):
+            if unused and unread and unfetched:
+                self._record.unlink(missing_ok=True)
+                self._file.unlink(missing_ok=True)
+                return True
+        return False
+
+
+def copies(folder: Path) -> Iterator[Copy]:
+    """All that are below a cache's folder."""
+    for record in folder.glob(f"*/{STATE}/*"):
+        if not record.suffix and record.name != IN_USE:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                yield Copy(record)
+
+
+def make_room(folder: Path, size: int, limit: float, url: str) -> None:
+    """For a copy of so many bytes in the objects' folder of `url`: removes those that have not been used for longest.
+
+    limit: bytes that all copies of the cache may take; 0: no limit. What jobs are reading stays, even beyond it. Raises
+    ConfigError if the disk is full.
+    """
+    there = list(copies(folder.parent.parent)) if limit else []
+    taken = sum(each.size for each in there)
+    for each in sorted(there, key=lambda each: each.used):
+        if taken + size <= limit:
+            break
+        if each.remove():
+            taken -= each.size
+    if size > (free := shutil.disk_usage(folder).free):
+        raise ConfigError(
+            f"{folder} has {free / 1e9:.3g} GB left, too few for a copy of {size / 1e9:.3g} GB of --data_dir={url}:"
+            " make room, lower --cache_gb, or choose another --cache_dir."
+        )
+
+
+def digest(name: str) -> str:
+    """How the files of an object's state begin."""
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def locked(path: Path, how: int) -> int:
+    """A descriptor that holds a lock. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, how)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextlib.contextmanager
+def lock(path: Path, wait: bool) -> Iterator[bool]:
+    """Whether this process alone has the lock; if it does not `wait`, another may have it. Raises OSError."""
+    try:
+        descriptor = locked(path, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(descriptor)

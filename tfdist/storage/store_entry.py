@@ -1,0 +1,22 @@
+"""What a store says of an object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# What fsspec's file systems call what an Entry calls its version.
+_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "modificationTime", "mtime", "LastModified", "last_modified")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """version: changes with its content, or at least whenever it is written."""
+
+    size: int
+    version: str
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Entry:
+        return cls(told["size"], str(next((told[name] for name in _VERSIONS if name in told), "")).strip('"'))
