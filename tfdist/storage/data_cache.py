@@ -18,11 +18,12 @@ import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.control.own_files import written_whole
 from tfdist.control.run_address import cache_folder, check_address, folder_name
-from tfdist.storage.copies import IN_USE, OBJECTS, STATE, digest, lock, locked, make_room
+from tfdist.storage.copies import IN_USE, OBJECTS, STATE, Copy, digest, lock, locked, make_room
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import as_sentence
 
@@ -49,10 +50,13 @@ class DataCache:
             self._objects = ObjectStore(url)
             self.entries = {name: entry for name, entry in self._objects.entries().items() if _is_plain(name)}
         self._in_use: int | None = None
+        self._needed: set[str] = set()  # names of those that are read at random
         self._pins: dict[str, int] = {}  # of those that are read from front to back: name -> descriptor of its lock
         self._one_at_a_time = threading.Lock()
         self._ahead: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._fetcher: threading.Thread | None = None
+        for name in self.entries:
+            self._remove_former(name)
 
     def glob(self, pattern: str) -> list[str]:
         """Paths of the copies of those objects that match a file name pattern, sorted; there or not."""
@@ -81,7 +85,10 @@ class DataCache:
         StartupError.
         """
         names = [self._name(path) for path in paths]
-        needed = sum(self.entries[name].size for name in names)
+        if missing := [name for name in names if name not in self.entries]:
+            raise DataError(f"--data_dir={self.url}: {missing[0]} is not there: restore it, or prepare the data again.")
+        self._needed.update(names)
+        needed = sum(self.entries[name].size for name in self._needed)
         if self._limit and needed > self._limit:
             raise ConfigError(
                 f"--cache_gb={self._limit / _GB:g}, but what is read of --data_dir={self.url} takes {needed / _GB:.3g}"
@@ -164,10 +171,15 @@ class DataCache:
         with lock(self._lock_of(name), wait) as held:
             if not held:
                 return "busy"
-            if self._is_there(name):
+            if (told := self._told(name)) == self._record(name) and self._is_whole(name):
                 with contextlib.suppress(OSError):
                     os.utime(record)  # when it was last used
                 return "there"
+            if told and told != self._record(name):
+                raise DataError(
+                    f"--data_dir={self.url}: {name} has been changed, and another job on this machine still reads what"
+                    " it was: end that job, or choose another --cache_dir."
+                )
             self._same(name)
             record.unlink(missing_ok=True)
             make_room(self.folder, entry.size, self._limit, self.url)
@@ -178,16 +190,30 @@ class DataCache:
                 raise
             self._same(name)  # else the copy may be of both
             with written_whole(record) as file:
-                json.dump({"name": name, "bytes": entry.size, "version": entry.version}, file)
+                json.dump(self._record(name), file)
             return "fetched"
 
-    def _is_there(self, name: str) -> bool:
-        entry = self.entries[name]
+    def _record(self, name: str) -> dict[str, Any]:
+        """What is said of a whole copy of the object."""
+        return {"name": name, "bytes": self.entries[name].size, "version": self.entries[name].version}
+
+    def _told(self, name: str) -> dict[str, Any] | None:
+        """What is said of the copy that is there."""
         with contextlib.suppress(OSError, ValueError):
-            told = json.loads(self._record_of(name).read_text())
-            same = told == {"name": name, "bytes": entry.size, "version": entry.version}
-            return same and (self.folder / name).stat().st_size == entry.size
+            return json.loads(self._record_of(name).read_text())
+        return None
+
+    def _is_whole(self, name: str) -> bool:
+        with contextlib.suppress(OSError):
+            return (self.folder / name).stat().st_size == self.entries[name].size
         return False
+
+    def _remove_former(self, name: str) -> None:
+        """A copy of what the object was before, unless a job reads it."""
+        told = self._told(name)
+        if told and told != self._record(name):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                Copy(self._record_of(name)).remove()
 
     def _same(self, name: str) -> None:
         """Raises DataError if the object is no longer the one that was listed."""

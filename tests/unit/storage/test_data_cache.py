@@ -82,9 +82,15 @@ def test_a_new_version_of_an_object_is_fetched_by_the_next_run(s3, data, tmp_pat
     cache = DataCache(URL, str(tmp_path))
     cache.bring(cache.glob("*"))
     s3.change("data/train-2", b"y" * SIZE)
+    with pytest.raises(DataError, match="train-2 has been changed, and another job on this machine still reads"):
+        beside = DataCache(URL, str(tmp_path))
+        beside.bring(beside.glob("*"))
+    assert brought(cache) == data
+    for each in (cache, beside):
+        os.close(each._in_use)  # they have ended
     other = DataCache(URL, str(tmp_path))
     other.bring(other.glob("*"))
-    assert brought(other)["train-2"] == b"y" * SIZE
+    assert brought(other) == {**data, "train-2": b"y" * SIZE}
 
 
 @pytest.mark.parametrize("change", ["removed", "another size", "the same size"])
@@ -117,7 +123,9 @@ def test_what_needs_more_room_than_is_allowed_is_refused(data, tmp_path):
     cache = DataCache(URL, str(tmp_path), limit=4.5 * SIZE)
     cache.bring(cache.glob("train-[0-3]"))
     with pytest.raises(ConfigError, match="--cache_gb=4.5e-06, but what is read of .* raise it, or read"):
-        cache.bring(cache.glob("train-*"))
+        cache.bring(cache.glob("train-[4-5]"))  # of another split, say
+    with pytest.raises(DataError, match=f"--data_dir={URL}: none is not there"):
+        cache.bring([cache.path("none")])
 
 
 def test_what_was_used_longest_ago_makes_room_and_nothing_that_is_needed(s3, data, tmp_path):
