@@ -224,7 +224,15 @@ WRONG_TEXTS: dict[str, tuple[str, ...]] = {
     ),
     "pipe_cut": ("block_1", ","),
     "scaling_baseline": ("nowhere", "-5", "0", "nan", "mine.py", "inf", "1e"),
-    "data_dir": ("nowhere",),
+    "data_dir": (
+        "nowhere",
+        "s3://",
+        "s3://bucket",
+        "s3:/bucket/data",
+        "s3://a:b@bucket/data",
+        "s3://bucket/a/../b",
+        "ftp://host/x",
+    ),
     "run_dir": (
         "mine.py",
         "mine.py/run",
