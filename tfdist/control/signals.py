@@ -41,8 +41,8 @@ class SignalRequests:
         self.stop, self._stopped_at = True, time.monotonic()
         self.on_stop()
         # Not print(): a handler may interrupt another print and deadlock on its lock.
-        code = ExitCode.PREEMPTED.value
-        os.write(2, f"tfdist: SIGTERM: saving at the next boundary, then ending with exit code {code}.\n".encode())
+        what = "saving at the next boundary, if all workers answer, then ending with exit code"
+        os.write(2, f"tfdist: SIGTERM: {what} {ExitCode.PREEMPTED.value}.\n".encode())
         sys.stderr.flush()
 
     def _on_usr1(self, *_) -> None:
