@@ -2,7 +2,7 @@
 
     python scripts/inject_faults.py             all of FAULTS, with the tests that stand for the mechanism
     python scripts/inject_faults.py NAME ...    some
-    python scripts/inject_faults.py --list
+    python scripts/inject_faults.py --list      their names
 
 Only the tests named beside a fault are run, to the first that fails, so that it takes minutes and not hours: they are
 all of the default suite. Exit code 1 if a fault is not noticed, or if the tests fail without it.
@@ -10,6 +10,7 @@ all of the default suite. Exit code 1 if a fault is not noticed, or if the tests
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -140,6 +141,57 @@ FAULTS: dict[str, Fault] = {
         "_ALL, _NOTHING = 0xFFFFFFFF, 0xFFFFFFFF",
         ("tests/e2e/test_attackers.py",),
     ),
+    "store manifest": Fault(
+        "the manifest of a snapshot is in the store before its files are",
+        "artifacts/stored_snapshots.py",
+        """            self._objects.remove(f"{name}/{MANIFEST}")
+            self._objects.send_all(""",
+        """            self._objects.put_text(f"{name}/{MANIFEST}", text)
+            self._objects.send_all(""",
+        ("tests/unit/artifacts/test_stored_snapshots.py",),
+    ),
+    "store lease": Fault(
+        "a chief that was stopped for long removes what is another's",
+        "storage/store_lease.py",
+        "> 2 * _RENEW_SECONDS and not",
+        "< 0 and not",
+        ("tests/unit/storage/test_object_store.py",),
+    ),
+    "data version": Fault(
+        "an object that changes while it is fetched is believed",
+        "storage/data_cache.py",
+        "            self._same(name)  # else the copy may be of both\n",
+        "",
+        ("tests/unit/storage/test_data_cache.py",),
+    ),
+    "data record": Fault(
+        "a copy of another version of an object is read",
+        "storage/data_cache.py",
+        "            if (told := self._told(name)) == self._record(name) and",
+        "            if (told := self._told(name)) and",
+        ("tests/unit/storage/test_data_cache.py",),
+    ),
+    "data pins": Fault(
+        "copies are removed while a job reads them",
+        "storage/copies.py",
+        "if unused and unread and unfetched:",
+        "if unfetched:",
+        ("tests/unit/storage/test_data_cache.py",),
+    ),
+    "stream order": Fault(
+        "a stream skips a file of the store",
+        "data/sources/tfrecord.py",
+        "records = folder.records(paths[shard::shards], compression)",
+        "records = folder.records(paths[shard::shards][: 28 if shards == 1 else None], compression)",
+        ("tests/unit/data/test_stored_sources.py", "tests/unit/data/test_source_tfrecord.py"),
+    ),
+    "idle decay": Fault(
+        "a variable whose optimizer's decay is 1 in its type is never trained",
+        "training/optimizer.py",
+        "dtype.as_numpy_dtype(decay) == 1",
+        "False",
+        ("tests/unit/training/test_optimizer.py",),
+    ),
 }
 
 
@@ -159,8 +211,13 @@ def noticed(fault: Fault | None, tests: tuple[str, ...]) -> str:
         return failed[0] if failed else ""
 
 
-def main(names: list[str]) -> int:
-    if names == ["--list"]:
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *FAULTS], metavar="NAME")
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args(arguments)
+    names: list[str] = given.names
+    if given.list:
         print("\n".join(f"{name}: {fault.what} ({fault.file})" for name, fault in FAULTS.items()))
         return 0
     chosen = {name: FAULTS[name] for name in names} if names else FAULTS

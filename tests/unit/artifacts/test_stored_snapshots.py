@@ -203,6 +203,21 @@ def test_a_store_that_is_away_holds_nothing_up_and_gets_the_rest_later(through_p
     assert sender(local(tmp_path, "there")).steps() == [10, 20]
 
 
+def test_the_manifest_is_sent_last(through_proxy, tmp_path):
+    written: list[str] = []
+
+    def draw(method: str, path: str) -> str:
+        if method in ("PUT", "POST") and "/step-" in path:
+            written.append(path.partition("?")[0].rpartition("/")[2])
+        return ""
+
+    store = local(tmp_path, "here")
+    store.write(10, arrays(10), {})
+    with through_proxy(draw):
+        sender(store)._send(10)
+    assert written.index("manifest.json") == len(written) - 1 > 1, written
+
+
 def test_a_disk_without_room_for_what_is_sent_is_told(s3, tmp_path, monkeypatch):
     def full(source: str, target: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
