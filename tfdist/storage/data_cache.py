@@ -24,10 +24,10 @@ from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.control.own_files import written_whole
 from tfdist.control.run_address import cache_folder, check_address, folder_name
 from tfdist.storage.copies import IN_USE, OBJECTS, STATE, Copy, digest, lock, locked, make_room
+from tfdist.storage.in_threads import in_threads
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import as_sentence
 
-_AT_A_TIME = 4
 _PROGRESS_SECONDS = 5.0
 _GB = 1e9
 
@@ -103,31 +103,16 @@ class DataCache:
 
     def _bring_all(self, names: Sequence[str], wait: bool) -> list[str]:
         """Returns those that others are fetching, unless they are to be waited for."""
-        left, busy, failures = queue.SimpleQueue[str](), list[str](), list[BaseException]()
-        for name in names:
-            left.put(name)
+        busy: list[str] = []
         progress = _Progress(self.url, {name: self.entries[name].size for name in names})
 
-        def work() -> None:
-            try:
-                while not failures:
-                    name = left.get_nowait()
-                    found = self._bring_one(name, wait)
-                    progress.done(name, fetched=found == "fetched")
-                    if found == "busy":
-                        busy.append(name)
-            except queue.Empty:
-                return
-            except BaseException as error:
-                failures.append(error)
+        def bring(name: str) -> None:
+            found = self._bring_one(name, wait)
+            progress.done(name, fetched=found == "fetched")
+            if found == "busy":
+                busy.append(name)
 
-        threads = [threading.Thread(target=work, name="tfdist-data", daemon=True) for _ in names[:_AT_A_TIME]]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        in_threads(bring, ((name,) for name in names))
         return busy
 
     # -- one after the other ---------------------------------------------------------------------------------------

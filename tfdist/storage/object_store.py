@@ -12,8 +12,6 @@ import functools
 import getpass
 import importlib
 import os
-import queue
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -24,6 +22,7 @@ from typing import Any, TypeVar
 from tfdist.control.optional_packages import optional_module
 from tfdist.control.own_files import replaced
 from tfdist.control.run_address import STORES
+from tfdist.storage.in_threads import in_threads
 from tfdist.storage.store_entry import Entry
 from tfdist.storage.store_errors import StoreError, explained
 
@@ -31,7 +30,6 @@ PATIENCE_SECONDS = 60.0
 _REFUSED_SECONDS = 2.0  # a refusal may be a passing one, too, but rarely is
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 10.0
 _SLOW_BYTES_PER_SECOND = 2e6
-_AT_A_TIME = 4  # files that travel at once
 _WHOLE_BYTES = 1 << 25  # a file that may grow meanwhile is read at once up to this size
 
 _WEBHDFS_SECONDS = (5.0, 60.0)  # to connect, for an answer
@@ -173,7 +171,7 @@ class ObjectStore:
 
     def send_all(self, files: Iterable[tuple[Path, str]]) -> None:
         """Several files at once. Raises what `send` raises."""
-        self._all(self.send, files)
+        in_threads(self.send, files)
 
     def fetch_all(self, wanted: Iterable[tuple[str, Path, int]], if_there: bool = False) -> None:
         """Several objects at once. if_there: those that are gone are left out. Raises what `fetch` raises."""
@@ -182,31 +180,7 @@ class ObjectStore:
             with contextlib.suppress(*[FileNotFoundError] if if_there else []):
                 self.fetch(name, file, size)
 
-        self._all(fetch, wanted)
-
-    def _all(self, deed: Callable[..., None], arguments: Iterable[tuple]) -> None:
-        """In threads that hold up no end of the process, as those of concurrent.futures would."""
-        left, failures = queue.SimpleQueue[tuple](), list[BaseException]()
-        for each in arguments:
-            left.put(each)
-
-        def work() -> None:
-            try:
-                while not failures:
-                    deed(*left.get_nowait())
-            except queue.Empty:
-                return
-            except BaseException as error:  # whatever it is, the caller must not believe that all was done
-                failures.append(error)
-
-        count = min(left.qsize(), _AT_A_TIME)
-        threads = [threading.Thread(target=work, name="tfdist-store", daemon=True) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        in_threads(fetch, wanted)
 
     def remove(self, name: str) -> None:
         """Removes an object, if it is there. Raises StoreError."""

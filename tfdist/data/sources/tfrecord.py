@@ -220,9 +220,9 @@ class _Folder:
             """Those that are read next come meanwhile; those before are done with."""
             at, count = int(number), len(paths)
             ahead = [paths[(at + 1 + each) % count] for each in range(min(_AHEAD, count - 1))]
-            kept = {paths[(at - each) % count] for each in range(2 * at_a_time)} | set(ahead)
+            over = paths[(at - 2 * at_a_time) % count]  # the one that has left those that may be read
             assert cache
-            return cache.bring_next(paths[at], ahead, [path for path in paths if path not in kept]).encode()
+            return cache.bring_next(paths[at], ahead, [] if over in (paths[at], *ahead) else [over]).encode()
 
         def read(number: tf.Tensor) -> tf.data.Dataset:
             path = tf.numpy_function(bring, [number], tf.string, stateful=False) if cache else names[number]

@@ -1,0 +1,36 @@
+"""Several transfers at once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+
+AT_A_TIME = 4
+
+
+def in_threads(deed: Callable[..., None], arguments: Iterable[tuple]) -> None:
+    """`deed` with each of the arguments, in threads that hold up no end of the process, as those of concurrent.futures
+    would. Raises what the first of them raised that failed; those that have not begun by then are left out.
+    """
+    left, failures = queue.SimpleQueue[tuple](), list[BaseException]()
+    for each in arguments:
+        left.put(each)
+
+    def work() -> None:
+        try:
+            while not failures:
+                deed(*left.get_nowait())
+        except queue.Empty:
+            return
+        except BaseException as error:  # whatever it is, the caller must not believe that all was done
+            failures.append(error)
+
+    count = min(left.qsize(), AT_A_TIME)
+    threads = [threading.Thread(target=work, name="tfdist-store", daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
