@@ -123,10 +123,25 @@ class StepFunction:
             with self._with.random_numbers.in_lockstep():
                 return self._step(data)
 
-        if not model.run_eagerly:
-            one_step = tf.function(one_step, reduce_retracing=True)
+        functions: list[tuple[Any, Callable]] = []  # with the spec of the iterator that each is for
 
-        known = []
+        def function_for(spec: Any) -> Callable:
+            """Traced as Keras traces it, once for each spec: with the batch dim unknown if it varies. Some of its
+            numbers depend on that (the shown loss of each of several outputs), so a batch must not take the function
+            of another spec that happens to have as many rows.
+            """
+            if model.run_eagerly:
+                return one_step
+            for known, function in functions:
+                if spec == known:
+                    return function
+            function = tf.function(one_step, reduce_retracing=True)
+            functions.append((spec, function))
+            if spec is not None:
+                function.get_concrete_function(
+                    keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec)
+                )
+            return function
 
         def step(batch: Any, spec: Any = None) -> Any:
             self._prepare(batch)
@@ -134,14 +149,7 @@ class StepFunction:
             self._with.call.example.inputs = _inputs(batch)
             if self._rows is None and self.loop is not Loop.PREDICT:
                 self._rows = self._choose_rows(batch)
-            if spec is not None and spec not in known and not model.run_eagerly:
-                known.append(spec)
-                # Traced as Keras traces it, with the batch dim unknown if it varies: some of its numbers depend on
-                # that.
-                one_step.get_concrete_function(
-                    keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec)
-                )
-            return one_step(batch)
+            return function_for(spec)(batch)
 
         def over_iterator(iterator: Any) -> Any:
             logs = END
