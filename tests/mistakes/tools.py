@@ -267,7 +267,7 @@ CURATED: dict[str, tuple[tuple[tuple[str, ...], frozenset[int], str], ...]] = {
         (("comm", "--workers=2", "--runtimes=mesh:"), ANY, ""),
     ),
     "script": (
-        (("script",), OK, ""),
+        (("script",), CONFIG, "script"),
         (("script", "nowhere.py"), CONFIG, "nowhere.py"),
         (("script", "."), CONFIG, "."),
         (("script", "run"), CONFIG, "run"),

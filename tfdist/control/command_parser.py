@@ -28,6 +28,13 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.hint = hint
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does it, which makes an empty list of the value of `--flag=--`."""
+        for arg in args or ():
+            if re.fullmatch(r"--?[^=\s]+=--", arg):
+                self.error(f"{arg} gives the flag no value")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--?[^\s=]+)", message)
         names = [flag.name for flag in self.flags()]
