@@ -15,6 +15,7 @@ from tfdist.control.exit_codes import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+CRC, SHA = "crc32c", "sha256"  # checksums of a file, in hexadecimal digits: an entry has one of them
 _NUMBER = (int, float)
 # The entries that are read when a run goes on; those that a writer has left out are not asked for.
 _TYPES: dict[str, Any] = {
@@ -119,7 +120,11 @@ def _wrong_files(files: Any, step: int) -> Iterator[str]:
     for name, entry in files.items():
         if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
             yield f'"files" name {_shown(name)}, which is not a file of this folder'
-        elif not (isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)):
+        elif not (
+            isinstance(entry, dict)
+            and type(entry.get("bytes")) is int
+            and isinstance(entry.get(SHA, entry.get(CRC)), str)
+        ):
             yield f'"files" have no size and checksum of {_shown(name)}'
     if f"state-{step}.index" not in files or not any(name.startswith(f"state-{step}.data-") for name in files):
         yield f'"files" lack state-{step}.index or its data'

@@ -4,7 +4,7 @@ The files are those of any other snapshot (store.py): whole arrays by key, with 
 know *slices*: a worker saves boxes of an array, the chief merges the tables of contents when all parts are there, and
 whoever reads asks for other boxes, or for whole arrays.
 
-    every worker     part-00002.data-..., part-00002.index, and then part-00002.json with their sizes and SHA-256
+    every worker     part-00002.data-..., part-00002.index, and then part-00002.json with their sizes and checksums
     the chief        waits for all part-*.json, merges, writes the manifest, renames the folder: the commit
 
 All workers must see the same folder. A box is ((start, length) for each dim).
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from tfdist.artifacts.store import SUFFIX, SnapshotStore, measure
+from tfdist.artifacts import checkpoint_files
+from tfdist.artifacts.checkpoint_files import SUFFIX
+from tfdist.artifacts.store import SnapshotStore, measure
 
 Box = tuple[tuple[int, int], ...]
 _POLL_SECONDS = 0.02
-_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # where tf.train.Checkpoint looks for what is in a checkpoint
 
 
 class Shard(NamedTuple):
@@ -131,16 +131,19 @@ class PartedStore(SnapshotStore):
             [shard.array for shard in shards],
         )
         if self.rank == 0:
-            names, specs, tensors = [*names, _GRAPH], [*specs, ""], [*tensors, _object_graph(keys)]
+            graph = checkpoint_files.object_graph(keys)
+            names, specs, tensors = [*names, checkpoint_files.GRAPH], [*specs, ""], [*tensors, graph]
         if names:
             with tf.device("CPU:0"):
                 tf.raw_ops.SaveV2(
-                    prefix=f"{folder}/{name}", tensor_names=names, shape_and_slices=specs, tensors=tensors
+                    prefix=f"{folder}/{name}",
+                    tensor_names=names,
+                    shape_and_slices=specs,
+                    tensors=[checkpoint_files.shared(tensor) for tensor in tensors],
                 )
         self.before_commit(step)
         for file in sorted(entry for entry in os.listdir(folder) if entry.startswith(f"{name}.data")):
-            size, digest = measure(f"{folder}/{file}", flush=True)
-            files[file] = {"bytes": size, "sha256": digest}
+            files[file] = measure(f"{folder}/{file}", self.checksum, flush=True)
         self._tell(
             folder, {"files": files, "values": sum(math.prod(length for _, length in shard.box) for shard in shards)}
         )
@@ -164,8 +167,7 @@ class PartedStore(SnapshotStore):
         # The data files have new names and the old content; only the table of contents is new.
         entries = [entry for message in told for entry in message["files"].values()]
         files = {f"state-{step}.data-{number:05d}-of-{len(entries):05d}": entry for number, entry in enumerate(entries)}
-        size, digest = measure(f"{prefix}.index", flush=True)
-        files[f"state-{step}.index"] = {"bytes": size, "sha256": digest}
+        files[f"state-{step}.index"] = measure(f"{prefix}.index", self.checksum, flush=True)
         if sorted(os.listdir(folder)) != sorted(files):
             raise OSError(
                 f"{folder} holds {', '.join(sorted(os.listdir(folder)))} instead of {', '.join(sorted(files))}."
@@ -193,20 +195,3 @@ class PartedStore(SnapshotStore):
                 )
             time.sleep(_POLL_SECONDS)
         return [told[rank] for rank in range(self.size)]
-
-
-def _object_graph(keys: Sequence[str]) -> np.ndarray:
-    """What tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable is under which
-    key.
-    """
-    graph = trackable_object_graph_pb2.TrackableObjectGraph()
-    root, groups = graph.nodes.add(), {}
-    for key in keys:
-        group, _, name = key.partition("/")
-        if group not in groups:
-            groups[group] = len(graph.nodes)
-            root.children.add(node_id=groups[group], local_name=group)
-            graph.nodes.add()
-        graph.nodes[groups[group]].children.add(node_id=len(graph.nodes), local_name=name)
-        graph.nodes.add().attributes.add(name="VARIABLE_VALUE", full_name=key, checkpoint_key=key + SUFFIX)
-    return np.array(graph.SerializeToString(), object)

@@ -1,7 +1,7 @@
 """How a snapshot is committed, and how it is trusted again.
 
 A snapshot is a folder, step-00000100, with TensorFlow's checkpoint files (state-100.index, ...) and manifest.json,
-which names every file with its size and SHA-256. It is written under a temporary name, flushed to the disk, and
+which names every file with its size and checksum. It is written under a temporary name, flushed to the disk, and
 renamed: so a folder of that name is whole or damaged later, and the manifest tells which. Without a valid manifest
 nothing is trusted.
 
@@ -18,17 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import tensorflow as tf
 
-from tfdist.artifacts.manifest import FORMAT, MANIFEST, parse, sealed
+from tfdist.artifacts import checkpoint_files
+from tfdist.artifacts.checkpoint_files import SUFFIX
+from tfdist.artifacts.manifest import CRC, FORMAT, MANIFEST, SHA, parse, sealed
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
 
 _NAME = re.compile(r"^step-([0-9]{8}|[1-9][0-9]{8,18})$")  # up to what a variable can count to
 _TEMPORARY = (".writing-", ".deleting-")
-SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class SnapshotStore:
         self.place = self.directory  # as messages name it
         self.private = False  # whether the folder, if it is made here, is for this user alone
         self.required: Sequence[str] = ()  # entries of the manifest without which a snapshot is of no use here
+        self.checksum = CRC  # of the files that are written here; SHA where they leave the machine
         self.damaged: list[int] = []  # steps that `newest_valid` has passed over
 
     def steps(self) -> list[int]:
@@ -95,12 +98,12 @@ class SnapshotStore:
         folder = f"{self.directory}/.writing-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         try:
             tf.io.gfile.makedirs(folder)
-            _write_tensors(folder, step, arrays)
+            checkpoint_files.write(folder, step, arrays)
             self.before_commit(step)
-            files = {}
-            for name in sorted(tf.io.gfile.listdir(folder)):
-                size, digest = measure(f"{folder}/{name}", flush=True)
-                files[name] = {"bytes": size, "sha256": digest}
+            files = {
+                name: measure(f"{folder}/{name}", self.checksum, flush=True)
+                for name in sorted(tf.io.gfile.listdir(folder))
+            }
             self._seal(folder, step, files, fields)
         except BaseException:
             if os.path.exists(folder):
@@ -126,7 +129,7 @@ class SnapshotStore:
 
     def _point_to(self, step: int) -> None:
         """Keeps TensorFlow's `checkpoint` file, so that tf.train.latest_checkpoint(directory) finds the newest."""
-        text = f'model_checkpoint_path: "step-{step:08d}/state-{step}"\n'
+        text = checkpoint_files.pointer(f"step-{step:08d}/state-{step}")
         temporary = f"{self.directory}/.writing-checkpoint-{uuid.uuid4().hex[:8]}"
         self._write_text(temporary, text)
         tf.io.gfile.rename(temporary, f"{self.directory}/checkpoint", overwrite=True)
@@ -167,12 +170,13 @@ class SnapshotStore:
                 raise CheckpointError(f"{file} is missing.")
             if os.path.realpath(file) != f"{os.path.realpath(os.path.dirname(file))}/{os.path.basename(file)}":
                 raise CheckpointError(f"{file} is a link to another place: a snapshot's files are in its own folder.")
-            size, digest = measure(file, flush=False)
-        except tf.errors.OpError as error:
+            checksum = SHA if SHA in entry else CRC
+            found = measure(file, checksum, flush=False)
+        except (OSError, tf.errors.OpError) as error:
             raise CheckpointError(f"{file} cannot be read ({type(error).__name__}).") from None
-        if size != entry["bytes"]:
-            raise CheckpointError(f"{file} has {size} bytes instead of {entry['bytes']}.")
-        if digest != entry["sha256"]:
+        if found["bytes"] != entry["bytes"]:
+            raise CheckpointError(f"{file} has {found['bytes']} bytes instead of {entry['bytes']}.")
+        if found[checksum] != entry[checksum]:
             raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
 
     def newest_valid(self) -> tuple[Snapshot | None, list[str]]:
@@ -210,30 +214,23 @@ class SnapshotStore:
         }
 
 
-def _write_tensors(folder: str, step: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Through a real tf.train.CheckpointManager, so that TensorFlow's own tools read the files."""
-    with tf.device("CPU:0"):
-        groups: dict[str, dict[str, tf.Variable]] = {}
-        for key, array in arrays.items():
-            group, _, name = key.partition("/")
-            value: Any = array
-            groups.setdefault(group, {})[name] = tf.Variable(value, trainable=False)
-        manager = tf.train.CheckpointManager(
-            tf.train.Checkpoint(**groups), folder, max_to_keep=None, checkpoint_name="state"
-        )
-        manager.save(checkpoint_number=step)
+def measure(path: str, checksum: str, flush: bool) -> dict[str, Any]:
+    """The entry of a file in a manifest: its size and `checksum`. Flushed to the disk first if asked.
 
-
-def measure(path: str, flush: bool) -> tuple[int, str]:
-    """(bytes, SHA-256) of a file; flushed to the disk first if asked."""
+    Raises OSError.
+    """
     if flush:
         _flush_file(path)
-    digest, size = hashlib.sha256(), 0
-    with tf.io.gfile.GFile(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return size, digest.hexdigest()
+    sha, crc, size = hashlib.sha256(), 0, 0
+    block = np.empty(_BLOCK, np.uint8)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block.data):
+            size += count
+            if checksum == SHA:
+                sha.update(block[:count].data)
+            else:
+                crc = google_crc32c.extend(crc, block[:count])
+    return {"bytes": size, checksum: sha.hexdigest() if checksum == SHA else f"{crc:08x}"}
 
 
 def _flush_file(path: str) -> None:

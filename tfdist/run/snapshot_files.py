@@ -19,6 +19,7 @@ import numpy as np
 
 from tfdist.artifacts import restore
 from tfdist.artifacts.backup import BackupAndRestore
+from tfdist.artifacts.manifest import SHA
 from tfdist.artifacts.parts import PartedStore
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import Snapshot, SnapshotStore
@@ -60,9 +61,9 @@ class SnapshotFiles:
                 config.delete_backup,
                 writes=writes,
             )
-        for store in self.stores():
-            store.required = restore.REQUIRED
         self._stored = stored
+        for store in self.stores():
+            self._prepare(store)
         self._sent = stored.sends(self.store, self._retention()) if stored and writes else None
         self._sends = False  # the thread that sends has begun
 
@@ -113,8 +114,13 @@ class SnapshotFiles:
             self.store = self._parted = PartedStore(
                 self.store.directory, before_commit, runtime.rank, runtime.size, token, patience or math.inf
             )
-            self.store.required = restore.REQUIRED
+            self._prepare(self.store)
             self.writer = self._make_writer(attempts=1)  # whoever tries again alone waits for the others in vain
+
+    def _prepare(self, store: SnapshotStore) -> None:
+        store.required = restore.REQUIRED
+        if self._stored:
+            store.checksum = SHA
 
     def _make_writer(self, attempts: int) -> SnapshotWriter:
         retention = self._retention() if self._writes else None

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tfdist.artifacts import restore
-from tfdist.artifacts.manifest import MANIFEST, parse, sealed
+from tfdist.artifacts.manifest import MANIFEST, SHA, parse, sealed
 from tfdist.artifacts.status import read_status
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.control.exit_codes import CheckpointError, ClusterError, ConfigError
@@ -195,10 +195,10 @@ def test_an_index_that_is_none(store):
         file.write(b"nothing of TensorFlow's" * 9)
     from tfdist.artifacts.store import measure
 
-    size, digest = measure(path, flush=False)
+    entry = measure(path, SHA, flush=False)
     with open(f"{store.path(2)}/{MANIFEST}") as file:
         files = json.load(file)["files"]
-    forge(store, files={**files, "state-2.index": {"bytes": size, "sha256": digest}})
+    forge(store, files={**files, "state-2.index": entry})
     snapshot, passed_over = store.newest_valid()
     assert snapshot.step == 1 and "no checkpoint of TensorFlow" in passed_over[0]
 

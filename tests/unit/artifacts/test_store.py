@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 
 from tests.e2e.job import ENVIRONMENT
-from tfdist.artifacts.store import MANIFEST, SnapshotStore
+from tfdist.artifacts.manifest import CRC, MANIFEST, SHA
+from tfdist.artifacts.store import SnapshotStore
 from tfdist.control.exit_codes import CheckpointError
 
 ARRAYS = {
@@ -86,8 +87,43 @@ def test_tensorflow_reads_it_with_its_own_tools(store):
     )
 
 
+def test_a_checkpoint_manager_restores_it_into_variables(store):
+    """Each variable under its key, the ones that NumPy and TensorFlow share no memory of, too."""
+    store.write(10, ARRAYS, {})
+    groups = {}
+    for key, array in ARRAYS.items():
+        group, _, name = key.partition("/")
+        groups.setdefault(group, {})[name] = tf.Variable(tf.zeros(array.shape, array.dtype.name))
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(**groups), store.path(10), 1, checkpoint_name="state")
+    assert manager.latest_checkpoint == f"{store.path(10)}/state-10"
+    tf.train.Checkpoint(**groups).restore(manager.latest_checkpoint).assert_consumed()
+    for key, array in ARRAYS.items():
+        group, _, name = key.partition("/")
+        np.testing.assert_array_equal(groups[group][name].numpy(), array)
+
+
+def test_arrays_of_every_kind_are_written_as_they_are(store):
+    arrays = {
+        "a/strided": np.arange(24, dtype="float32").reshape(4, 6)[::2, ::3],
+        "a/turned": np.arange(6, dtype="float64").reshape(2, 3).T,
+        "a/empty": np.zeros((0, 3), "float32"),
+        "a/bool": np.array([True, False]),
+        "a/half": np.array([1.5, 65504], "float16"),
+        "a/complex": np.array([1 + 2j], "complex64"),
+        "a/text": np.array([b"one", b"two"], object),
+        "a/unaligned": np.frombuffer(b"x" + np.arange(5, dtype="int32").tobytes(), np.uint8)[1:].view("int32"),
+    }
+    store.write(1, arrays, {})
+    read = store.read(store.verify(1))
+    for key, array in arrays.items():
+        assert read[key].dtype == array.dtype and read[key].shape == array.shape, key
+        np.testing.assert_array_equal(read[key], array)
+
+
+@pytest.mark.parametrize("checksum", [CRC, SHA])
 @pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
-def test_every_damaged_file_is_found_and_the_previous_snapshot_used(store, how):
+def test_every_damaged_file_is_found_and_the_previous_snapshot_used(store, how, checksum):
+    store.checksum = checksum
     store.write(10, ARRAYS, {})
     names = sorted(os.listdir(store.path(10)))
     assert len(names) >= 4 and MANIFEST in names

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts.checkpoint_files import SUFFIX
 from tfdist.artifacts.parts import Box, Shard, boxes_of_range, read_shards, runs
-from tfdist.artifacts.store import SUFFIX
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel.shards import Layout
 from tfdist.training.parallel.tensor import Part
