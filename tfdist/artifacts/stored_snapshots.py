@@ -11,8 +11,6 @@ import contextlib
 import os
 import re
 import shutil
-import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.sender import Sender
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
@@ -30,7 +29,6 @@ FOLDER = "checkpoints"
 _OBJECT = re.compile(rf"^{FOLDER}/step-(\d{{8,19}})/([^/]+)$")
 _SENDING = ".sending-"
 _DAMAGED = "damaged-manifest.json"  # the name that the manifest of a damaged snapshot is given
-_LOOK_SECONDS = 0.5
 
 
 def bring_for_reading(objects: ObjectStore | None, store: SnapshotStore, step: int = -1) -> None:
@@ -72,9 +70,7 @@ class StoredSnapshots:
         self._there: dict[int, Mapping[str, float]] = {}  # step -> its metrics, of those in the store
         self._damaged: set[int] = set()  # which are here, but are not sent
         self._damaged_there: set[int] = set()  # which are in the store, but were passed over
-        self._trouble: StoreError | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="tfdist-sender", daemon=True)
+        self.sender = Sender(self.unsent, self._send_newest)
 
     # -- bringing --------------------------------------------------------------------------------------------------
 
@@ -157,7 +153,7 @@ class StoredSnapshots:
             else:
                 self._there[step] = metrics
         self._objects.remove_half_sent()
-        self._thread.start()
+        self.sender.start()
 
     def _metrics(self, step: int) -> Mapping[str, float] | None:
         """None if the manifest is damaged."""
@@ -172,39 +168,17 @@ class StoredSnapshots:
         self._objects.put_text(f"{self._name(step)}/{_DAMAGED}", self._objects.text(manifest) or "")
         self._objects.remove(manifest)
 
-    def trouble(self) -> StoreError | None:
-        """Why the last attempt failed, if it did."""
-        return self._trouble
-
     def unsent(self) -> list[int]:
         """Steps whose snapshots are here, but not in the store; the oldest first."""
         return [step for step in self._store.steps() if step not in self._there and step not in self._damaged]
 
-    def finish_soon(self, seconds: float) -> list[int]:
-        """Waits until all is sent, at most so long. Returns the steps that are not sent."""
-        begun = time.monotonic()
-        while self._thread.is_alive() and self.unsent() and time.monotonic() - begun < seconds:
-            time.sleep(_LOOK_SECONDS / 10)
-        return self.unsent()
-
-    def end(self) -> None:
-        """Sends no more."""
-        self._ended.set()
-
-    def _keep(self) -> None:
-        while not self._ended.wait(_LOOK_SECONDS):
-            try:
-                # The newest first: whoever starts again elsewhere goes on from it.
-                for step in self.unsent()[::-1][:1]:
-                    self._allowed()
-                    self._send(step)
-                    self._allowed()
-                    self._retain()
-                    self._trouble = None
-            except StoreError as error:
-                self._trouble = error
-            except OSError as error:  # of the disk here
-                self._trouble = StoreError(f"a snapshot cannot be read ({error.strerror}: {error.filename})")
+    def _send_newest(self) -> None:
+        """Of those that are not there: whoever starts again elsewhere goes on from it. Raises StoreError, OSError."""
+        for step in self.unsent()[-1:]:
+            self._allowed()
+            self._send(step)
+            self._allowed()
+            self._retain()
 
     def _send(self, step: int) -> None:
         """Raises StoreError, OSError."""

@@ -148,7 +148,10 @@ class StoredRun:
     def messages(self) -> Iterator[str]:
         """A sentence when the store cannot be used, and again while that lasts."""
         trouble = (
-            self._trouble or self._snapshots and self._snapshots.trouble() or self.objects.waiting(_SILENT_SECONDS)
+            self._trouble
+            or self._snapshots
+            and self._snapshots.sender.trouble()
+            or self.objects.waiting(_SILENT_SECONDS)
         )
         if trouble is None:
             self._said = None
@@ -180,18 +183,18 @@ class StoredRun:
         """Returns what is missing, or ""."""
         deadline, unsent = time.monotonic() + seconds, []
         if self._snapshots:
-            while unsent := self._snapshots.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):
+            while unsent := self._snapshots.sender.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):
                 if time.monotonic() >= deadline:
                     break
                 steps = ", ".join(map(str, unsent))
                 print(f"tfdist: sending the snapshots of steps {steps} to {self.objects.url} ...", file=sys.stderr)
-            self._snapshots.end()
+            self._snapshots.sender.end()
         self.objects.patience = max(deadline - time.monotonic(), 1.0)
         try:
             self._mirror.finish(with_last=not unsent)
         except StoreError as error:
             return str(error)
-        trouble = self._snapshots and self._snapshots.trouble()
+        trouble = self._snapshots and self._snapshots.sender.trouble()
         return (
             f"the snapshots of steps {', '.join(map(str, unsent))} ({trouble or 'it takes too long'})" if unsent else ""
         )
