@@ -85,14 +85,16 @@ def read_shards(prefix: str, shards: Sequence[Shard], dtype: Any) -> list[np.nda
     return [tensor.numpy() for tensor in found]
 
 
-def save_part(prefix: str, shards: Sequence[Shard], keys: Sequence[str]) -> None:
-    """A checkpoint of these boxes alone; of nothing none. keys: of all arrays, where it shall say what the whole is
-    made of. Raises tf.errors.OpError.
+def save_part(prefix: str, shards: Sequence[Shard], keys: Sequence[str], if_nothing: str = "") -> None:
+    """A checkpoint of these boxes alone; of nothing none, or one of an entry called `if_nothing`. keys: of all arrays,
+    where it shall say what the whole is made of. Raises tf.errors.OpError.
     """
     names, specs = [shard.key + SUFFIX for shard in shards], [shard.spec for shard in shards]
     tensors: list[Any] = [shard.array for shard in shards]
     if keys:
         names, specs, tensors = [*names, _GRAPH], [*specs, ""], [*tensors, _object_graph(keys)]
+    if if_nothing and not names:
+        names, specs, tensors = [if_nothing], [""], [np.zeros((), np.int8)]
     if names:
         with tf.device("CPU:0"):
             tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=specs, tensors=tensors)

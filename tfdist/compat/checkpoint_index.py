@@ -8,12 +8,12 @@ it (saved_tensor_slice_util.cc); without it every worker would have to bring all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import google_crc32c
 from google.protobuf.message import DecodeError
-from tensorflow.core.framework import tensor_slice_pb2
 from tensorflow.core.protobuf import tensor_bundle_pb2
 
 Box = tuple[tuple[int, int], ...]
@@ -33,11 +33,13 @@ class Stored:
     size: int
     checksum: int
 
-    def is_intact(self, content: bytes) -> bool:
-        """Whether these are the bytes that were written."""
-        found = google_crc32c.value(content)
+    def is_intact(self, content: Iterable[bytes]) -> bool:
+        """Whether these are the bytes that were written, one piece after the other."""
+        found = size = 0
+        for piece in content:
+            found, size = google_crc32c.extend(found, piece), size + len(piece)
         masked = ((found >> 15 | found << 17) + _MASK) & 0xFFFFFFFF
-        return len(content) == self.size and masked == self.checksum
+        return size == self.size and masked == self.checksum
 
 
 class CheckpointIndex:
@@ -85,7 +87,7 @@ def _stored(entry: tensor_bundle_pb2.BundleEntryProto, box: Box) -> Stored:
     return Stored(box, entry.shard_id, entry.offset, entry.size, entry.crc32c)
 
 
-def _box(told: tensor_slice_pb2.TensorSliceProto, shape: tuple[int, ...]) -> Box:
+def _box(told: Any, shape: tuple[int, ...]) -> Box:
     # A dim of which all is meant has no length.
     return tuple(
         (extent.start, extent.length) if extent.HasField("length") else (0, size)
@@ -141,7 +143,7 @@ def _number(data: bytes, place: int) -> tuple[int, int]:
 # -- how a slice is called ---------------------------------------------------------------------------------------------
 
 
-def _name_of_slice(name: str, told: tensor_slice_pb2.TensorSliceProto) -> bytes:
+def _name_of_slice(name: str, told: Any) -> bytes:
     """In TensorFlow's order-preserving code: 0, the name, the number of dims, start and length of each."""
     escaped = name.encode().replace(b"\xff", b"\xff\x00").replace(b"\x00", b"\x00\xff")
     numbers = b"".join(
