@@ -139,7 +139,7 @@ def test_workers_on_machines_of_their_own_send_their_own_logs(s3, tmp_path):
 
 def test_parts_from_four_machines_are_gone_on_with_by_two_others(s3, tmp_path):
     """Each of the four sends its own part, and has no other; the two are compared with what the four became."""
-    sharded = ["--strategy=mesh", "--zero=3", "--steps=20"]
+    sharded = ["--strategy=mesh", "--zero=3", "--steps=20", "--model_args=widths=(16,)"]
     processes, folders = on_machines(tmp_path, [f"first-{rank}" for rank in range(4)], *sharded)
     all_end_with(processes, 0)
     for rank, folder in enumerate(folders):
