@@ -18,7 +18,9 @@ from tests.stores.faulty_proxy import faulty_proxy
 from tests.stores.s3_server import BUCKET
 from tests.unit.data.test_source_tfrecord import SPEC, examples, write
 from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.stored_snapshots import bring_for_reading
 from tfdist.control.run_address import working_folder
+from tfdist.storage.object_store import ObjectStore
 
 URL = f"s3://{BUCKET}/runs/one"
 FLAGS = [*job.CLUSTERS, "--deterministic", "--steps=60", "--save_every=10", "--keep=2"]
@@ -102,27 +104,58 @@ def test_divided_state_of_four_workers_is_gone_on_with_by_two_elsewhere(s3, tmp_
     assert same(arrays(folder), arrays(here))
 
 
-def test_workers_on_machines_of_their_own_send_their_own_logs(s3, tmp_path):
-    port = job.free_ports(2)
-    processes, folders = [], []
-    for rank in range(2):
-        flag, folder = machine(tmp_path, f"machine-{rank}")
+def on_machines(
+    tmp_path: Path, names: list[str], *flags: str, environment: dict[str, str] | None = None
+) -> tuple[list[subprocess.Popen], list[Path]]:
+    """A worker on each of these, which have no common folder; and their working copies."""
+    port, processes, folders = job.free_ports(len(names)), [], []
+    workers = [f"127.0.0.1:{port + rank}" for rank in range(len(names))]
+    for rank, name in enumerate(names):
+        flag, folder = machine(tmp_path, name)
         folders.append(folder)
-        cluster = {"cluster": {"worker": [f"127.0.0.1:{port + each}" for each in range(2)]}}
-        environment = {
-            **job.ENVIRONMENT,
-            "TF_CONFIG": json.dumps({**cluster, "task": {"type": "worker", "index": rank}}),
-        }
-        command = [sys.executable, "-m", "tfdist.train", *FLAGS, "--steps=20", f"--run_dir={URL}", flag]
+        cluster = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
+        command = [sys.executable, "-m", "tfdist.train", *FLAGS, f"--run_dir={URL}", flag, *flags]
+        variables = {**job.ENVIRONMENT, **(environment or {}), "TF_CONFIG": cluster}
         processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
+    return processes, folders
+
+
+def all_end_with(processes: list[subprocess.Popen], code: int) -> str:
     outputs = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert [process.returncode for process in processes] == [code] * len(processes), "\n".join(outputs)
+    return "\n".join(outputs)
+
+
+def test_workers_on_machines_of_their_own_send_their_own_logs(s3, tmp_path):
+    processes, folders = on_machines(tmp_path, ["machine-0", "machine-1"], "--steps=20")
+    all_end_with(processes, 0)
     for rank, folder in enumerate(folders):
         own = folder / "logs" / f"rank-{rank}.jsonl"
         assert s3.content(f"runs/one/logs/rank-{rank}.jsonl") == own.read_bytes()
     assert not (folders[1] / "checkpoints").exists()
+
+
+def test_parts_from_four_machines_are_gone_on_with_by_two_others(s3, tmp_path):
+    """Each of the four sends its own part, and has no other; the two are compared with what the four became."""
+    sharded = ["--strategy=mesh", "--zero=3", "--steps=20", "--model_args=widths=(16,)"]
+    processes, folders = on_machines(tmp_path, [f"first-{rank}" for rank in range(4)], *sharded)
+    all_end_with(processes, 0)
+    for rank, folder in enumerate(folders):
+        (data,) = (folder / "parts" / "step-00000020").glob("state-20.data-*")
+        assert data.name == f"state-20.data-{rank:05d}-of-00004" and not SnapshotStore(f"{folder}/checkpoints").steps()
+    objects, undisturbed = ObjectStore(URL), SnapshotStore(str(tmp_path / "four" / "checkpoints"))
+    bring_for_reading(objects, undisturbed)
+    objects.remove("checkpoints/step-00000020/manifest.json")
+    processes, _ = on_machines(tmp_path, ["second-0", "second-1"], *sharded)
+    output = all_end_with(processes, 0)
+    assert "resumed from" in output and "step 10, " in output and "written by 4 workers, now 2" in output
+    bring_for_reading(objects, SnapshotStore(str(tmp_path / "two" / "checkpoints")))
+    two, four = arrays(tmp_path / "two"), arrays(tmp_path / "four")
+    assert two.keys() == four.keys()
+    for key, array in four.items():  # two add up gradients in another order than four
+        np.testing.assert_allclose(two[key], array, rtol=0.02, atol=1e-4, err_msg=key)
 
 
 def test_a_store_that_goes_away_ends_no_training(s3, tmp_path):

@@ -85,6 +85,22 @@ def read_shards(prefix: str, shards: Sequence[Shard], dtype: Any) -> list[np.nda
     return [tensor.numpy() for tensor in found]
 
 
+def save_part(prefix: str, shards: Sequence[Shard], keys: Sequence[str], if_nothing: str = "") -> None:
+    """A checkpoint of these boxes alone; of nothing none, or one of an entry called `if_nothing`. keys: of all arrays,
+    where it shall say what the whole is made of. Raises tf.errors.OpError.
+    """
+    names, specs = [shard.key + SUFFIX for shard in shards], [shard.spec for shard in shards]
+    tensors: list[Any] = [checkpoint_files.shared(shard.array) for shard in shards]
+    if keys:
+        graph = checkpoint_files.object_graph(keys)
+        names, specs, tensors = [*names, checkpoint_files.GRAPH], [*specs, ""], [*tensors, graph]
+    if if_nothing and not names:
+        names, specs, tensors = [if_nothing], [""], [np.zeros((), np.int8)]
+    if names:
+        with tf.device("CPU:0"):
+            tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=specs, tensors=tensors)
+
+
 class PartedStore(SnapshotStore):
     """A folder of snapshots that `size` workers write together; each has one. `write` must be called on all of them.
 
@@ -125,28 +141,11 @@ class PartedStore(SnapshotStore):
 
     def _write_part(self, folder: str, step: int, shards: Sequence[Shard], keys: Sequence[str]) -> int:
         name, files = f"part-{self.rank:05d}", {}
-        names, specs, tensors = (
-            [shard.key + SUFFIX for shard in shards],
-            [shard.spec for shard in shards],
-            [shard.array for shard in shards],
-        )
-        if self.rank == 0:
-            graph = checkpoint_files.object_graph(keys)
-            names, specs, tensors = [*names, checkpoint_files.GRAPH], [*specs, ""], [*tensors, graph]
-        if names:
-            with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(
-                    prefix=f"{folder}/{name}",
-                    tensor_names=names,
-                    shape_and_slices=specs,
-                    tensors=[checkpoint_files.shared(tensor) for tensor in tensors],
-                )
+        save_part(f"{folder}/{name}", shards, keys if self.rank == 0 else ())
         self.before_commit(step)
         for file in sorted(entry for entry in os.listdir(folder) if entry.startswith(f"{name}.data")):
             files[file] = measure(f"{folder}/{file}", self.checksum, flush=True)
-        self._tell(
-            folder, {"files": files, "values": sum(math.prod(length for _, length in shard.box) for shard in shards)}
-        )
+        self._tell(folder, {"files": files, "values": values_of(shards)})
         return sum(entry["bytes"] for entry in files.values())
 
     def _tell(self, folder: str, message: Mapping[str, Any]) -> None:
@@ -156,9 +155,7 @@ class PartedStore(SnapshotStore):
 
     def _commit(self, folder: str, step: int, fields: Mapping[str, Any]) -> int:
         told = self._wait_for_parts(folder)
-        expected = sum(math.prod(shape) for _, shape, _ in fields["variables"].values())
-        if (written := sum(message["values"] for message in told)) != expected:
-            raise OSError(f"the parts hold {written} values instead of {expected}")
+        must_hold_all([message["values"] for message in told], fields)
         parts = [f"{folder}/part-{rank:05d}" for rank in range(self.size) if told[rank]["files"]]
         prefix = f"{folder}/state-{step}"
         tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=prefix, delete_old_dirs=False)
@@ -195,3 +192,15 @@ class PartedStore(SnapshotStore):
                 )
             time.sleep(_POLL_SECONDS)
         return [told[rank] for rank in range(self.size)]
+
+
+def values_of(shards: Sequence[Shard]) -> int:
+    """How many elements they have."""
+    return sum(math.prod(length for _, length in shard.box) for shard in shards)
+
+
+def must_hold_all(values: Sequence[int], fields: Mapping[str, Any]) -> None:
+    """Raises OSError if parts with so many elements are not the whole of a manifest's variables."""
+    expected = sum(math.prod(shape) for _, shape, _ in fields["variables"].values())
+    if (written := sum(values)) != expected:
+        raise OSError(f"the parts hold {written} values instead of {expected}")

@@ -22,12 +22,14 @@ REQUIRED = ("consumed", "config_digest", "identity", "workers", "replicas", "gen
 
 
 def choose(
-    store: SnapshotStore, config: Config, backup: SnapshotStore | None = None
+    store: SnapshotStore, config: Config, others: Sequence[SnapshotStore] = ()
 ) -> tuple[Snapshot | None, list[str]]:
-    """The snapshot to resume from (None: start anew) and messages for the user. Raises CheckpointError."""
+    """The snapshot to resume from (None: start anew), from one of the `others` only if it is newer; and messages for
+    the user. Raises CheckpointError, and what the stores raise.
+    """
     snapshot, messages = store.newest_valid()
-    if backup:
-        newer, more = backup.newest_valid()
+    for each in others:
+        newer, more = each.newest_valid()
         messages += more
         if newer and (snapshot is None or newer.step > snapshot.step):
             snapshot = newer

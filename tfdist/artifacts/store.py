@@ -170,13 +170,12 @@ class SnapshotStore:
                 raise CheckpointError(f"{file} is missing.")
             if os.path.realpath(file) != f"{os.path.realpath(os.path.dirname(file))}/{os.path.basename(file)}":
                 raise CheckpointError(f"{file} is a link to another place: a snapshot's files are in its own folder.")
-            checksum = SHA if SHA in entry else CRC
-            found = measure(file, checksum, flush=False)
+            found = measure(file, checksum_of(entry), flush=False)
         except (OSError, tf.errors.OpError) as error:
             raise CheckpointError(f"{file} cannot be read ({type(error).__name__}).") from None
         if found["bytes"] != entry["bytes"]:
             raise CheckpointError(f"{file} has {found['bytes']} bytes instead of {entry['bytes']}.")
-        if found[checksum] != entry[checksum]:
+        if not found.items() <= entry.items():
             raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
 
     def newest_valid(self) -> tuple[Snapshot | None, list[str]]:
@@ -212,6 +211,19 @@ class SnapshotStore:
             for name, shape in reader.get_variable_to_shape_map().items()
             if name.endswith(SUFFIX) and not name.startswith("save_counter")
         }
+
+
+def checksum_of(entry: Mapping[str, Any]) -> str:
+    """Which checksum an entry of a manifest has."""
+    return SHA if SHA in entry else CRC
+
+
+def has_content(path: str, entry: Mapping[str, Any]) -> bool:
+    """Whether there is such a file, with the size and checksum of an entry of a manifest. Raises OSError."""
+    try:
+        return measure(path, checksum_of(entry), flush=False).items() <= entry.items()
+    except FileNotFoundError:
+        return False
 
 
 def measure(path: str, checksum: str, flush: bool) -> dict[str, Any]:

@@ -11,8 +11,6 @@ import contextlib
 import os
 import re
 import shutil
-import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.sender import Sender
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
@@ -30,7 +29,6 @@ FOLDER = "checkpoints"
 _OBJECT = re.compile(rf"^{FOLDER}/step-(\d{{8,19}})/([^/]+)$")
 _SENDING = ".sending-"
 _DAMAGED = "damaged-manifest.json"  # the name that the manifest of a damaged snapshot is given
-_LOOK_SECONDS = 0.5
 
 
 def bring_for_reading(objects: ObjectStore | None, store: SnapshotStore, step: int = -1) -> None:
@@ -52,6 +50,11 @@ def bring_for_reading(objects: ObjectStore | None, store: SnapshotStore, step: i
             stored.bring(step)
 
 
+def step_folder(step: int) -> str:
+    """Where a snapshot lies in the store."""
+    return f"{FOLDER}/step-{step:08d}"
+
+
 class StoredSnapshots:
     """The snapshots below `objects`, and the thread that sends those of `store` there.
 
@@ -71,10 +74,8 @@ class StoredSnapshots:
         self._allowed, self._before = allowed, before
         self._there: dict[int, Mapping[str, float]] = {}  # step -> its metrics, of those in the store
         self._damaged: set[int] = set()  # which are here, but are not sent
-        self._damaged_there: set[int] = set()  # which are in the store, but were passed over
-        self._trouble: StoreError | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="tfdist-sender", daemon=True)
+        self.damaged_there: set[int] = set()  # which are in the store, but were passed over; `start` sets them aside
+        self.sender = Sender(self.unsent, self._send_newest)
 
     # -- bringing --------------------------------------------------------------------------------------------------
 
@@ -96,12 +97,12 @@ class StoredSnapshots:
                 break
             except CheckpointError as error:
                 messages.append(f"passed over a snapshot of {self._objects.url}: {error}")
-                self._damaged_there.add(step)
+                self.damaged_there.add(step)
         return messages
 
     def bring(self, step: int) -> None:
         """Brings one. Raises CheckpointError if it is damaged, StoreError."""
-        name = self._name(step)
+        name = step_folder(step)
         text = self._objects.text(f"{name}/{MANIFEST}")
         if text is None:
             raise CheckpointError(f"{name}/{MANIFEST} is not there.")
@@ -151,60 +152,39 @@ class StoredSnapshots:
         for step, files in self._inventory().items():
             if MANIFEST not in files:
                 if _DAMAGED not in files:
-                    self._remove(step, files)
-            elif step in self._damaged_there or (metrics := self._metrics(step)) is None:
-                self._set_aside(step)
+                    self.remove(step)
+            elif step in self.damaged_there or (metrics := self._metrics(step)) is None:
+                self.set_aside(step)
             else:
                 self._there[step] = metrics
         self._objects.remove_half_sent()
-        self._thread.start()
+        self.sender.start()
 
     def _metrics(self, step: int) -> Mapping[str, float] | None:
         """None if the manifest is damaged."""
-        text = self._objects.text(f"{self._name(step)}/{MANIFEST}")
+        text = self._objects.text(f"{step_folder(step)}/{MANIFEST}")
         with contextlib.suppress(CheckpointError):
             return parse(text or "", MANIFEST, step).get("metrics") or {}
         return None
 
-    def _set_aside(self, step: int) -> None:
-        """A damaged one counts no longer as one of those that are kept; nothing of it is removed."""
-        manifest = f"{self._name(step)}/{MANIFEST}"
-        self._objects.put_text(f"{self._name(step)}/{_DAMAGED}", self._objects.text(manifest) or "")
+    def set_aside(self, step: int) -> None:
+        """A damaged one counts no longer as one of those that are kept; nothing of it is removed. Raises StoreError."""
+        self._there.pop(step, None)
+        manifest = f"{step_folder(step)}/{MANIFEST}"
+        self._objects.put_text(f"{step_folder(step)}/{_DAMAGED}", self._objects.text(manifest) or "")
         self._objects.remove(manifest)
-
-    def trouble(self) -> StoreError | None:
-        """Why the last attempt failed, if it did."""
-        return self._trouble
 
     def unsent(self) -> list[int]:
         """Steps whose snapshots are here, but not in the store; the oldest first."""
         return [step for step in self._store.steps() if step not in self._there and step not in self._damaged]
 
-    def finish_soon(self, seconds: float) -> list[int]:
-        """Waits until all is sent, at most so long. Returns the steps that are not sent."""
-        begun = time.monotonic()
-        while self._thread.is_alive() and self.unsent() and time.monotonic() - begun < seconds:
-            time.sleep(_LOOK_SECONDS / 10)
-        return self.unsent()
-
-    def end(self) -> None:
-        """Sends no more."""
-        self._ended.set()
-
-    def _keep(self) -> None:
-        while not self._ended.wait(_LOOK_SECONDS):
-            try:
-                # The newest first: whoever starts again elsewhere goes on from it.
-                for step in self.unsent()[::-1][:1]:
-                    self._allowed()
-                    self._send(step)
-                    self._allowed()
-                    self._retain()
-                    self._trouble = None
-            except StoreError as error:
-                self._trouble = error
-            except OSError as error:  # of the disk here
-                self._trouble = StoreError(f"a snapshot cannot be read ({error.strerror}: {error.filename})")
+    def _send_newest(self) -> None:
+        """Of those that are not there: whoever starts again elsewhere goes on from it. Raises StoreError, OSError."""
+        for step in self.unsent()[-1:]:
+            self._allowed()
+            self._send(step)
+            self._allowed()
+            self.retain()
 
     def _send(self, step: int) -> None:
         """Raises StoreError, OSError."""
@@ -217,37 +197,49 @@ class StoredSnapshots:
                     return  # it has been deleted, as old ones are
                 raise StoreError(f"the snapshot of step {step} cannot be read, or has no room here: {error}") from None
             text = (copy / MANIFEST).read_text(encoding="utf-8")
-            manifest, name = parse(text, str(copy / MANIFEST), step), self._name(step)
+            manifest, name = parse(text, str(copy / MANIFEST), step), step_folder(step)
             self._objects.remove(f"{name}/{MANIFEST}")
             self._objects.send_all((copy / file, f"{name}/{file}") for file in manifest["files"])
-            self._before()
-            self._objects.put_text(f"{name}/{MANIFEST}", text)
-            self._there[step] = manifest.get("metrics") or {}
-            if step == max(self._there):
-                self._objects.put_text(
-                    f"{FOLDER}/checkpoint", f'model_checkpoint_path: "step-{step:08d}/state-{step}"\n'
-                )
+            self.commit(step, text, manifest)
         except CheckpointError as error:
             self._damaged.add(step)
             raise StoreError(f"a snapshot is not sent: {error}") from None
         finally:
             shutil.rmtree(copy, ignore_errors=True)
 
-    def _retain(self) -> None:
+    def commit(self, step: int, text: str, manifest: Mapping[str, Any]) -> None:
+        """All else of a snapshot is there: now its manifest. Raises StoreError."""
+        self._before()
+        self._objects.put_text(f"{step_folder(step)}/{MANIFEST}", text)
+        self._there[step] = manifest.get("metrics") or {}
+        if step == max(self._there):
+            self._objects.put_text(f"{FOLDER}/checkpoint", f'model_checkpoint_path: "step-{step:08d}/state-{step}"\n')
+
+    def withdraw(self, step: int) -> None:
+        """One that is about to be written anew is believed no longer. Raises StoreError."""
+        self._there.pop(step, None)
+        self._objects.remove(f"{step_folder(step)}/{MANIFEST}")
+
+    def holds(self, step: int) -> bool:
+        """Whether it is there, as far as is known here."""
+        return step in self._there
+
+    def newest(self) -> int:
+        """The step of the newest there, -1 without any."""
+        return max(list(self._there), default=-1)
+
+    def retain(self) -> None:
+        """Removes what is not to be kept. Raises StoreError."""
         for step in self._retention.doomed(self._there, self._there):
             if not os.path.isdir(self._store.path(step)):  # else it would be sent again
-                self._remove(step, self._objects.names(self._name(step)))
+                self.remove(step)
 
-    def _remove(self, step: int, files: Mapping[str, Any]) -> None:
-        """The manifest first: killed in the middle it leaves nothing that is believed."""
-        self._there.pop(step, None)
-        self._objects.remove(f"{self._name(step)}/{MANIFEST}")
+    def remove(self, step: int) -> None:
+        """The manifest first: killed in the middle it leaves nothing that is believed. Raises StoreError."""
+        files = self._objects.names(step_folder(step))
+        self.withdraw(step)
         for file in {os.path.basename(file) for file in files} - {MANIFEST}:
-            self._objects.remove(f"{self._name(step)}/{file}")
-
-    @staticmethod
-    def _name(step: int) -> str:
-        return f"{FOLDER}/step-{step:08d}"
+            self._objects.remove(f"{step_folder(step)}/{file}")
 
 
 def _linked(source: str, target: str) -> None:

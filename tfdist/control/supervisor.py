@@ -7,6 +7,7 @@ the newest valid snapshot. All workers are started anew, since none can rejoin a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -153,10 +154,10 @@ def newest_snapshot_step(run_dir: Path) -> int:
 
     Whether it is valid is for the workers to find out.
     """
-    try:
-        names = os.listdir(run_dir / "checkpoints")
-    except OSError:
-        return -1
+    names = list[str]()
+    for folder in ("checkpoints", "parts"):  # of a run in a store each machine may have parts alone
+        with contextlib.suppress(OSError):
+            names += os.listdir(run_dir / folder)
     return max((int(match.group(1)) for match in map(_SNAPSHOT.match, names) if match), default=-1)
 
 

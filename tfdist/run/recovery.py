@@ -16,13 +16,13 @@ import numpy as np
 from tfdist import flags
 from tfdist.artifacts import restore, state
 from tfdist.artifacts.policy import TimePolicy
-from tfdist.artifacts.store import Snapshot
 from tfdist.build import Job
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError, DivergedError, TfdistError
 from tfdist.control.faults import Faults
 from tfdist.run.agreement import broadcast_json
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
+from tfdist.run.moving_statistics import settle
 from tfdist.run.sample_identity import SampleIdentity
 from tfdist.run.snapshot_files import SnapshotFiles
 from tfdist.run.stored_run import StoredRun
@@ -97,28 +97,36 @@ class Recovery:
 
         Returns messages and the step to go on from. Raises CheckpointError on all workers.
         """
+        self.faults.at("restore", 0)
+        messages: list[str] = []
+        while True:
+            found = self._agreed_choice(config or self.config, checkpoint)
+            messages += found.messages
+            if found.manifest is None:
+                return messages, 0
+            if not (self._own_parts and found.in_parts):
+                self._take_over(found.arrays)
+                break
+            if not (damage := self.files.read_part(found.manifest, self._own_parts)):
+                break
+            messages[-1] = f"passed over the snapshot of step {found.manifest['step']}: {damage}"
+        return messages + self._adopt(found.manifest), found.manifest["step"]
+
+    def _agreed_choice(self, config: Config, checkpoint: InMemoryCheckpoint | None) -> _Found:
+        """The chief's, on all workers. Raises CheckpointError on all."""
         chosen = _Found([])
         message: dict[str, Any] = {}
         failure: TfdistError | None = None
-        self.faults.at("restore", 0)
         if self.chief:
             try:
-                chosen = self._recall(checkpoint) if checkpoint else self._choose(config or self.config)
+                chosen = self._recall(checkpoint) if checkpoint else self._choose(config)
                 message = chosen.without_arrays()
             except TfdistError as error:
                 failure, message = error, {"error": str(error)}  # all must end, and say why
         message = broadcast_json(self.runtime, message)
         if "error" in message:
             raise failure or CheckpointError(message["error"])
-        found = _Found(**message, arrays=chosen.arrays)
-        if found.manifest is None:
-            return found.messages, 0
-        step = found.manifest["step"]
-        if self._own_parts and found.in_parts:
-            self._own_parts.read(Snapshot(self.files.store.path(step), step, found.manifest).prefix)
-        else:
-            self._take_over(found.arrays)
-        return found.messages + self._adopt(found.manifest), step
+        return _Found(**message, arrays=chosen.arrays)
 
     def _take_over(self, arrays: Mapping[str, np.ndarray] | None) -> None:
         """Gives all workers the arrays of the chief."""
@@ -146,8 +154,7 @@ class Recovery:
         self.state.check(files.store.table(snapshot))
         if not config.checkpoint.allow_config_change:
             self._samples.check(snapshot)
-        # A backup is on the chief's machine alone.
-        in_parts = files.in_parts and snapshot.path == files.store.path(snapshot.step)
+        in_parts = files.is_shared(snapshot)
         manifest, size = snapshot.manifest, self.runtime.size
         change = f", written by {manifest['workers']} workers, now {size}" if manifest["workers"] != size else ""
         messages.append(
@@ -213,6 +220,8 @@ class Recovery:
             check_weights(self.runtime, self.state.held(), f"at step {step}")
         writer = self.files.writer
         if self._own_parts:
+            if not self.files.agree(step):
+                return
             arrays = self._own_parts.to_shards()
         else:
             arrays = self.state.to_host(wanted=self.chief, into=writer.recycled() if writer else None)
@@ -257,22 +266,7 @@ class Recovery:
         """Moving statistics that are not synchronised drift apart: everyone takes the first's before they are used."""
         if self.config.model.sync_batchnorm or not self.is_copied:
             return
-        variables = [
-            variable.value for variable in self.job.model.non_trainable_variables if variable.dtype == "float32"
-        ]
-        values = self._of_the_first([variable.numpy() for variable in variables])
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-
-    def _of_the_first(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """The chief's or, on another stage of a pipeline, which has what the chief has not, those of the first rank
-        there. A collective.
-        """
-        first = self.state.first_of_stage()
-        firsts = self.runtime.all_gather(np.array([first], np.int64))[:, 0]
-        if not firsts.any():
-            return self.runtime.broadcast(arrays)
-        return [self.runtime.all_gather(array)[first] for array in arrays]
+        settle(self.job.model, self.state, self.runtime)
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         return {

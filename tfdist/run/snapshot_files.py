@@ -1,7 +1,7 @@
 """Where a run's snapshots and backups lie, and who writes them.
 
-Only the chief touches the files, unless the state is divided over a mesh and all workers see the same folder: then
-everyone writes and reads its own part (artifacts/parts.py).
+Only the chief touches the files, unless the state is divided over a mesh and all workers see the same folder, or the
+run is in an object store: then everyone writes and reads its own part (artifacts/parts.py, parts_in_store.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,11 +29,14 @@ from tfdist.config import CheckpointConfig, Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.faults import Faults
 from tfdist.run.agreement import broadcast_json
+from tfdist.run.parts_in_store import PartsInStore
 from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.base import Runtime
 from tfdist.storage.store_errors import as_sentence
+from tfdist.training.parallel.sharded_state import ShardedState
 
 _LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written is worth this wait
+_SETTLE_SECONDS = 60.0  # that a run which goes back waits for the snapshot that is on its way
 _LAST_PART_SECONDS = 2.0  # and for the part of a worker that may be gone, this
 
 
@@ -49,6 +53,8 @@ class SnapshotFiles:
         self.store = SnapshotStore(str(folder / "checkpoints"), lambda step: faults.at("save", step))
         self._config, self._writes = config, writes  # writes: whether this is the chief
         self._parted: PartedStore | None = None
+        self._in_store: PartsInStore | None = None
+        self._refused: list[str] = []  # why there were no snapshots
         self.writer = self._make_writer(attempts=2) if writes else None
         self.backup: BackupAndRestore | None = None
         if config.backup_dir:
@@ -72,13 +78,33 @@ class SnapshotFiles:
         Raises CheckpointError, and what a store does not do.
         """
         self.store.clean()
+        if self._in_store:
+            return self._choose_of_parts(self._in_store, config)
         # Later, after bad numbers, all that this run has written is here, and a store that is away must end nothing.
         brought = [] if self._sends else self._bring_newest()
-        snapshot, messages = restore.choose(self.store, config, self.backup and self.backup.store)
-        if snapshot:
-            for store in self.stores():
-                store.set_aside_damaged()
+        snapshot, messages = restore.choose(self.store, config, self.stores()[1:])
+        self._set_aside_damaged(snapshot)
         return snapshot, brought + messages
+
+    def _choose_of_parts(self, in_store: PartsInStore, config: Config) -> tuple[Snapshot | None, list[str]]:
+        """No machine has all of a snapshot: the store is asked, after bad numbers, too."""
+        assert self._sent
+        with as_sentence():
+            if self._sends:
+                in_store.settle(_SETTLE_SECONDS)
+            else:
+                in_store.make_left()
+            snapshot, messages = restore.choose(in_store.reads, config, self.stores())
+            self._set_aside_damaged(snapshot)
+            if not self._sends:
+                self._sent.start()
+                in_store.start()
+        self._sends = True
+        return snapshot, messages
+
+    def _set_aside_damaged(self, chosen: Snapshot | None) -> None:
+        for store in self.stores() if chosen else ():
+            store.set_aside_damaged()
 
     def _bring_newest(self) -> list[str]:
         """From an object store; from now on what is written here is sent there. Returns messages."""
@@ -92,7 +118,32 @@ class SnapshotFiles:
 
     @property
     def in_parts(self) -> bool:
-        return self._parted is not None
+        return self._parted is not None or self._in_store is not None
+
+    def is_shared(self, snapshot: Snapshot) -> bool:
+        """Whether every worker can read its part of it: a backup is on the chief's machine alone."""
+        store = self._in_store.reads if self._in_store else self.store
+        return self.in_parts and snapshot.path == store.path(snapshot.step)
+
+    def read_part(self, manifest: Mapping[str, Any], state: ShardedState) -> str:
+        """This worker's part of the shared snapshot that the chief has chosen. A collective. Returns why it is damaged,
+        or "": then the chief must choose another.
+        """
+        step = manifest["step"]
+        snapshot = Snapshot(self.store.path(step), step, manifest)
+        if self._in_store:
+            if damage := self._in_store.bring(manifest, state):
+                return damage
+            snapshot = self._in_store.snapshot(manifest)
+        state.read(snapshot.prefix)
+        return ""
+
+    def agree(self, step: int) -> bool:
+        """Before a snapshot is written in parts. A collective. Whether there can be one."""
+        refusal = self._in_store.agree(step) if self._in_store else ""
+        if refusal:
+            self._refused.append(f"SNAPSHOT NOT WRITTEN, step {step}: {refusal}. The next save tries again.")
+        return not refusal
 
     def share(self, runtime: Runtime, patience: float) -> None:
         """Write in parts, if every worker sees what the chief writes. A collective.
@@ -116,6 +167,9 @@ class SnapshotFiles:
             )
             self._prepare(self.store)
             self.writer = self._make_writer(attempts=1)  # whoever tries again alone waits for the others in vain
+        elif self._stored:
+            in_store = self._in_store = PartsInStore(runtime, self._stored, self.store.before_commit, self._sent)
+            self.writer = SnapshotWriter(in_store.writes, None, asynchronous=self._config.async_save, attempts=1)
 
     def _prepare(self, store: SnapshotStore) -> None:
         store.required = restore.REQUIRED
@@ -136,8 +190,9 @@ class SnapshotFiles:
         """What the writers have to say: ("save", "backup" or "warning", values)."""
         if self._writes and self.writer:
             yield from self.writer.messages()
-        if self._stored:
-            yield from (("warning", {"message": message}) for message in self._stored.messages())
+        refused, self._refused = self._refused, []
+        for message in [*refused, *(self._stored.messages() if self._stored else ())]:
+            yield "warning", {"message": message}
         if self.backup:
             for kind, values in self.backup.writer.messages():
                 quiet = {name: value for name, value in values.items() if name != "message"}  # there are many

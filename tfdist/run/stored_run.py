@@ -21,8 +21,10 @@ from typing import Self
 
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.run_folder import is_evaluators
+from tfdist.artifacts.sender import Sender
 from tfdist.artifacts.status import STATUS_FILE, parse_status, read_status
 from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.stored_parts import PARTS
 from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
@@ -33,7 +35,7 @@ from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence
 from tfdist.storage.store_lease import FILE as LEASE
-from tfdist.storage.store_lease import StoreLease
+from tfdist.storage.store_lease import FollowedLease, StoreLease
 
 _AFTER_AN_ERROR_SECONDS = 10.0  # what can be sent then
 _SAID_AGAIN_SECONDS = 600.0  # a trouble that lasts
@@ -69,7 +71,7 @@ class StoredRun:
         self._lease = StoreLease(self.objects, job, end_process) if self._is_chief else None
         allowed = self._lease.confirm if self._lease else lambda: None
         self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._told, allowed)
-        self._snapshots: StoredSnapshots | None = None
+        self._senders: list[Sender] = []  # of snapshots, and of parts of them
         self._trouble: StoreError | None = None
         self._said: float | None = None  # when the user was told of a trouble that lasts
 
@@ -129,15 +131,30 @@ class StoredRun:
         assert self._lease  # only the chief sends snapshots
         store.place = f"{self.objects.url}/{FOLDER}"
         # Whoever goes on from a snapshot finds the logs up to it.
-        self._snapshots = StoredSnapshots(
+        snapshots = StoredSnapshots(
             self.objects, store, retention, allowed=self._lease.confirm, before=self._mirror.send
         )
-        return self._snapshots
+        self._senders.append(snapshots.sender)
+        return snapshots
+
+    @property
+    def lease_id(self) -> str:
+        """Of the chief's lease, which the other workers follow."""
+        assert self._lease
+        return self._lease.owner.id
+
+    def follow(self, lease_id: str) -> Callable[[], None]:
+        """What a worker calls before it writes anything in the store that is not its log."""
+        return self._lease.confirm if self._lease else FollowedLease(self.objects, lease_id, end_process).confirm
+
+    def sends_parts(self, *senders: Sender | None) -> None:
+        """This worker's part of each snapshot; on the chief what makes snapshots of them, too."""
+        self._senders += filter(None, senders)
 
     def _owns(self, name: str) -> bool:
         if match := _OF_A_RANK.match(name):
             return int(match.group(1)) == self._rank
-        if name.startswith((f"{FOLDER}/", _SET_ASIDE, "faults/")) or is_evaluators(name) or name == LEASE:
+        if name.startswith((f"{FOLDER}/", f"{PARTS}/", _SET_ASIDE, "faults/")) or is_evaluators(name) or name == LEASE:
             return False
         # Event files and profiles bear the names of their host and process.
         return self._is_chief or self._leads_machine and name.startswith("tensorboard/")
@@ -147,14 +164,15 @@ class StoredRun:
 
     def messages(self) -> Iterator[str]:
         """A sentence when the store cannot be used, and again while that lasts."""
-        trouble = (
-            self._trouble or self._snapshots and self._snapshots.trouble() or self.objects.waiting(_SILENT_SECONDS)
-        )
+        trouble = self._trouble or self._sending_trouble() or self.objects.waiting(_SILENT_SECONDS)
         if trouble is None:
             self._said = None
         elif self._said is None or time.monotonic() - self._said > _SAID_AGAIN_SECONDS:
             self._said = time.monotonic()
             yield f"NOT SENT: {trouble}. Training goes on; what is missing in the store is sent later."
+
+    def _sending_trouble(self) -> StoreError | None:
+        return next(filter(None, (sender.trouble() for sender in self._senders)), None)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -179,22 +197,22 @@ class StoredRun:
     def _send_the_rest(self, seconds: float) -> str:
         """Returns what is missing, or ""."""
         deadline, unsent = time.monotonic() + seconds, []
-        if self._snapshots:
-            while unsent := self._snapshots.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):
+        for sender in self._senders:
+            while left := sender.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):
                 if time.monotonic() >= deadline:
                     break
-                steps = ", ".join(map(str, unsent))
+                steps = ", ".join(map(str, left))
                 print(f"tfdist: sending the snapshots of steps {steps} to {self.objects.url} ...", file=sys.stderr)
-            self._snapshots.end()
+            unsent += left
+        for sender in self._senders:
+            sender.end()
         self.objects.patience = max(deadline - time.monotonic(), 1.0)
         try:
             self._mirror.finish(with_last=not unsent)
         except StoreError as error:
             return str(error)
-        trouble = self._snapshots and self._snapshots.trouble()
-        return (
-            f"the snapshots of steps {', '.join(map(str, unsent))} ({trouble or 'it takes too long'})" if unsent else ""
-        )
+        steps = ", ".join(map(str, sorted(set(unsent))))
+        return f"the snapshots of steps {steps} ({self._sending_trouble() or 'it takes too long'})" if unsent else ""
 
 
 def _for_at_most(seconds: float, deed: Callable[[], None]) -> None:

@@ -169,6 +169,17 @@ class ObjectStore:
 
         self._patiently(f"reading {name}", read, missing=True, size=size)
 
+    def piece(self, name: str, start: int, size: int) -> bytes:
+        """So many bytes of an object, from one on. Raises StoreError; FileNotFoundError if there is no such object."""
+
+        def read() -> bytes:
+            found = self._system.cat_file(self._path(name), start=start, end=start + size)
+            if len(found) != size:
+                raise ConnectionError(f"{len(found)} bytes came instead of {size}")
+            return found
+
+        return self._patiently(f"reading {name}", read, missing=True, size=size)
+
     def send_all(self, files: Iterable[tuple[Path, str]]) -> None:
         """Several files at once. Raises what `send` raises."""
         in_threads(self.send, files)

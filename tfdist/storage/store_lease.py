@@ -85,3 +85,28 @@ class StoreLease:
             owner = Owner.read(self._objects.text(FILE) or "")
             if owner and owner.id == self.owner.id:
                 self._objects.remove(FILE)
+
+
+class FollowedLease:
+    """A lease as the chief's other workers see it: they write in the store as long as it is the chief's.
+
+    owner: the chief's id. on_loss: called with a sentence when another job has it; must end the process.
+    """
+
+    def __init__(self, objects: ObjectStore, owner: str, on_loss: Callable[[str], None]):
+        self._objects, self._id, self._on_loss = objects, owner, on_loss
+        self._confirmed = time.monotonic()
+
+    def confirm(self) -> None:
+        """As StoreLease.confirm. Raises StoreError."""
+        if time.monotonic() - self._confirmed <= 2 * _RENEW_SECONDS:
+            return
+        owner = Owner.read(self._objects.text(FILE) or "")
+        if owner is None:
+            raise StoreError(f"{self._objects.url}: the chief of this job has given back its lease")
+        if owner.id != self._id:
+            self._on_loss(
+                f"{self._objects.url} has been taken over by {owner.describe()}, since the chief of this job seemed"
+                " dead: this worker ends, and changes nothing there."
+            )
+        self._confirmed = time.monotonic()

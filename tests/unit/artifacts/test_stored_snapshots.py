@@ -46,8 +46,8 @@ def send(store: SnapshotStore, *steps: int, keep: int = 3) -> StoredSnapshots:
     snapshots.start()
     for step in steps:
         store.write(step, arrays(step), {})
-        assert snapshots.finish_soon(30.0) == [], snapshots.trouble()
-    snapshots.end()
+        assert snapshots.sender.finish_soon(30.0) == [], snapshots.sender.trouble()
+    snapshots.sender.end()
     return snapshots
 
 
@@ -78,8 +78,8 @@ def test_a_snapshot_is_brought_from_hdfs(tmp_path):
         snapshots = StoredSnapshots(ObjectStore(server.url, 10.0), here, Retention(3))
         snapshots.start()
         here.write(10, arrays(10), {})
-        assert snapshots.finish_soon(30.0) == [], snapshots.trouble()
-        snapshots.end()
+        assert snapshots.sender.finish_soon(30.0) == [], snapshots.sender.trouble()
+        snapshots.sender.end()
         bring_for_reading(ObjectStore(server.url), there)
         assert is_right(there, 10)
 
@@ -129,7 +129,7 @@ def test_what_is_not_whole_is_passed_over_and_said(s3, tmp_path, harm):
     assert [URL in message for message in messages] == ([] if harm == "no manifest" else [True])
     before = set(s3.names(folder)) - {f"{folder}/manifest.json"}
     snapshots.start()
-    snapshots.end()
+    snapshots.sender.end()
     assert snapshots.steps() == [10], "it counts no longer as one of those that are kept"
     kept = [f"{folder}/damaged-manifest.json"]
     assert s3.names(folder) == ([] if harm == "no manifest" else sorted([*before, *kept])), "and nothing is removed"
@@ -165,10 +165,10 @@ def test_old_ones_are_removed_from_the_store_the_manifest_first(s3, through_prox
             store.write(step, arrays(step), {})
             if step == 30:
                 store.delete(10)
-            assert snapshots.finish_soon(30.0) == []
+            assert snapshots.sender.finish_soon(30.0) == []
         wait_until(lambda: snapshots.steps() == [20, 30])
         wait_until(lambda: not any("step-00000010" in name for name in s3.names()))
-        snapshots.end()
+        snapshots.sender.end()
     assert removed[-4:][0] == "manifest.json", removed
 
 
@@ -193,13 +193,13 @@ def test_a_store_that_is_away_holds_nothing_up_and_gets_the_rest_later(through_p
         away[0] = True
         store.write(10, arrays(10), {})
         store.write(20, arrays(20), {})
-        wait_until(lambda: snapshots.trouble() is not None)
-        assert URL in str(snapshots.trouble())
-        assert snapshots.finish_soon(0.1) == [10, 20]
+        wait_until(lambda: snapshots.sender.trouble() is not None)
+        assert URL in str(snapshots.sender.trouble())
+        assert snapshots.sender.finish_soon(0.1) == [10, 20]
         away[0] = False
-        assert snapshots.finish_soon(30.0) == []
-        assert snapshots.trouble() is None
-        snapshots.end()
+        assert snapshots.sender.finish_soon(30.0) == []
+        assert snapshots.sender.trouble() is None
+        snapshots.sender.end()
     assert sender(local(tmp_path, "there")).steps() == [10, 20]
 
 
@@ -251,15 +251,15 @@ def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_p
             newest += 10
             store.write(newest, arrays(newest), {})
             if chance.random() < 0.5:
-                snapshots.finish_soon(30.0)
+                snapshots.sender.finish_soon(30.0)
             there = local(tmp_path, f"there-{newest}")
             sender(there, objects=reader).bring_newest()
             for step in there.steps():
                 assert is_right(there, step)
             for old in store.steps()[:-3]:
                 store.delete(old)
-        assert snapshots.finish_soon(60.0) == []
-        snapshots.end()
+        assert snapshots.sender.finish_soon(60.0) == []
+        snapshots.sender.end()
     last = local(tmp_path, "last")
     sender(last).bring_newest()
     assert last.steps() == [newest] and is_right(last, newest)

@@ -53,6 +53,11 @@ def test_objects_are_written_listed_read_and_removed(url, tmp_path):
     objects.fetch("folder/b", tmp_path / "deep" / "copy", 1000)
     assert (tmp_path / "deep" / "copy").read_bytes() == b"x" * 1000
     assert os.listdir(tmp_path / "deep") == ["copy"]
+    objects.put_text("digits", "0123456789")
+    assert objects.piece("digits", 3, 4) == b"3456" and objects.piece("digits", 0, 10) == b"0123456789"
+    with pytest.raises(FileNotFoundError):
+        objects.piece("nothing", 0, 1)
+    objects.remove("digits")
     objects.remove("a")
     objects.remove("a")
     assert objects.text("a") is None
@@ -101,6 +106,7 @@ def test_faults_that_pass_change_nothing(s3, through_proxy, tmp_path, seed):
             objects.fetch(f"{number}", tmp_path / "copy", len(content))
             assert (tmp_path / "copy").read_bytes() == content
             assert s3.content(f"runs/one/{number}") == content
+            assert objects.piece(f"{number}", 0, len(content)) == content
         assert sum(proxy.done.values()) > 10, proxy.done
     assert set(os.listdir(tmp_path)) == {"file", "copy"}
 

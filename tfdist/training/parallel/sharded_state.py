@@ -13,7 +13,7 @@ is some boxes of each whole array (state_piece.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -32,7 +32,9 @@ from tfdist.training.parallel.tensor import Part
 
 
 class ShardedState:
-    """The state of a run on a mesh. All methods but `table` and `read` are collectives: every worker must call them."""
+    """The state of a run on a mesh. All methods but `table`, `wanted` and `read` are collectives: every worker must
+    call them.
+    """
 
     def __init__(
         self,
@@ -157,6 +159,15 @@ class ShardedState:
             if self._is_here(piece) and self._writes(piece):
                 shards += piece.to_shards(key)
         return shards
+
+    def wanted(self, stored: Mapping[str, Sequence]) -> list[Shard]:
+        """What `read` reads. stored: a snapshot's table, key -> (name, shape, dtype)."""
+        return [
+            shard
+            for key, piece in self.pieces.items()
+            if self._is_here(piece)
+            for shard in piece.wanted(key, stored[key][1][0] if piece.is_row else 0)
+        ]
 
     def read(self, prefix: str) -> None:
         """Gives every variable its piece of the arrays in TensorFlow's checkpoint `prefix`, of which this worker reads

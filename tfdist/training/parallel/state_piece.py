@@ -88,13 +88,20 @@ class Piece:
                 ]
         return shards
 
+    def wanted(self, key: str, rows: int) -> list[Shard]:
+        """What `read` reads. rows: of the stored array, if every replica has its own."""
+        if not self.is_row:
+            return [Shard(key, self.shape, box) for region in self._regions() for box in region.boxes]
+        which = [self.group.index] if rows == self.group.size else range(rows)
+        whole = (rows, *self.shape[1:])
+        return [Shard(key, whole, ((row, 1), *((0, length) for length in whole[1:]))) for row in which]
+
     def read(self, prefix: str, key: str) -> np.ndarray:
         """Its content in TensorFlow's checkpoint `prefix`, of which no more is read."""
         if self.is_row:
             return self._read_row(prefix, key)
         regions = self._regions()
-        shards = [Shard(key, self.shape, box) for region in regions for box in region.boxes]
-        contents = iter(read_shards(prefix, shards, self.dtype))
+        contents = iter(read_shards(prefix, self.wanted(key, 0), self.dtype))
         joined = [
             (
                 next(contents)
@@ -110,10 +117,8 @@ class Piece:
         return np.pad(vector, (0, self.shard_length - vector.size))
 
     def _read_row(self, prefix: str, key: str) -> np.ndarray:
-        count, *shape = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()[key + SUFFIX]
-        wanted = [self.group.index] if count == self.group.size else range(count)
-        shards = [Shard(key, (count, *shape), ((row, 1), *((0, length) for length in shape))) for row in wanted]
-        rows = np.concatenate(read_shards(prefix, shards, self.dtype))
+        count = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()[key + SUFFIX][0]
+        rows = np.concatenate(read_shards(prefix, self.wanted(key, count), self.dtype))
         return rows[0] if count == self.group.size else shared_out(rows, self.group.size)[0]
 
     def _regions(self) -> list[_Region]:

@@ -1,0 +1,266 @@
+"""Snapshots in a store whose parts come from workers with a folder each: made, read in pieces, never of two writes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.stores.faulty_proxy import FAULTS
+from tests.stores.s3_server import BUCKET
+from tests.unit.artifacts.test_parts import box
+from tfdist.artifacts import ranges
+from tfdist.artifacts.parts import Shard, boxes_of_range, read_shards
+from tfdist.artifacts.parts_commit import Gathering
+from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.ranges import RangedSnapshots
+from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.stored_parts import PARTS, StoredParts, left_parts, send_part
+from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots, bring_for_reading, step_folder
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import StoreError
+
+URL = f"s3://{BUCKET}/runs/one"
+SHAPES = {"model/0000": (3, 4, 5), "model/0001": (7,), "optimizer/0000": (300, 40), "train/step": ()}
+
+
+def arrays(step: int) -> dict[str, np.ndarray]:
+    chance = np.random.default_rng(step)
+    return {key: chance.normal(size=shape).astype(np.float32) for key, shape in SHAPES.items()}
+
+
+def shards(rank: int, size: int, whole: dict[str, np.ndarray]) -> list[Shard]:
+    """A rank's equal share of every flattened array; the last have nothing of the small ones, or nothing at all."""
+    found = []
+    for key, array in whole.items():
+        length = -(-array.size // size)
+        for where in boxes_of_range(array.shape, rank * length, min((rank + 1) * length, array.size)):
+            content = np.ascontiguousarray(box(array, where)).reshape([length for _, length in where])
+            found.append(Shard(key, array.shape, where, content))
+    return found
+
+
+def fields(metrics: dict | None = None) -> dict:
+    return {
+        "variables": {key: (key, list(shape), "float32") for key, shape in SHAPES.items()},
+        "run_id": "abc",
+        "metrics": metrics or {},
+    }
+
+
+class Workers:
+    """Of one attempt, each on a machine of its own. Senders run when the test says so."""
+
+    def __init__(self, tmp_path: Path, size: int, token: str = "first", keep: int = 3, machines: str = "machine"):
+        self.folders = [tmp_path / f"{machines}-{rank}" for rank in range(size)]
+        self.objects = [ObjectStore(URL, patience=20.0) for _ in range(size)]
+        self.parts = [
+            StoredParts(self.objects[rank], self.folders[rank], lambda step: None, rank, size, token)
+            for rank in range(size)
+        ]
+        whole = SnapshotStore(str(self.folders[0] / FOLDER))
+        self.shelf = StoredSnapshots(self.objects[0], whole, Retention(keep))
+        self.gathering = Gathering(self.objects[0], self.parts[0], self.shelf)
+
+    def write(self, step: int, content: dict[str, np.ndarray] | None = None) -> None:
+        wanted = self.gathering.announce(step)
+        for rank, each in enumerate(self.parts):
+            each.wanted = wanted
+            # The fourth has nothing to write, as a replica may not have.
+            each.write(step, shards(rank, min(len(self.parts), 3), content or arrays(step)), fields())
+
+    def send(self, *steps: int, ranks=None) -> None:
+        for step, rank in itertools.product(steps, range(len(self.parts)) if ranks is None else ranks):
+            self.parts[rank].send(step)
+
+    def save(self, *steps: int) -> None:
+        for step in steps:
+            self.write(step)
+            self.send(step)
+            self.gathering._make_first()
+        assert self.gathering.steps() == []
+
+    def read(self, rank: int, size: int, folder: Path) -> tuple[int, int]:
+        """A worker of `size` reads its part on the machine `folder`. Returns the step and the bytes that came."""
+        chief = RangedSnapshots(self.objects[0], folder.parent / "chief", self.shelf)
+        snapshot, passed_over = chief.newest_valid()
+        assert snapshot and not passed_over, passed_over
+        store = RangedSnapshots(self.objects[rank % len(self.objects)], folder)
+        mine = ranges.Snapshot(store.path(snapshot.step), snapshot.step, snapshot.manifest)
+        wanted = shards(rank, size, arrays(snapshot.step))
+        store.bring(mine, wanted)
+        for key in SHAPES:
+            own = [shard for shard in wanted if shard.key == key]
+            for shard, found in zip(own, read_shards(mine.prefix, own, np.float32), strict=True):
+                np.testing.assert_array_equal(found, shard.array)
+        return snapshot.step, store.brought
+
+
+def is_right(folder: Path, step: int) -> bool:
+    store = SnapshotStore(str(folder / FOLDER))
+    found = store.read(store.verify(step))
+    return found.keys() == arrays(step).keys() and all(np.array_equal(found[key], a) for key, a in arrays(step).items())
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_parts_of_machines_of_their_own_become_a_snapshot_like_any_other(s3, tmp_path, size):
+    workers = Workers(tmp_path, size)
+    workers.save(10, 20)
+    assert not any("/part-" in name for name in s3.names()), "what it was made of is removed"
+    store = SnapshotStore(str(tmp_path / "reader" / FOLDER))
+    bring_for_reading(workers.objects[0], store)
+    assert store.steps() == [20] and is_right(tmp_path / "reader", 20)
+    for rank in range(2):
+        assert workers.read(rank, 2, tmp_path / f"elsewhere-{rank}")[0] == 20
+
+
+def test_there_is_no_snapshot_until_the_last_part_has_come(s3, tmp_path):
+    workers = Workers(tmp_path, 3)
+    workers.write(10)
+    for rank in (2, 0):
+        workers.send(10, ranks=[rank])
+        workers.gathering._make_first()
+        assert workers.shelf.steps() == [] and workers.gathering.steps() == [10]
+    workers.send(10, ranks=[1])
+    data = f"runs/one/{step_folder(10)}/state-10.data-00001-of-00003"
+    content = s3.content(data)
+    s3.remove(data)
+    workers.gathering._make_first()
+    assert workers.shelf.steps() == [], "what it says it has sent must be there"
+    s3.change(data, content)
+    workers.gathering._make_first()
+    assert workers.shelf.steps() == [10] and workers.gathering.steps() == []
+
+
+def test_a_worker_reads_no_more_than_its_part_and_nothing_that_is_here(s3, tmp_path):
+    workers = Workers(tmp_path, 3)
+    workers.save(10)
+    whole = sum(array.nbytes for array in arrays(10).values())
+    index = len(s3.content(f"runs/one/{step_folder(10)}/state-10.index"))
+    brought = [workers.read(rank, 2, tmp_path / f"elsewhere-{rank}")[1] for rank in range(2)]
+    # Half of each array lies in two of the three parts.
+    assert all(0.5 * whole < each < 0.67 * whole + 2 * index for each in brought), (brought, whole)
+    assert workers.read(0, 2, tmp_path / "elsewhere-0")[1] == 0, "it has come before"
+    assert workers.read(2, 3, workers.folders[2])[1] <= index, "it was written here"
+
+
+def test_what_is_damaged_is_noticed_and_the_one_before_taken(s3, tmp_path):
+    workers = Workers(tmp_path, 2)
+    workers.save(10, 20)
+    data = f"runs/one/{step_folder(20)}/state-20.data-00001-of-00002"
+    content = s3.content(data)
+    s3.change(data, content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="state-20.data-00001-of-00002 is damaged: the checksum of bytes"):
+        workers.read(1, 2, tmp_path / "elsewhere")
+    s3.change(data, content[:-1])
+    chief = RangedSnapshots(workers.objects[0], tmp_path / "chief", workers.shelf)
+    snapshot, (message,) = chief.newest_valid()
+    assert snapshot and snapshot.step == 10 and f"has {len(content) - 1} bytes instead of {len(content)}" in message
+    workers.shelf.set_aside(20)
+    assert workers.read(1, 2, tmp_path / "elsewhere")[0] == 10
+
+
+def test_a_step_that_is_written_anew_is_of_the_second_writing_alone(s3, tmp_path):
+    """Other arrays, as after bad numbers; one worker has sent its first part only."""
+    workers = Workers(tmp_path, 2)
+    workers.write(10, {key: array + 1 for key, array in arrays(10).items()})
+    workers.send(10)
+    workers.write(10)
+    workers.send(10, ranks=[0])
+    workers.gathering._make_first()
+    assert workers.shelf.steps() == []
+    workers.send(10, ranks=[1])
+    workers.gathering._make_first()
+    assert workers.read(1, 2, tmp_path / "elsewhere")[0] == 10
+    workers.write(10)
+    assert workers.shelf.steps() == [], "before a file of it is replaced it is believed no longer"
+
+
+def test_a_store_slower_than_the_saves_gets_what_was_begun_and_the_newest(s3, tmp_path):
+    workers = Workers(tmp_path, 2)
+    for step in (10, 20, 30, 40):
+        workers.write(step)
+    assert workers.gathering.steps() == [10, 30, 40]
+    assert sorted(workers.parts[1].steps()) == [10, 30, 40] and workers.parts[1].unsent() == [10, 30, 40]
+    while workers.gathering.steps():
+        for each in workers.parts:
+            each._send_next()
+        workers.gathering._make_first()
+    assert workers.shelf.steps() == [10, 30, 40]
+    workers.save(50)
+    assert workers.shelf.steps() == [30, 40, 50] and workers.parts[0].steps() == [40, 50]
+
+
+def test_a_part_that_cannot_be_written_is_told_and_the_next_snapshot_made(s3, tmp_path):
+    workers = Workers(tmp_path, 3)
+
+    def full(step: int) -> None:
+        raise OSError("No space left on device")
+
+    workers.parts[2].before_commit = full
+    with pytest.raises(OSError, match="No space"):
+        workers.write(10)
+    workers.send(10)
+    with pytest.raises(StoreError, match="no snapshot of step 10: rank 2: No space left on device"):
+        workers.gathering._make_first()
+    workers.parts[2].before_commit = lambda step: None
+    workers.save(20)
+    assert not any("step-00000010" in name for name in s3.names()), "what had been sent of it is removed"
+
+
+@pytest.mark.parametrize("killed", ["before the last part", "before the commit"])
+def test_what_a_killed_job_has_left_is_sent_and_made_by_the_next(s3, tmp_path, killed):
+    first = Workers(tmp_path, 3)
+    first.save(10)
+    first.write(20)
+    first.send(20, ranks=[0, 1] if killed == "before the last part" else None)
+    second = Workers(tmp_path, 2, token="second")
+    for folder in first.folders:
+        for step, rank, note in left_parts(folder, "abc", newest=10):
+            send_part(second.objects[0], folder / PARTS / f"step-{step:08d}", step, rank, note)
+        assert left_parts(folder, "another run", newest=10) == left_parts(folder, "abc", newest=20) == []
+    second.gathering.make_left(newer_than=10)
+    assert second.read(1, 2, tmp_path / "elsewhere")[0] == 20
+
+
+def test_what_has_lost_a_part_is_removed(s3, tmp_path):
+    first = Workers(tmp_path, 3)
+    first.save(10)
+    first.write(20)
+    first.send(20, ranks=[0, 1])
+    second = Workers(tmp_path, 2, token="second", machines="new")
+    second.gathering.make_left(newer_than=10)
+    second.shelf.start()
+    second.shelf.sender.end()
+    assert not any("step-00000020" in name for name in s3.names()) and second.shelf.steps() == [10]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_path, seed):
+    """Each round saves, sends and reads through faults; some rounds write their step twice."""
+    chance = random.Random(seed)
+
+    def draw(method: str, path: str) -> str:
+        return chance.choice(FAULTS) if chance.random() < 0.2 else ""
+
+    with through_proxy(draw) as proxy:
+        workers, step = Workers(tmp_path, 2), 0
+        while sum(proxy.done.values()) < 105:
+            step += 10
+            if chance.random() < 0.3:
+                workers.write(step, {key: array + 1 for key, array in arrays(step).items()})
+                workers.send(step, ranks=[chance.randrange(2)])
+            workers.write(step)
+            while step in workers.gathering.steps():  # a listing may be an old one
+                for each in workers.parts:
+                    each._send_next()
+                workers.gathering._make_first()
+            newest, _ = workers.read(chance.randrange(2), 2, tmp_path / f"elsewhere-{step}")
+            assert newest <= step
+    manifest = json.loads((ObjectStore(URL).text(f"{step_folder(step)}/manifest.json")) or "{}")
+    assert manifest["step"] == step

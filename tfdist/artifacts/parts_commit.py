@@ -1,0 +1,205 @@
+"""How the chief makes one snapshot of the parts that all workers have sent to an object store (stored_parts.py).
+
+It needs their tables of contents and what they say of their files, never the files: those have their final names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.artifacts.manifest import FORMAT, MANIFEST, SHA, parse, sealed
+from tfdist.artifacts.parts import must_hold_all
+from tfdist.artifacts.sender import Sender
+from tfdist.artifacts.store import has_content, measure
+from tfdist.artifacts.stored_parts import StoredParts, data_file, index_of, note_of
+from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots, step_folder
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import StoreError
+
+_LATE_SECONDS = 600.0  # after which a part that has not come is waited for no longer, if there is a newer snapshot
+_SAID_SECONDS = 60.0  # after which that is said
+
+
+class Gathering:
+    """The chief's: which snapshots are still to be made of parts, and the making.
+
+    parts: the chief's own. shelf: the snapshots in the store, among which each is then.
+    """
+
+    def __init__(self, objects: ObjectStore, parts: StoredParts, shelf: StoredSnapshots):
+        self._objects, self._parts, self._shelf = objects, parts, shelf
+        self._steps: list[int] = []  # not yet committed, in the order of their saves: the first is being gathered
+        self._dropped: set[int] = set()  # of which there may be something in the store
+        self._since: dict[int, float] = {}  # step -> when the chief's own part was there (time.monotonic())
+        self._lists, self._making = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # the second is held for as long as a store takes
+        self.sender = Sender(self.steps, self._make_first)
+
+    def steps(self) -> list[int]:
+        """Those to be made."""
+        return list(self._steps)
+
+    def announce(self, step: int) -> list[int]:
+        """A save of a step begins. Returns the steps whose parts are wanted: what is being gathered, for else a store
+        that is slower than the saves would never have one; the newest; the last that is there. Raises StoreError.
+        """
+        if step in self._steps or step in self._dropped or self._shelf.holds(step):
+            with self._making:  # it is written anew, after bad numbers
+                self._shelf.withdraw(step)
+        with self._lists:
+            waiting = [each for each in self._steps if each != step]
+            self._steps = [*waiting[:1], *waiting[1:][-1:], step]
+            self._dropped = self._dropped.union(waiting) - set(self._steps)
+            newest = self._shelf.newest()
+            return [*self._steps, *([newest] if newest >= 0 else [])]
+
+    def make_left(self, newer_than: int) -> None:
+        """The newest of those whose parts earlier processes have all sent, before anything is removed from the store.
+        Raises StoreError, OSError.
+        """
+        names = self._objects.names(FOLDER)
+        steps = {int(name.split("/")[1][5:]) for name in names if name.endswith(f"/{note_of(0)}")}
+        for step in sorted((step for step in steps if step > newer_than), reverse=True):
+            with contextlib.suppress(CheckpointError):
+                if not self.make(step):
+                    break
+
+    def drop_all(self) -> None:
+        """None of those that are being gathered is wanted any more."""
+        with self._making:
+            for step in self.steps():
+                self._is_over(step, dropped=True)
+
+    def _make_first(self) -> None:
+        """In a thread: if all of its parts are there. Raises StoreError, OSError."""
+        with self._making:
+            for step in self.steps()[:1]:
+                if step in self._parts.sent:
+                    self._make_or_drop(step, self._parts.stamp(step))
+
+    def _make_or_drop(self, step: int, stamp: str) -> None:
+        began = self._since.setdefault(step, time.monotonic())
+        try:
+            missing = self.make(step, stamp)
+        except CheckpointError as error:
+            self._is_over(step, dropped=True)
+            raise StoreError(f"there is no snapshot of step {step}: {error}") from None
+        if not missing:
+            self._is_over(step, dropped=False)
+            for each in list(self._dropped):
+                self._shelf.remove(each)
+                self._dropped.discard(each)
+            self._shelf.retain()
+            return
+        if (waited := time.monotonic() - began) > _LATE_SECONDS and len(self._steps) > 1:
+            self._is_over(step, dropped=True)
+        if waited > _SAID_SECONDS:
+            ranks = ", ".join(map(str, missing))
+            raise StoreError(
+                f"the parts of ranks {ranks} of the snapshot of step {step} have not come in {waited:.0f} s"
+            )
+
+    def _is_over(self, step: int, dropped: bool) -> None:
+        with self._lists:
+            self._steps = [each for each in self._steps if each != step]
+            self._since.pop(step, None)
+            self._dropped = self._dropped | {step} if dropped else self._dropped - {step}
+
+    def make(self, step: int, stamp: str = "") -> list[int]:
+        """One snapshot, of parts with this stamp; else with that of the chief's. Returns the ranks whose parts are
+        missing: then there is none yet. Raises CheckpointError if there will be none, StoreError, OSError.
+        """
+        there = self._objects.names(step_folder(step))
+        first = self._note(step, 0, there)
+        if first is None or stamp not in ("", first["stamp"]):
+            return [0]
+        count = first["workers"]
+        if missing := [rank for rank in range(count) if f"{step_folder(step)}/{note_of(rank)}" not in there]:
+            return missing
+        found = {rank: self._note(step, rank, there) for rank in range(count)}
+        missing = [rank for rank, note in found.items() if note is None or note["stamp"] != first["stamp"]]
+        notes = [note for note in found.values() if note]
+        if failed := [note["error"] for note in notes if "error" in note and note["stamp"] == first["stamp"]]:
+            raise CheckpointError(f"{failed[0]}: free or repair the working copy of that worker.")
+        if missing := missing or [rank for rank in range(count) if not _is_there(step, rank, notes[rank], there)]:
+            return missing
+        self._commit(step, notes)
+        return []
+
+    def _note(self, step: int, rank: int, there: Mapping[str, int]) -> dict[str, Any] | None:
+        """What a worker says of its part; None if it has said nothing yet."""
+        name = f"{step_folder(step)}/{note_of(rank)}"
+        text = self._objects.text(name) if name in there else None
+        try:
+            note = json.loads(text or "")
+        except ValueError:
+            return None
+        is_whole = isinstance(note, dict) and {"stamp", "workers"} <= note.keys()
+        return note if is_whole and ("error" in note or {"data", "index", "values"} <= note.keys()) else None
+
+    def _commit(self, step: int, notes: list[dict[str, Any]]) -> None:
+        fields, room = notes[0]["fields"], Path(self._parts.directory)
+        room.mkdir(parents=True, exist_ok=True)
+        try:
+            must_hold_all([note["values"] for note in notes], fields)
+        except OSError as error:
+            raise CheckpointError(f"{error}.") from None
+        with tempfile.TemporaryDirectory(dir=room, prefix=".writing-") as folder:
+            index = self._merged(Path(folder), step, notes)
+            files = {data_file(step, rank, len(notes)): note["data"] for rank, note in enumerate(notes)}
+            files[f"state-{step}.index"] = measure(str(index), SHA, flush=False)
+            text = sealed({"format": FORMAT, "step": step, **fields, "files": files})
+            manifest = parse(text, MANIFEST, step)
+            self._objects.send(index, f"{step_folder(step)}/{index.name}")
+            self._shelf.commit(step, text, manifest)
+            self._keep_here(step, index)
+        for rank in range(len(notes)):
+            self._objects.remove(f"{step_folder(step)}/{note_of(rank)}")
+            self._objects.remove(f"{step_folder(step)}/{index_of(rank)}")
+
+    def _merged(self, folder: Path, step: int, notes: list[dict[str, Any]]) -> Path:
+        """The index of the whole. Raises CheckpointError, StoreError, OSError."""
+        prefixes = []
+        for rank, note in enumerate(notes):
+            prefixes.append(f"{folder}/part-{rank:05d}")
+            index = Path(f"{prefixes[-1]}.index")
+            self._objects.fetch(f"{step_folder(step)}/{index_of(rank)}", index, note["index"]["bytes"])
+            if not has_content(str(index), note["index"]):
+                raise CheckpointError(f"the table of contents of rank {rank}'s part is damaged.")
+            # TensorFlow gives the data files their new names; these only say whose is whose.
+            Path(f"{prefixes[-1]}.data-00000-of-00001").write_text(str(rank))
+        try:
+            prefix = f"{folder}/state-{step}"
+            tf.raw_ops.MergeV2Checkpoints(
+                checkpoint_prefixes=prefixes, destination_prefix=prefix, delete_old_dirs=False
+            )
+        except tf.errors.OpError as error:
+            raise CheckpointError(f"the parts make no whole ({error.message}).") from None
+        for rank in range(len(notes)):
+            assert (folder / data_file(step, rank, len(notes))).read_text() == str(rank), "they are in another order"
+        return folder / f"state-{step}.index"
+
+    def _keep_here(self, step: int, index: Path) -> None:
+        """So that going on from it on this machine is quick."""
+        folder = Path(self._parts.path(step))
+        if folder.is_dir():
+            os.replace(index, folder / index.name)
+
+
+def _is_there(step: int, rank: int, note: Mapping[str, Any], there: Mapping[str, int]) -> bool:
+    """Whether a part's files are in the store as it says."""
+    names = {data_file(step, rank, note["workers"]): note["data"], index_of(rank): note["index"]}
+    return all(there.get(f"{step_folder(step)}/{name}") == entry["bytes"] for name, entry in names.items())

@@ -1,0 +1,177 @@
+"""Of a snapshot in an object store each worker brings what it needs: the table of contents, and those bytes of the data
+files in which its boxes lie.
+
+They come into files of the same names and sizes here, with holes where nothing was needed: TensorFlow reads them as it
+reads any checkpoint. Which bytes are there already is not written down: each array, and each slice of one, has a
+checksum in the table of contents, and what fits it is used. So parts that were written on this machine, and what
+another worker here has brought, come from the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.artifacts.checkpoint_files import SUFFIX
+from tfdist.artifacts.manifest import MANIFEST, parse
+from tfdist.artifacts.parts import Shard
+from tfdist.artifacts.store import Snapshot, SnapshotStore, has_content
+from tfdist.artifacts.stored_parts import PARTS, data_file
+from tfdist.artifacts.stored_snapshots import StoredSnapshots, step_folder
+from tfdist.compat.checkpoint_index import CheckpointIndex, Stored, overlap
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.own_files import remove_tree, replaced
+from tfdist.storage.in_threads import in_threads
+from tfdist.storage.object_store import ObjectStore
+
+_GAP_BYTES = 1 << 16  # what lies between two wanted pieces is brought, too, if it is less
+_PIECE_BYTES = 1 << 25  # at a time
+
+
+class RangedSnapshots(SnapshotStore):
+    """The snapshots below `objects`, and what is here of them, below a working copy.
+
+    brought: bytes that have come from the store.
+    """
+
+    def __init__(self, objects: ObjectStore, folder: Path, shelf: StoredSnapshots | None = None):
+        super().__init__(str(folder / PARTS))
+        self.objects, self._shelf, self.brought = objects, shelf, 0
+
+    def newest_valid(self) -> tuple[Snapshot | None, list[str]]:
+        """Of those in the store, as far as the table of contents tells; on the chief. Raises StoreError."""
+        assert self._shelf
+        messages: list[str] = []
+        for step in reversed(self._shelf.steps()):
+            if step in self._shelf.damaged_there:
+                continue
+            try:
+                return self._found(step), messages
+            except CheckpointError as error:
+                messages.append(f"{self.objects.url}: {error}")
+                self._shelf.damaged_there.add(step)
+        return None, messages
+
+    def set_aside_damaged(self) -> None:
+        """The shelf does so in the store."""
+
+    def _found(self, step: int) -> Snapshot:
+        """Raises CheckpointError, StoreError."""
+        name = step_folder(step)
+        text = self.objects.text(f"{name}/{MANIFEST}")
+        if text is None:
+            raise CheckpointError(f"{name}/{MANIFEST} is not there.")
+        manifest, there = parse(text, f"{name}/{MANIFEST}", step, self.required), self.objects.names(name)
+        for file, entry in manifest["files"].items():
+            # A listing may be an old one.
+            if there.get(f"{name}/{file}") != entry["bytes"] and (
+                (size := self.objects.size(f"{name}/{file}")) != entry["bytes"]
+            ):
+                found = "is not there" if size is None else f"has {size} bytes instead of {entry['bytes']}"
+                raise CheckpointError(f"{name}/{file} {found}.")
+        snapshot = Snapshot(self.path(step), step, manifest)
+        self._bring_index(snapshot)
+        return snapshot
+
+    def bring(self, snapshot: Snapshot, shards: Sequence[Shard]) -> None:
+        """What lies in these boxes, and no more. Raises CheckpointError if it is damaged, StoreError, OSError."""
+        index = self._bring_index(snapshot)
+        wanted: dict[int, set[Stored]] = {}
+        for shard in shards:
+            for each in index.stored(shard.key + SUFFIX):
+                if overlap(shard.box, each.box) and each.size:
+                    wanted.setdefault(each.file, set()).add(each)
+        for note in Path(snapshot.path).glob("part-*.json"):
+            note.unlink(missing_ok=True)  # it is not to be sent any more, and may soon not be what this says
+        files: Mapping[str, Any] = snapshot.manifest["files"]
+        missing = []
+        for number, stored in wanted.items():
+            name = data_file(snapshot.step, number, index.files)
+            if name not in files:
+                raise CheckpointError(f"{snapshot.path}: the manifest does not name {name}.")
+            file = Path(snapshot.path) / name
+            _make_room(file, files[name]["bytes"])
+            absent = [each for each in stored if not each.is_intact(_content(file, each))]
+            missing += [(name, start, size) for start, size in _ranges(absent)]
+        in_threads(lambda name, start, size: self._bring_piece(snapshot, name, start, size), missing)
+        for number, stored in wanted.items():
+            name = data_file(snapshot.step, number, index.files)
+            for each in stored:
+                if not each.is_intact(_content(Path(snapshot.path) / name, each)):
+                    raise CheckpointError(
+                        f"{step_folder(snapshot.step)}/{name} is damaged: the checksum of bytes {each.offset} to"
+                        f" {each.offset + each.size} is not the one in the table of contents."
+                    )
+
+    def _bring_piece(self, snapshot: Snapshot, name: str, start: int, size: int) -> None:
+        try:
+            content = self.objects.piece(f"{step_folder(snapshot.step)}/{name}", start, size)
+        except FileNotFoundError:
+            raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is not there.") from None
+        descriptor = os.open(Path(snapshot.path) / name, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            os.pwrite(descriptor, content, start)
+        finally:
+            os.close(descriptor)
+        self.brought += size
+
+    def _bring_index(self, snapshot: Snapshot) -> CheckpointIndex:
+        """Raises CheckpointError, StoreError, OSError."""
+        name = f"state-{snapshot.step}.index"
+        entry, file = snapshot.manifest["files"][name], Path(snapshot.path) / name
+        if not has_content(str(file), entry):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replaced(file) as temporary:
+                try:
+                    temporary.write_bytes(self.objects.piece(f"{step_folder(snapshot.step)}/{name}", 0, entry["bytes"]))
+                except FileNotFoundError:
+                    raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is not there.") from None
+            self.brought += entry["bytes"]
+        if not has_content(str(file), entry):
+            raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is damaged: its checksum is another one.")
+        try:
+            return CheckpointIndex(file.read_bytes())
+        except ValueError as error:
+            raise CheckpointError(f"{step_folder(snapshot.step)}/{name}: {error}.") from None
+
+    def forget_all_but(self, steps: Iterable[int]) -> None:
+        """Of other steps nothing is kept here. Only while nobody reads or writes here. Raises OSError."""
+        for step in set(self.steps()) - set(steps):
+            remove_tree(self.path(step))
+
+
+def _ranges(absent: Sequence[Stored]) -> Iterator[tuple[int, int]]:
+    """(start, size) of what is to be read at once, so that all of these are read."""
+    start = end = 0
+    for each in sorted(absent, key=lambda each: each.offset):
+        if each.offset > end + _GAP_BYTES:
+            yield from _in_pieces(start, end)
+            start = each.offset
+        end = max(end, each.offset + each.size)
+    yield from _in_pieces(start, end)
+
+
+def _in_pieces(start: int, end: int) -> Iterator[tuple[int, int]]:
+    for place in range(start, end, _PIECE_BYTES):
+        yield place, min(_PIECE_BYTES, end - place)
+
+
+def _make_room(file: Path, size: int) -> None:
+    """A file of this size, with what is in it already. Several workers may do so at once. Raises OSError."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        if os.fstat(descriptor).st_size != size:
+            os.ftruncate(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _content(file: Path, stored: Stored) -> Iterator[bytes]:
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        for start, size in _in_pieces(stored.offset, stored.offset + stored.size):
+            yield os.pread(descriptor, size, start)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,52 @@
+"""The thread that sends snapshots to an object store: one after the other, again and again, until all are there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from tfdist.storage.store_errors import StoreError
+
+_LOOK_SECONDS = 0.5
+
+
+class Sender:
+    """unsent: the steps that are not in the store. send: sends what is to be sent first, if there is anything; may
+    raise StoreError, and OSError of the disk here. Both are called in the thread.
+    """
+
+    def __init__(self, unsent: Callable[[], list[int]], send: Callable[[], None]):
+        self.unsent, self._send = unsent, send
+        self._trouble: StoreError | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="tfdist-sender", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def trouble(self) -> StoreError | None:
+        """Why the last attempt failed, if it did."""
+        return self._trouble
+
+    def finish_soon(self, seconds: float) -> list[int]:
+        """Waits until all is sent, at most so long. Returns the steps that are not sent."""
+        begun = time.monotonic()
+        while self._thread.is_alive() and self.unsent() and time.monotonic() - begun < seconds:
+            time.sleep(_LOOK_SECONDS / 10)
+        return self.unsent()
+
+    def end(self) -> None:
+        """Sends no more."""
+        self._ended.set()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            try:
+                if self.unsent():
+                    self._send()
+                    self._trouble = None
+            except StoreError as error:
+                self._trouble = error
+            except OSError as error:  # of the disk here
+                self._trouble = StoreError(f"a snapshot cannot be read ({error.strerror}: {error.filename})")

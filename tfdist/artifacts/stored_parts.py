@@ -1,0 +1,186 @@
+"""Snapshots of a run in an object store of which every worker writes and sends its own part: no machine has all of it.
+
+Workers that do not see one folder cannot write parts there together (parts.py). Each keeps its own below parts/ in its
+working copy, which workers of a machine share, and sends it in a thread; the store is where the parts meet:
+
+    every worker     state-100.data-00002-of-00008, part-00002.index, and then part-00002.json: what it has sent
+    the chief        waits for all part-*.json there and writes state-100.index and then manifest.json: the commit
+                     (parts_commit.py)
+
+So it is in the end as any other snapshot. Each write of a part has a stamp of its own, the same on all workers, so that
+nothing of two writes becomes one snapshot. What the chief still wants is agreed on at every save: the one that is being
+gathered, and the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.artifacts.manifest import SHA
+from tfdist.artifacts.parts import Shard, save_part, values_of
+from tfdist.artifacts.sender import Sender
+from tfdist.artifacts.store import SnapshotStore, measure
+from tfdist.artifacts.stored_snapshots import step_folder
+from tfdist.control.own_files import remove_tree, written_whole
+from tfdist.storage.object_store import ObjectStore
+
+PARTS = "parts"  # the folder in the working copy
+_LONGEST_NOTE = 1 << 26  # bytes of a part's JSON that is read
+
+
+def data_file(step: int, number: int, count: int) -> str:
+    """As TensorFlow calls the data files of a checkpoint."""
+    return f"state-{step}.data-{number:05d}-of-{count:05d}"
+
+
+def note_of(rank: int) -> str:
+    """The object that says what a worker has sent."""
+    return f"part-{rank:05d}.json"
+
+
+def index_of(rank: int) -> str:
+    """The table of contents of a worker's part."""
+    return f"part-{rank:05d}.index"
+
+
+class StoredParts(SnapshotStore):
+    """One worker's parts, in a folder here and below `objects`; of `size` workers. `write` must be called on all.
+
+    Args:
+      token: the same on all workers, and another one for each attempt of a run.
+      allowed: called in a thread before anything is written in the store; may raise StoreError.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        folder: Path,
+        before_commit: Callable[[int], None],
+        rank: int,
+        size: int,
+        token: str,
+        allowed: Callable[[], None] = lambda: None,
+    ):
+        super().__init__(str(folder / PARTS), before_commit)
+        self.objects, self.rank, self.size, self.token, self._allowed = objects, rank, size, token, allowed
+        self.wanted: list[int] = []  # steps of which the parts are to be sent, or kept; the most urgent first
+        self.sent: set[int] = set()
+        self._notes: dict[int, dict[str, Any]] = {}  # step -> what is said of this worker's part
+        self._writes = 0
+        self.sender = Sender(self.unsent, self._send_next)
+
+    def unsent(self) -> list[int]:
+        """Steps of which this worker's part is here, but not in the store; the oldest first."""
+        return sorted(step for step in list(self._notes) if step not in self.sent)
+
+    def stamp(self, step: int) -> str:
+        """Of the last write of a step; "" if there was none."""
+        return self._notes.get(step, {}).get("stamp", "")
+
+    def write(self, step: int, arrays: Sequence[Shard], fields: Mapping[str, Any]) -> int:
+        """This worker's part, here. Returns its bytes. Raises OSError or tf.errors.OpError: then there will be no
+        snapshot of this step.
+        """
+        self.forget_all_but([*self.wanted, step])
+        about = {"stamp": f"{self.token}-{self._writes}", "run_id": fields["run_id"], "workers": self.size}
+        self._writes += 1
+        note = {**about, "error": f"rank {self.rank}: it was not written"}
+        try:
+            written = self._write_part(step, arrays, sorted(fields["variables"]))
+            whole = {**about, **written, "values": values_of(arrays), **({} if self.rank else {"fields": dict(fields)})}
+            with written_whole(Path(self.path(step)) / note_of(self.rank), flushed=True) as file:
+                json.dump(whole, file)
+            note = whole
+            return written["data"]["bytes"]
+        except (OSError, MemoryError, tf.errors.OpError) as error:
+            note["error"] = f"rank {self.rank}: {next(iter(str(error).splitlines()), type(error).__name__)}"
+            raise
+        finally:
+            self._tell(step, note)
+
+    def _tell(self, step: int, note: dict[str, Any]) -> None:
+        self._notes[step] = note
+        self.sent.discard(step)
+        if step not in self.wanted:
+            self.wanted = [*self.wanted, step]
+
+    def _write_part(self, step: int, shards: Sequence[Shard], keys: Sequence[str]) -> dict[str, Any]:
+        folder = Path(self.path(step))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / note_of(self.rank)).unlink(missing_ok=True)
+        prefix = f"{folder}/.writing-part-{self.rank:05d}"
+        # Every worker has a data file, so that each knows the name of its own.
+        save_part(prefix, shards, keys if self.rank == 0 else (), if_nothing=f"_PART_{self.rank}")
+        data, index = Path(f"{prefix}.data-00000-of-00001"), Path(f"{prefix}.index")
+        self.before_commit(step)
+        note = {}
+        for name, file, final in (
+            ("data", data, data_file(step, self.rank, self.size)),
+            ("index", index, index_of(self.rank)),
+        ):
+            note[name] = measure(str(file), SHA, flush=True)
+            file.replace(folder / final)
+        return note
+
+    def forget_all_but(self, steps: Sequence[int]) -> None:
+        """Of other steps nothing is kept here, and nothing more sent."""
+        self.wanted = [step for step in self.wanted if step in steps]
+        for step in set(self._notes) - set(steps):
+            self._notes.pop(step, None)
+        for step in set(self.steps()) - set(steps):
+            with contextlib.suppress(OSError):  # another worker of this machine does so, too
+                remove_tree(self.path(step))
+
+    # -- sending ---------------------------------------------------------------------------------------------------
+
+    def _send_next(self) -> None:
+        """Raises StoreError, OSError."""
+        for step in [step for step in self.wanted if step in self.unsent()][:1]:
+            self.send(step)
+
+    def send(self, step: int) -> None:
+        """This worker's part of a step. Raises StoreError, OSError."""
+        note = self._notes.get(step)
+        if note is None:
+            return
+        self._allowed()
+        try:
+            send_part(self.objects, Path(self.path(step)), step, self.rank, note)
+        except FileNotFoundError:
+            if step not in self._notes:  # it is not wanted any more
+                return
+            raise
+        if self._notes.get(step) is note:  # else it has been written anew meanwhile
+            self.sent.add(step)
+
+
+def send_part(objects: ObjectStore, folder: Path, step: int, rank: int, note: Mapping[str, Any]) -> None:
+    """What a worker has written, and last what it says of it. Raises StoreError; FileNotFoundError if it is gone."""
+    there = step_folder(step)
+    # What is said of an earlier part of this step must not be taken for this one's.
+    objects.remove(f"{there}/{note_of(rank)}")
+    if "error" not in note:
+        names = {data_file(step, rank, note["workers"]), index_of(rank)}
+        objects.send_all((folder / name, f"{there}/{name}") for name in sorted(names))
+    objects.put_text(f"{there}/{note_of(rank)}", json.dumps(note))
+
+
+def left_parts(folder: Path, run_id: str, newest: int) -> list[tuple[int, int, dict[str, Any]]]:
+    """(step, rank, note) of parts below `folder` that earlier processes of a run have written, of steps newer than
+    `newest`; the oldest first.
+    """
+    found = []
+    for step in (store := SnapshotStore(str(folder / PARTS))).steps():
+        for file in sorted(Path(store.path(step)).glob("part-*.json")):
+            with contextlib.suppress(OSError, ValueError):
+                if step > newest and file.stat().st_size <= _LONGEST_NOTE:
+                    note = json.loads(file.read_text(encoding="utf-8"))
+                    if isinstance(note, dict) and note.get("run_id") == run_id and "error" not in note:
+                        found.append((step, int(file.name[5:10]), note))
+    return found

@@ -1,0 +1,29 @@
+"""Moving statistics that each worker has kept of its own samples alone."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+from tfdist.artifacts.state import WholeState
+from tfdist.runtime.base import Runtime
+from tfdist.training.parallel.sharded_state import ShardedState
+
+
+def settle(model: keras.Model, state: WholeState | ShardedState, runtime: Runtime) -> None:
+    """Everyone takes the first's. A collective."""
+    variables = [variable.value for variable in model.non_trainable_variables if variable.dtype == "float32"]
+    values = _of_the_first([variable.numpy() for variable in variables], state, runtime)
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _of_the_first(arrays: list[np.ndarray], state: WholeState | ShardedState, runtime: Runtime) -> list[np.ndarray]:
+    """The chief's or, on another stage of a pipeline, which has what the chief has not, those of the first rank
+    there.
+    """
+    first = state.first_of_stage()
+    firsts = runtime.all_gather(np.array([first], np.int64))[:, 0]
+    if not firsts.any():
+        return runtime.broadcast(arrays)
+    return [runtime.all_gather(array)[first] for array in arrays]

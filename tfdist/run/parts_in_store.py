@@ -1,0 +1,175 @@
+"""What one worker of several that see no common folder writes and reads of a run's snapshots in an object store.
+
+A state that is divided over the workers is nowhere whole: each sends its own part (artifacts/stored_parts.py), the
+chief makes snapshots of them (parts_commit.py), and each brings only what it needs (ranges.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfdist.artifacts import restore
+from tfdist.artifacts.parts_commit import Gathering
+from tfdist.artifacts.ranges import RangedSnapshots
+from tfdist.artifacts.status import read_status
+from tfdist.artifacts.store import Snapshot
+from tfdist.artifacts.stored_parts import PARTS, StoredParts, left_parts, send_part
+from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
+from tfdist.control.exit_codes import CheckpointError, StartupError, TfdistError
+from tfdist.run.agreement import broadcast_json
+from tfdist.run.stored_run import StoredRun
+from tfdist.runtime.base import Runtime
+from tfdist.storage.store_errors import StoreError, as_sentence
+from tfdist.training.parallel.sharded_state import ShardedState
+
+_FINE, _DAMAGED, _AWAY = range(3)
+_SENTENCE_BYTES = 400
+
+
+class PartsInStore:
+    """Made on all workers at once. shelf: the chief's snapshots in the store.
+
+    Raises TfdistError on all if the chief cannot use the store.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        stored: StoredRun,
+        before_commit: Callable[[int], None],
+        shelf: StoredSnapshots | None,
+    ):
+        self._runtime, self._stored, self._shelf = runtime, stored, shelf
+        told = self._agree_to_begin()
+        self._newest: int = told["newest"]  # of those in the store
+        self.writes = StoredParts(
+            stored.objects,
+            stored.folder,
+            before_commit,
+            runtime.rank,
+            runtime.size,
+            told["token"],
+            stored.follow(told["lease"]),
+        )
+        self.reads = RangedSnapshots(stored.objects, stored.folder, shelf)
+        self.reads.place, self.reads.required = f"{stored.objects.url}/{FOLDER}", restore.REQUIRED
+        self._gathering = Gathering(stored.objects, self.writes, shelf) if shelf else None
+        self._send_left(told["run_id"])
+        stored.sends_parts(self.writes.sender, self._gathering.sender if self._gathering else None)
+        self.writes.sender.start()
+
+    def _agree_to_begin(self) -> dict[str, Any]:
+        message: dict[str, Any] = {}
+        failure: TfdistError | None = None
+        if self._shelf:
+            try:
+                with as_sentence():
+                    newest = max(self._shelf.steps(), default=-1)
+                run_id = read_status(self._stored.folder).get("run_id") or ""
+                message = {"token": uuid.uuid4().hex[:8], "lease": self._stored.lease_id, "run_id": run_id}
+                message["newest"] = newest
+            except TfdistError as error:
+                failure, message = error, {"error": str(error)}
+        message = broadcast_json(self._runtime, message)
+        if "error" in message:
+            raise failure or StartupError(message["error"])
+        return message
+
+    # -- going on --------------------------------------------------------------------------------------------------
+
+    def _send_left(self, run_id: str) -> None:
+        """What earlier processes on this machine had no time to send. A collective. What cannot be sent is no part of
+        any snapshot: the run then goes on from an older one.
+        """
+        with contextlib.suppress(StoreError, OSError), _alone(self._stored.folder / PARTS):
+            left = left_parts(self._stored.folder, run_id, self._newest) if run_id else []
+            for step, rank, note in left:
+                send_part(self._stored.objects, Path(self.writes.path(step)), step, rank, note)
+                Path(self.writes.path(step), f"part-{rank:05d}.json").unlink(missing_ok=True)
+        self._runtime.barrier()
+
+    def make_left(self) -> None:
+        """The chief makes a snapshot of what has been left, if all of it is there. Raises StoreError, OSError."""
+        assert self._gathering
+        self._gathering.make_left(self._newest)
+
+    def start(self) -> None:
+        """From now on the chief makes snapshots of parts."""
+        assert self._gathering
+        self._gathering.sender.start()
+
+    def settle(self, seconds: float) -> None:
+        """Before the run goes back: what is being gathered is waited for so long, and then dropped."""
+        assert self._gathering
+        self._gathering.sender.finish_soon(seconds)
+        self._gathering.drop_all()
+
+    def bring(self, manifest: Mapping[str, Any], state: ShardedState) -> str:
+        """What this worker needs of the chief's choice. A collective. Returns why it is damaged, or "": then the chief
+        must choose another. Raises StartupError on all if the store is away for one.
+        """
+        snapshot, verdict, sentence = self.snapshot(manifest), _FINE, ""
+        try:
+            self.reads.bring(snapshot, state.wanted(manifest["variables"]))
+        except (CheckpointError, KeyError, ValueError) as error:
+            verdict, sentence = _DAMAGED, str(error)
+        except OSError as error:
+            verdict, sentence = _AWAY, str(error)
+        told = bytes([verdict]) + sentence.encode()[: _SENTENCE_BYTES - 1].ljust(_SENTENCE_BYTES - 1)
+        rows = self._runtime.all_gather(np.frombuffer(told, np.uint8))
+        for rank, row in enumerate(rows):
+            if row[0] == _AWAY:
+                raise StartupError(
+                    f"Rank {rank} could not bring its part of {snapshot.path} ({_text(row)}): look whether the store"
+                    " can be reached from there, and --cache_dir be written."
+                )
+        damaged = [f"rank {rank}: {_text(row)}" for rank, row in enumerate(rows) if row[0] == _DAMAGED]
+        if damaged and self._shelf:
+            self._shelf.damaged_there.add(snapshot.step)
+            with contextlib.suppress(StoreError):  # then at the next start
+                self._shelf.set_aside(snapshot.step)
+        return damaged[0] if damaged else ""
+
+    def snapshot(self, manifest: Mapping[str, Any]) -> Snapshot:
+        """The chief's choice, as it lies here."""
+        return Snapshot(self.reads.path(manifest["step"]), manifest["step"], manifest)
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def agree(self, step: int) -> str:
+        """Before each save: of which steps the chief wants the parts. A collective. Returns why there can be no
+        snapshot of this one, or "".
+        """
+        message: dict[str, Any] = {}
+        if self._gathering:
+            try:
+                message = {"wanted": self._gathering.announce(step)}
+            except StoreError as error:
+                message = {"error": str(error)}
+        message = broadcast_json(self._runtime, message)
+        self.writes.wanted = message.get("wanted", self.writes.wanted)
+        return message.get("error", "")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other worker of this machine is in here. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _text(row: np.ndarray) -> str:
+    return row[1:].tobytes().decode("utf-8", "replace").strip()
