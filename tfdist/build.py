@@ -122,6 +122,7 @@ class Job:
                     replica=runtime.first_replica + index,
                     replicas=runtime.replicas,
                     limit=options.eval_samples,
+                    filled=runtime.size > 1 or runtime.replicas > 1,
                 )
                 for index in range(runtime.local_replicas)
             ]
@@ -264,15 +265,15 @@ def _tried_on_rows(config: Config, runtime: Runtime, model: keras.Model, split: 
     the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean, or if a model of
     the user's own mixes rows."""
     slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
-    if plan.replicas * plan.accumulation * slices == 1:
-        return SumsAsMeans(())
+    in_parts = plan.replicas * plan.accumulation * slices > 1
 
     def rows() -> Any:
         return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))[0]
 
-    if ":" in config.model.model and config.model.row_mixing == "refuse":
+    # Several workers of one replica train on whole batches, but evaluate on a last one that is filled up.
+    if (in_parts or runtime.size > 1) and ":" in config.model.model and config.model.row_mixing == "refuse":
         row_mixing.refuse(runtime, model, rows)
-    return found_by_the_chief(runtime, model, rows)
+    return found_by_the_chief(runtime, model, rows) if in_parts else SumsAsMeans(())
 
 
 def memory_limits(cluster: Cluster) -> MemoryLimits:

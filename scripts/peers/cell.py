@@ -43,6 +43,10 @@ class Cell:
         """(x, y), each [S, B, ...]: the ready batches of this worker."""
         return batches(self.workload, self.batch, self.rank, self.world)
 
+    def global_batches(self) -> tuple:
+        """(x, y), each [S, B x workers, ...]: those of all workers."""
+        return batches(self.workload, self.batch * self.world, 0, 1)
+
     def window(self, loss: float) -> None:
         """Ends a window. `loss`: its mean, a Python number, so that the work is known to be done."""
         self.ends.append(time.time())

@@ -1,4 +1,5 @@
-"""Peer: `model.fit` of Keras 3 on TensorFlow, one process. Variants: "" without XLA, "xla" with (Keras' own choice).
+"""Peer: `model.fit` of Keras 3 on TensorFlow, one process. Variants: "" without XLA, "xla" with (Keras' own choice),
+"tfdist" the same script with `tfdist.fit`, on several workers if there are.
 
 A window is one call of the compiled function: steps_per_execution = steps.
 """
@@ -12,7 +13,8 @@ import tensorflow as tf  # noqa: E402
 from fit_windows import callbacks  # noqa: E402
 from keras_models import build, count, forward_flops, make_optimizer  # noqa: E402
 
-x, y = cell.batches()
+spread = cell.variant == "tfdist"
+x, y = cell.global_batches() if spread else cell.batches()
 model = build(cell.workload, keras)
 model.compile(
     make_optimizer(cell.workload, keras),
@@ -23,7 +25,12 @@ model.compile(
 dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(tf.data.AUTOTUNE)
 if cell.resume:
     model.optimizer.build(model.trainable_variables)  # else BackupAndRestore passes over its variables
-model.fit(
+if spread:
+    from tfdist import fit
+else:
+    fit = keras.Model.fit
+fit(
+    model,
     dataset,
     steps_per_epoch=cell.windows * cell.steps,
     verbose=0,

@@ -12,6 +12,7 @@ import numpy as np
 from tests.fuzz.models import LENGTH, SIDE, VOCABULARY, WIDTH
 
 EVAL_SIZE = 13
+EVAL_BATCH = 4  # of one replica
 
 
 def arrays(case: Mapping[str, Any], split: str = "train", rank: int = 0) -> tuple:

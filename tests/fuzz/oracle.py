@@ -27,12 +27,20 @@ class Reference:
     """One run of a case."""
 
     def __init__(
-        self, case: Mapping[str, Any], double: bool = False, turned: bool = False, shaken: int = 0, coarse: bool = False
+        self,
+        case: Mapping[str, Any],
+        double: bool = False,
+        turned: bool = False,
+        shaken: int = 0,
+        coarse: bool = False,
+        travelling: int = 0,
     ):
         """turned: the rows of each micro-batch are taken in reverse, which changes nothing but the rounding. shaken:
         above 0, a seed of changes to the weights in the last place of the type, at first and after each step. coarse:
-        the numbers 0.9 and 0.999 of Adam are those of float32, so that 1 - 0.999 is rounded as it is there."""
-        self.coarse = coarse
+        the numbers 0.9 and 0.999 of Adam are those of float32, so that 1 - 0.999 is rounded as it is there. travelling:
+        above 0, a seed of the order in which the gradients of the workers' rows are added up, each sum rounded to the
+        type of --compression: workers whose gradients nearly cancel lose more than the last places of their sum."""
+        self.coarse, self.travelling = coarse, travelling
         self.case, self.options, self.double, self.turned = case, case["options"], double, turned
         keras_settings.forget_names()
         keras.config.set_floatx("float32")
@@ -160,7 +168,7 @@ class Reference:
         What layers add has no weights: means count by rows, sums add up.
         """
         x, y, w = self._batch(self.parts, rows)
-        with tf.GradientTape() as tape:
+        with tf.GradientTape(persistent=True) as tape:
             losses, weights, _ = self._scores(self.model(x, training=True), y, w)
             loss = tf.reduce_sum(losses * weights)
             sums = self._added(layer for layer in self.model._flatten_layers() if isinstance(layer, SumLoss))
@@ -172,10 +180,36 @@ class Reference:
             whole = (loss / total + means * (len(rows) / count) + sums if total else 0.0 * loss) * tf.cast(
                 self.scale, self.float
             )
-        gradients = tape.gradient(
-            whole, [variable.value for variable in self.model.trainable_variables], unconnected_gradients="zero"
-        )
-        return [tf.convert_to_tensor(gradient) for gradient in gradients], float(loss)
+            parts = self._parts(whole, losses * weights, total) if self.travelling else [whole]
+        variables = [variable.value for variable in self.model.trainable_variables]
+        gradients = [
+            [
+                tf.convert_to_tensor(gradient)
+                for gradient in tape.gradient(part, variables, unconnected_gradients="zero")
+            ]
+            for part in parts
+        ]
+        return self._added_up(gradients) if self.travelling else gradients[0], float(loss)
+
+    def _parts(self, whole: tf.Tensor, losses: tf.Tensor, total: float) -> list[tf.Tensor]:
+        """What each worker's rows have in the `whole`; the last has what is left, with what layers add."""
+        workers, rows = space.replicas_of(self.case["runtime"], self.options), len(losses)
+        cuts = [worker * rows // workers for worker in range(workers)]
+        scale = tf.cast(self.scale / total if total else 0.0, self.float)
+        first = [tf.reduce_sum(losses[a:b]) * scale for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [*first, whole - tf.add_n(first)] if first else [whole]
+
+    def _added_up(self, gradients: list[list[tf.Tensor]]) -> list[tf.Tensor]:
+        """The sum over workers of each gradient, as it travels from one to the next."""
+        kind = {"bf16": tf.bfloat16, "fp16": tf.float16}[self.options["compression"]]
+        order = np.random.default_rng(self.travelling).permutation(len(gradients))
+        sums = [tf.zeros_like(gradient) for gradient in gradients[0]]
+        for worker in order:
+            sums = [
+                tf.cast(tf.cast(total + gradient, kind), total.dtype)
+                for total, gradient in zip(sums, gradients[worker], strict=True)
+            ]
+        return sums
 
     def _added(self, layers) -> tf.Tensor:
         terms = [tf.cast(term, self.float) for layer in layers for term in layer.losses]
@@ -246,14 +280,17 @@ class Reference:
                 self.model.trainable_variables, self.optimizer._model_variables_moving_average, strict=True
             ):
                 variable.assign(average.value)
-        x, y, w = self._batch(data.arrays(self.case, "eval"), np.arange(data.EVAL_SIZE))
-        losses, weights, metrics = self._scores(self.model(x, training=False), y, w)
-        weight = float(tf.reduce_sum(weights))
-        values = {"loss": losses, **metrics}
-        return {
-            f"eval/{name}": np.array(float(tf.reduce_sum(tf.where(weights > 0, value * weights, 0))) / weight)
-            for name, value in values.items()
-        }
+        # In the batches of one device, where rows of a batch have to do with each other.
+        rows = data.EVAL_BATCH if "centered" in space.flat_blocks(self.case) else data.EVAL_SIZE
+        sums: dict[str, float] = {}
+        for first in range(0, data.EVAL_SIZE, rows):
+            places = np.arange(first, min(first + rows, data.EVAL_SIZE))
+            x, y, w = self._batch(data.arrays(self.case, "eval"), places)
+            losses, weights, metrics = self._scores(self.model(x, training=False), y, w)
+            for name, value in {"loss": losses, **metrics, "weight": tf.ones_like(weights)}.items():
+                sums[name] = sums.get(name, 0.0) + float(tf.reduce_sum(tf.where(weights > 0, value * weights, 0)))
+        weight = sums.pop("weight")
+        return {f"eval/{name}": np.array(total / weight) for name, total in sums.items()}
 
 
 def shake(model: keras.Model, random: np.random.Generator, precision: str) -> None:
@@ -283,5 +320,7 @@ def runs(kind: str, case: Mapping[str, Any], order: np.ndarray) -> list[dict[str
         "more": [{"shaken": seed, "turned": seed % 2 == 0} for seed in range(4, 4 + MORE)]
         + ([{"double": True, "coarse": True}] if case["options"].get("optimizer") in ADAM else []),
     }[kind]
+    if kind == "some" and case["options"].get("compression") in ("bf16", "fp16"):
+        ways += [{"double": True, "travelling": seed} for seed in (1, 2, 3, 4)]
     with keras_settings.restored():
         return [Reference(case, **how).run(order) for how in ways]

@@ -25,6 +25,7 @@ class Refusal(NamedTuple):
 # What tfdist may refuse to do. All else that it refuses is a failure.
 ALLOWED = (
     Refusal("ConfigError", r"leaves some of \d+ replicas x \d+ micro-batches empty"),
+    Refusal("ConfigError", r"--mesh has model=\d+, whose micro-batches after the first must be of one size"),
     Refusal("ConfigError", r"layer \w*spectral\w* sets its weight \S+ in the forward pass"),
     Refusal("ConfigError", r"--mesh has pipe=, whose stages hand on one tensor"),
     Refusal("ConfigError", r"Losses that layers add, and regularizers, do not go with weighted samples"),
@@ -58,10 +59,10 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
         return OTHER_BATCHES if "differs_at" in data else None
     if "differs" in data:
         return OTHER_SAMPLES
-    copies = max(
-        space.replicas_of(runtime, case["options"]) for runtime in {case["runtime"], case.get("moved", case["runtime"])}
-    )
-    if "centered" in blocks and max(copies, case["options"]["accumulation"]) > 1:
+    runtimes = {case["runtime"], case.get("moved", case["runtime"])}
+    copies = max(space.replicas_of(runtime, case["options"]) for runtime in runtimes)
+    workers = max(space.RUNTIMES[runtime][1] for runtime in runtimes)
+    if "centered" in blocks and max(copies, workers, case["options"]["accumulation"]) > 1:
         return MIXED_ROWS
     return DRIFT if "running_mean" in blocks and copies > 1 else None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import given, keras_settings, snapshots, space
+from tests.fuzz import data, given, keras_settings, snapshots, space
 from tests.fuzz.oracle import is_number, once
 
 
@@ -36,7 +36,7 @@ def config_of(case: Mapping[str, Any]):
             "strategy": case["runtime"].partition(":")[0],
             "log_every": 1000,
             "export": "none",
-            "eval_batch": 4,
+            "eval_batch": data.EVAL_BATCH,
             "async_save": False,
             **case["options"],
         }

@@ -218,7 +218,9 @@ def _remembered(what: str, case: Mapping[str, Any], compute: Callable[[Mapping[s
         for name in ("kind", "seed", "model", "data", "again", "calls", "compile", "fit", "loop", "evaluate")
     }
     options = {name: value for name, value in case.get("options", {}).items() if name not in MESH_ONLY}
-    key = json.dumps([what, parts, options], sort_keys=True)
+    # What travels is rounded once for each worker.
+    copies = space.replicas_of(case["runtime"], case["options"]) if "compression" in options else 0
+    key = json.dumps([what, parts, options, copies], sort_keys=True)
     if key not in _known:
         while len(_known) >= KEPT:
             _known.pop(next(iter(_known)))

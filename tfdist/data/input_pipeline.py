@@ -54,31 +54,32 @@ def batch_fetch(split: Split, reading: Reading) -> Callable[[tf.Tensor], Sample]
 
 
 def eval_dataset(
-    split: Split, *, batch: int, replica: int, replicas: int, limit: int = 0
+    split: Split, *, batch: int, replica: int, replicas: int, limit: int = 0, filled: bool = True
 ) -> tuple[tf.data.Dataset, int]:
     """The evaluation batches of one replica, and their number, which is the same on all replicas.
 
     Step s, replica r takes samples s * batch * replicas + r * batch + (0..batch-1), in plain order: each of the first
     `limit` samples (0: all) exactly once over all replicas. Rows beyond them repeat sample 0 with w == 0; a replica may
-    have nothing else. Raises DataError if there is no sample.
+    have nothing else. Unless `filled`, which one replica need not be, there are no such rows: a model that mixes the
+    rows of its batch would see them. Raises DataError if there is no sample.
 
     A stream is counted first, by reading it through once if tf.data does not know its length; then every replica reads
     all of it and keeps its share.
     """
     width = batch * replicas
-    shaped = shaper(batch, split.element_spec)
+    size = stream_length(split, limit) if split.size is None else min(limit or split.size, split.size)
+    steps, filled = -(-size // width), filled or size % batch == 0
+    shaped = shaper(batch if filled else None, split.element_spec)
     if split.size is None:
-        size = stream_length(split, limit)
-        steps = -(-size // width)
-        dataset = stream_eval(split, size, steps, batch, replica, width).map(as_is(shaped))
+        dataset = stream_eval(split, size, steps * width if filled else size, batch, replica, width).map(as_is(shaped))
     else:
-        size = min(limit or split.size, split.size)
-        steps = -(-size // width)
 
         def eval_batch(step: tf.Tensor) -> Sample:
-            index = step * width + replica * batch + tf.range(batch, dtype=tf.int64)
+            first = step * width + replica * batch
+            last = first + batch if filled else tf.minimum(first + batch, size)
+            index = tf.range(first, last)
             real = index < size
-            x, y, w = weighted(split.fetch(tf.where(real, index, 0)), batch)
+            x, y, w = weighted(split.fetch(tf.where(real, index, 0)), batch if filled else last - first)
             return shaped(x, y, masked(w, real))
 
         dataset = tf.data.Dataset.range(steps).map(as_is(eval_batch), num_parallel_calls=tf.data.AUTOTUNE)

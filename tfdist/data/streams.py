@@ -130,16 +130,17 @@ def stream_length(split: Split, limit: int) -> int:
     return size
 
 
-def stream_eval(split: Split, size: int, steps: int, batch: int, replica: int, width: int) -> tf.data.Dataset:
+def stream_eval(split: Split, size: int, filled: int, batch: int, replica: int, width: int) -> tf.data.Dataset:
+    """filled: how many samples there shall be; the first is repeated with w == 0 where the stream has fewer."""
     stream = split.stream(0, 1)
-    padded = stream.take(size).concatenate(stream.take(1).repeat()).take(steps * width).enumerate()
+    padded = stream.take(size).concatenate(stream.take(1).repeat()).take(filled).enumerate()
 
     def finish(index: tf.Tensor, sample: Sample) -> Sample:
-        x, y, w = weighted(sample, batch)
+        x, y, w = weighted(sample, tf.shape(index)[0])
         return x, y, masked(w, index < size)
 
     def is_own(index: tf.Tensor, _) -> tf.Tensor:
         return tf.equal(tf.math.floormod(index, width) // batch, replica)
 
     own = padded.filter(as_is(is_own))
-    return own.batch(batch, drop_remainder=True).map(as_is(finish))
+    return own.batch(batch, drop_remainder=filled % batch == 0).map(as_is(finish))

@@ -113,7 +113,7 @@ def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> Non
     found = runtime.rank == 0 and tried(model, rows())
     if int(runtime.broadcast([np.array(found, np.int64)])[0]):
         fix = (
-            "take statistics over rows with keras.layers.BatchNormalization, train with one replica and"
+            "take statistics over rows with keras.layers.BatchNormalization, train on one device with"
             " --accumulation=1, or let such layers mix the rows of their micro-batch with --row_mixing=replica"
         )
         raise ConfigError(sentence(model, fix))

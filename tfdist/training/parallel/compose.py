@@ -170,6 +170,13 @@ def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
             f" --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x"
             f" {plan.replicas} replicas: change one of them."
         )
+    if runtime.mesh.degree("model") > 1 and plan.accumulation > 2 and not plan.even:
+        # TensorFlow keeps the shape that a collective operation had first in a call, and the loop repeats it.
+        raise ConfigError(
+            f"--mesh has model={runtime.mesh.degree('model')}, whose micro-batches after the first must be of one size,"
+            f" but --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x"
+            f" {plan.replicas} replicas: change one of them, or take --accumulation=2."
+        )
     if config.parallel.sequence_parallel:
         _check_sequence(config, runtime)
     if runtime.mesh.degree("pipe") > 1:
