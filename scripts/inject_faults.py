@@ -31,6 +31,7 @@ class Fault(NamedTuple):
 
 
 _ATTACKED = "tests/e2e/test_attackers.py::test_a_job_goes_on_and_who_is_lost_is_named[sockets]"
+_PARTS = "tests/unit/artifacts/test_stored_parts.py"
 FAULTS: dict[str, Fault] = {
     "reduction": Fault(
         "gradients are not added up over the workers",
@@ -149,6 +150,41 @@ FAULTS: dict[str, Fault] = {
         """            self._objects.put_text(f"{name}/{MANIFEST}", text)
             self._objects.send_all(""",
         ("tests/unit/artifacts/test_stored_snapshots.py",),
+    ),
+    "part stamp": Fault(
+        "a snapshot is made of parts of two writings of its step",
+        "artifacts/parts_commit.py",
+        'if note is None or note["stamp"] != first["stamp"]]',
+        "if note is None]",
+        (_PARTS,),
+    ),
+    "part there": Fault(
+        "a snapshot is made of what a worker says it has sent, there or not",
+        "artifacts/parts_commit.py",
+        "if not _is_there(step, rank, notes[rank], there)]",
+        "if False]",
+        (_PARTS,),
+    ),
+    "part anew": Fault(
+        "files of a snapshot that is believed are replaced",
+        "artifacts/parts_commit.py",
+        "                self._shelf.withdraw(step)\n",
+        "                pass\n",
+        (_PARTS,),
+    ),
+    "part of another run": Fault(
+        "what another run has left on a machine is sent as this one's",
+        "artifacts/stored_parts.py",
+        'note.get("run_id") == run_id and',
+        "",
+        (_PARTS,),
+    ),
+    "range": Fault(
+        "bytes of a snapshot are read from a store without a look at their checksum",
+        "artifacts/ranges.py",
+        "if not each.is_intact(_content(Path(snapshot.path) / name, each)):",
+        "if False:",
+        (_PARTS,),
     ),
     "store lease": Fault(
         "a chief that was stopped for long removes what is another's",

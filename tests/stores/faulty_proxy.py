@@ -20,8 +20,9 @@ _DELAY_SECONDS, _SILENCE_SECONDS = 0.3, 60.0
 class FaultyProxy(ThreadingHTTPServer):
     """Forwards to a port of loopback.
 
-    draw: of a request's method and path, one of FAULTS, "silence" or "". bytes_per_second: of bodies, on each
-    connection; 0: no limit. done: how often each fault was done.
+    draw: of a request's method and path, one of FAULTS, "silence", "flip" (a bit of what is sent) or "".
+    bytes_per_second: of bodies, on each connection; 0: no limit. done: how often each fault was done. headers: path ->
+    their names, in small letters, of what was written there last.
     """
 
     daemon_threads = True
@@ -29,6 +30,7 @@ class FaultyProxy(ThreadingHTTPServer):
     def __init__(self, port: int, draw: Callable[[str, str], str] = lambda method, path: ""):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behind, self.draw, self.bytes_per_second, self.done = port, draw, 0.0, Counter()
+        self.headers: dict[str, set[str]] = {}
         self.listings: dict[str, tuple] = {}  # path -> an earlier answer
         self.port = self.server_address[1]
 
@@ -44,6 +46,11 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.server.draw(self.command, self.path)
         if fault:
             self.server.done[fault] += 1
+        if self.command == "PUT":
+            self.server.headers[self.path.partition("?")[0]] = {name.lower() for name in self.headers}
+        if fault == "flip":
+            middle = len(body) // 2
+            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
         if self.server.bytes_per_second:
             time.sleep(len(body) / self.server.bytes_per_second)
         if fault == "silence":

@@ -147,8 +147,7 @@ class Gathering:
             note = json.loads(text or "")
         except ValueError:
             return None
-        is_whole = isinstance(note, dict) and {"stamp", "workers"} <= note.keys()
-        return note if is_whole and ("error" in note or {"data", "index", "values"} <= note.keys()) else None
+        return note if _is_note(note, rank) else None
 
     def _commit(self, step: int, notes: list[dict[str, Any]]) -> None:
         fields, room = notes[0]["fields"], Path(self._parts.directory)
@@ -203,3 +202,15 @@ def _is_there(step: int, rank: int, note: Mapping[str, Any], there: Mapping[str,
     """Whether a part's files are in the store as it says."""
     names = {data_file(step, rank, note["workers"]): note["data"], index_of(rank): note["index"]}
     return all(there.get(f"{step_folder(step)}/{name}") == entry["bytes"] for name, entry in names.items())
+
+
+def _is_note(note: Any, rank: int) -> bool:
+    """Whether it is what stored_parts.py writes: an object may be cut off, or anybody's."""
+    if not (isinstance(note, dict) and isinstance(note.get("stamp"), str) and type(note.get("workers")) is int):
+        return False
+    files = [note.get("data"), note.get("index")]
+    return isinstance(note.get("error"), str) or (
+        all(isinstance(each, dict) and type(each.get("bytes")) is int and "sha256" in each for each in files)
+        and type(note.get("values")) is int
+        and (rank > 0 or isinstance(note.get("fields"), dict))
+    )

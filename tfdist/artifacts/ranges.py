@@ -80,8 +80,13 @@ class RangedSnapshots(SnapshotStore):
         index = self._bring_index(snapshot)
         wanted: dict[int, set[Stored]] = {}
         for shard in shards:
-            for each in index.stored(shard.key + SUFFIX):
-                if overlap(shard.box, each.box) and each.size:
+            try:
+                found = [each for each in index.stored(shard.key + SUFFIX) if overlap(shard.box, each.box)]
+            except (KeyError, ValueError) as error:
+                lacks = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged ({error})"
+                raise CheckpointError(f"{step_folder(snapshot.step)}/state-{snapshot.step}.index {lacks}.") from None
+            for each in found:
+                if each.size:
                     wanted.setdefault(each.file, set()).add(each)
         for note in Path(snapshot.path).glob("part-*.json"):
             note.unlink(missing_ok=True)  # it is not to be sent any more, and may soon not be what this says

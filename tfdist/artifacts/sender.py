@@ -29,6 +29,10 @@ class Sender:
         """Why the last attempt failed, if it did."""
         return self._trouble
 
+    def is_at_work(self) -> bool:
+        """Whether anything will be sent still."""
+        return self._thread.is_alive()
+
     def finish_soon(self, seconds: float) -> list[int]:
         """Waits until all is sent, at most so long. Returns the steps that are not sent."""
         begun = time.monotonic()

@@ -119,7 +119,7 @@ class PartsInStore:
         snapshot, verdict, sentence = self.snapshot(manifest), _FINE, ""
         try:
             self.reads.bring(snapshot, state.wanted(manifest["variables"]))
-        except (CheckpointError, KeyError, ValueError) as error:
+        except CheckpointError as error:
             verdict, sentence = _DAMAGED, str(error)
         except OSError as error:
             verdict, sentence = _AWAY, str(error)

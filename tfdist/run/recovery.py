@@ -138,7 +138,8 @@ class Recovery:
         self.state.assign(dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
 
     def _recall(self, checkpoint: InMemoryCheckpoint) -> _Found:
-        """The chief's part, from memory."""
+        """The chief's part, from memory. Raises what a store does not do."""
+        self.files.begin_to_send()
         message = (
             f"went on from memory: step {checkpoint.step}, {checkpoint.manifest['consumed']:,} samples consumed, by"
             f" {checkpoint.manifest['workers']} workers before, now {self.runtime.size}"

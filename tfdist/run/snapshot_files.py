@@ -97,9 +97,8 @@ class SnapshotFiles:
             snapshot, messages = restore.choose(in_store.reads, config, self.stores())
             self._set_aside_damaged(snapshot)
             if not self._sends:
-                self._sent.start()
+                self.begin_to_send()
                 in_store.start()
-        self._sends = True
         return snapshot, messages
 
     def _set_aside_damaged(self, chosen: Snapshot | None) -> None:
@@ -108,13 +107,19 @@ class SnapshotFiles:
 
     def _bring_newest(self) -> list[str]:
         """From an object store; from now on what is written here is sent there. Returns messages."""
-        if self._sent is None:
-            return []
-        with as_sentence():
-            messages = self._sent.bring_newest()
-            self._sent.start()
-        self._sends = True
+        messages = []
+        if self._sent:
+            with as_sentence():
+                messages = self._sent.bring_newest()
+        self.begin_to_send()
         return messages
+
+    def begin_to_send(self) -> None:
+        """What is written here from now on is sent to the object store, if there is one. Raises TfdistError."""
+        if self._sent and not self._sends:
+            with as_sentence():
+                self._sent.start()
+            self._sends = True
 
     @property
     def in_parts(self) -> bool:

@@ -199,7 +199,7 @@ class StoredRun:
         deadline, unsent = time.monotonic() + seconds, []
         for sender in self._senders:
             while left := sender.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or not sender.is_at_work():
                     break
                 steps = ", ".join(map(str, left))
                 print(f"tfdist: sending the snapshots of steps {steps} to {self.objects.url} ...", file=sys.stderr)

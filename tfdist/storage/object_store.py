@@ -267,6 +267,10 @@ def _file_system(url: str) -> tuple[Any, str]:
         settings = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2, "mode": "standard"}}
         options |= {"config_kwargs": settings, "max_concurrency": 2}
         importlib.import_module(package).core.S3FileSystem.retries = 1
+    if scheme == "gs":
+        options["consistency"] = (
+            "md5"  # what the store says it has received is compared; S3 itself refuses what differs
+        )
     if scheme == "webhdfs":
         options["user"] = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
     try:

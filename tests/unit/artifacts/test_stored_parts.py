@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from tests.stores.faulty_proxy import FAULTS
 from tests.stores.s3_server import BUCKET
+from tests.stores.webhdfs_server import webhdfs_server
 from tests.unit.artifacts.test_parts import box
 from tfdist.artifacts import ranges
 from tfdist.artifacts.parts import Shard, boxes_of_range, read_shards
@@ -56,15 +58,15 @@ def fields(metrics: dict | None = None) -> dict:
 class Workers:
     """Of one attempt, each on a machine of its own. Senders run when the test says so."""
 
-    def __init__(self, tmp_path: Path, size: int, token: str = "first", keep: int = 3, machines: str = "machine"):
+    def __init__(self, tmp_path: Path, size: int, token: str = "first", machines: str = "machine", url: str = URL):
         self.folders = [tmp_path / f"{machines}-{rank}" for rank in range(size)]
-        self.objects = [ObjectStore(URL, patience=20.0) for _ in range(size)]
+        self.objects = [ObjectStore(url, patience=20.0) for _ in range(size)]
         self.parts = [
             StoredParts(self.objects[rank], self.folders[rank], lambda step: None, rank, size, token)
             for rank in range(size)
         ]
         whole = SnapshotStore(str(self.folders[0] / FOLDER))
-        self.shelf = StoredSnapshots(self.objects[0], whole, Retention(keep))
+        self.shelf = StoredSnapshots(self.objects[0], whole, Retention(3))
         self.gathering = Gathering(self.objects[0], self.parts[0], self.shelf)
 
     def write(self, step: int, content: dict[str, np.ndarray] | None = None) -> None:
@@ -107,11 +109,21 @@ def is_right(folder: Path, step: int) -> bool:
     return found.keys() == arrays(step).keys() and all(np.array_equal(found[key], a) for key, a in arrays(step).items())
 
 
+@pytest.fixture(params=["s3", "gs", "webhdfs"])
+def url(request) -> Iterator[str]:
+    if request.param == "webhdfs":
+        with webhdfs_server() as server:
+            yield server.url
+    else:
+        request.getfixturevalue({"s3": "s3", "gs": "gcs"}[request.param])
+        yield URL.replace("s3", request.param)
+
+
 @pytest.mark.parametrize("size", [1, 4])
-def test_parts_of_machines_of_their_own_become_a_snapshot_like_any_other(s3, tmp_path, size):
-    workers = Workers(tmp_path, size)
+def test_parts_of_machines_of_their_own_become_a_snapshot_like_any_other(url, tmp_path, size):
+    workers = Workers(tmp_path, size, url=url)
     workers.save(10, 20)
-    assert not any("/part-" in name for name in s3.names()), "what it was made of is removed"
+    assert not any("/part-" in name for name in workers.objects[0].names()), "what it was made of is removed"
     store = SnapshotStore(str(tmp_path / "reader" / FOLDER))
     bring_for_reading(workers.objects[0], store)
     assert store.steps() == [20] and is_right(tmp_path / "reader", 20)

@@ -8,11 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.stores.s3_server import BUCKET
 from tfdist.config import Config
+from tfdist.config.run_options import RunConfig
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, DivergedError
 from tfdist.control.faults import Faults
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.recovery import Recovery
+from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.one_device import OneDevice
 from tfdist.telemetry.timer import Clock
 
@@ -63,7 +67,7 @@ class Worker(OneDevice):
         return self.chief
 
 
-def recovery_of(folder, memory=None, runtime=None, samples=(7, 8), size=80, **flags):
+def recovery_of(folder, memory=None, runtime=None, samples=(7, 8), size=80, stored=None, **flags):
     """samples: checksums of what the data hold; a function that tells them."""
     config = Config().replace(run_dir=str(folder), steps=100, global_batch=8, **flags)
     contents = samples if callable(samples) else lambda: [*samples]
@@ -85,7 +89,7 @@ def recovery_of(folder, memory=None, runtime=None, samples=(7, 8), size=80, **fl
     )
     if job.runtime.size > 1:
         job.state = None
-    return Recovery(job, folder, Clock(), Faults({}, folder / "faults"), memory)
+    return Recovery(job, folder, Clock(), Faults({}, folder / "faults"), memory, stored)
 
 
 def saved(folder, *steps, **flags):
@@ -230,3 +234,21 @@ def test_a_snapshot_that_says_nothing_of_its_data_is_believed(tmp_path, monkeypa
         older.setattr("tfdist.data.contents.identity", lambda split: {})
         saved(tmp_path, 4)
     assert recovery_of(tmp_path, samples=(1, 2)).restore()[1] == 4
+
+
+def test_a_run_that_goes_on_from_memory_sends_its_snapshots(s3, tmp_path):
+    """As each group of workers after the first does."""
+    url = f"s3://{BUCKET}/runs/one"
+    with StoredRun(RunConfig(run_dir=url, store_timeout=10.0), tmp_path, Cluster(), "job") as stored:
+        recovery = recovery_of(tmp_path, stored=stored)
+        recovery.restore()
+        recovery.state.go_to(10)
+        memory = WorkerMemory(None, None)
+        recovery.copy(10, memory, now=True)
+    with StoredRun(RunConfig(run_dir=url, store_timeout=10.0), tmp_path, Cluster(), "job") as stored:
+        recovery = recovery_of(tmp_path, stored=stored)
+        recovery.restore(checkpoint=memory.checkpoint)
+        recovery.state.go_to(20)
+        recovery.save(20)
+        recovery.files.finish()
+    assert "runs/one/checkpoints/step-00000020/manifest.json" in s3.names()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.faulty_proxy import FAULTS
+from tests.stores.faulty_proxy import FAULTS, faulty_proxy
 from tests.stores.s3_server import BUCKET
 from tests.stores.webhdfs_server import webhdfs_server
 from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedError
@@ -27,12 +27,15 @@ from tfdist.storage.store_errors import StoreError, as_sentence
 URL = f"s3://{BUCKET}/runs/one"
 
 
-@pytest.fixture(params=["s3", "webhdfs"])
+@pytest.fixture(params=["s3", "gs", "webhdfs"])
 def url(request, monkeypatch) -> Iterator[str]:
     """A place in an empty store, one of each protocol."""
     if request.param == "s3":
         request.getfixturevalue("s3")
         yield URL
+    elif request.param == "gs":
+        request.getfixturevalue("gcs")
+        yield URL.replace("s3", "gs")
     else:
         monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
         with webhdfs_server() as server:
@@ -87,6 +90,31 @@ def test_uploads_that_a_killed_process_has_begun_are_ended(s3):
     objects.remove_half_sent()
     left = call("list_multipart_uploads", Bucket=BUCKET)["Uploads"]
     assert [upload["Key"] for upload in left] == ["runs/other/large"]
+
+
+def test_the_store_is_told_what_it_should_receive(s3, through_proxy, tmp_path):
+    """S3 refuses a body that does not fit its checksum, which moto does not."""
+    (tmp_path / "file").write_bytes(b"x" * 1000)
+    with through_proxy(lambda method, path: "") as proxy:
+        objects = ObjectStore(URL, patience=5)
+        objects.send(tmp_path / "file", "file")
+        objects.put_text("text", "one")
+    assert {path for path, names in proxy.headers.items() if "x-amz-checksum-crc32" in names} == {
+        f"/{BUCKET}/runs/one/{name}" for name in ("file", "text")
+    }
+
+
+def test_what_the_store_has_not_received_as_it_was_sent_is_sent_again(gcs, tmp_path, monkeypatch):
+    content = random.Random(1).randbytes(20_000)
+    (tmp_path / "file").write_bytes(content)
+    left = ["flip"]
+    with faulty_proxy(gcs, lambda method, path: left.pop() if method == "POST" and left else "") as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{proxy.port}")
+        objects = ObjectStore(URL.replace("s3", "gs"), patience=10)
+        objects.send(tmp_path / "file", "file")
+    assert proxy.done["flip"] == 1
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{gcs}")
+    assert ObjectStore(URL.replace("s3", "gs"), patience=10).piece("file", 0, len(content)) == content
 
 
 @pytest.mark.parametrize("seed", range(4))
