@@ -85,6 +85,7 @@ class Job:
     step: TrainStep
     warnings: Sequence[str] = ()  # of what was composed, for the user
     state: ShardedState | None = None  # where the state is divided over a mesh: how to bring it together
+    first_data: tuple[Split, tf.data.Dataset] | None = None  # of the first replica here, from the split's beginning
 
     @property
     def stream_cut(self) -> int:
@@ -96,14 +97,16 @@ class Job:
 
         cut: `stream_cut` of the run that `consumed` was reached in; None: of this one.
         """
-        return [
-            iter(
-                train_dataset(
-                    self.config, self.train_split, self.plan, self.runtime.first_replica + index, consumed, cut
-                )
-            )
-            for index in range(self.runtime.local_replicas)
-        ]
+
+        def dataset(index: int) -> tf.data.Dataset:
+            if self.first_data and not index and not consumed and cut in (None, self.stream_cut):
+                split, made = self.first_data
+                if split is self.train_split:
+                    return made  # to trace it anew would take a tenth of the start of a small run
+            replica = self.runtime.first_replica + index
+            return train_dataset(self.config, self.train_split, self.plan, replica, consumed, cut)
+
+        return [iter(dataset(index)) for index in range(self.runtime.local_replicas)]
 
     def evaluator(self, model: keras.Model | None = None) -> Evaluator | None:
         """Evaluates on the evaluation split; None if the source has none.
@@ -140,7 +143,8 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     train_split, eval_split = _load_splits(config, runtime)
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
-    spec = batch_spec(config, train_split, plan, runtime.first_replica)
+    data = train_dataset(config, train_split, plan, runtime.first_replica, 0)
+    spec: Any = data.element_spec
 
     keras.utils.set_random_seed(config.run.seed)
     set_policy(config.precision)
@@ -177,6 +181,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     )
     composition_checks.check_best(config, step.metric_names if eval_split else None)
     job = Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, warnings)
+    job.first_data = train_split, data
     if on_axes and on_mesh(runtime):
         job.state = ShardedState(runtime, model, optimizer, step.variables, on_axes.update, on_axes.parts)
     return job

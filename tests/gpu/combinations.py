@@ -124,7 +124,7 @@ def job_of(command_line: tuple[str, ...]) -> Iterator[Job]:
     config = flags.parse(
         [*command_line, "--steps=2", *([] if "--strategy" in given else ["--strategy=one_device"])]
     ).config
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     try:
         runtime = start_runtime(config, Cluster())
         with as_on_gpu(in_scope=runtime.local_replicas == 1):

@@ -30,7 +30,7 @@ def main(out: Path, chosen: list[str]) -> None:
     for name, make in _rows().items():
         if chosen and name not in chosen:
             continue
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         try:
             with as_on_gpu(), _traced_only() as traced, recorded() as launches, contextlib.suppress(_Traced):
                 model, x, y = make()

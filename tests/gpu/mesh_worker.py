@@ -35,7 +35,7 @@ def main(out: Path, chosen: list[str]) -> None:
     for name, row in ROWS.items():
         if row.workers != cluster.size or (chosen and name not in chosen):
             continue
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         config = base.replace(**row.job, **row.spread, mesh=row.mesh)
         runtime = MeshRuntime(Mesh.parse(row.mesh, cluster.size), cluster, world, 120.0)
         job = build.compose(config, runtime)

@@ -71,7 +71,7 @@ def main(name: str) -> None:
     runtime = build.start_runtime(base, resolve_cluster(os.environ))
 
     def make(kind: str):
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         after = 0 if "at once" in kind else base.parallel.compression_after
         job = build.compose(base.replace(compression=kind.partition(" ")[0], compression_after=after), runtime)
         update = job.step.update
@@ -122,7 +122,7 @@ def resumed(folder: str) -> None:
     store = PartedStore(folder, lambda step: None, runtime.rank, runtime.size, "resumed", 60.0)
 
     def compose(kind: str):
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         return build.compose(base.replace(compression=kind), runtime)
 
     def train(job, begin: int) -> None:

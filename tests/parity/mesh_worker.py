@@ -155,7 +155,6 @@ JOBS = {name: row for name, row in ROWS.items() if job_of(name) == name}
 
 
 def main(out: Path, kind: str, chosen: list[str]) -> None:
-    import keras
     import numpy as np
     import tensorflow as tf
 
@@ -187,7 +186,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
         arrays: dict[str, np.ndarray] = {}
         store = PartedStore(str(out / kind / name), lambda step: None, runtime.rank, runtime.size, "leg", 60.0)
         for leg, (mesh, spread) in enumerate(legs):
-            keras.backend.clear_session()
+            lean.next_model(collect=name.endswith(("memory", "peak")))  # which look at what is held
             config = base.replace(**row.job, **spread)
             if kind == "mesh":
                 config = config.replace(mesh=mesh)

@@ -63,7 +63,6 @@ COMPRESSED = {f"{name}_bf16": ROWS[name] | {"compression": "bf16"} for name in (
 
 
 def main(out: Path, rows: list[str], flags: list[str]) -> None:
-    import keras
     import numpy as np
 
     from tests.parity import lean
@@ -75,7 +74,7 @@ def main(out: Path, rows: list[str], flags: list[str]) -> None:
     runtime = build.start_runtime(config, resolve_cluster(os.environ))
     lean.prepare(oracle="--strategy=one_device" in flags)
     for name in rows:
-        keras.backend.clear_session()
+        lean.next_model()
         job = build.compose(config.replace(**(ROWS | COMPRESSED)[name]), runtime)
         outputs = [job.step(iterators, 10) for iterators in [job.iterators(0)] for _ in range(STEPS // 10)]
         weights = {f"weight_{index}": value for index, value in enumerate(job.model.get_weights())}

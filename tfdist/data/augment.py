@@ -48,15 +48,20 @@ def load_augmentation(name: str) -> Augmentation | None:
     return augmentation
 
 
-def augmented_fetch(split: Split, augment: Augmentation | None) -> Callable[[tf.Tensor, tf.Tensor], Sample]:
-    """(indices int64 [n], seeds int32 [n, 2]) -> augmented samples; what the source can do while decoding is left to
-    it.
+def augmented_fetch(split: Split, augment: Augmentation | None, seed: int) -> Callable[[tf.Tensor, tf.Tensor], Sample]:
+    """(indices, positions in the data order, both int64 [n]) -> augmented samples; what the source can do while
+    decoding is left to it.
     """
-    if augment is None:
-        return lambda indices, seeds: split.fetch(indices)
-    if augment is random_resized_crop and split.fetch_cropped is not None:
-        return split.fetch_cropped
-    return lambda indices, seeds: apply(augment, split.fetch(indices), seeds, split.name)
+
+    def fetch(indices: tf.Tensor, positions: tf.Tensor) -> Sample:
+        if augment is None:
+            return split.fetch(indices)
+        seeds = order.element_seeds(positions, seed)
+        if augment is random_resized_crop and split.fetch_cropped is not None:
+            return split.fetch_cropped(indices, seeds)
+        return apply(augment, split.fetch(indices), seeds, split.name)
+
+    return fetch
 
 
 def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) -> Sample:

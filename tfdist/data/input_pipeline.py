@@ -43,12 +43,12 @@ def batch_fetch(split: Split, reading: Reading) -> Callable[[tf.Tensor], Sample]
 
     For a split with random access.
     """
-    fetch = augmentation.augmented_fetch(split, reading.augment)
+    fetch = augmentation.augmented_fetch(split, reading.augment, reading.seed)
     shaped = shaper(None, split.element_spec if reading.augment is None else None)
 
     def batch(positions: tf.Tensor) -> Sample:
         samples = order.sample_of(positions, split.length, reading.seed, reading.shuffle)
-        return shaped(*weighted(fetch(samples, order.element_seeds(positions, reading.seed)), tf.shape(positions)[0]))
+        return shaped(*weighted(fetch(samples, positions), tf.shape(positions)[0]))
 
     return batch
 
@@ -98,7 +98,7 @@ def _indexed_batches(split: Split, reading: Reading, plan: BatchPlan, replica: i
     cheap = plan.micro_batch * split.sample_bytes <= BLOCK_BYTES
     block = BLOCK if split.cheap and cheap and plan.even and not split.fixed else 1
     positions = order.micro_positions(plan, replica, consumed)
-    fetch = augmentation.augmented_fetch(split, reading.augment)
+    fetch = augmentation.augmented_fetch(split, reading.augment, reading.seed)
     shaped = shaper(
         block * plan.micro_batch if plan.even else None, split.element_spec if reading.augment is None else None
     )
@@ -106,7 +106,7 @@ def _indexed_batches(split: Split, reading: Reading, plan: BatchPlan, replica: i
     def make(first: tf.Tensor) -> Sample:
         at = positions(first + tf.range(block, dtype=tf.int64))
         samples = order.sample_of(at, split.length, reading.seed, reading.shuffle)
-        batch = shaped(*weighted(fetch(samples, order.element_seeds(at, reading.seed)), tf.shape(at)[0]))
+        batch = shaped(*weighted(fetch(samples, at), tf.shape(at)[0]))
         return batch if block == 1 else tf.nest.map_structure(in_block, batch)
 
     def in_block(t: tf.Tensor) -> tf.Tensor:

@@ -45,8 +45,8 @@ def sample_of(positions: tf.Tensor, size: int, seed: int, shuffle: bool) -> tf.T
     if not shuffle or size == 1:
         return index
     epoch = positions // size
-    words = [_hash(_fold(seed, _ORDER), 2 * epoch + half) for half in (0, 1)]  # 128 bits, of which the cipher takes 96
-    return _permute(index, tf.reshape(tf.stack(words, axis=1), [-1, 2]), size)
+    halves = 2 * epoch[:, None] + tf.constant([0, 1], tf.int64)
+    return _permute(index, _hash(_fold(seed, _ORDER), halves), size)  # 128 bits, of which the cipher takes 96
 
 
 def element_seeds(positions: tf.Tensor, seed: int) -> tf.Tensor:
@@ -116,7 +116,8 @@ def _u64(value: int) -> tf.Tensor:
 
 
 def _fold(seed: int, use: int) -> tf.Tensor:
-    return _finalise(tf.bitwise.bitwise_xor(_finalise(_u64(seed)), _u64(use)))
+    """The start of the random numbers of a use. In Python: it is the same for all positions."""
+    return _u64(_finalised(_finalised(seed % 2**64) ^ use))
 
 
 def _hash(start: tf.Tensor, counter: tf.Tensor) -> tf.Tensor:
@@ -130,3 +131,10 @@ def _finalise(z: tf.Tensor) -> tf.Tensor:
     z = (z ^ shift(z, _u64(30))) * _u64(0xBF58476D1CE4E5B9)
     z = (z ^ shift(z, _u64(27))) * _u64(0x94D049BB133111EB)
     return z ^ shift(z, _u64(31))
+
+
+def _finalised(z: int) -> int:
+    """The same of a number from 0 to 2**64 - 1."""
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
