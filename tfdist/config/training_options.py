@@ -82,7 +82,8 @@ class ModelConfig:
     row_mixing: str = option(
         "refuse",
         "A model of your own whose output for a row depends on other rows of its batch: refuse it, or replica: each"
-        " replica mixes the rows of its micro-batch.",
+        " replica mixes the rows of its micro-batch, and with several workers or replicas an evaluation those that fill"
+        " its last batch, too.",
         choices=("refuse", "replica"),
     )
     fused_batchnorm: bool = option(

@@ -161,6 +161,17 @@ def test_evaluation_takes_every_sample_once(make, replicas, size, batch, limit):
     assert sorted(seen) == list(range(min(size, limit or size)))
 
 
+@pytest.mark.parametrize("make", [numbered, stream])
+@pytest.mark.parametrize(("size", "rows"), [(97, [10] * 9 + [7]), (20, [10, 10]), (3, [3])])
+def test_evaluation_of_one_replica_need_not_be_filled(make, size, rows):
+    """What mixes the rows of a batch would see those that fill the last one."""
+    dataset, steps = input_pipeline.eval_dataset(make(size), batch=10, replica=0, replicas=1, filled=False)
+    batches = list(dataset.as_numpy_iterator())
+    assert steps == len(batches) and [len(x) for x, _, _ in batches] == rows
+    assert all(len(x) == len(y) == len(w) and (w == 1).all() for x, y, w in batches)
+    assert np.concatenate([x for x, _, _ in batches]).tolist() == list(range(size))
+
+
 def test_evaluation_masks_weights_a_token():
     weights = np.full([5, 3], np.nan, np.float32)
     weights[1:] = np.arange(12).reshape(4, 3)

@@ -56,6 +56,7 @@ class Alone(MeshRuntime):
         ("pipe=2", {"global_batch": 6, "accumulation": 4}, ["pipe=2", "--global_batch=6", "--accumulation=4"]),
         ("pipe=2", {"recompute": "attention"}, ["--recompute=attention", "pipe=2"]),
         ("model=2", {"jit_compile": True}, ["--jit_compile"]),
+        ("model=2", {"global_batch": 10, "accumulation": 3}, ["model=2", "--global_batch=10", "--accumulation=3"]),
         ("data=2", {"sequence_parallel": True}, ["--sequence_parallel", "data=2", "model=2"]),
         ("model=2", {"sequence_parallel": True, "zero": 3}, ["--sequence_parallel", "--zero=3"]),
         ("data=2", {"jit_compile": True, "zero": 3}, ["--jit_compile", "--zero=3"]),
@@ -71,6 +72,13 @@ def test_refused(mesh, changes, words):
     with pytest.raises(ConfigError) as error:
         _check(config, runtime, build.plan_batch(config.batch, runtime.replicas))
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("changes", [{"global_batch": 9, "accumulation": 3}, {"global_batch": 11, "accumulation": 2}])
+def test_what_a_model_axis_can_repeat_is_not_refused(changes):
+    runtime = Alone(Mesh.parse("model=2", 2))
+    config = BASE.replace(**changes)
+    _check(config, runtime, build.plan_batch(config.batch, runtime.replicas))
 
 
 @pytest.mark.slow
