@@ -22,14 +22,14 @@ import tensorflow as tf
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.compat import keras_trainer
-from tfdist.control.exit_codes import CheckpointError, ConfigError
-from tfdist.control.lease import Lease, job_identity
+from tfdist.control.exit_codes import CheckpointError, ConfigError, TfdistError
+from tfdist.control.lease import job_identity
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.keras_fit import backup_file
+from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.runtime.one_device import OneDevice
 
-FILE = "tfdist-backup"
 _ENTRIES = {
     "variables": list,
     "epoch": int,
@@ -55,7 +55,7 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -
     if not found:
         return list(callbacks)
     others = [callback for callback in callbacks if callback not in found]
-    folder = Path(found[0].backup_dir)
+    folder = found[0].backup_dir
     if runtime.rank == 0:
         print(
             f"tfdist: BackupAndRestore of Keras is replaced by tfdist's: one file in {folder} after each epoch, written"
@@ -77,28 +77,21 @@ def held(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -> I
     each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds it.
     """
     found = _backups(callbacks)
-    lease, refusal = None, b""
-    if found and runtime.rank == 0:
-        folder = Path(found[0].backup_dir)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lease = Lease(
-                folder,
-                job_identity(os.environ, resolve_cluster(os.environ)),
-                name=f"BackupAndRestore's folder {folder}",
-            )
-            lease.take()
-        except OSError as error:
-            refusal = f"BackupAndRestore's folder {folder} cannot be made ({error.strerror}): choose another.".encode()
-        except ConfigError as error:
-            refusal = str(error).encode()
-    try:
-        if found and (sentence := _of_chief(runtime, refusal)):
+    with contextlib.ExitStack() as holding:
+        refusal = ""
+        if found and runtime.rank == 0:
+            folder = found[0].backup_dir
+            try:
+                holding.enter_context(backup_place(folder).held(job_identity(os.environ, resolve_cluster(os.environ))))
+            except OSError as error:
+                refusal = (
+                    f"BackupAndRestore's folder {folder} cannot be made ({error.strerror or error}): choose another."
+                )
+            except TfdistError as error:
+                refusal = str(error)
+        if found and (sentence := _of_chief(runtime, refusal.encode())):
             raise ConfigError(sentence.decode())
         yield
-    finally:
-        if lease is not None:
-            lease.give_back()
 
 
 def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.BackupAndRestore]:
@@ -121,10 +114,10 @@ class EpochBackup(FitCallback):
     """
 
     def __init__(
-        self, folder: Path, runtime: OneDevice, others: Sequence[keras.callbacks.Callback], delete: bool = True
+        self, place: str | Path, runtime: OneDevice, others: Sequence[keras.callbacks.Callback], delete: bool = True
     ):
         super().__init__()
-        self._path, self._runtime, self._others, self._delete = folder / FILE, runtime, others, delete
+        self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
         self._state = self._read()
         self._at_first: list[dict[str, tuple]] = []  # of each other callback what it began with
         self.epoch: int = self._state["epoch"] if self._state else 0
@@ -133,16 +126,11 @@ class EpochBackup(FitCallback):
     def _read(self) -> dict[str, Any] | None:
         """What the chief finds, on all workers."""
         data, damaged = b"", False
-        if self._runtime.rank == 0 and self._path.exists():
+        if self._runtime.rank == 0:
             try:
-                data = self._path.read_bytes()
-                state = backup_file.parse(data)
-                if not isinstance(state, dict) or any(
-                    name not in state or not isinstance(state[name], kind) for name, kind in _ENTRIES.items()
-                ):
-                    raise ValueError("it holds what no backup holds")
+                data = self._place.read(_parsed)
             except (OSError, ValueError) as error:  # all must hear of it
-                data, damaged = f"{self._path} cannot be read ({error}): remove it to begin anew.".encode(), True
+                data, damaged = f"{self._place.name} cannot be read ({error}): remove it to begin anew.".encode(), True
         ((damaged,),) = self._runtime.broadcast([np.array([damaged])])
         received = _of_chief(self._runtime, data)
         if damaged:
@@ -159,8 +147,8 @@ class EpochBackup(FitCallback):
             return
         if not self.fitted.built:
             raise CheckpointError(
-                f"{self._path} cannot be restored into a model that is not built: give the model an Input, or call"
-                " model.build, before fit."
+                f"{self._place.name} cannot be restored into a model that is not built: give the model an Input, or"
+                " call model.build, before fit."
             )
         if not self.fitted.optimizer.built:
             self.fitted.optimizer.build(self.fitted.trainable_variables)
@@ -168,7 +156,8 @@ class EpochBackup(FitCallback):
         shapes = [tuple(variable.shape) for variable in variables]
         if shapes != [value.shape for value in self._state["variables"]]:
             raise CheckpointError(
-                f"{self._path} is of another model or optimizer: remove it, or give BackupAndRestore another folder."
+                f"{self._place.name} is of another model or optimizer: remove it, or give BackupAndRestore another"
+                " folder."
             )
         for variable, value in zip(variables, self._state["variables"], strict=True):
             variable.assign(value)
@@ -177,7 +166,7 @@ class EpochBackup(FitCallback):
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if self._state["stopped"] else self.epoch)
         if self._runtime.rank == 0:
-            print(f"tfdist: resumed after epoch {self.epoch} from {self._path}.", file=sys.stderr, flush=True)
+            print(f"tfdist: resumed after epoch {self.epoch} from {self._place.name}.", file=sys.stderr, flush=True)
         if not self._state["stopped"]:
             self._find_the_place_in_the_data(self._state)
 
@@ -205,8 +194,7 @@ class EpochBackup(FitCallback):
             name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)]
             for name, value in (logs or {}).items()
         }
-        backup_file.write(
-            self._path,
+        self._place.write(
             {
                 "variables": [np.asarray(variable.value) for variable in self._variables()],
                 "epoch": epoch + 1,
@@ -227,7 +215,7 @@ class EpochBackup(FitCallback):
         self._restore_history()
         keras_trainer.begin_at(self.fitted, None)
         if self._delete and self._runtime.rank == 0:
-            self._path.unlink(missing_ok=True)
+            self._place.remove()
 
     def _restore_history(self) -> None:
         if self._state is not None:
@@ -236,6 +224,16 @@ class EpochBackup(FitCallback):
                 list(self._state["epochs"]),
             )
             self._state = None
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Raises ValueError for what is no backup."""
+    state = backup_file.parse(data)
+    if not isinstance(state, dict) or any(
+        name not in state or not isinstance(state[name], kind) for name, kind in _ENTRIES.items()
+    ):
+        raise ValueError("it holds what no backup holds")
+    return state
 
 
 def _plain_state(callback: keras.callbacks.Callback) -> dict[str, Any]:

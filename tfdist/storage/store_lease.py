@@ -26,17 +26,19 @@ _PATIENCE = Patience(dead=60.0, damaged=_LOOK_SECONDS)
 class StoreLease:
     """The lease of a run in `objects`, as its chief has it.
 
-    on_loss: called in a thread with a sentence when another has taken it over; must end the process.
+    on_loss: called in a thread with a sentence when another has taken it over; must end the process. name: how the user
+    knows what it is of.
     """
 
-    def __init__(self, objects: ObjectStore, job: str, on_loss: Callable[[str], None]):
+    def __init__(self, objects: ObjectStore, job: str, on_loss: Callable[[str], None], name: str = ""):
         self._objects, self._on_loss, self.owner = objects, on_loss, Owner.myself(job)
+        self._name = name or f"--run_dir={objects.url}"
         self._released, self._confirmed = threading.Event(), 0.0  # when it was last known to be ours (time.monotonic())
         self._thread = threading.Thread(target=self._keep, name="tfdist-store-lease", daemon=True)
 
     def take(self) -> None:
         """Raises ConfigError if another job holds it, StoreError."""
-        watched = Watched(f"{self._objects.url}/{FILE}", f"--run_dir={self._objects.url}", self.owner, _PATIENCE)
+        watched = Watched(f"{self._objects.url}/{FILE}", self._name, self.owner, _PATIENCE)
         while not self._objects.create_text(FILE, self.owner.lease()):
             text = self._objects.text(FILE)
             if text is None:  # given back in this moment

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.control.exit_codes import CheckpointError, ConfigError, DataError
-from tfdist.keras_fit import backup_file, epoch_backup, joining, own_rows
+from tfdist.keras_fit import backup_file, backup_place, epoch_backup, joining, own_rows
 from tfdist.keras_fit.batches import END, Batches, digest
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.keras_fit.rows import Part
@@ -90,10 +90,10 @@ def test_backup_of_another_model_is_refused(tmp_path):
     assert len(fit(2, 3)["loss"]) == 3  # two of them from the file
     with pytest.raises(CheckpointError, match="another model"):
         fit(3, 4)
-    whole = (tmp_path / epoch_backup.FILE).read_bytes()
-    assert (tmp_path / epoch_backup.FILE).stat().st_mode & 0o777 == 0o600
+    whole = (tmp_path / backup_place.FILE).read_bytes()
+    assert (tmp_path / backup_place.FILE).stat().st_mode & 0o777 == 0o600
     for damaged in (b"damaged", whole[:-1], whole[:200] + b"?" + whole[201:], whole + b"?", b""):
-        (tmp_path / epoch_backup.FILE).write_bytes(damaged)
+        (tmp_path / backup_place.FILE).write_bytes(damaged)
         if damaged:
             with pytest.raises(CheckpointError, match="cannot be read"):
                 fit(2, 4)

@@ -1,0 +1,146 @@
+"""Where the chief keeps the backup of a tfdist.fit: one file in a folder, or two objects in an object store.
+
+Not every store replaces an object at once, so the epochs go to two of them in turn, and the newest that is whole is
+read: a job that is killed while it sends leaves the epoch before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.lease import held as lease_of_folder
+from tfdist.control.lease_owner import end_process
+from tfdist.control.run_address import check_address, is_url
+from tfdist.keras_fit import backup_file
+from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.store_errors import StoreError
+from tfdist.storage.store_lease import StoreLease
+
+FILE = "tfdist-backup"
+_NAMES = (f"{FILE}-even", f"{FILE}-odd")  # of epochs
+_leases: dict[str, StoreLease] = {}  # that this process holds, by URL
+Parse = Callable[[bytes], dict[str, Any]]  # raises ValueError for what is no backup, or damaged
+
+
+class BackupPlace(Protocol):
+    """`name`: of the backup, for messages."""
+
+    name: str
+
+    def held(self, job: str) -> contextlib.AbstractContextManager[None]:
+        """Inside, no other job has its backup here. Raises ConfigError if one has, OSError."""
+        ...
+
+    def read(self, parse: Parse) -> bytes:
+        """The newest backup, b"" if there is none. Raises ValueError if there are only damaged ones, OSError."""
+        ...
+
+    def write(self, value: dict[str, Any]) -> None:
+        """Replaces the backup. Raises OSError in a folder; a store that is away is told of, and training goes on."""
+        ...
+
+    def remove(self) -> None:
+        """The backup, if there is one. Raises OSError."""
+        ...
+
+
+def backup_place(place: str | Path) -> BackupPlace:
+    """Of BackupAndRestore's backup_dir. Raises ConfigError for a URL that names no place, StoreError."""
+    try:
+        check_address("backup_dir", str(place))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--backup_dir", "BackupAndRestore's backup_dir")) from None
+    return _Objects(str(place)) if is_url(str(place)) else _Folder(Path(place))
+
+
+class _Folder:
+    def __init__(self, folder: Path):
+        self._folder, self._path, self.name = folder, folder / FILE, str(folder / FILE)
+
+    @contextlib.contextmanager
+    def held(self, job: str) -> Iterator[None]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with lease_of_folder(self._folder, job, name=f"BackupAndRestore's folder {self._folder}"):
+            yield
+
+    def read(self, parse: Parse) -> bytes:
+        if not self._path.exists():
+            return b""
+        data = self._path.read_bytes()
+        parse(data)
+        return data
+
+    def write(self, value: dict[str, Any]) -> None:
+        backup_file.write(self._path, value)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class _Objects:
+    def __init__(self, url: str):
+        self._url, self.name = url.rstrip("/"), f"{url.rstrip('/')}/{FILE}"
+
+    @functools.cached_property
+    def _objects(self) -> ObjectStore:
+        """Made by the chief alone: the others need no access, nor the packages for it."""
+        return ObjectStore(self._url)
+
+    @contextlib.contextmanager
+    def held(self, job: str) -> Iterator[None]:
+        lease = StoreLease(self._objects, job, end_process, f"BackupAndRestore's folder {self._url}")
+        lease.take()
+        _leases[self._url] = lease
+        try:
+            yield
+        finally:
+            del _leases[self._url]
+            lease.give_back()
+
+    def read(self, parse: Parse) -> bytes:
+        newest, epoch, damage = b"", -1, ""
+        for name in _NAMES:
+            if (size := self._objects.size(name)) is None:
+                continue
+            try:
+                data = self._objects.piece(name, 0, size)
+                found = parse(data)["epoch"]
+            except FileNotFoundError:
+                continue
+            except ValueError as error:
+                damage = f"{name}: {error}"
+                continue
+            if found > epoch:
+                newest, epoch = data, found
+        if damage and not newest:
+            raise ValueError(damage)
+        return newest
+
+    def write(self, value: dict[str, Any]) -> None:
+        name = _NAMES[value["epoch"] % 2]
+        try:
+            if self._url in _leases:
+                _leases[self._url].confirm()
+            with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
+                file = Path(folder, name)
+                backup_file.write(file, value)
+                self._objects.send(file, name)
+        except StoreError as error:
+            print(
+                f"tfdist: THE BACKUP OF EPOCH {value['epoch']} WAS NOT SENT: {error}. Training goes on; the next epoch"
+                " tries again.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def remove(self) -> None:
+        with contextlib.suppress(StoreError):  # what is left is of a finished run: it says so, and nothing is trained
+            for name in _NAMES:
+                self._objects.remove(name)
