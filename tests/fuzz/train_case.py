@@ -76,14 +76,12 @@ def _parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list
     job = build.compose(config_of(case), runtime)
     state = job.state or WholeState(collect(job.model, job.optimizer, job.step.variables))
     begin = state.to_host() if others else {}
-    evaluator = job.evaluator()
-    found = [_trained(job, state, first, phase, evaluator)]
+    found = [_trained(job, state, first, phase)]
     for other in others:
         given.case = other
         job.train_split, job.eval_split = _splits(job.config, runtime)
-        evaluator.datasets = job.evaluator().datasets  # what is traced stays
         snapshots.revert(job, state, begin)
-        found.append(_trained(job, state, other, {}, evaluator))
+        found.append(_trained(job, state, other, {}))
     return found
 
 
@@ -101,7 +99,7 @@ def _splits(config, runtime: Any) -> list:
     return splits
 
 
-def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str], evaluator: Any) -> dict[str, Any]:
+def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> dict[str, Any]:
     from tfdist.runtime.weight_check import check_weights
 
     iterators = snapshots.restore(job, phase["load"]) if "load" in phase else job.iterators(0)
@@ -122,7 +120,7 @@ def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str], eval
         if name.startswith("model/") and value.dtype.kind != "i"
     }
     found |= (
-        {f"eval/{name}": np.array(value) for name, value in evaluator().items() if name != "samples"}
+        {f"eval/{name}": np.array(value) for name, value in job.evaluator()().items() if name != "samples"}
         if case.get("evaluate", True) and not phase.get("save")
         else {}
     )
