@@ -66,6 +66,8 @@ def _with(document: Any, keys: Sequence[str], value: Sequence[Any]) -> Any:
         return value[0] if value else {}
     inner, *rest = keys
     if isinstance(document, list):
+        if not inner.lstrip("-").isdigit():  # an earlier damage has put a list there
+            return document
         at = int(inner) % len(document) if document else 0
         if rest or value:
             return [*document[:at], _with(document[at] if document else {}, rest, value), *document[at + 1 :]]
