@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tfdist.artifacts.checkpoint_files import pointer
 from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.sender import Sender
@@ -213,7 +214,7 @@ class StoredSnapshots:
         self._objects.put_text(f"{step_folder(step)}/{MANIFEST}", text)
         self._there[step] = manifest.get("metrics") or {}
         if step == max(self._there):
-            self._objects.put_text(f"{FOLDER}/checkpoint", f'model_checkpoint_path: "step-{step:08d}/state-{step}"\n')
+            self._objects.put_text(f"{FOLDER}/checkpoint", pointer(f"step-{step:08d}/state-{step}"))
 
     def withdraw(self, step: int) -> None:
         """One that is about to be written anew is believed no longer. Raises StoreError."""
