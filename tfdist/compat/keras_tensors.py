@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -61,6 +61,17 @@ def node_of(tensor: Any) -> Any:
     """
     operation, place, _ = tensor._keras_history
     return operation._inbound_nodes[place]
+
+
+def call_again(node: Any, tensors: Sequence[tf.Tensor]) -> Any:
+    """What the call of `node_of` gives for these in place of its `input_tensors`; not in training. Relies on
+    `Node.arguments.fill_in`. (keras.Model of those tensors would leave a second call behind in the layer.)
+    """
+    given = {id(symbol): tensor for symbol, tensor in zip(node.input_tensors, tensors, strict=True)}
+    args, kwargs = node.arguments.fill_in(given)
+    layer = node.operation
+    training = {"training": False} if isinstance(layer, keras.Layer) else {}
+    return layer(*args, **{**kwargs, **training})
 
 
 def functional_of(model: keras.Model) -> Any:

@@ -4,6 +4,7 @@ imported.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib import metadata
@@ -49,9 +50,14 @@ def quiet() -> None:
 
 def import_keras() -> None:
     """Imports Keras without scikit-learn and Matplotlib, which it loads for its wrappers and galleries where it finds
-    them: a quarter of a worker's start. `keras.visualization` cannot draw then."""
+    them: a quarter of a worker's start. `keras.visualization` cannot draw then.
+
+    Python's collector rests meanwhile, and never looks at what was imported: it would walk it again and again while
+    the first step is traced (a seventh of the processor time until then)."""
     if "keras" in sys.modules:
         return
+    collects = gc.isenabled()
+    gc.disable()
     hidden = [name for name in ("sklearn", "matplotlib") if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # "not installed", to the import statement
@@ -60,3 +66,6 @@ def import_keras() -> None:
     finally:
         for name in hidden:
             del sys.modules[name]
+        gc.freeze()
+        if collects:
+            gc.enable()

@@ -8,13 +8,16 @@ data, do not end it: these are warnings.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.keras_tensors import call_again, functional_of, node_of
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.sources.split import Split
@@ -217,9 +220,33 @@ def _check_labels(config: ModelConfig, split: Split, classes: int | None) -> Non
 
 def _ends_in_softmax(model: keras.Model, x_spec: Any) -> bool:
     """Whether the last operation that computes something is a softmax."""
-    symbols = tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), x_spec)
-    traced = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(symbols)
+    kind = _last_computation_of_layers(model)
+    if not kind:
+        symbols = tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), x_spec)
+        kind = _last_computation(lambda x: model(x, training=False), symbols)
+    return kind == "Softmax"
+
+
+def _last_computation_of_layers(model: keras.Model) -> str:
+    """The same from the last calls of layers alone: faster than to trace all. "" for other models than of layers."""
+    outputs = getattr(functional_of(model), "outputs", None) or ()
+    tensor = outputs[0] if len(outputs) == 1 else None
+    while tensor is not None:
+        call = node_of(tensor)
+        taken = call.input_tensors
+        if not taken:  # an input of the model
+            return ""
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in taken]
+        if kind := _last_computation(functools.partial(call_again, call), specs):
+            return kind
+        tensor = taken[0]
+    return ""
+
+
+def _last_computation(function: Callable, taken: Any) -> str:
+    """The type of the operation; "" if what comes out is what went in."""
+    traced = tf.function(function, autograph=False).get_concrete_function(taken)
     operation = traced.outputs[0].op
     while operation.type in _VIEWS:
         operation = operation.inputs[0].op
-    return operation.type == "Softmax"
+    return "" if operation.type == "Placeholder" else operation.type

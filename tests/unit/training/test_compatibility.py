@@ -118,6 +118,12 @@ class Subclass(keras.Model):
         return keras.ops.reshape(self.last(x), (-1, 4))
 
 
+def used_twice():
+    layer = keras.layers.Dense(8, activation="softmax")
+    x = keras.Input([8])
+    return keras.Model(x, keras.layers.Activation("linear", dtype="float32")(layer(layer(x))))
+
+
 def built(made):
     made.build((None, 8))
     return made
@@ -130,6 +136,7 @@ def built(made):
         (lambda: model(4, None, [keras.layers.Softmax()]), True),
         (lambda: model(4, "softmax", [keras.layers.Activation("linear", dtype="float32")]), True),
         (lambda: built(Subclass("softmax")), True),
+        (used_twice, True),
         (lambda: model(4), False),
         (lambda: model(4, "sigmoid"), False),
         (lambda: built(Subclass(None)), False),
@@ -142,6 +149,12 @@ def test_softmax_where_logits_are_expected(made, warned):
         sentence.startswith("--model=mine:model ends in a softmax, but the loss takes logits") for sentence in found
     ] == [True] * warned
     assert checked(made(), split(CLASSES, classes=4), objective="mine:objective") == []
+
+
+def test_the_model_is_left_as_it_was():
+    looked_at = model(4, "softmax")
+    checked(looked_at, split(CLASSES, classes=4))
+    assert looked_at.layers[-1].output is looked_at.outputs[0]
 
 
 def test_a_batch_larger_than_the_data():
