@@ -23,6 +23,7 @@ from tfdist.runtime.ring import Ring
 
 _SUM, _HALVED, _ROWS = "sum", "sum of what travels as bfloat16", "rows of all workers"
 _ALIGN = 16  # float32 elements: 64 bytes, what TensorFlow needs to take an array without a copy
+_TWICE_BYTES = 64 << 20  # of tensors whose sums may have buffers of their own, which saves waiting
 _UNUSED_REFERENCES = 3  # the pool's list, the loop variable, and getrefcount's argument
 
 
@@ -44,6 +45,7 @@ class RingReducer:
         self._sites = 0
         self._work: queue.SimpleQueue[_Site] = queue.SimpleQueue()
         self._pool: dict[int, list[np.ndarray]] = {}
+        self._pool_lock = threading.Lock()
         self._failure: Exception | None = None
         threading.Thread(target=self._serve, name="tfdist-ring", daemon=True).start()
 
@@ -119,7 +121,13 @@ class RingReducer:
                         if site.kinds[number] == _ROWS:
                             self.ring.gather(buffer, site.number, number)
                         else:
-                            self.ring.all_reduce(buffer, site.number, number, halved=site.kinds[number] == _HALVED)
+                            buffer = self.ring.all_reduce(
+                                buffer,
+                                site.number,
+                                number,
+                                halved=site.kinds[number] == _HALVED,
+                                spare=self._free_buffer if site.bytes <= _TWICE_BYTES else None,
+                            )
                 except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
                     self._failure = error
                 self.travel_s += time.monotonic() - begun
@@ -132,12 +140,13 @@ class RingReducer:
         It must not be a slice of another array: NumPy lets views of a slice refer to the whole, so they would not
         count.
         """
-        pool = self._pool.setdefault(length, [])
-        for buffer in pool:
-            if sys.getrefcount(buffer) == _UNUSED_REFERENCES:
-                return buffer
-        pool.append(self.ring.empty(length))
-        return pool[-1]
+        with self._pool_lock:
+            pool = self._pool.setdefault(length, [])
+            for buffer in pool:
+                if sys.getrefcount(buffer) == _UNUSED_REFERENCES:
+                    return buffer
+            pool.append(self.ring.empty(length))
+            return pool[-1]
 
 
 class _Site:
@@ -176,6 +185,7 @@ class _Site:
         self.lengths = [
             length * (size if kind == _ROWS else 1) for kind, length in zip(self.kinds, self.lengths, strict=True)
         ]
+        self.bytes = 4 * sum(self.lengths)
         self.started = [queue.SimpleQueue() for _ in self.buckets]
         self.done: queue.SimpleQueue = queue.SimpleQueue()
 

@@ -45,6 +45,21 @@ class Patience:
     ask_after: float = 10.0
 
 
+class Outgoing:
+    """Pieces that are sent one after the other, over several calls of `_pass_on` if need be."""
+
+    def __init__(self, *pieces: memoryview):
+        self._pieces = [piece for piece in pieces if len(piece)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pieces))
+
+    def send(self, connection: socket.socket) -> None:
+        """As much as fits. Raises BlockingIOError if that is nothing."""
+        rest = self._pieces[0][connection.send(self._pieces[0][:_SEND_BYTES]) :]
+        self._pieces[:1] = [rest] if len(rest) else []
+
+
 class RingConnections:
     """Connections to both neighbours.
 
@@ -124,23 +139,28 @@ class RingConnections:
             " the chief alone."
         )
 
-    def _pass_on(self, outgoing: memoryview, incoming: memoryview, backwards: bool = False) -> None:
+    def _pass_on(
+        self, outgoing: memoryview | Outgoing, incoming: memoryview, backwards: bool = False, all_sent: bool = True
+    ) -> None:
         """Sends to the right and receives from the left at the same time: neither may wait for the other.
 
-        backwards: to the left and from the right.
+        backwards: to the left and from the right. Without all_sent it returns when all is received; the rest of
+        `outgoing` is for the next call.
         """
-        sent = received = 0
+        received = 0
+        out = outgoing if isinstance(outgoing, Outgoing) else Outgoing(outgoing)
         to, source = (self.left, self.right) if backwards else (self.right, self.left)
         to_rank, source_rank = (
             (self.rank + (-1 if backwards else 1)) % self.size,
             (self.rank - (-1 if backwards else 1)) % self.size,
         )
         poll = select.poll()
-        while sent < len(outgoing) or received < len(incoming):
+        while (out and all_sent) or received < len(incoming):
             progress = False
             try:
-                if sent < len(outgoing):
-                    sent, progress = sent + to.send(outgoing[sent : sent + _SEND_BYTES]), True
+                if out:
+                    out.send(to)
+                    progress = True
             except BlockingIOError:
                 pass
             except OSError as error:
@@ -158,7 +178,7 @@ class RingConnections:
             if not progress:
                 receiving = received < len(incoming)
                 for connection, events, wanted in (
-                    (to, select.POLLOUT, sent < len(outgoing)),
+                    (to, select.POLLOUT, bool(out)),
                     (source, select.POLLIN, receiving),
                 ):
                     if wanted:
