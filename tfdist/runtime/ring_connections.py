@@ -90,9 +90,10 @@ class RingConnections:
         for step in range(self.size - 1):
             mine = blocks[(self.rank - step) % self.size]
             header, theirs = _BLOCK.pack(name.encode(), stamp, len(mine)), bytearray(_BLOCK.size)
-            self._pass_on(memoryview(header), memoryview(theirs))
+            outgoing = Outgoing(memoryview(header), memoryview(mine))
+            self._pass_on(outgoing, memoryview(theirs), all_sent=False)
             received = bytearray(self._length_of(theirs, name, stamp))
-            self._pass_on(memoryview(mine), memoryview(received))
+            self._pass_on(outgoing, memoryview(received))
             blocks[(self.rank - step - 1) % self.size] = received
         return blocks
 
