@@ -29,7 +29,8 @@ def import_all() -> None:
     for name in (*(f"run.{module.name}" for module in pkgutil.iter_modules(run.__path__)), "flags", "keras_fit.api"):
         importlib.import_module(f"tfdist.{name}")
     # what a worker imports late, if it needs it
-    for name in ("sklearn.datasets", "fsspec", "tensorboard.plugins.hparams.api"):
+    late = ("matplotlib.backends.backend_agg", "matplotlib.pyplot", "tensorboard.summary.writer.event_file_writer")
+    for name in ("sklearn.datasets", "fsspec", "tensorboard.plugins.hparams.api", *late):
         importlib.import_module(name)
 
 
