@@ -75,6 +75,7 @@ def test_same_numbers_as_token_by_token(experts):
     assert (dropped.sum() > 0) == (experts.capacity <= 1)
 
 
+@pytest.mark.slow
 def test_dropped_tokens_are_a_metric_of_the_model_that_was_called_last():
     model = transformer(
         x_spec=tf.TensorSpec((8,), tf.int32), num_outputs=11, layers=2, width=8, heads=2, experts=4, capacity=0.5
