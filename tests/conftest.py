@@ -101,6 +101,7 @@ def through_proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch):
     @contextlib.contextmanager
     def proxied(draw: Callable[[str, str], str]) -> Iterator[FaultyProxy]:
         with faulty_proxy(s3.port, draw) as proxy, monkeypatch.context() as changed:
+            proxy.delay_seconds = 0.05
             changed.setenv("AWS_ENDPOINT_URL", s3.environment(proxy.port)["AWS_ENDPOINT_URL"])
             yield proxy
 
