@@ -11,6 +11,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 # compared bit for bit.
 export OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1 CUDA_VISIBLE_DEVICES= TF_CPP_MIN_LOG_LEVEL=2
 
+# What Python has compiled is kept: to compile the tests anew takes each of the processes three seconds.
+unset PYTHONDONTWRITEBYTECODE
+
 # Beside the tests; what they find is said at the end.
 checks=$(mktemp)
 trap 'rm -f "$checks"' EXIT

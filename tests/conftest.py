@@ -23,6 +23,9 @@ from tfdist.storage import object_store
 # tests of memory ask. So processes of the tests compute alike on every machine.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
+# scripts/test.sh has what is compiled here kept; processes of tests read it, and leave no files in folders of tests.
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
 
 @pytest.fixture(scope="module")
 def warm_start() -> Iterator[None]:
@@ -98,6 +101,7 @@ def through_proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch):
     @contextlib.contextmanager
     def proxied(draw: Callable[[str, str], str]) -> Iterator[FaultyProxy]:
         with faulty_proxy(s3.port, draw) as proxy, monkeypatch.context() as changed:
+            proxy.delay_seconds = 0.05
             changed.setenv("AWS_ENDPOINT_URL", s3.environment(proxy.port)["AWS_ENDPOINT_URL"])
             yield proxy
 

@@ -63,6 +63,7 @@ def test_a_good_manifest_is_read():
     assert parse(sealed(GOOD), MANIFEST, 7, restore.REQUIRED) == GOOD
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.sampled_from(sorted(GOOD)), VALUES)
 def test_any_value_at_any_place_of_a_manifest(name, value):

@@ -52,6 +52,7 @@ def split_of(config: Config, name: str = "train") -> Split:
     return load_split(data_here(config), name)
 
 
+@pytest.mark.slow
 def test_records_at_random(records, tmp_path):
     there, here = (split_of(config(tmp_path, where, source="tfrecord", source_args=SPEC)) for where in (URL, records))
     assert there.size == here.size == 30 and there.contents() == here.contents()
@@ -60,6 +61,7 @@ def test_records_at_random(records, tmp_path):
     assert y.numpy().tolist() == [9, 0, 1, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shards", "files"), [(1, 0), (3, 0), (1, 16)])
 def test_records_from_front_to_back(records, tmp_path, shards, files):
     """files: that the cache may hold; it must hold those that are read and those that are brought meanwhile."""

@@ -175,6 +175,7 @@ def undisturbed_run(name, **options):
     return run(CASES[name][0], [], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name, options", RUNS)
 def test_killed_between_epochs(name, options, tmp_path, capsys):

@@ -75,6 +75,7 @@ def test_same_numbers_as_token_by_token(experts):
     assert (dropped.sum() > 0) == (experts.capacity <= 1)
 
 
+@pytest.mark.slow
 def test_dropped_tokens_are_a_metric_of_the_model_that_was_called_last():
     model = transformer(
         x_spec=tf.TensorSpec((8,), tf.int32), num_outputs=11, layers=2, width=8, heads=2, experts=4, capacity=0.5
@@ -118,8 +119,15 @@ def padded(outputs, y, w):
 
 
 @pytest.mark.slow
-def test_token_weights_leave_the_balance_loss_a_mean_over_sequences():
-    """Against a plain Keras gradient of the whole batch, at three ways to cut it."""
+@pytest.mark.parametrize(
+    "cut",
+    [
+        [{"accumulation": 4, "recompute": "block"}, {"strategy": "mesh", "zero": 3, "accumulation": 4}],
+        pytest.param([{"accumulation": 4}, {"accumulation": 2, "recompute": "block"}], marks=pytest.mark.thorough),
+    ],
+)
+def test_token_weights_leave_the_balance_loss_a_mean_over_sequences(cut):
+    """Against a plain Keras gradient of the whole batch, whole and at several ways to cut it."""
     config = Config().replace(
         strategy="one_device",
         steps=1,
@@ -134,12 +142,7 @@ def test_token_weights_leave_the_balance_loss_a_mean_over_sequences():
         accumulation=1,
     )
     found = []
-    for changes in (
-        {},
-        {"accumulation": 4},
-        {"accumulation": 2, "recompute": "block"},
-        {"strategy": "mesh", "zero": 3, "accumulation": 4},
-    ):
+    for changes in ({}, *cut):
         keras.backend.clear_session()
         job = build.compose(config.replace(**changes), build.start_runtime(config.replace(**changes), Cluster()))
         if not changes:

@@ -43,6 +43,7 @@ def bytes_there(cache: DataCache) -> int:
     return sum(copy.size for copy in copies(cache.folder.parent.parent))
 
 
+@pytest.mark.slow
 def test_objects_come_once_however_many_ask(s3, data, through_proxy, tmp_path):
     fetched, lock = Counter(), threading.Lock()
 
@@ -166,6 +167,7 @@ def test_those_ahead_come_meanwhile(data, tmp_path):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_of_many_faults_none_makes_a_half_object_believed(data, through_proxy, tmp_path, seed):
     chance = random.Random(seed)

@@ -73,6 +73,7 @@ def test_an_object_is_created_once(url):
     assert objects.text("a") == "one"
 
 
+@pytest.mark.slow
 def test_a_file_of_many_parts_arrives_whole(s3, tmp_path):
     content = random.Random(1).randbytes((1 << 20) * 70)  # two parts of 50 MB
     (tmp_path / "file").write_bytes(content)
@@ -117,6 +118,7 @@ def test_what_the_store_has_not_received_as_it_was_sent_is_sent_again(gcs, tmp_p
     assert ObjectStore(URL.replace("s3", "gs"), patience=10).piece("file", 0, len(content)) == content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_faults_that_pass_change_nothing(s3, through_proxy, tmp_path, seed):
     chance = random.Random(seed)
@@ -139,6 +141,7 @@ def test_faults_that_pass_change_nothing(s3, through_proxy, tmp_path, seed):
     assert set(os.listdir(tmp_path)) == {"file", "copy"}
 
 
+@pytest.mark.slow
 def test_what_will_not_pass_is_told_in_a_sentence(through_proxy, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="nowhere.*the bucket or folder is not there.*create it"), as_sentence():
         ObjectStore("s3://nowhere/run", patience=5).put_text("a", "")

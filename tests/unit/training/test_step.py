@@ -225,6 +225,7 @@ def test_excluded_variables_do_not_decay():
     np.testing.assert_array_equal(layer.get_weights()[1], bias)
 
 
+@pytest.mark.slow
 def test_what_is_skipped_leaves_nothing_and_is_not_shown():
     """Of four micro-batches one has a NaN: nothing of all four stays, and the loss that is shown is that of the other
     steps.
