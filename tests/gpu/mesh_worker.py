@@ -16,9 +16,8 @@ from pathlib import Path
 
 
 def main(out: Path, chosen: list[str]) -> None:
-    import keras
-
     from tests.gpu.combinations import of_step
+    from tests.parity import lean
     from tests.parity.mesh_worker import ROWS
     from tfdist import build
     from tfdist.config import Config
@@ -27,6 +26,7 @@ def main(out: Path, chosen: list[str]) -> None:
     from tfdist.runtime.mesh import Mesh
     from tfdist.runtime.mesh_runtime import MeshRuntime
 
+    lean.prepare()
     cluster = resolve_cluster(os.environ)
     base = Config().replace(
         steps=2, global_batch=12, accumulation=1, strategy="mesh", communication="ring", collective_timeout=120.0
@@ -35,7 +35,7 @@ def main(out: Path, chosen: list[str]) -> None:
     for name, row in ROWS.items():
         if row.workers != cluster.size or (chosen and name not in chosen):
             continue
-        keras.backend.clear_session(free_memory=False)
+        lean.next_model()
         config = base.replace(**row.job, **row.spread, mesh=row.mesh)
         runtime = MeshRuntime(Mesh.parse(row.mesh, cluster.size), cluster, world, 120.0)
         job = build.compose(config, runtime)
