@@ -5,16 +5,13 @@ A drawn job is run on several runtimes, so that its oracle is computed once, and
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from tests.fuzz import known, space
 from tests.fuzz.coverage import Coverage
 
-SEED, CANDIDATES = 12, 40
-AGAIN = 6  # other data for each graph: to trace one more costs as much as ten of them
-REFUSED = {"centered", "max_loss", "running_mean"}
+SEED, CANDIDATES = 15, 12
 STARTED = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2")  # of those on which a run can go on
 # Which runtimes see a job, in turn; of the same kinds of process groups, of which each costs a start.
 TURNS = (
@@ -45,33 +42,32 @@ def cases(count: int = 150) -> list[dict[str, Any]]:
 def _drawn(coverage: Coverage) -> Iterator[dict[str, Any]]:
     number = 0
     while True:
-        light = itertools.islice(_candidates(number), CANDIDATES)
-        yield from max(light, key=lambda cases: sum(coverage.rarity(case) for case in cases))
+        first, *others = TURNS[number % len(TURNS)]
+        candidates: list[dict[str, Any]] = []
+        draws = 0
+        while len(candidates) < CANDIDATES:
+            case = space.draw(SEED, number * 1000 + draws, [first])
+            draws += 1
+            if _light(case, BROKEN_OFF.get(number)) and not known.why(case):
+                candidates.append(case)
+        job = max(candidates, key=coverage.rarity)
+        yield job
+        yield from (case for case in space.elsewhere(job, others) if not known.why(case))
         number += 1
-
-
-def _candidates(number: int) -> Iterator[list[dict[str, Any]]]:
-    """Each a light job on the runtimes whose turn it is."""
-    first, *others = TURNS[number % len(TURNS)]
-    for draw in itertools.count(number * 1000):
-        # More data cost time to be drawn, and most jobs are not light.
-        if _light(space.draw(SEED, draw, [first], again=0), BROKEN_OFF.get(number)):
-            job = space.draw(SEED, draw, [first], AGAIN)
-            if "optimized" not in job and not known.why(job):
-                yield [job, *(case for case in space.elsewhere(job, others) if not known.why(case))]
 
 
 def _light(case: dict[str, Any], broken_off: str | None) -> bool:
     """Whether it is traced and computed fast, and stopped in between in the way that is wanted."""
     blocks = space.flat_blocks(case)
+    if "spectral" in blocks and "recompute" in case.get("options", {}):  # is refused, so it shows little
+        return False
     if (
-        REFUSED & set(blocks)
-        or "differs" in case["data"]
-        or "spectral" in blocks
-        and "recompute" in case.get("options", {})
+        len(blocks) > 2
+        or "lstm" in blocks
+        or "attention" in blocks
+        or case["model"]["inputs"] == "both"
+        or "optimized" in case
     ):
-        return False  # on most runtimes, or always; that shows little
-    if len(blocks) > 3 or "lstm" in blocks or "attention" in blocks or case["model"]["inputs"] == "both":
         return False
     if {"moved", "resumed"} & set(case) != ({broken_off} if broken_off else set()) or case.get(
         "moved", STARTED[0]
