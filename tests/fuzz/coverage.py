@@ -41,6 +41,7 @@ class Coverage:
             for name in ("pairs", "graphs"):
                 getattr(self, name).update({tuple(pair.split(" on ")): count for pair, count in told[name].items()})
         self.drawn, self.drawn_parts = Counter(self.graphs), Counter(self.pairs)
+        self._worth: dict[tuple[str, str], float] = {}  # of pairs whose counts have not changed since
 
     def write(self) -> None:
         if self.file:
@@ -51,8 +52,11 @@ class Coverage:
             self.file.write_text(json.dumps({"runtimes": dict(sorted(self.runtimes.items())), **told}, indent=0))
 
     def draw(self, case: Mapping[str, Any]) -> None:
-        self.drawn.update(pairs_of(case))
+        pairs = pairs_of(case)
+        self.drawn.update(pairs)
         self.drawn_parts.update(pair for part in space.parts(case) for pair in pairs_of(part))
+        for pair in pairs:
+            self._worth.pop(pair, None)
 
     def add(self, case: Mapping[str, Any]) -> None:
         """Of a case that was as its oracle, or refused as it should be."""
@@ -65,7 +69,12 @@ class Coverage:
         return self.rarity_of(pairs_of(case))
 
     def rarity_of(self, pairs: Iterable[tuple[str, str]]) -> float:
-        return sum(4.0 ** -self.drawn[pair] + (self.drawn_parts[pair] < LEAST) for pair in pairs)
+        worth, total = self._worth, 0.0
+        for pair in pairs:
+            if pair not in worth:
+                worth[pair] = 4.0 ** -self.drawn[pair] + (self.drawn_parts[pair] < LEAST)
+            total += worth[pair]
+        return total
 
     def missing(self, runtimes: Sequence[str], least: int = LEAST, drawn: bool = False) -> dict[tuple[str, str], int]:
         """Pairs that can be drawn but were compared less often than `least`; drawn: or chosen to be."""
@@ -93,11 +102,11 @@ def pairs_of(case: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 @cache
 def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
-    """All pairs that can be drawn, found by drawing."""
+    """All pairs that can be drawn, found by drawing; of more data for a graph no others come."""
     return frozenset(
         (feature, case["runtime"])
         for number in range(LOOKED_AT * len(runtimes))
-        for case in [space.draw(-1, number, runtimes)]
+        for case in [space.draw(-1, number, runtimes, again=0)]
         if not known.why(case)
         for feature in space.features(case)
     )

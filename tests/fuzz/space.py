@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from tests.fuzz import fit_space, mesh_space, models
@@ -47,6 +48,20 @@ MOVABLE = (
 )  # on which any run can go on
 
 
+class Chance(random.Random):
+    """Python's numbers, drawn with fewer calls: hundreds of thousands are."""
+
+    def choice(self, seq: Any) -> Any:
+        count = len(seq)
+        bits = count.bit_length()
+        while (number := self.getrandbits(bits)) >= count:
+            pass
+        return seq[number]
+
+    def randint(self, a: int, b: int) -> int:
+        return self.choice(range(a, b + 1))
+
+
 def group_of(runtime: str) -> tuple[str, int]:
     """(kind of process group, workers) in which a runtime lives."""
     return RUNTIMES[runtime][:2]
@@ -54,7 +69,7 @@ def group_of(runtime: str) -> tuple[str, int]:
 
 def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) -> dict[str, Any]:
     """Case `number` of a seed; always the same. again: other data for its graph, at most."""
-    chance = random.Random(f"{seed}/{number}")
+    chance = Chance(f"{seed}/{number}")
     runtime = runtimes[number % len(runtimes)]
     while True:
         case = _fit(chance, runtime) if runtime.startswith("fit") else _train(chance, runtime)
@@ -190,18 +205,18 @@ def _fit(chance: random.Random, runtime: str) -> dict[str, Any]:
     }
 
 
+@cache
+def _fitting(shape: str) -> tuple[list[str], list[float]]:
+    """(blocks that work on it, how often each is drawn)."""
+    fitting = [name for name, (shapes, _) in models.BLOCKS.items() if shape in shapes.split() and name != "block"]
+    often, seldom = ("batch_norm", "mean_loss", "sum_loss", "activity_loss"), ("running_mean", "centered", "dropout")
+    return fitting, [3 if name in often else 0.3 if name in (*seldom, "max_loss") else 1 for name in fitting]
+
+
 def draw_model(chance: random.Random) -> dict[str, Any]:
     inputs = chance.choice(["rows", "rows", "grid", "steps", "steps", "both"])
     shape = models.shape_of(inputs)
-    fitting = [name for name, (shapes, _) in models.BLOCKS.items() if shape in shapes.split() and name != "block"]
-    weights = [
-        3
-        if name in ("batch_norm", "mean_loss", "sum_loss", "activity_loss")
-        else 0.3
-        if name in ("running_mean", "centered", "dropout", "max_loss")
-        else 1
-        for name in fitting
-    ]
+    fitting, weights = _fitting(shape)
     blocks: list = chance.choices(fitting, weights, k=chance.randint(1, 3))
     if shape != "grid" and chance.random() < 0.15:
         blocks = [[block] for block in blocks]
