@@ -99,6 +99,7 @@ def through_proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch):
     def proxied(draw: Callable[[str, str], str]) -> Iterator[FaultyProxy]:
         with faulty_proxy(s3.port, draw) as proxy, monkeypatch.context() as changed:
             changed.setenv("AWS_ENDPOINT_URL", s3.environment(proxy.port)["AWS_ENDPOINT_URL"])
+            proxy.delay = 0.05
             yield proxy
 
     return proxied

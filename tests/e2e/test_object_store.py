@@ -23,6 +23,8 @@ from tfdist.artifacts.stored_snapshots import bring_for_reading
 from tfdist.control.run_address import working_folder
 from tfdist.storage.object_store import ObjectStore
 
+pytestmark = pytest.mark.slow
+
 URL = f"s3://{BUCKET}/runs/one"
 FLAGS = [*job.CLUSTERS, "--deterministic", "--steps=60", "--save_every=10", "--keep=2"]
 

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 FAULTS = ("drop", "drop_answer", "delay", "500", "503", "403", "truncate", "stale")
 _CODES = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
-_DELAY_SECONDS, _SILENCE_SECONDS = 0.3, 60.0
+_SILENCE_SECONDS = 60.0
 
 
 class FaultyProxy(ThreadingHTTPServer):
@@ -22,7 +22,7 @@ class FaultyProxy(ThreadingHTTPServer):
 
     draw: of a request's method and path, one of FAULTS, "silence", "flip" (a bit of what is sent) or "".
     bytes_per_second: of bodies, on each connection; 0: no limit. done: how often each fault was done. headers: path ->
-    their names, in small letters, of what was written there last.
+    their names, in small letters, of what was written there last. delay: seconds of that fault.
     """
 
     daemon_threads = True
@@ -30,6 +30,7 @@ class FaultyProxy(ThreadingHTTPServer):
     def __init__(self, port: int, draw: Callable[[str, str], str] = lambda method, path: ""):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behind, self.draw, self.bytes_per_second, self.done = port, draw, 0.0, Counter()
+        self.delay = 0.3
         self.headers: dict[str, set[str]] = {}
         self.listings: dict[str, tuple] = {}  # path -> an earlier answer
         self.port = self.server_address[1]
@@ -63,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(int(fault), [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else text)
             return
         if fault == "delay":
-            time.sleep(_DELAY_SECONDS)
+            time.sleep(self.server.delay)
         answer = self._forward(body)
         if "list-type" in self.path:
             earlier = self.server.listings.get(self.path)

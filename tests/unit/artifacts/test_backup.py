@@ -96,6 +96,7 @@ def test_interrupted_and_resumed(save_freq, deaths, undisturbed, tmp_path):
     assert BackupAndRestore(tmp_path).store.steps() == []  # deleted at the end
 
 
+@pytest.mark.slow
 def test_no_step_is_done_twice(undisturbed, tmp_path):
     done = []
     with pytest.raises(Killed):
@@ -111,6 +112,7 @@ def test_no_step_is_done_twice(undisturbed, tmp_path):
     ]  # two batches are passed over, without an update
 
 
+@pytest.mark.slow
 def test_several_steps_per_execution(tmp_path):
     model, _ = fit([], steps_per_execution=5)
     expected = state_of(model)
@@ -120,6 +122,7 @@ def test_several_steps_per_execution(tmp_path):
     assert same(model, expected)
 
 
+@pytest.mark.slow
 def test_a_damaged_backup_gives_way_to_the_one_before(undisturbed, tmp_path):
     with pytest.raises(Killed):
         fit([BackupAndRestore(tmp_path, save_freq=2, double_checkpoint=True), Counter([], die_after=8)])
@@ -130,6 +133,7 @@ def test_a_damaged_backup_gives_way_to_the_one_before(undisturbed, tmp_path):
     assert same(model, undisturbed[0])
 
 
+@pytest.mark.slow
 def test_kept_when_asked_and_written_by_the_chief_alone(tmp_path):
     fit(
         [
@@ -141,6 +145,7 @@ def test_kept_when_asked_and_written_by_the_chief_alone(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(tmp_path):
     fit([BackupAndRestore(tmp_path, delete_checkpoint=False)])
     with pytest.raises(CheckpointError, match="does not fit"):

@@ -172,6 +172,7 @@ def test_old_ones_are_removed_from_the_store_the_manifest_first(s3, through_prox
     assert removed[-4:][0] == "manifest.json", removed
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_is_written_anew_replaces_the_one_there(s3, tmp_path):
     send(local(tmp_path, "here"), 10)
     again = local(tmp_path, "again")
@@ -235,6 +236,7 @@ def test_a_disk_without_room_for_what_is_sent_is_told(s3, tmp_path, monkeypatch)
     assert sender(local(tmp_path, "there")).steps() == [10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_path, seed):
     """Each round writes a snapshot, sends it through faults, and reads on an empty machine through faults."""

@@ -79,6 +79,7 @@ def test_the_algorithm_at_work_is_found_over_several_numbers_of_members(at_work)
     assert all(other.error > 0.01 for other in others)
 
 
+@pytest.mark.slow
 def test_files_and_table(tmp_path):
     results = [
         present.Series("mesh", "TensorFlow, gRPC", made(name, 4, lambda size: 1e-4 + size / 2e9))

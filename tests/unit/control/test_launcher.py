@@ -312,6 +312,7 @@ def test_stopped_while_starting(tmp_path):
     assert run(made).code == ExitCode.PREEMPTED and not made.workers
 
 
+@pytest.mark.slow
 def test_twenty_workers(tmp_path):
     made, output = job(tmp_path, "print('\\n'.join(f'{rank} {line}' for line in range(50)))", workers=20)
     assert run(made).code == 0

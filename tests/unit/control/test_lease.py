@@ -55,6 +55,7 @@ def stranger(**changes):
     return replace(Owner.myself(""), host="node7", pid="31", machine="another boot", id="1", **changes)
 
 
+@pytest.mark.slow
 def test_a_second_job_is_refused_with_a_sentence_that_names_the_first(tmp_path, holder):
     for attempt in (lambda: Lease(tmp_path, "").take(), lambda: refuse_if_held(tmp_path)):
         with pytest.raises(ConfigError) as refused:

@@ -72,6 +72,7 @@ def test_random_resized_crop_zooms_in():
     assert 120 < (out[:, 0] > out[:, -1]).sum() < 280  # mirrored
 
 
+@pytest.mark.slow
 def test_a_sample_changes_from_epoch_to_epoch_but_not_with_the_number_of_replicas():
     split = array_split("images", (IMAGES[:6], LABELS[:6]))
 

@@ -57,6 +57,7 @@ def global_batches(
     return np.concatenate(in_order).reshape(steps, global_batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "global_batch", "accumulation", "numbers"), PLANS)
 def test_same_global_batches_and_every_sample_once_an_epoch_at_any_number_of_replicas(
     size, global_batch, accumulation, numbers
@@ -184,6 +185,7 @@ def test_evaluation_masks_weights_a_token():
     assert x.tolist() == [4, 0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("size", "global_batch", "accumulation"), [(23, 10, 3), (50, 12, 2)])
 def test_stream_has_the_same_global_batches_at_any_number_of_replicas(size, global_batch, accumulation, shuffle):
@@ -229,6 +231,7 @@ def test_stream_cut_by_shards():
     np.testing.assert_array_equal(np.concatenate([x for x, _, _ in resumed]), found[1][12:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cut", "replicas", "accumulation", "window"),
     [(2, 1, 1, 1024), (2, 3, 1, 8), (3, 1, 2, 8), (4, 2, 3, 1024), (2, 4, 1, 8)],
@@ -309,6 +312,7 @@ def test_streams_that_cannot_be_evaluated():
     assert input_pipeline.eval_dataset(of_unknown_length, batch=2, replica=0, replicas=1)[1] == 3
 
 
+@pytest.mark.slow
 def test_augmentation_sees_the_same_seeds_at_any_number_of_replicas():
     def draw(x, y, seeds):
         return tf.cast(x, tf.float32) + order.uniform(seeds, 0), y

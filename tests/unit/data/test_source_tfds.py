@@ -101,6 +101,7 @@ def rows(split) -> tuple[np.ndarray, np.ndarray]:
     return x[w == 1], y[w == 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["", ",memory_mb=0"])
 def test_samples_are_the_same_by_every_road(prepared, memory):
     kind, data_dir = prepared
@@ -116,6 +117,7 @@ def test_samples_are_the_same_by_every_road(prepared, memory):
         np.testing.assert_array_equal(y, np.arange(start, stop) % 4)
 
 
+@pytest.mark.slow
 def test_random_order_through_the_pipeline(prepared):
     kind, data_dir = prepared
     split = load(data_dir, source_args="name=tiny_images,memory_mb=0,x=id")
@@ -134,6 +136,7 @@ def test_random_order_through_the_pipeline(prepared):
     assert all((x % 4 == y).all() for parts in batches for x, y, _ in parts)
 
 
+@pytest.mark.slow
 def test_part_of_a_split(prepared):
     _, data_dir = prepared
     for memory in ("", ",memory_mb=0"):
@@ -143,6 +146,7 @@ def test_part_of_a_split(prepared):
         assert rows(load(data_dir, "eval", args))[0].tolist() == [12, 13, 14]
 
 
+@pytest.mark.slow
 def test_images_of_varying_size(prepared):
     kind, data_dir = prepared
     args = "name=tiny_photos,image_size=16,train=train[:6],eval=train[6:]"

@@ -209,6 +209,7 @@ def test_slow_index_is_kept_beside_the_files_until_they_change(folder, monkeypat
     assert load(folder).size == 34
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_stream_takes_every_record_once(folder, replicas):
     split = load(folder, source_args=SPEC + ",stream=True")

@@ -52,6 +52,7 @@ def split_of(config: Config, name: str = "train") -> Split:
     return load_split(data_here(config), name)
 
 
+@pytest.mark.slow
 def test_records_at_random(records, tmp_path):
     there, here = (split_of(config(tmp_path, where, source="tfrecord", source_args=SPEC)) for where in (URL, records))
     assert there.size == here.size == 30 and there.contents() == here.contents()
@@ -60,6 +61,7 @@ def test_records_at_random(records, tmp_path):
     assert y.numpy().tolist() == [9, 0, 1, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shards", "files"), [(1, 0), (3, 0), (1, 16)])
 def test_records_from_front_to_back(records, tmp_path, shards, files):
     """files: that the cache may hold; it must hold those that are read and those that are brought meanwhile."""
@@ -80,6 +82,7 @@ def _samples(split: Split, shard: int, shards: int):
         yield x.tobytes(), y.tobytes()
 
 
+@pytest.mark.slow
 def test_an_object_that_is_gone_ends_reading_with_a_sentence(s3, records, tmp_path):
     split = split_of(config(tmp_path, source="tfrecord", source_args=f"{SPEC},stream=True"))
     s3.remove("data/train-29.tfrecord")

@@ -106,6 +106,7 @@ def trained(folder, epochs, most=5, end_at=-1):
     return model.get_weights()
 
 
+@pytest.mark.slow
 def test_state_of_callbacks_under_private_names_and_in_variables_comes_back(tmp_path):
     whole = trained(tmp_path / "whole", 4)
     with pytest.raises(Ended):
@@ -114,6 +115,7 @@ def test_state_of_callbacks_under_private_names_and_in_variables_comes_back(tmp_
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_setting_of_a_callback_that_is_changed_counts(tmp_path):
     with pytest.raises(Ended):
         trained(tmp_path / "ended", 4, most=5, end_at=2)

@@ -51,6 +51,7 @@ def test_every_registered_model_is_covered_here():
     assert set(SMALL) | {"resnet50"} == set(MODELS)  # resnet50 is applications with a name, see test_images.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_logits_are_float32_and_finite_under_mixed_float16(name):
     keras.mixed_precision.set_dtype_policy("mixed_float16")

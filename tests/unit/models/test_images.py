@@ -46,6 +46,7 @@ def test_cnn_adapts_to_the_image(spec, last):
     assert model.output_shape == (None, 10)
 
 
+@pytest.mark.slow
 def test_cnn_learns_the_digits():
     datasets = pytest.importorskip("sklearn.datasets")
     keras.utils.set_random_seed(0)

@@ -87,6 +87,7 @@ def test_the_model_can_be_cut_between_blocks():
     assert all(path.startswith(("block_02", "block_03")) for path in middle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("half", "tolerance"), [("float16", 2e-3), ("bfloat16", 2e-2)])
 def test_every_matrix_product_is_in_the_policy_and_the_logits_in_float32(half, tolerance):
     tokens = np.arange(16).reshape(2, 8).astype(np.int32) % 11
@@ -129,6 +130,7 @@ def test_dropout_acts_in_training_only():
     assert not np.array_equal(model(tokens, training=True), model(tokens, training=True))
 
 
+@pytest.mark.slow
 def test_compiled_by_xla_gives_the_same_logits():
     model, tokens = build(), np.arange(16).reshape(2, 8).astype(np.int32) % 11
     compiled = tf.function(lambda x: model(x), jit_compile=True)

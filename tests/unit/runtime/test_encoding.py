@@ -55,6 +55,7 @@ def same(one, other):
     return one == other
 
 
+@pytest.mark.slow
 @given(VALUES)
 @settings(max_examples=300, deadline=None)
 def test_a_value_comes_back_as_it_was(value):

@@ -43,6 +43,7 @@ def bytes_there(cache: DataCache) -> int:
     return sum(copy.size for copy in copies(cache.folder.parent.parent))
 
 
+@pytest.mark.slow
 def test_objects_come_once_however_many_ask(s3, data, through_proxy, tmp_path):
     fetched, lock = Counter(), threading.Lock()
 

@@ -73,6 +73,7 @@ def test_an_object_is_created_once(url):
     assert objects.text("a") == "one"
 
 
+@pytest.mark.slow
 def test_a_file_of_many_parts_arrives_whole(s3, tmp_path):
     content = random.Random(1).randbytes((1 << 20) * 70)  # two parts of 50 MB
     (tmp_path / "file").write_bytes(content)
@@ -139,6 +140,7 @@ def test_faults_that_pass_change_nothing(s3, through_proxy, tmp_path, seed):
     assert set(os.listdir(tmp_path)) == {"file", "copy"}
 
 
+@pytest.mark.slow
 def test_what_will_not_pass_is_told_in_a_sentence(through_proxy, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="nowhere.*the bucket or folder is not there.*create it"), as_sentence():
         ObjectStore("s3://nowhere/run", patience=5).put_text("a", "")

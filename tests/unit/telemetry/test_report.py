@@ -126,6 +126,7 @@ def runs_phases(folder):
     return run.phases[1] | {"overlap": run.overlaps[1]["gradient_sync"]}
 
 
+@pytest.mark.slow
 def test_a_page_of_three_runs(tmp_path):
     runs = [
         write_run(tmp_path / name, history, flags, ranks)
@@ -200,6 +201,7 @@ def test_text(tmp_path, capsys):
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_page_is_in_the_run_folder_and_takes_the_place_of_no_other_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one, two = (write_run(tmp_path / name, TWO_KILLS) for name in ("one", "two"))

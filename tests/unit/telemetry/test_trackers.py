@@ -151,6 +151,7 @@ def mlflow_run(folder):
     }
 
 
+@pytest.mark.slow
 def test_mlflow_is_one_run_and_is_told_what_it_missed(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

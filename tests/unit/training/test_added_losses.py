@@ -166,6 +166,7 @@ def test_only_in_training_behind_dropout_and_batch_statistics():
     assert scales(model) == [SUM, MEAN]
 
 
+@pytest.mark.slow
 def test_what_is_random_is_judged_by_its_mean():
     assert scales(model_of(layers.Dense(5), Draws(ops.mean))) == [MEAN, MEAN]
     assert scales(model_of(layers.Dense(5), Draws(ops.sum))) == [MEAN, SUM]

@@ -27,6 +27,7 @@ BASE = Config().replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])
 def test_a_skipped_step_carries_nothing_on(kind):
     """As if it had not been: weights and errors are those of the same steps without it."""

@@ -101,6 +101,7 @@ def expected_weights(accumulation, clip_norm):
     return [variable.numpy() for variable in model.trainable_variables], norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(UPDATES))
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_variables_of_several_dtypes_are_trained_as_by_keras(name, accumulation):

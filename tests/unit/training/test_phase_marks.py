@@ -26,6 +26,7 @@ def slow_batches(size, seconds):
     return [iter(dataset.with_options(options))]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rewritten_graphs")
 @pytest.mark.parametrize(
     "options",
@@ -60,6 +61,7 @@ def test_of_every_row_of_calls_one_is_sampled():
     assert len({sampled[row : row + 4].index(True) for row in range(0, 16, 4)}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timed", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_phases_fill_the_call_and_find_the_slow_one(timed, accumulation):

@@ -51,6 +51,7 @@ def _float32_policy():
     keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rewritten_graphs")
 @pytest.mark.parametrize(
     "kind, precision", [("block", "float32"), ("attention", "float32"), ("block", "mixed_bfloat16")]
@@ -193,6 +194,7 @@ def early_and_late():
 X = tf.constant(np.random.default_rng(1).normal(size=[2, 4]), tf.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [several_outputs, masks, early_and_late])
 def test_all_that_crosses_a_cut_travels(make):
     keras.utils.set_random_seed(3)

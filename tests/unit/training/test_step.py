@@ -126,6 +126,7 @@ def test_any_n_is_one_trace():
     assert int(step.counter) == 10
 
 
+@pytest.mark.slow
 def test_float16_without_overflow_equals_keras_loss_scale_optimizer():
     step = make_step(precision="float16", growth_steps=3, optimizer="momentum")
     twin = keras.models.clone_model(step.model)
@@ -225,6 +226,7 @@ def test_excluded_variables_do_not_decay():
     np.testing.assert_array_equal(layer.get_weights()[1], bias)
 
 
+@pytest.mark.slow
 def test_what_is_skipped_leaves_nothing_and_is_not_shown():
     """Of four micro-batches one has a NaN: nothing of all four stays, and the loss that is shown is that of the other
     steps.

@@ -64,6 +64,7 @@ def call(step, function, *numbers):
     return step.result(tuple(tensor.numpy() for tensor in fetched))
 
 
+@pytest.mark.slow
 def test_every_row_lies_somewhere_once_and_servers_hold_about_the_same():
     shapes = [(1000, 64), (64,), (), (3, 3, 8, 16), (5, 1000), (64, 10), (2, 100_000)]
     pieces = place(shapes, 3, 4096)
@@ -84,6 +85,7 @@ def test_every_row_lies_somewhere_once_and_servers_hold_about_the_same():
     assert len(place(shapes, 3, 0)) == len(shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -127,6 +129,7 @@ def test_updates_are_those_of_one_device(flags):
             np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=0, atol=2e-6, err_msg=expected.path)
 
 
+@pytest.mark.slow
 def test_slices_add_up_to_the_batch():
     reference, job = make_job(optimizer="sgd", global_batch=25), make_job(optimizer="sgd", global_batch=25)
     reference.step(reference.iterators(0), 2)
@@ -157,6 +160,7 @@ class Aging(Parameters):
         return weights, states
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_too_stale_changes_nothing():
     job = make_job(optimizer="sgd")
     step = make_step(job, kind=Aging, max_staleness=2)
@@ -170,6 +174,7 @@ def test_a_gradient_that_is_too_stale_changes_nothing():
     assert call(step, step.update, 0, 0).applied and step.parameters.counter.numpy() == 4
 
 
+@pytest.mark.slow
 def test_staleness_divides_the_learning_rate():
     moves = []
     for scaling in (False, True):
@@ -183,6 +188,7 @@ def test_staleness_divides_the_learning_rate():
         np.testing.assert_allclose(scaled, plain / 4, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_changes_nothing():
     job = make_job(optimizer="sgd")
     plain = input_pipeline.batch_fetch(job.train_split, input_pipeline.Reading(seed=0, shuffle=True))
@@ -194,6 +200,7 @@ def test_what_is_not_finite_changes_nothing():
     assert all(np.array_equal(a, b) for a, b in zip(before, job.model.get_weights(), strict=True))
 
 
+@pytest.mark.slow
 def test_data_in_memory_is_part_of_the_function_and_python_is_refused():
     job = make_job()
     step = make_step(job)
