@@ -10,8 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 # Tests start several TensorFlow processes on few cores: without this their threads fight. No GPU: results are
 # compared bit for bit.
 export OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1 CUDA_VISIBLE_DEVICES= TF_CPP_MIN_LOG_LEVEL=2
-
-# What Python has compiled is kept: to compile the tests anew takes each of the processes three seconds.
+# Else each process compiles tfdist anew, and each of pytest's all tests (5 s of a core each).
 unset PYTHONDONTWRITEBYTECODE
 
 # Beside the tests; what they find is said at the end.

@@ -44,7 +44,6 @@ def undisturbed(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("real_start")
 def test_two_workers_learn_the_digits_and_leave_everything_behind(tmp_path):
     output = run(2, ["--flagfile=flags/digits_cnn.flags", f"--run_dir={tmp_path}"])
     summary = json.loads((tmp_path / "summary.json").read_text())

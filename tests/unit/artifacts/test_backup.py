@@ -133,6 +133,7 @@ def test_a_damaged_backup_gives_way_to_the_one_before(undisturbed, tmp_path):
     assert same(model, undisturbed[0])
 
 
+@pytest.mark.slow
 def test_kept_when_asked_and_written_by_the_chief_alone(tmp_path):
     fit(
         [

@@ -296,6 +296,7 @@ def test_an_item_of_another_shape_is_not_broadcast():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_start")
 def test_python_readers_work_under_op_determinism(tmp_path):
     # In a process of its own, since op determinism cannot be turned off again. It forbids stateful reads in parallel.
     program = """
@@ -311,7 +312,9 @@ dataset = train_dataset(split, reading, plan=BatchPlan(10, 1, 1), replica=0, con
 print(sum(int(tf.reduce_sum(x["i"])) for x, _, _ in dataset.take(2)))
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == str(sum(range(20))), done.stderr
 
 

@@ -82,6 +82,7 @@ def _samples(split: Split, shard: int, shards: int):
         yield x.tobytes(), y.tobytes()
 
 
+@pytest.mark.slow
 def test_an_object_that_is_gone_ends_reading_with_a_sentence(s3, records, tmp_path):
     split = split_of(config(tmp_path, source="tfrecord", source_args=f"{SPEC},stream=True"))
     s3.remove("data/train-29.tfrecord")

@@ -14,6 +14,8 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import joining
 from tfdist.keras_fit.local_gpus import started_again
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 SCRIPT = """
 import os, sys
 import tfdist

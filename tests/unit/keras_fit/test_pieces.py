@@ -139,6 +139,7 @@ def test_a_backup_file_gives_back_what_was_written_and_executes_nothing(tmp_path
     assert not executed
 
 
+@pytest.mark.slow
 def test_own_rows_only_where_sums_are_right(monkeypatch):
     monkeypatch.setattr(own_rows, "LARGEST", -1)
 

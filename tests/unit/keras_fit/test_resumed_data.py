@@ -153,15 +153,17 @@ def run(arguments, callbacks, seed=7, steps_per_execution=1, initial_epoch=0):
     keras.backend.clear_session()
     if seed is not None:
         keras.utils.set_random_seed(seed)
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    eagerly = steps_per_execution == 1  # quick; few operations in a step
+    layer = keras.layers.Dense(1, use_bias=not eagerly, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,)), layer])
     model.compile(
-        keras.optimizers.Adam(0.1),
+        keras.optimizers.SGD(0.01, momentum=0.5) if eagerly else keras.optimizers.Adam(0.1),
         "mse",
         metrics=["mae"],
         steps_per_execution=steps_per_execution,
         jit_compile=False,
-        run_eagerly=steps_per_execution == 1,
-    )  # quick
+        run_eagerly=eagerly,
+    )
     seen = []
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["mae"]))
     history = model.fit(

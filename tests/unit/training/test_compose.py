@@ -91,7 +91,7 @@ def test_a_mesh_of_one_worker_with_everything_that_needs_no_other():
         {"compression": "powersgd"},
     ):
         keras.backend.clear_session()
-        config = BASE.replace(**changes)
+        config = BASE.replace(model_args="layers=1,width=8,heads=2", **changes)
         job = build.compose(config, build.start_runtime(config, Cluster()))
         output = job.step(job.iterators(0), 2)
         losses.append((output.means["loss"], job.evaluator()()["loss"]))

@@ -126,6 +126,7 @@ def test_any_n_is_one_trace():
     assert int(step.counter) == 10
 
 
+@pytest.mark.slow
 def test_float16_without_overflow_equals_keras_loss_scale_optimizer():
     step = make_step(precision="float16", growth_steps=3, optimizer="momentum")
     twin = keras.models.clone_model(step.model)

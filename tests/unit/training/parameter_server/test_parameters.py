@@ -64,6 +64,7 @@ def call(step, function, *numbers):
     return step.result(tuple(tensor.numpy() for tensor in fetched))
 
 
+@pytest.mark.slow
 def test_every_row_lies_somewhere_once_and_servers_hold_about_the_same():
     shapes = [(1000, 64), (64,), (), (3, 3, 8, 16), (5, 1000), (64, 10), (2, 100_000)]
     pieces = place(shapes, 3, 4096)
@@ -187,6 +188,7 @@ def test_staleness_divides_the_learning_rate():
         np.testing.assert_allclose(scaled, plain / 4, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_changes_nothing():
     job = make_job(optimizer="sgd")
     plain = input_pipeline.batch_fetch(job.train_split, input_pipeline.Reading(seed=0, shuffle=True))
