@@ -13,7 +13,6 @@ import contextlib
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Self
 
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.run_folder import is_evaluators
-from tfdist.artifacts.sender import Sender
+from tfdist.artifacts.sender import Sender, sent_within
 from tfdist.artifacts.status import STATUS_FILE, parse_status, read_status
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.stored_parts import PARTS
@@ -31,6 +30,8 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.lease_owner import end_process
 from tfdist.control.run_address import is_url
+from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
+from tfdist.storage.in_threads import for_at_most
 from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence
@@ -38,9 +39,6 @@ from tfdist.storage.store_lease import FILE as LEASE
 from tfdist.storage.store_lease import FollowedLease, StoreLease
 
 _AFTER_AN_ERROR_SECONDS = 10.0  # what can be sent then
-_SAID_AGAIN_SECONDS = 600.0  # a trouble that lasts
-_PROGRESS_SECONDS = 10.0
-_SILENT_SECONDS = 60.0  # for which an operation may go on until the user is told
 _GIVE_BACK_SECONDS = 5.0
 _OF_A_RANK = re.compile(r"^logs/(?:rank|worker)-(\d+)\D")
 _SET_ASIDE = "set-aside-"
@@ -73,7 +71,7 @@ class StoredRun:
         self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._told, allowed)
         self._senders: list[Sender] = []  # of snapshots, and of parts of them
         self._trouble: StoreError | None = None
-        self._said: float | None = None  # when the user was told of a trouble that lasts
+        self._alarm = StoreAlarm()
 
     def __enter__(self) -> Self:
         if self._lease:
@@ -164,12 +162,8 @@ class StoredRun:
 
     def messages(self) -> Iterator[str]:
         """A sentence when the store cannot be used, and again while that lasts."""
-        trouble = self._trouble or self._sending_trouble() or self.objects.waiting(_SILENT_SECONDS)
-        if trouble is None:
-            self._said = None
-        elif self._said is None or time.monotonic() - self._said > _SAID_AGAIN_SECONDS:
-            self._said = time.monotonic()
-            yield f"NOT SENT: {trouble}. Training goes on; what is missing in the store is sent later."
+        trouble = self._trouble or self._sending_trouble() or self.objects.waiting(SILENT_SECONDS)
+        yield from self._alarm.messages(trouble)
 
     def _sending_trouble(self) -> StoreError | None:
         return next(filter(None, (sender.trouble() for sender in self._senders)), None)
@@ -184,10 +178,10 @@ class StoredRun:
             missing[:] = [self._send_the_rest(patience)]
 
         # A store that is silent holds a thread up, and nobody else.
-        _for_at_most(patience + _GIVE_BACK_SECONDS, send)
+        for_at_most(patience + _GIVE_BACK_SECONDS, send)
         if self._lease:
             self.objects.patience = _GIVE_BACK_SECONDS
-            _for_at_most(2 * _GIVE_BACK_SECONDS, self._lease.give_back)
+            for_at_most(2 * _GIVE_BACK_SECONDS, self._lease.give_back)
         if missing[0] and error is None:
             raise CheckpointError(
                 f"Not all of the run could be sent: {missing[0]}. It is in the working copy {self.folder}: start again"
@@ -198,12 +192,7 @@ class StoredRun:
         """Returns what is missing, or ""."""
         deadline, unsent = time.monotonic() + seconds, []
         for sender in self._senders:
-            while left := sender.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):
-                if time.monotonic() >= deadline or not sender.is_at_work():
-                    break
-                steps = ", ".join(map(str, left))
-                print(f"tfdist: sending the snapshots of steps {steps} to {self.objects.url} ...", file=sys.stderr)
-            unsent += left
+            unsent += sent_within(sender, self.objects.url, deadline)
         for sender in self._senders:
             sender.end()
         self.objects.patience = max(deadline - time.monotonic(), 1.0)
@@ -213,10 +202,3 @@ class StoredRun:
             return str(error)
         steps = ", ".join(map(str, sorted(set(unsent))))
         return f"the snapshots of steps {steps} ({self._sending_trouble() or 'it takes too long'})" if unsent else ""
-
-
-def _for_at_most(seconds: float, deed: Callable[[], None]) -> None:
-    """Does something in a thread, which is left alone after some time."""
-    thread = threading.Thread(target=deed, name="tfdist-store-end", daemon=True)
-    thread.start()
-    thread.join(seconds)

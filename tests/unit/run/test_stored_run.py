@@ -129,7 +129,7 @@ def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_pa
 
 def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(through_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
-    monkeypatch.setattr("tfdist.run.stored_run._SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("tfdist.run.stored_run.SILENT_SECONDS", 0.5)
     monkeypatch.setattr("tfdist.run.stored_run._GIVE_BACK_SECONDS", 1.0)
     silent = []
     with through_proxy(lambda method, path: "silence" if silent else ""):
