@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from tests.e2e import job
-from tests.e2e.test_object_store import FLAGS, arrays, environment, pace, same  # noqa: F401 - a fixture
+from tests.e2e.test_object_store import FLAGS, arrays, environment, pace, same  # noqa: F401
 from tests.stores.s3_server import BUCKET
 
 BACKUP = "backups/one"

@@ -67,6 +67,7 @@ class StoredBackup:
             return []
         with as_sentence("backup_dir"):
             self._lease.take()
+            self._objects.allowed = self._lease.confirm
             self._held.callback(self._give_back)
             self._store.clean()
             self._forget_other_runs()

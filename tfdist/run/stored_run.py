@@ -77,6 +77,7 @@ class StoredRun:
         if self._lease:
             with as_sentence():
                 self._lease.take()
+            self.objects.allowed = self._lease.confirm
             try:
                 with as_sentence():
                     self._adopt()
@@ -143,7 +144,9 @@ class StoredRun:
 
     def follow(self, lease_id: str) -> Callable[[], None]:
         """What a worker calls before it writes anything in the store that is not its log."""
-        return self._lease.confirm if self._lease else FollowedLease(self.objects, lease_id, end_process).confirm
+        if not self._lease:
+            self.objects.allowed = FollowedLease(self.objects, lease_id, end_process).confirm
+        return self.objects.allowed
 
     def sends_parts(self, *senders: Sender | None) -> None:
         """This worker's part of each snapshot; on the chief what makes snapshots of them, too."""
