@@ -18,8 +18,10 @@ from pathlib import Path
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.manifest import MANIFEST
 from tfdist.artifacts.sender import sent_within
+from tfdist.artifacts.status import STATUS_FILE
 from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
 from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import job_identity
 from tfdist.control.lease_owner import end_process
 from tfdist.control.resolvers import resolve_cluster
@@ -68,11 +70,16 @@ class StoredBackup:
         with as_sentence("backup_dir"):
             self._lease.take()
             self._objects.allowed = self._lease.confirm
-            self._held.callback(self._give_back)
-            self._store.clean()
-            self._forget_other_runs()
-            messages = self._shelf.bring_newest()
-            self._shelf.start()
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(self._give_back)
+                # The snapshots of a run are not to be removed as old backups.
+                if self._objects.text(STATUS_FILE) is not None:
+                    raise ConfigError(f"--backup_dir={self._url} holds a run: name a place of its own for the backup.")
+                self._store.clean()
+                self._forget_other_runs()
+                messages = self._shelf.bring_newest()
+                self._shelf.start()
+                self._held = on_failure.pop_all()
         self._begun = True
         return messages
 

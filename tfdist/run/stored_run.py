@@ -27,7 +27,7 @@ from tfdist.artifacts.stored_parts import PARTS
 from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import end_process
 from tfdist.control.run_address import is_url
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
@@ -42,6 +42,8 @@ _AFTER_AN_ERROR_SECONDS = 10.0  # what can be sent then
 _GIVE_BACK_SECONDS = 5.0
 _OF_A_RANK = re.compile(r"^logs/(?:rank|worker)-(\d+)\D")
 _SET_ASIDE = "set-aside-"
+# What there may be before the first status: an evaluator's, snapshots that a user has put there.
+_WITHOUT_STATUS = ("logs/", "tensorboard/", "faults/", f"{FOLDER}/")
 
 
 @contextlib.contextmanager
@@ -89,8 +91,10 @@ class StoredRun:
 
     def _adopt(self) -> None:
         """The store decides which run this is: what is here of another one is set aside."""
-        here = read_status(self.folder).get("run_id")
-        there = parse_status(self.objects.text(STATUS_FILE) or "").get("run_id")
+        here, status = read_status(self.folder).get("run_id"), self.objects.text(STATUS_FILE)
+        if status is None:
+            self._must_hold_nothing_else()
+        there = parse_status(status or "").get("run_id")
         if here and here != there:
             aside = self.folder / f"{_SET_ASIDE}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
             aside.mkdir()
@@ -105,6 +109,15 @@ class StoredRun:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _must_hold_nothing_else(self) -> None:
+        """All that lies below the URL of a run is brought, and some of it replaced. Raises ConfigError, StoreError."""
+        for name in self.objects.names():
+            if name != LEASE and not name.startswith(_WITHOUT_STATUS):
+                raise ConfigError(
+                    f"--run_dir={self.objects.url} holds {name}, which is of no run: choose a place that is empty,"
+                    " or in which a run lies."
+                )
 
     def bring_own(self) -> None:
         """The logs that this worker has written on another machine, before it goes on with them. Raises TfdistError."""

@@ -111,9 +111,11 @@ def test_of_what_the_cache_holds_only_this_runs_counts(s3, tmp_path):
     ended(other)
 
 
-def test_what_was_not_sent_is_gone_on_with_on_the_same_machine(s3, tmp_path, through_proxy, capsys):
+@pytest.mark.parametrize("fault", ["500", "403"])
+def test_what_was_not_sent_is_gone_on_with_on_the_same_machine(s3, tmp_path, through_proxy, capsys, fault):
+    """The store is away, or has become one that may only be read."""
     away = []
-    with through_proxy(lambda method, path: "500" if away else ""):
+    with through_proxy(lambda method, path: fault if away and (fault == "500" or method != "GET") else ""):
         first, *_ = opened(tmp_path, store_timeout=0.5)
         backed_up(first, 2)
         away.append(True)
@@ -151,6 +153,15 @@ def test_a_second_job_is_refused(s3, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=f"--backup_dir={URL} is in use by another job"):
         opened(tmp_path, "there")
     ended(first)
+
+
+def test_the_snapshots_of_a_run_are_no_backups(s3, tmp_path):
+    kept = [f"{BACKUP}/checkpoints/step-00000004/manifest.json", f"{BACKUP}/status.json"]
+    for name in kept:
+        s3.change(name, b"{}")
+    with pytest.raises(ConfigError, match=f"--backup_dir={URL} holds a run"):
+        opened(tmp_path)
+    assert [name for name in s3.names() if "lease" not in name] == kept
 
 
 def test_a_cache_that_cannot_be_written(s3, tmp_path):

@@ -90,6 +90,14 @@ def test_a_working_copy_of_another_run_is_set_aside(s3, tmp_path, capsys, there)
     assert not any("set-aside" in name for name in s3.names())
 
 
+@pytest.mark.parametrize("name", ["train-00.tfrecord", "one/status.json", "flags.txt"])
+def test_a_place_that_holds_something_else_is_refused(s3, tmp_path, name):
+    s3.change(f"runs/one/{name}", b"anything")
+    with pytest.raises(ConfigError, match=f"--run_dir={URL} holds {name}, which is of no run"), stored(tmp_path / "a"):
+        pass
+    assert s3.names() == [f"runs/one/{name}"] and not (tmp_path / "a" / name).exists()
+
+
 def test_a_working_copy_of_the_same_run_is_gone_on_with(s3, tmp_path, capsys):
     for _ in range(2):
         with stored(tmp_path / "here") as run:

@@ -175,6 +175,10 @@ def test_a_missing_package_is_named():
         ("s3://bucket/a/../b", "may not be in the URL"),
         ("s3://bucket/run?version=1", "may not be in the URL"),
         ("s3://bucket/a b", "may not be in the URL"),
+        ("s3://bucket/a::file://b", "may not be in the URL"),
+        ("s3://bucket/a::b", "may not be in the URL"),
+        ("s3://bucket/a\x00", "may not be in the URL"),
+        ("s3://bucket/\udcff", "may not be in the URL"),
     ],
 )
 def test_urls_that_name_no_place_are_refused(url, sentence):
