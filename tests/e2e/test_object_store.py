@@ -253,14 +253,14 @@ def test_mistakes_get_their_sentence(s3, tmp_path):
         assert ended.returncode == code and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
         return ended.stderr
 
-    cache = f"--cache_dir={tmp_path / 'cache'}"
+    cache, run = f"--cache_dir={tmp_path / 'cache'}", f"--run_dir={tmp_path / 'run'}"
     assert "s3://nowhere/run" in (sentence := said("--run_dir=s3://nowhere/run", cache)) and "not there" in sentence
     none = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_SHARED_CREDENTIALS_FILE": "/none"}
     assert "no credentials were found" in said(f"--run_dir={URL}", cache, **none)
     assert "--run_dir=ftp://host/run" in said("--run_dir=ftp://host/run")
     assert "needs the Python package adlfs" in said("--run_dir=abfs://bucket/run", cache, code=10)
-    assert f"--backup_dir={URL}" in said(f"--backup_dir={URL}")
-    records = ["--source=tfrecord", f"--source_args={SPEC}", cache, f"--run_dir={tmp_path / 'run'}"]
+    assert "--backup_dir: s3://nowhere/backup" in said("--backup_dir=s3://nowhere/backup", cache, run)
+    records = ["--source=tfrecord", f"--source_args={SPEC}", cache, run]
     assert "--data_dir: s3://nowhere/data" in said(*records, "--data_dir=s3://nowhere/data")
     assert "has no file *train* for train" in said(*records, "--data_dir=s3://bucket/none", code=4)
     file = tmp_path / "file"

@@ -106,7 +106,7 @@ def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
     return frozenset(
         (feature, case["runtime"])
         for number in range(LOOKED_AT * len(runtimes))
-        for case in [space.draw(-1, number, runtimes, again=0)]
+        for case in [space.draw_stored(-1, number, runtimes, again=0)]
         if not known.why(case)
         for feature in space.features(case)
     )
@@ -155,7 +155,7 @@ class _Candidates:
 
     def best(self, coverage: Coverage, rarest: bool) -> dict[str, Any]:
         for _ in range(NEW if self._cases else CANDIDATES):
-            case = space.draw(self._seed, self._drawn, [self._runtime], self._again)
+            case = space.draw_stored(self._seed, self._drawn, [self._runtime], self._again)
             self._drawn += 1
             # Where one of the runtimes can go on with a run no other processes are started for that.
             elsewhere = self._there and case.get("moved", "") not in {"", *self._there}

@@ -138,6 +138,13 @@ FAULTS: dict[str, Fault] = {
         "mirrored:2",
         "one variable that differs between replicas is not noticed",
     ),
+    "stored_parts": Fault(
+        "artifacts/ranges.py",
+        "for step in reversed(self._shelf.steps()):",
+        "for step in self._shelf.steps():",
+        "mesh:2",
+        "of divided state in an object store the oldest snapshot is restored, not the newest",
+    ),
     "mask": Fault(
         "training/objectives.py",
         "    if w.shape.rank == losses.shape.rank:\n        return w",

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tests.fuzz import fit_case
+from tests.fuzz import fit_case, stores
 from tests.fuzz.snapshots import shared
 
 
@@ -32,11 +32,12 @@ class KilledBefore(keras.callbacks.Callback):
 
 def run(case: Mapping[str, Any], functions: Any, runtime: Any) -> dict[str, Any]:
     """The arrays of the resumed run; a problem if they are not bit for bit those of the undisturbed one."""
-    folder = shared(runtime, tempfile.mkdtemp(prefix="tfdist-fuzz-"))
+    place = stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-")
+    place = shared(runtime, place)
     [whole] = fit_case.run(case, functions)
 
     def program(killed: int) -> dict[str, np.ndarray]:
-        callbacks = [KilledBefore(killed), keras.callbacks.BackupAndRestore(folder)]
+        callbacks = [KilledBefore(killed), keras.callbacks.BackupAndRestore(place)]
         [found] = fit_case.run(case, functions, more=callbacks)
         return found
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.job import ENVIRONMENT
-from tests.fuzz import refusals
+from tests.fuzz import refusals, stores
 from tests.fuzz.space import group_of
 from tests.fuzz.worker import KEY
 from tfdist.control.local_job import LocalJob
@@ -143,7 +143,7 @@ class Pool:
         with self._locks[key]:
             self.start([case["runtime"]])
             group = self._groups[key] = self._groups.pop(key)
-            answers = group.run(case)
+            answers = group.run(stores.reachable(case))
             failed = sum("failed" in answer for answer in answers)
             # Where all failed alike, none waits for another.
             unfit = any("gone" in answer for answer in answers) or 0 < failed < len(answers)

@@ -2,41 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tfdist.control.cluster import Cluster
+from tfdist.control.run_address import is_url
 
-def recovery_of(job, folder: str):
-    """What saves and restores the state of a job below `folder`."""
+
+@contextlib.contextmanager
+def recovery_of(job, place: str) -> Iterator[Any]:
+    """What saves and restores the state of a job: below a folder, or in an object store. Of that each rank has a
+    working copy of its own, which is empty at first: as if each were on another machine, and on another one each time.
+    """
+    from tfdist.config.run_options import RunConfig
     from tfdist.control.faults import Faults
     from tfdist.run.recovery import Recovery
+    from tfdist.run.stored_run import stored_run
     from tfdist.telemetry.timer import Clock
 
-    return Recovery(job, Path(folder), Clock(), Faults({}, Path(folder) / "faults"))
+    with contextlib.ExitStack() as held:
+        folder = Path(place)
+        if is_url(place):
+            copy = tempfile.TemporaryDirectory(prefix="tfdist-fuzz-", ignore_cleanup_errors=True)
+            folder = Path(held.enter_context(copy))
+        options = RunConfig(run_dir=place, store_timeout=60.0)
+        stored = held.enter_context(stored_run(options, folder, _cluster(job.runtime), job="fuzz"))
+        yield Recovery(job, folder, Clock(), Faults({}, folder / "faults"), stored=stored)
 
 
-def shared(runtime, folder: str) -> str:
-    """The chief's folder, on all ranks."""
-    return runtime.broadcast([np.frombuffer(folder.encode().ljust(200), np.uint8)])[0].tobytes().decode().strip()
+def _cluster(runtime) -> Cluster:
+    """In which no two ranks see a common folder."""
+    addresses = [f"127.0.0.{rank + 1}:1" for rank in range(runtime.size)]
+    return Cluster.of_workers(addresses, runtime.rank) if runtime.size > 1 else Cluster()
 
 
-def save(job, folder: str, step: int) -> None:
-    """A snapshot, written when this returns on all ranks. Raises AssertionError if it could not be."""
-    recovery = recovery_of(job, folder)
-    recovery.save(step)
-    failure = recovery.files.finish()
-    assert not failure, failure
+def shared(runtime, place: str) -> str:
+    """The chief's folder or URL, on all ranks."""
+    return runtime.broadcast([np.frombuffer(place.encode().ljust(200), np.uint8)])[0].tobytes().decode().strip()
+
+
+@contextlib.contextmanager
+def saving(job, place: str) -> Iterator[Callable[[int], None]]:
+    """A function that saves a snapshot. They are written, or sent, when this ends on all ranks; in a store there is one
+    of the beginning, too. Raises AssertionError if one could not be written.
+    """
+    with recovery_of(job, place) as recovery:
+        recovery.run_id = "fuzz"
+
+        def save(step: int) -> None:
+            recovery.save(step)
+            failure = recovery.files.finish()
+            assert not failure, failure
+
+        if is_url(place):
+            recovery.restore()  # there is nothing, but from now on snapshots are sent
+            save(0)
+        yield save
     job.runtime.barrier()
 
 
-def restore(job, folder: str) -> list:
-    """The iterators of a job that goes on from the newest snapshot."""
-    recovery = recovery_of(job, folder)
-    _, step = recovery.restore()
-    assert step, f"nothing to resume from in {folder}"
+def restore(job, place: str, expected: int) -> list:
+    """The iterators of a job that goes on from the newest snapshot, which is of the step that is expected."""
+    with recovery_of(job, place) as recovery:
+        _, step = recovery.restore()
+        assert step == expected, f"resumed from step {step} of {place}, not from {expected}"
     return job.iterators(recovery.position(step))
 
 

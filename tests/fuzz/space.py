@@ -77,6 +77,15 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
             return _with_again(chance, case, again) | ({"optimized": True} if chance.random() < 0.15 else {})
 
 
+def draw_stored(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) -> dict[str, Any]:
+    """The same, but that every other case which is stopped and gone on with keeps its snapshots, or the backup of its
+    fit, in an object store ("stored"): drawn apart, so that all else of a case is as without it.
+    """
+    case = draw(seed, number, runtimes, again)
+    stored = {**case, "stored": True}
+    return stored if random.Random(f"{seed}/{number}/stored").random() < 0.5 and not conflicts(stored) else case
+
+
 def parts(case: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The case with each of its data alone. Only the first is evaluated, which is to trace another graph."""
     alone = {name: value for name, value in case.items() if name != "again"}
@@ -286,6 +295,8 @@ def flat_blocks(case: Mapping[str, Any]) -> list[str]:
 
 def conflicts(case: Mapping[str, Any]) -> str:
     """Why a case cannot be compared, or is not allowed; "" if it can."""
+    if "stored" in case and "resumed" not in case and "backup" not in case.get("fit", {}):
+        return "nothing goes on from what is stored"
     if case["kind"] == "fit":
         return fit_space.conflicts(case, flat_blocks(case))
     options, data, blocks, runtime = case["options"], case["data"], flat_blocks(case), case["runtime"]
@@ -391,6 +402,7 @@ def features(case: Mapping[str, Any]) -> list[str]:
             f"weights:{data['weights']}",
         ]
     found += ["option:graph_optimized"] if case.get("optimized") else []
+    found += ["option:stored"] if case.get("stored") else []
     found += fit_space.features(case) if case["kind"] == "fit" else _train_features(case)
     return sorted(set(found))
 

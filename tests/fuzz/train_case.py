@@ -1,12 +1,13 @@
 """A case of tfdist.train in a worker process: composed as the command composes it, trained, evaluated, collected.
 
-case["phase"] says which part of it: nothing for all; {"save": folder} for the first call and a snapshot, {"load":
-folder} for the rest from there, perhaps on another runtime. With case["resumed"] the whole is done without a break and
-with one, and both must be the same bit for bit.
+case["phase"] says which part of it: nothing for all; {"save": place} for the first call and a snapshot, {"load":
+place} for the rest from there, perhaps on another runtime. With case["resumed"] the whole is done without a break and
+with one, and both must be the same bit for bit; with case["stored"] the snapshot goes through an object store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import data, given, keras_settings, snapshots, space
+from tests.fuzz import data, given, keras_settings, snapshots, space, stores
 from tests.fuzz.oracle import is_number, once
 
 
@@ -50,9 +51,10 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     if not case.get("resumed"):
         return {"parts": _parts(case, runtime, case.get("phase", {}))}
     [whole] = _parts(case, runtime, {})
-    folder = snapshots.shared(runtime, tempfile.mkdtemp(prefix="tfdist-fuzz-"))
-    _parts(case, runtime, {"save": folder})
-    [again] = _parts(case, runtime, {"load": folder})
+    place = stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-")
+    place = snapshots.shared(runtime, place)
+    _parts(case, runtime, {"save": place})
+    [again] = _parts(case, runtime, {"load": place})
     different = snapshots.unlike(whole["state"], again["state"])
     problem = (
         [
@@ -102,12 +104,13 @@ def _splits(config, runtime: Any) -> list:
 def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> dict[str, Any]:
     from tfdist.runtime.weight_check import check_weights
 
-    iterators = snapshots.restore(job, phase["load"]) if "load" in phase else job.iterators(0)
+    iterators = snapshots.restore(job, phase["load"], case["calls"][0]) if "load" in phase else job.iterators(0)
     first = 1 if "load" in phase else 0
     calls = case["calls"][first : 1 if "save" in phase else None]
-    outputs = [job.step(iterators, count) for count in calls]
-    if "save" in phase:
-        snapshots.save(job, phase["save"], calls[0])
+    with snapshots.saving(job, phase["save"]) if "save" in phase else contextlib.nullcontext() as save:
+        outputs = [job.step(iterators, count) for count in calls]
+        if save:
+            save(calls[0])
     check_weights(job.runtime, state.held(), "at the end")
     found = {f"loss/{call}": np.array(output.means["loss"]) for call, output in enumerate(outputs, first)}
     found |= {f"norm/{call}": np.array(output.gradient_norm) for call, output in enumerate(outputs, first)}

@@ -247,7 +247,7 @@ WRONG_TEXTS: dict[str, tuple[str, ...]] = {
         "ftp://host/run",
         "http://x/y?z",
     ),
-    "backup_dir": ("mine.py", "/proc/backup", "run/checkpoints/../../mine.py/x", "a" * 300, "s3://bucket/backup"),
+    "backup_dir": ("mine.py", "/proc/backup", "run/checkpoints/../../mine.py/x", "a" * 300, "s3://bucket"),
     "cache_dir": ("s3://bucket/cache",),
     "job_token_file": ("nowhere", "mine.py", ".", "/dev/null", "/proc/self/mem"),
     "strategy": ("multiworker", "MIRRORED", "mirrored", "tpu", "", "multi_worker,mesh", "ps", "mesh ", "horovod"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from tfdist.storage.store_errors import StoreError
 
 _LOOK_SECONDS = 0.5
+_PROGRESS_SECONDS = 10.0
 
 
 class Sender:
@@ -40,9 +42,11 @@ class Sender:
             time.sleep(_LOOK_SECONDS / 10)
         return self.unsent()
 
-    def end(self) -> None:
-        """Sends no more."""
+    def end(self, seconds: float = 0.0) -> None:
+        """Sends no more; waits at most so long for what is being sent."""
         self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
 
     def _keep(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
@@ -54,3 +58,15 @@ class Sender:
                 self._trouble = error
             except OSError as error:  # of the disk here
                 self._trouble = StoreError(f"a snapshot cannot be read ({error.strerror}: {error.filename})")
+
+
+def sent_within(sender: Sender, place: str, deadline: float) -> list[int]:
+    """Waits until all is sent to `place`, and says what is on its way; until the deadline, of time.monotonic(). Returns
+    the steps that are not sent.
+    """
+    while left := sender.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):
+        if time.monotonic() >= deadline or not sender.is_at_work():
+            break
+        steps = ", ".join(map(str, left))
+        print(f"tfdist: sending the snapshots of steps {steps} to {place} ...", file=sys.stderr)
+    return left

@@ -84,6 +84,10 @@ class StoredSnapshots:
         """Of the snapshots in the store, whole by their names, the oldest first. Raises StoreError."""
         return sorted(step for step, files in self._inventory().items() if MANIFEST in files)
 
+    def all_steps(self) -> list[int]:
+        """Of those in the store, whole or not. Raises StoreError."""
+        return sorted(self._inventory())
+
     def bring_newest(self) -> list[str]:
         """Brings the newest whole snapshot, if the working copy has none that is as new. Returns why others were passed
         over. Raises StoreError.

@@ -126,10 +126,12 @@ def check_compression(config: Config, strategy: str) -> None:
 def _check_artifacts(config: Config) -> None:
     check_address("run_dir", config.run.run_dir)
     check_address("data_dir", config.data.data_dir)
-    if is_url(config.checkpoint.backup_dir):
+    check_address("backup_dir", config.checkpoint.backup_dir)
+    run_dir, backup_dir = (f"{place.rstrip('/')}/" for place in (config.run.run_dir, config.checkpoint.backup_dir))
+    if is_url(run_dir) and is_url(backup_dir) and (run_dir.startswith(backup_dir) or backup_dir.startswith(run_dir)):
         raise ConfigError(
-            f"--backup_dir={config.checkpoint.backup_dir} must be a folder, on a fast disk of this machine; snapshots"
-            " go to a store with --run_dir."
+            f"--backup_dir={config.checkpoint.backup_dir} lies in --run_dir={config.run.run_dir}, or the other way"
+            " round: name a place beside the run."
         )
     if is_url(config.run.cache_dir):
         raise ConfigError(f"--cache_dir={config.run.cache_dir} must be a folder of this machine.")

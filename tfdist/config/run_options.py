@@ -24,7 +24,7 @@ class RunConfig:
     )
     store_timeout: float = option(
         300.0,
-        "Seconds at the end of a run in an object store for which what could not be sent is tried again. Training"
+        "Seconds at the end of a run for which what could not be sent to an object store is tried again. Training"
         " itself never waits for the store.",
         least=0,
     )
@@ -84,8 +84,8 @@ class CheckpointConfig:
     )
     backup_dir: str = option(
         "",
-        "Folder of a short-lived backup beside the snapshots, on a fast local disk or in memory; only the chief uses"
-        " it. Empty: none.",
+        "Place of a short-lived backup beside the snapshots: a folder on a fast local disk or in memory, or a URL, such"
+        " as s3://BUCKET/FOLDER, where it is sent in the background; only the chief uses it. Empty: none.",
     )
     backup_every: int = option(0, "Steps between two backups. 0: at the end of each epoch.", least=0)
     double_backup: bool = option(False, "Keep the backup before the last one as well.")

@@ -67,6 +67,6 @@ def check_address(flag: str, place: str) -> None:
         )
     if not bucket or not rest.partition("/")[2].strip("/"):
         raise ConfigError(f"--{flag}={place} names no place in a store: write {scheme}://BUCKET/FOLDER.")
-    if found := re.search(r"[?#*\[\]\s\\]|/\.\.?(/|$)|//", rest):
+    if found := re.search(r"[?#*\[\]\s\\\x00-\x1f\x7f\ud800-\udfff]|/\.\.?(/|$)|//|::", rest):
         what = found.group(0)
         raise ConfigError(f"--{flag}={place}: {what!r} may not be in the URL: choose another name.")

@@ -127,7 +127,8 @@ class _Objects:
         name = _NAMES[value["epoch"] % 2]
         try:
             if self._url in _leases:
-                _leases[self._url].confirm()
+                self._objects.allowed = _leases[self._url].confirm
+                self._objects.allowed()
             with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
                 file = Path(folder, name)
                 backup_file.write(file, value)

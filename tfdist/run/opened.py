@@ -12,6 +12,12 @@ class Opened(contextlib.ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self._last_deeds: list[Callable[[BaseException], object]] = []
+        self._afterwards = contextlib.ExitStack()
+        self.callback(self._afterwards.close)
+
+    def afterwards(self, deed: Callable[[], object]) -> None:
+        """`deed` is done when all else is closed: it may take its time."""
+        self._afterwards.callback(deed)
 
     def on_failure(self, deed: Callable[[BaseException], object]) -> None:
         """`deed` is done with the error that the session fails with, in the order of these calls."""

@@ -64,7 +64,7 @@ class Recovery:
         self.chief = self.runtime.rank == 0
         self.state = job.state or state.WholeState(state.collect(job.model, job.optimizer, job.step.variables))
         self.is_copied = self.runtime.size > 1 or self.runtime.replicas > 1  # there is more than one copy of something
-        self.files = SnapshotFiles(folder, checkpoint, faults, writes=self.chief, stored=stored)
+        self.files = SnapshotFiles(folder, job.config, faults, writes=self.chief, stored=stored)
         if job.state and self.runtime.size > 1:
             self.files.share(self.runtime, self.config.cluster.save_timeout)
         self._own_parts = job.state if self.files.in_parts else None  # what this worker writes and reads of a snapshot

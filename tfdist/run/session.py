@@ -156,6 +156,7 @@ class Session:
     def _restore(self) -> None:
         self.recovery = Recovery(self.job, self.folder, self.clock, self.monitor.faults, self.memory, self.stored)
         self.opened.on_failure(lambda error: self.recovery.files.give_up())
+        self.opened.afterwards(self.recovery.files.close)
         self.announcement.built()
         with self.monitor.watchdog.section("restore"):
             messages, self.first_step = self.recovery.restore(checkpoint=self.memory and self.memory.checkpoint)
@@ -253,8 +254,7 @@ class Session:
             ended = {"stopped": result.stopped, "train_s": self.clock.seconds, **evaluation}
             self.observer(Event("end", result.step, ended))
             self.runtime.barrier()
-        if not result.stopped and not unwritten:
-            self.recovery.files.delete_backup()
+        self.recovery.files.end_backup(finished=not result.stopped and not unwritten)
         self._close_in_order()
         if unwritten:
             raise CheckpointError(

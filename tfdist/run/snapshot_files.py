@@ -23,13 +23,16 @@ from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.manifest import SHA
 from tfdist.artifacts.parts import PartedStore
 from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.status import read_status
 from tfdist.artifacts.store import Snapshot, SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
-from tfdist.config import CheckpointConfig, Config
+from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.faults import Faults
+from tfdist.control.run_address import is_url
 from tfdist.run.agreement import broadcast_json
 from tfdist.run.parts_in_store import PartsInStore
+from tfdist.run.stored_backup import StoredBackup, backup_folder
 from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.base import Runtime
 from tfdist.storage.store_errors import as_sentence
@@ -48,8 +51,9 @@ class SnapshotFiles:
     """
 
     def __init__(
-        self, folder: Path, config: CheckpointConfig, faults: Faults, writes: bool, stored: StoredRun | None = None
+        self, folder: Path, whole_config: Config, faults: Faults, writes: bool, stored: StoredRun | None = None
     ):
+        config = whole_config.checkpoint
         self.store = SnapshotStore(str(folder / "checkpoints"), lambda step: faults.at("save", step))
         self._config, self._writes = config, writes  # writes: whether this is the chief
         self._parted: PartedStore | None = None
@@ -57,16 +61,11 @@ class SnapshotFiles:
         self._refused: list[str] = []  # why there were no snapshots
         self.writer = self._make_writer(attempts=2) if writes else None
         self.backup: BackupAndRestore | None = None
+        self._stored_backup: StoredBackup | None = None
         if config.backup_dir:
-            if writes:
-                _make_backup_folder(config.backup_dir)
-            self.backup = BackupAndRestore(
-                config.backup_dir,
-                config.backup_every or "epoch",
-                config.double_backup,
-                config.delete_backup,
-                writes=writes,
-            )
+            self.backup = _make_backup(whole_config, writes)
+            if writes and is_url(config.backup_dir):
+                self._stored_backup = StoredBackup(whole_config, self.backup, read_status(folder).get("run_id") or "")
         self._stored = stored
         for store in self.stores():
             self._prepare(store)
@@ -78,10 +77,12 @@ class SnapshotFiles:
         Raises CheckpointError, and what a store does not do.
         """
         self.store.clean()
+        brought = self._begin_backup()
         if self._in_store:
-            return self._choose_of_parts(self._in_store, config)
+            snapshot, messages = self._choose_of_parts(self._in_store, config)
+            return snapshot, brought + messages
         # Later, after bad numbers, all that this run has written is here, and a store that is away must end nothing.
-        brought = [] if self._sends else self._bring_newest()
+        brought += [] if self._sends else self._bring_newest()
         snapshot, messages = restore.choose(self.store, config, self.stores()[1:])
         self._set_aside_damaged(snapshot)
         return snapshot, brought + messages
@@ -114,8 +115,13 @@ class SnapshotFiles:
         self.begin_to_send()
         return messages
 
+    def _begin_backup(self) -> list[str]:
+        """What is in an object store is brought, and sent there from now on. Returns messages. Raises TfdistError."""
+        return self._stored_backup.begin() if self._stored_backup else []
+
     def begin_to_send(self) -> None:
-        """What is written here from now on is sent to the object store, if there is one. Raises TfdistError."""
+        """What is written here from now on is sent to the object stores, if there are any. Raises TfdistError."""
+        self._begin_backup()
         if self._sent and not self._sends:
             with as_sentence():
                 self._sent.start()
@@ -178,7 +184,7 @@ class SnapshotFiles:
 
     def _prepare(self, store: SnapshotStore) -> None:
         store.required = restore.REQUIRED
-        if self._stored:
+        if self._stored or (self.backup and store is self.backup.store and is_url(self._config.backup_dir)):
             store.checksum = SHA
 
     def _make_writer(self, attempts: int) -> SnapshotWriter:
@@ -196,7 +202,9 @@ class SnapshotFiles:
         if self._writes and self.writer:
             yield from self.writer.messages()
         refused, self._refused = self._refused, []
-        for message in [*refused, *(self._stored.messages() if self._stored else ())]:
+        for each in (self._stored, self._stored_backup):
+            refused += each.messages() if each else ()
+        for message in refused:
             yield "warning", {"message": message}
         if self.backup:
             for kind, values in self.backup.writer.messages():
@@ -217,14 +225,32 @@ class SnapshotFiles:
         for writer in filter(None, (self.writer, self.backup and self.backup.writer)):
             with contextlib.suppress(Exception):
                 writer.wait(_LAST_WRITE_SECONDS)
+        if self._stored_backup:
+            self._stored_backup.send_rest(_LAST_WRITE_SECONDS)
 
-    def delete_backup(self) -> None:
-        """The run has finished: nothing will go on from it."""
-        if self.backup:
+    def end_backup(self, finished: bool) -> None:
+        """Training has ended. finished: nothing will go on from the backup."""
+        if self.backup and finished:
             self.backup.delete()
+        if self._stored_backup:
+            self._stored_backup.end_with(deletion=finished and self._config.delete_backup)
+
+    def close(self) -> None:
+        """Nothing is sent any more, and the place of the backup is given back. A store may take its time for it."""
+        if self._stored_backup:
+            self._stored_backup.close()
 
 
-def _make_backup_folder(name: str) -> None:
+def _make_backup(config: Config, writes: bool) -> BackupAndRestore:
+    """Raises ConfigError if its folder cannot be used."""
+    folder, options = backup_folder(config), config.checkpoint
+    if writes:
+        _make_backup_folder(folder, options.backup_dir)
+    frequency = options.backup_every or "epoch"
+    return BackupAndRestore(folder, frequency, options.double_backup, options.delete_backup, writes=writes)
+
+
+def _make_backup_folder(name: str, place: str) -> None:
     """Raises ConfigError if it cannot be made or written: each backup would fail, and nobody have noticed at the
     start.
     """
@@ -233,6 +259,11 @@ def _make_backup_folder(name: str) -> None:
         with tempfile.TemporaryFile(dir=name):
             pass
     except OSError as error:
+        if is_url(place):
+            raise ConfigError(
+                f"--backup_dir={place}: its copy on this machine, {name}, cannot be written ({error.strerror}): choose"
+                " another --cache_dir, or make room there."
+            ) from None
         raise ConfigError(
             f"--backup_dir={name} cannot be used ({error.strerror}): name a folder that can be written."
         ) from None

@@ -13,7 +13,6 @@ import contextlib
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,16 +20,18 @@ from typing import Self
 
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.run_folder import is_evaluators
-from tfdist.artifacts.sender import Sender
+from tfdist.artifacts.sender import Sender, sent_within
 from tfdist.artifacts.status import STATUS_FILE, parse_status, read_status
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.stored_parts import PARTS
 from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import end_process
 from tfdist.control.run_address import is_url
+from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
+from tfdist.storage.in_threads import for_at_most
 from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence
@@ -38,12 +39,11 @@ from tfdist.storage.store_lease import FILE as LEASE
 from tfdist.storage.store_lease import FollowedLease, StoreLease
 
 _AFTER_AN_ERROR_SECONDS = 10.0  # what can be sent then
-_SAID_AGAIN_SECONDS = 600.0  # a trouble that lasts
-_PROGRESS_SECONDS = 10.0
-_SILENT_SECONDS = 60.0  # for which an operation may go on until the user is told
 _GIVE_BACK_SECONDS = 5.0
 _OF_A_RANK = re.compile(r"^logs/(?:rank|worker)-(\d+)\D")
 _SET_ASIDE = "set-aside-"
+# What there may be before the first status: an evaluator's, snapshots that a user has put there.
+_WITHOUT_STATUS = ("logs/", "tensorboard/", "faults/", f"{FOLDER}/")
 
 
 @contextlib.contextmanager
@@ -73,12 +73,13 @@ class StoredRun:
         self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._told, allowed)
         self._senders: list[Sender] = []  # of snapshots, and of parts of them
         self._trouble: StoreError | None = None
-        self._said: float | None = None  # when the user was told of a trouble that lasts
+        self._alarm = StoreAlarm()
 
     def __enter__(self) -> Self:
         if self._lease:
             with as_sentence():
                 self._lease.take()
+            self.objects.allowed = self._lease.confirm
             try:
                 with as_sentence():
                     self._adopt()
@@ -90,8 +91,10 @@ class StoredRun:
 
     def _adopt(self) -> None:
         """The store decides which run this is: what is here of another one is set aside."""
-        here = read_status(self.folder).get("run_id")
-        there = parse_status(self.objects.text(STATUS_FILE) or "").get("run_id")
+        here, status = read_status(self.folder).get("run_id"), self.objects.text(STATUS_FILE)
+        if status is None:
+            self._must_hold_nothing_else()
+        there = parse_status(status or "").get("run_id")
         if here and here != there:
             aside = self.folder / f"{_SET_ASIDE}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
             aside.mkdir()
@@ -106,6 +109,15 @@ class StoredRun:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _must_hold_nothing_else(self) -> None:
+        """All that lies below the URL of a run is brought, and some of it replaced. Raises ConfigError, StoreError."""
+        for name in self.objects.names():
+            if name != LEASE and not name.startswith(_WITHOUT_STATUS):
+                raise ConfigError(
+                    f"--run_dir={self.objects.url} holds {name}, which is of no run: choose a place that is empty,"
+                    " or in which a run lies."
+                )
 
     def bring_own(self) -> None:
         """The logs that this worker has written on another machine, before it goes on with them. Raises TfdistError."""
@@ -145,7 +157,9 @@ class StoredRun:
 
     def follow(self, lease_id: str) -> Callable[[], None]:
         """What a worker calls before it writes anything in the store that is not its log."""
-        return self._lease.confirm if self._lease else FollowedLease(self.objects, lease_id, end_process).confirm
+        if not self._lease:
+            self.objects.allowed = FollowedLease(self.objects, lease_id, end_process).confirm
+        return self.objects.allowed
 
     def sends_parts(self, *senders: Sender | None) -> None:
         """This worker's part of each snapshot; on the chief what makes snapshots of them, too."""
@@ -164,12 +178,8 @@ class StoredRun:
 
     def messages(self) -> Iterator[str]:
         """A sentence when the store cannot be used, and again while that lasts."""
-        trouble = self._trouble or self._sending_trouble() or self.objects.waiting(_SILENT_SECONDS)
-        if trouble is None:
-            self._said = None
-        elif self._said is None or time.monotonic() - self._said > _SAID_AGAIN_SECONDS:
-            self._said = time.monotonic()
-            yield f"NOT SENT: {trouble}. Training goes on; what is missing in the store is sent later."
+        trouble = self._trouble or self._sending_trouble() or self.objects.waiting(SILENT_SECONDS)
+        yield from self._alarm.messages(trouble)
 
     def _sending_trouble(self) -> StoreError | None:
         return next(filter(None, (sender.trouble() for sender in self._senders)), None)
@@ -184,10 +194,10 @@ class StoredRun:
             missing[:] = [self._send_the_rest(patience)]
 
         # A store that is silent holds a thread up, and nobody else.
-        _for_at_most(patience + _GIVE_BACK_SECONDS, send)
+        for_at_most(patience + _GIVE_BACK_SECONDS, send)
         if self._lease:
             self.objects.patience = _GIVE_BACK_SECONDS
-            _for_at_most(2 * _GIVE_BACK_SECONDS, self._lease.give_back)
+            for_at_most(2 * _GIVE_BACK_SECONDS, self._lease.give_back)
         if missing[0] and error is None:
             raise CheckpointError(
                 f"Not all of the run could be sent: {missing[0]}. It is in the working copy {self.folder}: start again"
@@ -198,12 +208,7 @@ class StoredRun:
         """Returns what is missing, or ""."""
         deadline, unsent = time.monotonic() + seconds, []
         for sender in self._senders:
-            while left := sender.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):
-                if time.monotonic() >= deadline or not sender.is_at_work():
-                    break
-                steps = ", ".join(map(str, left))
-                print(f"tfdist: sending the snapshots of steps {steps} to {self.objects.url} ...", file=sys.stderr)
-            unsent += left
+            unsent += sent_within(sender, self.objects.url, deadline)
         for sender in self._senders:
             sender.end()
         self.objects.patience = max(deadline - time.monotonic(), 1.0)
@@ -213,10 +218,3 @@ class StoredRun:
             return str(error)
         steps = ", ".join(map(str, sorted(set(unsent))))
         return f"the snapshots of steps {steps} ({self._sending_trouble() or 'it takes too long'})" if unsent else ""
-
-
-def _for_at_most(seconds: float, deed: Callable[[], None]) -> None:
-    """Does something in a thread, which is left alone after some time."""
-    thread = threading.Thread(target=deed, name="tfdist-store-end", daemon=True)
-    thread.start()
-    thread.join(seconds)

@@ -50,11 +50,13 @@ class _UnderWay:
 class ObjectStore:
     """The objects below `url`, by their names from there on, such as "logs/rank-0.jsonl".
 
-    patience: seconds for which what fails is tried again; may be changed at any time.
+    patience: seconds for which what fails is tried again. allowed: called before anything is written or removed a
+    second time, which may be long after the first; may raise StoreError. Both may be changed at any time.
     """
 
     def __init__(self, url: str, patience: float = PATIENCE_SECONDS):
         self.url, self.patience = url.rstrip("/"), patience
+        self.allowed: Callable[[], None] = lambda: None
         self._waiting: dict[object, _UnderWay] = {}  # by a key of each
         self._scheme = self.url.partition("://")[0]
         self._system, self._root = _file_system(self.url)
@@ -115,7 +117,7 @@ class ObjectStore:
 
     def put_text(self, name: str, text: str) -> None:
         """Writes an object. Raises StoreError."""
-        self._patiently(f"writing {name}", lambda: self._system.pipe_file(self._path(name), text.encode()))
+        self._patiently(f"writing {name}", lambda: self._system.pipe_file(self._path(name), text.encode()), writes=True)
 
     def create_text(self, name: str, text: str) -> bool:
         """Writes an object if there is none of this name; False if there is. Raises StoreError."""
@@ -153,7 +155,7 @@ class ObjectStore:
             if not least <= stored <= most:
                 raise ConnectionError(f"{stored} bytes arrived instead of {least}")
 
-        self._patiently(f"writing {name}", write, size=file.stat().st_size)
+        self._patiently(f"writing {name}", write, size=file.stat().st_size, writes=True)
 
     def fetch(self, name: str, file: Path, size: int) -> None:
         """Writes an object of `size` bytes to a file, which has the name when it is whole. Raises StoreError;
@@ -200,7 +202,7 @@ class ObjectStore:
             with contextlib.suppress(FileNotFoundError):
                 self._system.rm_file(self._path(name))
 
-        self._patiently(f"removing {name}", delete)
+        self._patiently(f"removing {name}", delete, writes=True)
 
     def remove_half_sent(self) -> None:
         """Ends uploads in several parts that a killed process has begun below the URL, which cost money on S3."""
@@ -220,14 +222,16 @@ class ObjectStore:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _patiently(self, what: str, action: Callable[[], T], missing: bool = False, size: int = 0) -> T:
+    def _patiently(
+        self, what: str, action: Callable[[], T], missing: bool = False, size: int = 0, writes: bool = False
+    ) -> T:
         """missing: whether FileNotFoundError is for the caller; elsewhere it means that there is no such bucket. size:
-        bytes that travel.
+        bytes that travel. writes: whether `allowed` is asked before it is tried again.
         """
         begun, pause, key = time.monotonic(), _FIRST_PAUSE_SECONDS, object()
         self._waiting[key] = _UnderWay(what, begun, size)
         try:
-            return self._until_it_passes(what, action, missing, begun, pause)
+            return self._until_it_passes(what, action, missing, begun, pause, self.allowed if writes else None)
         finally:
             del self._waiting[key]
 
@@ -238,7 +242,15 @@ class ObjectStore:
                 return StoreError(f"{self.url}: {each.what} has taken {taken:.0f} s so far")
         return None
 
-    def _until_it_passes(self, what: str, action: Callable[[], T], missing: bool, begun: float, pause: float) -> T:
+    def _until_it_passes(
+        self,
+        what: str,
+        action: Callable[[], T],
+        missing: bool,
+        begun: float,
+        pause: float,
+        allowed: Callable[[], None] | None,
+    ) -> T:
         while True:
             try:
                 return action()
@@ -253,6 +265,8 @@ class ObjectStore:
                     raise StoreError(f"{self.url}: {what} failed: {reason}", refused) from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if allowed:
+                allowed()
 
 
 def _file_system(url: str) -> tuple[Any, str]:

@@ -173,7 +173,7 @@ def test_the_newer_of_snapshot_and_backup_counts(tmp_path):
     recovery.back_up(6)
     recovery.files.give_up()  # waits for it
     assert recovery_of(tmp_path, **flags).restore()[1] == 6
-    recovery.files.delete_backup()
+    recovery.files.end_backup(finished=True)
     assert recovery_of(tmp_path, **flags).restore()[1] == 5
     assert recovery_of(tmp_path, backup_dir=str(tmp_path / "backup")).backup_period() == 10  # an epoch
 

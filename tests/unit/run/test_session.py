@@ -35,6 +35,7 @@ OPEN_FROM = {
     "lease": "runtime",
     "monitor": "runtime",
     "runtime": "signals",
+    "files": "restore",
     "observer": "diagnosis",
     "trainer": "train",
 }
@@ -129,7 +130,8 @@ class World:
             give_up=lambda: self.say("give up"),
             finish=lambda: self.at("finish") or self.unwritten,
             messages=lambda: [],
-            delete_backup=lambda: self.say("delete backup"),
+            end_backup=lambda finished: self.say("delete backup" if finished else "keep backup"),
+            close=lambda: self.say("close files"),
             store=SimpleNamespace(directory="here"),
         )
         return SimpleNamespace(
@@ -180,7 +182,7 @@ def test_a_run_that_ends_well(monkeypatch, tmp_path):
     happened = [what for what in world.said if what in PHASES]
     assert list(dict.fromkeys(happened)) == PHASES and happened.count("agree") == 2
     assert "status running" in world.said and "status finished" in world.said and "delete backup" in world.said
-    assert world.closed() == ["trainer", "observer", "monitor", "runtime", "lease"]
+    assert world.closed() == ["trainer", "observer", "monitor", "runtime", "files", "lease"]
     assert [event.kind for event in world.events] == ["start", "end"]
     assert world.events[-1].values["eval/loss"] == 0.5 and "give up" not in world.said
 
@@ -198,7 +200,9 @@ def test_whatever_fails_all_that_was_opened_is_closed(monkeypatch, tmp_path, pha
     assert [event.kind for event in world.events if event.kind == "error"] == (
         ["error"] if reached > PHASES.index("observers") else []
     )
-    assert world.closed() == [name for name in ("trainer", "observer", "monitor", "runtime", "lease") if name in opened]
+    assert world.closed() == [
+        name for name in ("trainer", "observer", "monitor", "runtime", "files", "lease") if name in opened
+    ]
 
 
 def test_an_error_is_told_by_its_cause_before_anything_is_closed(monkeypatch, tmp_path):
@@ -216,7 +220,7 @@ def test_after_an_error_nobody_waits_for_others(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path, fails_at="train", size=2)
     with pytest.raises(ConfigError):
         world.run()
-    assert world.closed() == ["trainer", "observer", "monitor", "lease"]
+    assert world.closed() == ["trainer", "observer", "monitor", "files", "lease"]
     world = World(monkeypatch, tmp_path, size=2)
     assert world.run() == ExitCode.OK and "runtime" in world.closed()
 
@@ -240,14 +244,14 @@ def test_what_goes_wrong_in_giving_up_does_not_hide_the_error(monkeypatch, tmp_p
     world.make_recovery, world.close_trainer = make_recovery, close
     with pytest.raises(ConfigError, match="^no$"):
         world.run()
-    assert world.events[-1].kind == "error" and world.closed() == ["observer", "monitor", "runtime", "lease"]
+    assert world.events[-1].kind == "error" and world.closed() == ["observer", "monitor", "runtime", "files", "lease"]
 
 
 def test_an_interrupt_closes_too(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path, fails_at="train", error=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         world.run()
-    assert world.closed() == ["trainer", "observer", "monitor", "runtime", "lease"]
+    assert world.closed() == ["trainer", "observer", "monitor", "runtime", "files", "lease"]
 
 
 def test_a_run_that_is_stopped_leaves_no_results(monkeypatch, tmp_path):
@@ -270,7 +274,7 @@ def test_a_group_that_changes_keeps_a_copy_and_leaves_in_order(monkeypatch, tmp_
     with pytest.raises(GroupChange, match="step 4"):
         world.run()
     assert "copy 4 True" in world.said and "failed" not in world.said and "save" not in world.said
-    assert world.closed() == ["trainer", "observer", "monitor", "runtime", "lease"]
+    assert world.closed() == ["trainer", "observer", "monitor", "runtime", "files", "lease"]
     assert world.events[-1].kind == "regroup"
 
 

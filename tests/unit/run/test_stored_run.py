@@ -90,6 +90,14 @@ def test_a_working_copy_of_another_run_is_set_aside(s3, tmp_path, capsys, there)
     assert not any("set-aside" in name for name in s3.names())
 
 
+@pytest.mark.parametrize("name", ["train-00.tfrecord", "one/status.json", "flags.txt"])
+def test_a_place_that_holds_something_else_is_refused(s3, tmp_path, name):
+    s3.change(f"runs/one/{name}", b"anything")
+    with pytest.raises(ConfigError, match=f"--run_dir={URL} holds {name}, which is of no run"), stored(tmp_path / "a"):
+        pass
+    assert s3.names() == [f"runs/one/{name}"] and not (tmp_path / "a" / name).exists()
+
+
 def test_a_working_copy_of_the_same_run_is_gone_on_with(s3, tmp_path, capsys):
     for _ in range(2):
         with stored(tmp_path / "here") as run:
@@ -129,7 +137,7 @@ def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_pa
 
 def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(through_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
-    monkeypatch.setattr("tfdist.run.stored_run._SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("tfdist.run.stored_run.SILENT_SECONDS", 0.5)
     monkeypatch.setattr("tfdist.run.stored_run._GIVE_BACK_SECONDS", 1.0)
     silent = []
     with through_proxy(lambda method, path: "silence" if silent else ""):

@@ -178,6 +178,10 @@ def test_a_missing_package_is_named():
         ("s3://bucket/a/../b", "may not be in the URL"),
         ("s3://bucket/run?version=1", "may not be in the URL"),
         ("s3://bucket/a b", "may not be in the URL"),
+        ("s3://bucket/a::file://b", "may not be in the URL"),
+        ("s3://bucket/a::b", "may not be in the URL"),
+        ("s3://bucket/a\x00", "may not be in the URL"),
+        ("s3://bucket/\udcff", "may not be in the URL"),
     ],
 )
 def test_urls_that_name_no_place_are_refused(url, sentence):
@@ -333,6 +337,29 @@ def test_who_was_stopped_for_long_looks_before_it_changes_anything(s3, monkeypat
     first.confirm()
     assert len(lost) == 1 and "changes nothing there" in lost[0]
     first._released.set()
+
+
+def test_who_tries_again_asks_first_whether_it_still_may(s3, through_proxy, tmp_path):
+    (tmp_path / "file").write_text("late")
+    away, asked = [True], []
+
+    def not_any_more():
+        asked.append(True)
+        away.clear()
+        raise StoreError("the run is another job's")
+
+    with through_proxy(lambda method, path: "500" if away and method != "GET" else ""):
+        objects = ObjectStore(URL, patience=20)
+        objects.allowed = not_any_more
+        for deed in (lambda: objects.send(tmp_path / "file", "a"), lambda: objects.put_text("a", "late")):
+            away[:] = [True]
+            with pytest.raises(StoreError, match="another job's"):
+                deed()
+        s3.change(f"{URL.partition('bucket/')[2]}/a", b"the other's")
+        away[:] = [True]
+        with pytest.raises(StoreError, match="another job's"):
+            objects.remove("a")
+        assert len(asked) == 3 and objects.text("a") == "the other's"
 
 
 def test_patience_ends(through_proxy):

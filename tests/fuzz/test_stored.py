@@ -1,0 +1,51 @@
+"""Cases of the fuzzer that go on from an object store: whole snapshots, divided ones, and the backup of a fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.fuzz import space, stores
+from tests.fuzz.fleet import judge_all
+from tests.fuzz.pool import Pool
+
+_DATA = {"size": 20, "source": "arrays", "weights": "none"}
+_ROWS = {"inputs": "rows", "blocks": ["dense"], "head": "classes"}
+_OPTIONS = {"accumulation": 1, "global_batch": 6, "learning_rate": 0.1, "optimizer": "momentum"}
+_TRAIN = {"kind": "train", "seed": 5, "model": _ROWS, "data": _DATA, "calls": [1, 1], "evaluate": False}
+SNAPSHOTS = [
+    {**_TRAIN, "runtime": "mesh:2", "options": {**_OPTIONS, "zero": 3}, "resumed": True, "stored": True},
+    {**_TRAIN, "runtime": "multi_worker:2", "options": _OPTIONS, "resumed": True, "stored": True},
+]
+BACKUP = {
+    **{"kind": "fit", "seed": 5, "runtime": "fit:2", "model": _ROWS, "data": _DATA, "stored": True},
+    "compile": {"learning_rate": 0.1, "loss": "entropy", "metrics": [], "optimizer": "momentum"},
+    "fit": {"backup": 2, "batch_size": 8, "epochs": 3},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [SNAPSHOTS, pytest.param([BACKUP], marks=pytest.mark.thorough)])
+def test_what_is_gone_on_with_from_a_store_is_as_undisturbed_and_as_plain_keras(cases, s3, monkeypatch):
+    monkeypatch.setattr(stores, "_environment", s3.environment())
+    assert not any(space.conflicts(case) for case in cases)
+    pool = Pool()
+    try:
+        pool.start({case["runtime"] for case in cases})
+        verdicts = list(judge_all(cases, pool))
+    finally:
+        pool.close()
+    wrong = [f"{verdict.problems} --replay='{json.dumps(verdict.case)}'" for verdict in verdicts if verdict.bad]
+    assert not wrong, "\n".join(wrong)
+    assert not any(verdict.refused for verdict in verdicts)
+
+
+def test_what_is_stored_is_drawn_apart():
+    """So that a seed draws all else as it did, and what is stored has something to go on from it."""
+    drawn = [(space.draw_stored(3, number, ["sockets:2"]), number) for number in range(200)]
+    stored = [case for case, _ in drawn if "stored" in case]
+    assert stored and all("resumed" in case and "option:stored" in space.features(case) for case in stored)
+    for case, number in drawn:
+        case.pop("stored", None)
+        assert case == space.draw(3, number, ["sockets:2"])

@@ -1,0 +1,155 @@
+"""The backup of a run in an object store (--backup_dir=URL), as the chief has it.
+
+It is written to a folder of this machine's cache, as it is without a store; a thread sends the newest, as it sends
+snapshots (artifacts/stored_snapshots.py): the backup before is removed when the manifest of the next one is there. A
+store that is away is told of, and ends nothing: neither training, nor the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tfdist.artifacts.backup import BackupAndRestore
+from tfdist.artifacts.manifest import MANIFEST
+from tfdist.artifacts.sender import sent_within
+from tfdist.artifacts.status import STATUS_FILE
+from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
+from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.lease import job_identity
+from tfdist.control.lease_owner import end_process
+from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.run_address import cache_folder, folder_name, is_url
+from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
+from tfdist.storage.in_threads import for_at_most
+from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
+from tfdist.storage.store_errors import StoreError, as_sentence
+from tfdist.storage.store_lease import StoreLease
+
+_GIVE_BACK_SECONDS = 10.0
+
+
+def backup_folder(config: Config) -> str:
+    """Where a backup is written on this machine: --backup_dir, or what is kept here of a URL."""
+    place = config.checkpoint.backup_dir
+    if not is_url(place):
+        return place
+    return str(cache_folder(config.run.cache_dir) / "backups" / folder_name(place) / FOLDER)
+
+
+class StoredBackup:
+    """What brings and sends `backup`, which writes to `backup_folder`. run_id: of the run that begins, if it has one.
+
+    Raises TfdistError if there can be no such store.
+    """
+
+    def __init__(self, config: Config, backup: BackupAndRestore, run_id: str):
+        self._url, self._timeout = config.checkpoint.backup_dir.rstrip("/"), config.run.store_timeout
+        self._store, self._run_id, self._begun = backup.store, run_id, False
+        with as_sentence("backup_dir"):
+            self._objects = ObjectStore(self._url, min(self._timeout, PATIENCE_SECONDS))
+        job = job_identity(os.environ, resolve_cluster(os.environ))
+        self._lease = StoreLease(self._objects, job, end_process, f"--backup_dir={self._url}")
+        self._shelf = StoredSnapshots(self._objects, self._store, backup.retention, self._lease.confirm)
+        self._alarm = StoreAlarm("the backup: ")
+        self._held = contextlib.ExitStack()
+        self._last_deed: Callable[[], None] = lambda: None
+
+    def begin(self) -> list[str]:
+        """Brings the newest, if none here is as new, and sends from now on; once. Returns why others were passed over.
+        Raises TfdistError.
+        """
+        if self._begun:
+            return []
+        with as_sentence("backup_dir"):
+            self._lease.take()
+            self._objects.allowed = self._lease.confirm
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(self._give_back)
+                # The snapshots of a run are not to be removed as old backups.
+                if self._objects.text(STATUS_FILE) is not None:
+                    raise ConfigError(f"--backup_dir={self._url} holds a run: name a place of its own for the backup.")
+                self._store.clean()
+                self._forget_other_runs()
+                messages = self._shelf.bring_newest()
+                self._shelf.start()
+                self._held = on_failure.pop_all()
+        self._begun = True
+        return messages
+
+    def _forget_other_runs(self) -> None:
+        """What is kept here may be of a run that has ended on another machine: it counts only if it is of the run whose
+        backup is in the store, or of the run that begins.
+        """
+        wanted = {self._run_id}
+        for step in self._shelf.steps()[-1:]:
+            wanted.add(_run_of(self._objects.text(f"{FOLDER}/step-{step:08d}/{MANIFEST}") or ""))
+        for step in self._store.steps():
+            try:
+                run_id = _run_of(Path(self._store.path(step), MANIFEST).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                run_id = ""
+            if not run_id or run_id not in wanted:
+                self._store.delete(step)
+
+    def messages(self) -> Iterator[str]:
+        """A sentence when the store cannot be used, and again while that lasts."""
+        yield from self._alarm.messages(self._shelf.sender.trouble() or self._objects.waiting(SILENT_SECONDS))
+
+    def send_rest(self, seconds: float | None = None) -> None:
+        """Waits until the last one is sent, at most so long; else --store_timeout."""
+        sender, seconds = self._shelf.sender, self._timeout if seconds is None else seconds
+        if self._begun and sent_within(sender, self._url, time.monotonic() + seconds):
+            self._say(f"THE LAST BACKUP WAS NOT SENT to {self._url} ({sender.trouble() or 'it takes too long'})")
+
+    def end_with(self, deletion: bool) -> None:
+        """What `close` shall do first. deletion: the run has finished, and nothing will go on from the backup."""
+        self._last_deed = self._delete if deletion else self.send_rest
+
+    def _delete(self) -> None:
+        failed = [f"{self._url} does not answer"]
+
+        def remove() -> None:
+            try:
+                for step in self._shelf.all_steps():
+                    self._shelf.remove(step)
+                self._objects.remove(f"{FOLDER}/checkpoint")
+                failed.clear()
+            except StoreError as error:
+                failed[:] = [str(error)]
+
+        if self._begun:
+            self._shelf.sender.end(self._timeout)
+            self._objects.patience = min(self._timeout, _GIVE_BACK_SECONDS)
+            for_at_most(self._timeout, remove)
+            if failed:
+                self._say(f"THE BACKUP WAS NOT DELETED ({failed[0]}); the run has finished, and needs it no more")
+
+    def close(self) -> None:
+        """Sends no more, and gives the place back."""
+        self._last_deed()
+        self._shelf.sender.end()
+        self._held.close()
+
+    def _give_back(self) -> None:
+        self._objects.patience = _GIVE_BACK_SECONDS / 2
+        for_at_most(_GIVE_BACK_SECONDS, self._lease.give_back)
+
+    def _say(self, sentence: str) -> None:
+        print(f"tfdist: {sentence}.", file=sys.stderr, flush=True)
+
+
+def _run_of(manifest: str) -> str:
+    """The run that a manifest is of; "" if it does not say. It is believed only after its checksum was compared."""
+    try:
+        found = json.loads(manifest)
+    except ValueError:
+        return ""
+    run_id = found.get("run_id") if isinstance(found, dict) else None
+    return run_id if isinstance(run_id, str) else ""
