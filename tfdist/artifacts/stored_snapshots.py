@@ -74,6 +74,7 @@ class StoredSnapshots:
         self._objects, self._store, self._retention = objects, store, retention
         self._allowed, self._before = allowed, before
         self._there: dict[int, Mapping[str, float]] = {}  # step -> its metrics, of those in the store
+        self._manifests: dict[int, str] = {}  # of those, their texts
         self._damaged: set[int] = set()  # which are here, but are not sent
         self.damaged_there: set[int] = set()  # which are in the store, but were passed over; `start` sets them aside
         self.sender = Sender(self.unsent, self._send_newest)
@@ -158,19 +159,18 @@ class StoredSnapshots:
             if MANIFEST not in files:
                 if _DAMAGED not in files:
                     self.remove(step)
-            elif step in self.damaged_there or (metrics := self._metrics(step)) is None:
+            elif step in self.damaged_there or not self._find(step):
                 self.set_aside(step)
-            else:
-                self._there[step] = metrics
         self._objects.remove_half_sent()
         self.sender.start()
 
-    def _metrics(self, step: int) -> Mapping[str, float] | None:
-        """None if the manifest is damaged."""
-        text = self._objects.text(f"{step_folder(step)}/{MANIFEST}")
+    def _find(self, step: int) -> bool:
+        """Remembers one that is there; False if its manifest is damaged."""
+        text = self._objects.text(f"{step_folder(step)}/{MANIFEST}") or ""
         with contextlib.suppress(CheckpointError):
-            return parse(text or "", MANIFEST, step).get("metrics") or {}
-        return None
+            self._there[step] = parse(text, MANIFEST, step).get("metrics") or {}
+            self._manifests[step] = text
+        return step in self._there
 
     def set_aside(self, step: int) -> None:
         """A damaged one counts no longer as one of those that are kept; nothing of it is removed. Raises StoreError."""
@@ -181,7 +181,16 @@ class StoredSnapshots:
 
     def unsent(self) -> list[int]:
         """Steps whose snapshots are here, but not in the store; the oldest first."""
-        return [step for step in self._store.steps() if step not in self._there and step not in self._damaged]
+        return [step for step in self._store.steps() if step not in self._damaged and not self._is_sent(step)]
+
+    def _is_sent(self, step: int) -> bool:
+        """Also whether it is the one here: after a rollback a step may be saved anew, with other numbers."""
+        if step not in self._there:
+            return False
+        try:
+            return Path(self._store.path(step), MANIFEST).read_text(encoding="utf-8") == self._manifests.get(step)
+        except OSError:  # it has been deleted here
+            return True
 
     def _send_newest(self) -> None:
         """Of those that are not there: whoever starts again elsewhere goes on from it. Raises StoreError, OSError."""
@@ -216,7 +225,7 @@ class StoredSnapshots:
         """All else of a snapshot is there: now its manifest. Raises StoreError."""
         self._before()
         self._objects.put_text(f"{step_folder(step)}/{MANIFEST}", text)
-        self._there[step] = manifest.get("metrics") or {}
+        self._there[step], self._manifests[step] = manifest.get("metrics") or {}, text
         if step == max(self._there):
             self._objects.put_text(f"{FOLDER}/checkpoint", pointer(f"step-{step:08d}/state-{step}"))
 

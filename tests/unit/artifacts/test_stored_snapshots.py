@@ -185,6 +185,21 @@ def test_a_snapshot_that_is_written_anew_replaces_the_one_there(s3, tmp_path):
     assert np.array_equal(there.read(there.verify(10))["model/kernel"], 2 * arrays(10)["model/kernel"])
 
 
+def test_a_step_that_is_saved_again_is_sent_again(s3, tmp_path):
+    """As after a rollback, in the same process or in one that starts later."""
+    here, there = local(tmp_path, "here"), local(tmp_path, "there")
+    snapshots = send(here, 10)
+    again = StoredSnapshots(ObjectStore(URL, 20.0), here, Retention(3))
+    again.start()
+    assert snapshots.unsent() == again.unsent() == []
+    here.write(10, {key: array * 2 for key, array in arrays(10).items()}, {})
+    assert snapshots.unsent() == [10]
+    assert again.sender.finish_soon(30.0) == [], again.sender.trouble()
+    again.sender.end()
+    sender(there).bring_newest()
+    assert np.array_equal(there.read(there.verify(10))["model/kernel"], 2 * arrays(10)["model/kernel"])
+
+
 def test_a_store_that_is_away_holds_nothing_up_and_gets_the_rest_later(through_proxy, tmp_path):
     away = [True]
     store = local(tmp_path, "here")
