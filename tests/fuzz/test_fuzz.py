@@ -27,6 +27,7 @@ def rounds_to_half(case):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_start")
 def test_fixed_cases():
     chosen, pool = fixed.cases(), Pool()
     assert sum(len(space.parts(case)) for case in chosen) == 150
