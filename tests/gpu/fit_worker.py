@@ -23,14 +23,16 @@ def main(out: Path, chosen: list[str]) -> None:
     import tfdist
     from tests.gpu.combinations import HOST, as_on_gpu
     from tests.gpu.graph_audit import audit
+    from tests.parity import lean
     from tfdist.runtime.launch_order import recorded
 
     runtime: Any = tfdist.init(communication="ring", collective_timeout=120.0)
     runtime._nccl = runtime._group._nccl = runtime._rows._group._nccl = True  # as they are where tensors live on GPUs
+    lean.prepare()
     for name, make in _rows().items():
         if chosen and name not in chosen:
             continue
-        keras.backend.clear_session(free_memory=False)
+        lean.next_model()
         try:
             with as_on_gpu(), _traced_only() as traced, recorded() as launches, contextlib.suppress(_Traced):
                 model, x, y = make()

@@ -16,9 +16,8 @@ from pathlib import Path
 
 
 def main(out: Path, chosen: list[str]) -> None:
-    import keras
-
     from tests.gpu.combinations import of_step
+    from tests.parity import lean
     from tests.parity.mesh_worker import ROWS
     from tfdist import build
     from tfdist.config import Config
@@ -32,10 +31,11 @@ def main(out: Path, chosen: list[str]) -> None:
         steps=2, global_batch=12, accumulation=1, strategy="mesh", communication="ring", collective_timeout=120.0
     )
     world = build.start_runtime(base, cluster)._world
+    lean.prepare()
     for name, row in ROWS.items():
         if row.workers != cluster.size or (chosen and name not in chosen):
             continue
-        keras.backend.clear_session(free_memory=False)
+        lean.next_model()
         config = base.replace(**row.job, **row.spread, mesh=row.mesh)
         runtime = MeshRuntime(Mesh.parse(row.mesh, cluster.size), cluster, world, 120.0)
         job = build.compose(config, runtime)

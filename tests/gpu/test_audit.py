@@ -77,6 +77,7 @@ def test_what_runs_on_a_gpu_is_not_reported():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_start")
 def test_collectives_of_meshes_have_one_order_and_kernels(tmp_path):
     rows = ["pipe2_interleaved", "expert2_zero3_recompute"]
     reports = of_meshes(2, tmp_path, rows)
@@ -87,6 +88,7 @@ def test_collectives_of_meshes_have_one_order_and_kernels(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_start")
 def test_steps_of_fit_have_one_order_and_kernels(tmp_path):
     rows = ["cnn, mixed_float16", "text, float32", "own rows, float32"]
     reports = of_fits(2, tmp_path, rows)
