@@ -32,7 +32,6 @@ def main(out: Path, chosen: list[str]) -> None:
         steps=2, global_batch=12, accumulation=1, strategy="mesh", communication="ring", collective_timeout=120.0
     )
     world = build.start_runtime(base, cluster)._world
-    lean.prepare()
     for name, row in ROWS.items():
         if row.workers != cluster.size or (chosen and name not in chosen):
             continue
