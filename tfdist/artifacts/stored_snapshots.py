@@ -161,7 +161,7 @@ class StoredSnapshots:
                     self.remove(step)
             elif step in self.damaged_there or not self._find(step):
                 self.set_aside(step)
-        self._objects.remove_half_sent()
+        self._objects.remove_half_sent(f"{FOLDER}/")
         self.sender.start()
 
     def _find(self, step: int) -> bool:

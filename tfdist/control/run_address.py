@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tfdist.control.exit_codes import ConfigError
 
+_LONGEST_BYTES = 800  # of a URL without its scheme: S3 allows names of 1024, and those of files follow
 # scheme -> (package of its file system, what it is). pyproject.toml has extras for them.
 STORES = {
     "s3": ("s3fs", "Amazon S3, and whatever speaks its protocol"),
@@ -69,4 +70,6 @@ def check_address(flag: str, place: str) -> None:
         raise ConfigError(f"--{flag}={place} names no place in a store: write {scheme}://BUCKET/FOLDER.")
     if found := re.search(r"[?#*\[\]\s\\\x00-\x1f\x7f\ud800-\udfff]|/\.\.?(/|$)|//|::", rest):
         what = found.group(0)
-        raise ConfigError(f"--{flag}={place}: {what!r} may not be in the URL: choose another name.")
+        raise ConfigError(f"--{flag}={ascii(place)[1:-1]}: {what!r} may not be in the URL: choose another name.")
+    if len(rest.encode("utf-8", "surrogateescape")) > _LONGEST_BYTES:
+        raise ConfigError(f"--{flag}={place[:60]}... is too long for a store: at most {_LONGEST_BYTES} bytes.")

@@ -106,6 +106,7 @@ class _Objects:
 
     def read(self, parse: Parse) -> bytes:
         newest, epoch, damage = b"", -1, ""
+        self._objects.remove_half_sent(FILE)
         for name in _NAMES:
             if (size := self._objects.size(name)) is None:
                 continue
@@ -133,7 +134,7 @@ class _Objects:
                 file = Path(folder, name)
                 backup_file.write(file, value)
                 self._objects.send(file, name)
-        except StoreError as error:
+        except OSError as error:  # also of the disk here
             print(
                 f"tfdist: THE BACKUP OF EPOCH {value['epoch']} WAS NOT SENT: {error}. Training goes on; the next epoch"
                 " tries again.",

@@ -204,15 +204,17 @@ class ObjectStore:
 
         self._patiently(f"removing {name}", delete, writes=True)
 
-    def remove_half_sent(self) -> None:
-        """Ends uploads in several parts that a killed process has begun below the URL, which cost money on S3."""
+    def remove_half_sent(self, beginning: str) -> None:
+        """Ends uploads in several parts that a killed process has begun, which cost money on S3; of objects whose names
+        have this beginning.
+        """
         call = getattr(self._system, "call_s3", None)
         if call is None:  # the other stores have none, or forget them
             return
         bucket, _, prefix = self._root.partition("/")
 
         def end() -> None:
-            found = call("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            found = call("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/{beginning}")
             for upload in found.get("Uploads", ()):
                 call("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 

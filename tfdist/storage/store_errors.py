@@ -30,6 +30,8 @@ def explained(error: BaseException) -> tuple[str, bool]:
         )
     if isinstance(error, PermissionError):
         return f"it is not permitted ({said}): allow these credentials to read, write, list and delete there", True
+    if name == "ParamValidationError" or "InvalidBucketName" in said or "KeyTooLong" in said:
+        return f"{said}: correct the URL", True
     if "region" in said.lower():
         return f"{said}: set AWS_REGION to the bucket's region", True
     return f"{name}: {said}", False

@@ -1,5 +1,7 @@
 """The backup of a tfdist.fit in an object store: against a real server."""
 
+import errno
+
 import keras
 import numpy as np
 import pytest
@@ -45,6 +47,18 @@ def test_a_store_that_is_away_does_not_end_training(s3, monkeypatch, capsys):
     assert "THE BACKUP OF EPOCH 2 WAS NOT SENT" in capsys.readouterr().err and epoch_of(place) == 1
     place.write({"epoch": 2})
     assert epoch_of(place) == 2
+
+
+def test_a_full_disk_does_not_end_training(s3, monkeypatch, capsys):
+    """The backup is written on this machine's disk first."""
+    place = backup_place(URL)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(backup_file, "write", full)
+    place.write({"epoch": 1})
+    assert "THE BACKUP OF EPOCH 1 WAS NOT SENT: [Errno 28] No space left" in capsys.readouterr().err
 
 
 class Killed(Exception):

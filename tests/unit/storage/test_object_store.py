@@ -87,10 +87,12 @@ def test_uploads_that_a_killed_process_has_begun_are_ended(s3):
     objects = ObjectStore(URL, patience=5)
     call = objects._system.call_s3
     call("create_multipart_upload", Bucket=BUCKET, Key="runs/one/large")
-    call("create_multipart_upload", Bucket=BUCKET, Key="runs/other/large")
-    objects.remove_half_sent()
+    others = ["runs/one/another/large", "runs/other/large"]
+    for name in others:
+        call("create_multipart_upload", Bucket=BUCKET, Key=name)
+    objects.remove_half_sent("large")
     left = call("list_multipart_uploads", Bucket=BUCKET)["Uploads"]
-    assert [upload["Key"] for upload in left] == ["runs/other/large"]
+    assert [upload["Key"] for upload in left] == others
 
 
 def test_the_store_is_told_what_it_should_receive(s3, through_proxy, tmp_path):
@@ -147,6 +149,8 @@ def test_what_will_not_pass_is_told_in_a_sentence(through_proxy, tmp_path, monke
         ObjectStore("s3://nowhere/run", patience=5).put_text("a", "")
     with pytest.raises(ConfigError, match="the bucket or folder is not there"), as_sentence():
         ObjectStore("s3://nowhere/run", patience=5).names()
+    with pytest.raises(ConfigError, match="Invalid bucket name.*correct the URL"), as_sentence():
+        ObjectStore("s3://bücket/run", patience=5).names()
     refusal = pytest.raises(ConfigError, match=f"{URL}.*it is not permitted.*allow these credentials")
     with through_proxy(lambda method, path: "403"), refusal, as_sentence():
         ObjectStore(URL, patience=5).text("a")
@@ -182,6 +186,8 @@ def test_a_missing_package_is_named():
         ("s3://bucket/a::b", "may not be in the URL"),
         ("s3://bucket/a\x00", "may not be in the URL"),
         ("s3://bucket/\udcff", "may not be in the URL"),
+        ("s3://bucket/a\x1b[1mb", "a.x1b.* may not be in the URL"),
+        ("s3://bucket/" + "a" * 1000, "too long for a store"),
     ],
 )
 def test_urls_that_name_no_place_are_refused(url, sentence):
