@@ -65,6 +65,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self.store = SnapshotStore(str(backup_dir))
         self.store.required = ("epoch", "batch", "generators")
         self.store.private = True  # /dev/shm is everybody's
+        self.store.flag = "--backup_dir"
         self.retention = Retention(2 if double_checkpoint else 1)
         self.writer = SnapshotWriter(self.store, self.retention)
         self._step = 0  # batches trained in all

@@ -28,11 +28,12 @@ def choose(
     the user. Raises CheckpointError, and what the stores raise.
     """
     snapshot, messages = store.newest_valid()
+    flag = store.flag
     for each in others:
         newer, more = each.newest_valid()
         messages += more
         if newer and (snapshot is None or newer.step > snapshot.step):
-            snapshot = newer
+            snapshot, flag = newer, each.flag
     messages = [f"passed over a snapshot: {reason}" for reason in messages]
     resume = config.checkpoint.resume
     if snapshot is None:
@@ -49,13 +50,13 @@ def choose(
         return None, messages
     if resume == "never":
         raise CheckpointError(
-            f"--resume=never, but {snapshot.path} is there: choose another --run_dir, or use --resume=auto."
+            f"--resume=never, but {snapshot.path} is there: choose another {flag}, or use --resume=auto."
         )
-    check_configuration(snapshot.manifest, config, snapshot.path)
+    check_configuration(snapshot.manifest, config, snapshot.path, flag)
     return snapshot, messages
 
 
-def check_configuration(manifest: Mapping[str, Any], config: Config, path: str) -> None:
+def check_configuration(manifest: Mapping[str, Any], config: Config, path: str, flag: str) -> None:
     """Refuses a snapshot of another configuration, naming the fields. Raises CheckpointError."""
     if manifest["config_digest"] == config.digest() or config.checkpoint.allow_config_change:
         return
@@ -66,7 +67,7 @@ def check_configuration(manifest: Mapping[str, Any], config: Config, path: str) 
         if saved.get(name) != now.get(name)
     ]
     raise CheckpointError(
-        f"{path} belongs to another configuration ({'; '.join(different)}): use its flags, choose another --run_dir, or"
+        f"{path} belongs to another configuration ({'; '.join(different)}): use its flags, choose another {flag}, or"
         " allow it with --allow_config_change."
     )
 

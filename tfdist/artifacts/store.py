@@ -56,6 +56,7 @@ class SnapshotStore:
     def __init__(self, directory: str, before_commit: Callable[[int], None] = lambda step: None):
         self.directory, self.before_commit = str(directory).rstrip("/"), before_commit
         self.place = self.directory  # as messages name it
+        self.flag = "--run_dir"  # with which another place is chosen
         self.private = False  # whether the folder, if it is made here, is for this user alone
         self.required: Sequence[str] = ()  # entries of the manifest without which a snapshot is of no use here
         self.checksum = CRC  # of the files that are written here; SHA where they leave the machine

@@ -28,6 +28,7 @@ from pathlib import Path
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease_owner import Owner, Patience, Watched, end_process, in_use
+from tfdist.control.run_address import is_url
 
 FILE = "lease.json"
 JOB_VARIABLE = "TFDIST_JOB_ID"  # the launcher's name for all attempts of a job
@@ -95,9 +96,10 @@ class Lease:
                 else:  # "": gone in this moment, or not yet written
                     time.sleep(_LOOK_SECONDS)
         except OSError as error:
+            place = "another --cache_dir" if is_url(self._name) else "a folder that can be read and written"
             raise ConfigError(
-                f"{self._name} cannot be used ({error.strerror}: {error.filename}): choose a folder that"
-                " can be read and written, or make room there."
+                f"{self._name} cannot be used ({error.strerror}: {error.filename or self._path}): choose {place}, or"
+                " make room there."
             ) from None
         self._thread.start()
 

@@ -132,6 +132,14 @@ def test_another_configuration_is_refused_with_the_fields_that_differ(tmp_path):
     assert restore.choose(store, other.replace(allow_config_change=True))[0].step == 5
 
 
+def test_a_refusal_names_the_flag_of_what_is_refused(tmp_path):
+    backup = stored(tmp_path)
+    backup.flag = "--backup_dir"
+    for config in (CONFIG.replace(seed=3), CONFIG.replace(resume="never")):
+        with pytest.raises(CheckpointError, match="choose another --backup_dir"):
+            restore.choose(SnapshotStore(tmp_path / "none"), config, [backup])
+
+
 def test_an_inconsistent_snapshot_is_not_trusted():
     manifest = {"step": 5, "consumed": 20, "identity": CONFIG.identity()}
     restore.check_consistency(manifest, 5, 4)

@@ -1,5 +1,6 @@
 """The lease of a run folder: who gets it, who is refused, what survives a crash."""
 
+import errno
 import json
 import os
 import signal
@@ -192,3 +193,13 @@ def test_what_tells_a_job_from_others():
         != ""
     )
     assert job_identity({}, local) == job_identity({}, Cluster()) == ""
+
+
+def test_a_full_disk_is_told_of_with_its_place_and_the_flag(tmp_path, monkeypatch):
+    def full(lease):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Lease, "_put", full)
+    for name, flag in (("--run_dir=runs", "a folder"), ("--run_dir=s3://bucket/run", "another --cache_dir")):
+        with pytest.raises(ConfigError, match=f"{name} cannot be used .No space left on device: {tmp_path}.*{flag}"):
+            Lease(tmp_path, "job", name=name).take()
