@@ -42,8 +42,8 @@ _AFTER_AN_ERROR_SECONDS = 10.0  # what can be sent then
 _GIVE_BACK_SECONDS = 5.0
 _OF_A_RANK = re.compile(r"^logs/(?:rank|worker)-(\d+)\D")
 _SET_ASIDE = "set-aside-"
-# What there may be before the first status: an evaluator's, snapshots that a user has put there.
-_WITHOUT_STATUS = ("logs/", "tensorboard/", "faults/", f"{FOLDER}/")
+# What there may be before the first status: of an evaluator, of tfdist.doctor, snapshots that a user has put there.
+_WITHOUT_STATUS = ("logs/", "tensorboard/", "faults/", "doctor-", f"{FOLDER}/")
 
 
 @contextlib.contextmanager
