@@ -137,6 +137,7 @@ def test_token_weights_leave_the_balance_loss_a_mean_over_sequences():
     found = []
     for changes in (
         {},
+        {"accumulation": 4},
         {"accumulation": 2, "recompute": "block"},
         {"strategy": "mesh", "zero": 3, "accumulation": 4},
     ):
