@@ -92,17 +92,28 @@ class RingConnections:
             header, theirs = _BLOCK.pack(name.encode(), stamp, len(mine)), bytearray(_BLOCK.size)
             outgoing = Outgoing(memoryview(header), memoryview(mine))
             self._pass_on(outgoing, memoryview(theirs), all_sent=False)
-            received = bytearray(self._length_of(theirs, name, stamp))
+            received = bytearray(self._length_of(theirs, name))
             self._pass_on(outgoing, memoryview(received))
+            self._compare(theirs, name, stamp)  # now that nothing of the block is on its way any more
             blocks[(self.rank - step - 1) % self.size] = received
         return blocks
 
-    def _length_of(self, header: bytes | bytearray, name: str, stamp: int) -> int:
-        """Of the left neighbour's next block. Raises RingError if that is not of what this rank gathers."""
-        _, their_stamp, length = _BLOCK.unpack(header)
-        other, their_name = (self.rank - 1) % self.size, _name_of(header)
-        if their_name == _GOODBYE:
+    def _length_of(self, header: bytes | bytearray, name: str) -> int:
+        """Of the left neighbour's next block. Raises RingError if there is none."""
+        *_, length = _BLOCK.unpack(header)
+        if _name_of(header) == _GOODBYE:
             raise RingError(self.farewell_of_left(name))
+        if length > _LARGEST_BLOCK:
+            raise RingError(
+                f"{MARK}rank {(self.rank - 1) % self.size} announces {length} bytes of {name}, which cannot be: the"
+                " workers do not run the same program."
+            )
+        return length
+
+    def _compare(self, header: bytes | bytearray, name: str, stamp: int) -> None:
+        """Raises RingError if the left neighbour's block is not of what this rank gathers."""
+        _, their_stamp, _ = _BLOCK.unpack(header)
+        other, their_name = (self.rank - 1) % self.size, _name_of(header)
         if their_name != name:
             raise RingError(
                 f"{MARK}ConfigError: Rank {self.rank} is at {name!r}, rank {other} at {their_name!r}: the workers"
@@ -113,12 +124,6 @@ class RingConnections:
                 f"{MARK}DataError: Rank {self.rank} and rank {other} hold different {name}: the data must come in"
                 " the same order on all workers; seed what shuffles it."
             )
-        if length > _LARGEST_BLOCK:
-            raise RingError(
-                f"{MARK}rank {other} announces {length} bytes of {name}, which cannot be: the workers do not run"
-                " the same program."
-            )
-        return length
 
     def say_goodbye(self) -> None:
         """Leaves word for the right neighbour that nothing will come any more; never waits."""
