@@ -184,15 +184,11 @@ class Attacker:
                         self._overheard.append((port, udp[8:]))
 
     def _attack(self, seed: int) -> None:
-        rng, held, looked = random.Random(seed), [], 0
-        tcp, udp = set(), set()
+        rng, held = random.Random(seed), []
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as voice:
             while not self._stop.is_set() and time.monotonic() < self._end:
-                # Not in each round: for a list of all connections the system looks through a table of millions.
-                if looked % 5 == 0:
-                    tcp, udp = ports(self.root)
-                    self.tcp, self.udp = self.tcp | tcp, self.udp | udp
-                looked += 1
+                tcp, udp = ports(self.root)
+                self.tcp, self.udp = self.tcp | tcp, self.udp | udp
                 for port in tcp:
                     for words in self.words(rng):
                         with contextlib.suppress(OSError):

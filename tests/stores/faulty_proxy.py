@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 FAULTS = ("drop", "drop_answer", "delay", "500", "503", "403", "truncate", "stale")
 _CODES = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
 _SILENCE_SECONDS = 60.0
+_FORWARDED_SECONDS = 2.0  # a request that takes longer is one that is kept silent
 
 
 class FaultyProxy(ThreadingHTTPServer):
@@ -34,6 +35,25 @@ class FaultyProxy(ThreadingHTTPServer):
         self.headers: dict[str, set[str]] = {}
         self.listings: dict[str, tuple] = {}  # path -> an earlier answer
         self.port = self.server_address[1]
+        self._changed, self._under_way, self._closed = threading.Condition(), 0, False
+
+    def begins(self) -> bool:
+        """A request; False if none is answered any more."""
+        with self._changed:
+            self._under_way += not self._closed
+            return not self._closed
+
+    def ends(self) -> None:
+        """A request that has begun."""
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """From now on nothing is forwarded: what killed processes have on its way would come later than they end."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._under_way, timeout=_FORWARDED_SECONDS)
 
     def handle_error(self, request, client_address) -> None: ...  # connections that end early are what this is about
 
@@ -43,6 +63,15 @@ class _Handler(BaseHTTPRequestHandler):
     server: FaultyProxy
 
     def _do(self) -> None:
+        if not self.server.begins():
+            self._hang_up()
+            return
+        try:
+            self._answer_or_fail()
+        finally:
+            self.server.ends()
+
+    def _answer_or_fail(self) -> None:
         body = self._body()
         fault = self.server.draw(self.command, self.path)
         if fault:
@@ -132,5 +161,6 @@ def faulty_proxy(port: int, draw: Callable[[str, str], str] = lambda method, pat
     try:
         yield proxy
     finally:
+        proxy.close()
         proxy.shutdown()
         proxy.server_close()
