@@ -136,7 +136,9 @@ class Ring(RingConnections):
             theirs = self._scratch_of(array.size)
             self._pass_on(outgoing, _bytes(theirs))
         self._pass_on(outgoing, _NOTHING)
-        total = np.add(array, theirs, out=spare(array.size) if serial else array)
+        # In one order on both ranks: of two NaNs the sum is the first.
+        first, second = (array, theirs) if self.rank == 0 else (theirs, array)
+        total = np.add(first, second, out=spare(array.size) if serial else array)
         if their_serial:
             self._pass_on(_TOKEN, _NOTHING, backwards=True)
         if serial:

@@ -141,6 +141,18 @@ def test_two_ranks_that_have_spare_arrays_get_the_same_bits(count, shared):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_two_ranks_have_the_same_bits_of_not_a_number(share):
+    """Two kinds of NaN: a sum of both has the bits of one of them."""
+
+    def reduce(ring):
+        array = ring.empty(4)
+        array.view(np.uint32)[:] = 0x7FC00001 + ring.rank
+        return ring.all_reduce(array, spare=ring.empty).view(np.uint32).copy()
+
+    np.testing.assert_array_equal(*on_every_rank(2, reduce, share=share))
+
+
 def test_two_ranks_wait_for_each_other_once_an_array():
     def reduce(ring):
         passed, pass_on = [], ring._pass_on
