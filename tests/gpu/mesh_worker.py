@@ -25,6 +25,7 @@ def main(out: Path, chosen: list[str]) -> None:
     from tfdist.runtime.launch_order import recorded
     from tfdist.runtime.mesh import Mesh
     from tfdist.runtime.mesh_runtime import MeshRuntime
+    from tfdist.runtime.orderly_exit import say_goodbye
 
     lean.prepare()
     cluster = resolve_cluster(os.environ)
@@ -47,6 +48,7 @@ def main(out: Path, chosen: list[str]) -> None:
         (out / f"{name}-{runtime.rank}.json").write_text(json.dumps(report))
         runtime.barrier()
     print("audit: done", flush=True)
+    say_goodbye(cluster, world.strategy)  # the other may still be in the last barrier
 
 
 if __name__ == "__main__":
