@@ -83,7 +83,7 @@ class Attacker:
     def __init__(self, root: int, proof: Path, size: int, seconds: float = 300.0):
         self.root, self.proof, self.size = root, proof, size
         self.tcp, self.udp = set(), set()
-        self.rounds = 0
+        self.rounds, self.pause = 0, 0.02  # seconds between two rounds: short while doors open and close
         self._end, self._stop = time.monotonic() + seconds, threading.Event()
         self._overheard: deque[tuple[int, bytes]] = deque(maxlen=200)  # (port, datagram)
         self._threads = [threading.Thread(target=self._attack, args=(seed,), daemon=True) for seed in range(2)]
@@ -202,6 +202,6 @@ class Attacker:
                         with contextlib.suppress(OSError):
                             voice.sendto(data, ("127.0.0.1", port))
                 self.rounds += 1
-                self._stop.wait(0.02)
+                self._stop.wait(self.pause)
         for connection in held:
             connection.close()

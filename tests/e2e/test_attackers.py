@@ -109,9 +109,11 @@ def test_a_job_goes_on_and_who_is_lost_is_named(flags, listening, tmp_path):
             f"--run_dir={folder}",
         ],
         ("--grace=1",),
+        {"TFDIST_FAULTS": "0:5:slow"},
     )
     with ended(process), Attacker(process.pid, proof, 2) as attacker:
         wait_for(lambda: is_training(folder, 2, process), 200)
+        attacker.pause = 0.2  # of a core, which the job needs as well
         before, rounds = records(folder, 0, "train")[-1]["step"], attacker.rounds
         wait_for(
             lambda: (

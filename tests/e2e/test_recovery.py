@@ -324,7 +324,7 @@ def test_a_notice_of_the_platform_saves_and_ends(tmp_path):
 def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(tmp_path):
     """Whether it is started by a launcher, which writes nothing to the first one's logs, or by hand."""
     flags = [*CLUSTERS, "--steps=100000", "--log_every=1", "--progress=none", f"--run_dir={tmp_path}"]
-    first = start(2, flags)
+    first = start(2, flags, environment={"TFDIST_FAULTS": "0:5:slow"})
     try:
         wait_for(lambda: workers_training(tmp_path) == 2)
         log = (tmp_path / "logs" / "worker-0.log").read_bytes()

@@ -116,14 +116,13 @@ def check_types(group, stacked, of, rank: int) -> None:
         np.testing.assert_array_equal(largest, stacked(20, [5]).max(0), dtype)
 
     # Inside loops, as the training step uses them.
-    @tf.function
+    def once(count, x):
+        nothing = tf.reduce_sum(group.reduce_scatter(tf.concat([x] * group.size, 0))) * 0
+        return count + 1, group.all_reduce(x) / group.size + nothing
+
+    @tf.function(autograph=False)
     def repeated(x, times):
-        for _ in tf.range(times):
-            x = (
-                group.all_reduce(x) / group.size
-                + tf.reduce_sum(group.reduce_scatter(tf.concat([x] * group.size, 0))) * 0
-            )
-        return x
+        return tf.while_loop(lambda count, _: count < times, once, (0, x))[1]
 
     np.testing.assert_allclose(
         repeated(tf.constant(of(rank, 21, [5])), tf.constant(7)), stacked(21, [5]).mean(0), rtol=1e-6
@@ -138,7 +137,7 @@ def check_points(group, of, rank: int) -> None:
     before, after = group.ranks[group.index - 1], group.ranks[(group.index + 1) % group.size]
     first = group.index == 0
 
-    @tf.function
+    @tf.function(autograph=False)
     def around(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -220,7 +219,7 @@ def get_stuck(runtime) -> None:
 
     import tensorflow as tf
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x):
         return runtime.run(lambda t: runtime.all_reduce([t]), (x,))
 
@@ -234,11 +233,12 @@ def count_threads(runtime) -> None:
     """Collectives must not leave anything behind that grows with their number."""
     import tensorflow as tf
 
-    @tf.function
+    def step(count, x):
+        return count + 1, runtime.run(lambda t: runtime.all_reduce([t / runtime.size]), (x,))[0]
+
+    @tf.function(autograph=False)
     def steps(x, n):
-        for _ in tf.range(n):
-            (x,) = runtime.run(lambda t: runtime.all_reduce([t / runtime.size]), (x,))
-        return x
+        return tf.while_loop(lambda count, _: count < n, step, (0, x))[1]
 
     steps(tf.constant(1.0), tf.constant(10))
     before = len(os.listdir("/proc/self/task"))

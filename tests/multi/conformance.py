@@ -58,7 +58,7 @@ def check(runtime) -> None:
         assert repr(found) == repr(value), found
 
     # Every replica has an index of its own, and sums are over all of them.
-    @tf.function
+    @tf.function(autograph=False)
     def indices():
         return runtime.local(runtime.run(lambda: runtime.replica_id()))
 
@@ -73,7 +73,10 @@ def check(runtime) -> None:
             for number, shape in enumerate(shapes)
         ]
 
-    @tf.function
+    def once(count, values):
+        return count + 1, runtime.run(lambda tensors: runtime.all_reduce(list(tensors)), (values,))
+
+    @tf.function(autograph=False)
     def summed(n):
         values = runtime.per_replica(
             [
@@ -81,10 +84,8 @@ def check(runtime) -> None:
                 for index in range(runtime.local_replicas)
             ]
         )
-        for _ in tf.range(
-            n
-        ):  # a second and third round on the sums of the first: what changes places twice is back again
-            values = runtime.run(lambda tensors: runtime.all_reduce(list(tensors)), (values,))
+        # A second and third round on the sums of the first: what changes places twice is back again.
+        _, values = tf.while_loop(lambda count, _: count < n, once, (0, values))
         return runtime.local(values)
 
     expected = [
@@ -98,7 +99,7 @@ def check(runtime) -> None:
             assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
 
     # bfloat16 is summed to its precision, beside float32 that stays exact, and all replicas get the same bits.
-    @tf.function
+    @tf.function(autograph=False)
     def small():
         values = runtime.per_replica(
             [
@@ -121,7 +122,7 @@ def check(runtime) -> None:
             assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
 
     # Of slices the sum is those of all replicas; a mesh and parameter servers never get any.
-    @tf.function
+    @tf.function(autograph=False)
     def gathered(values):
         return runtime.local(
             runtime.run(
@@ -145,7 +146,7 @@ def check(runtime) -> None:
             )
 
     # Rows of all replicas, in one order, with the gradient of the sum of all replicas' losses.
-    @tf.function
+    @tf.function(autograph=False)
     def rows(dtype):
         def of_replica():
             number = tf.cast(runtime.replica_id(), dtype)
@@ -168,7 +169,7 @@ def check(runtime) -> None:
     with runtime.scope():
         copies = tf.Variable([0.0, 0.0], trainable=False, aggregation=tf.VariableAggregation.MEAN)
 
-    @tf.function
+    @tf.function(autograph=False)
     def assigned(values):
         runtime.assign(copies, values)
         return runtime.local(runtime.run(lambda: tf.identity(copies)))

@@ -21,7 +21,9 @@ def check_compression(runtime) -> None:
             [70000.0, 1e6 + rank], "float32"
         )
 
-    large, small = tf.function(lambda: runtime.all_reduce([tf.constant(value) for value in values(runtime.rank)]))()
+    large, small = tf.function(
+        lambda: runtime.all_reduce([tf.constant(value) for value in values(runtime.rank)]), autograph=False
+    )()
     exact = [sum(parts) for parts in zip(*map(values, range(runtime.size)), strict=True)]
     error = np.abs(large.numpy() - exact[0]).max()
     assert 1e-6 < error < 1e-2, f"float16 should err by about 1e-3, not {error}"
@@ -52,7 +54,7 @@ def check_batchnorm(runtime) -> None:
     alone.build(x.shape)
     shared.build(x.shape)
     expected = gradients(alone, tf.constant(x), tf.constant(target))
-    found = tf.function(lambda: gradients(shared, tf.constant(x[cut]), tf.constant(target[cut])))()
+    found = tf.function(lambda: gradients(shared, tf.constant(x[cut]), tf.constant(target[cut])), autograph=False)()
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(one[cut], other, atol=1e-4)
     np.testing.assert_allclose(alone.moving_mean, shared.moving_mean, atol=1e-5)

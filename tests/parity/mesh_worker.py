@@ -271,7 +271,7 @@ def bytes_held(job) -> list[int]:
     weights = [weight for weight in weights if weight is not None] or update.sources()
     batch = job.iterators(0)[0].element_spec
     step, micro, scale = (tf.TensorSpec([], dtype) for dtype in (tf.int64, tf.int32, tf.float32))
-    one = tf.function(job.step.replica.of_micro_batch).get_concrete_function(step, micro, scale, batch)
+    one = tf.function(job.step.replica.of_micro_batch, autograph=False).get_concrete_function(step, micro, scale, batch)
     kept = one.structured_outputs.gradients
     own = {id(weight) for weight in weights}
     others = [

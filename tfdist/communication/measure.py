@@ -114,12 +114,13 @@ def _in_graph(runtime: Runtime, collective: Callable[[tf.Tensor], tf.Tensor], mi
         with tf.control_dependencies([last]):  # so that rounds do not overlap
             return tf.ensure_shape(tf.reshape(collective(tf.identity(x)), [-1]), [result_size])
 
-    @tf.function
+    @tf.function(autograph=False)
     def many(rounds: tf.Tensor) -> tf.Tensor:
-        last = tf.zeros([result_size])
-        for _ in tf.range(rounds):
-            last = runtime.local(runtime.run(once, (x, runtime.per_replica([last] * runtime.local_replicas))))[0]
-        return last
+        def round_of(count: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            copies = runtime.per_replica([last] * runtime.local_replicas)
+            return count + 1, runtime.local(runtime.run(once, (x, copies)))[0]
+
+        return tf.while_loop(lambda count, _: count < rounds, round_of, (0, tf.zeros([result_size])))[1]
 
     def run(rounds: int) -> np.ndarray:
         return many(tf.constant(rounds)).numpy()

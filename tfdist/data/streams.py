@@ -53,7 +53,7 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
             return tf.reduce_any((offset >= starts) & (offset < stops))
 
         own = ordered_stream(split, plan, seed, shuffle, consumed, cut).enumerate().filter(as_is(is_own))
-        numbered = own.map(lambda _, numbered: numbered)
+        numbered = own.map(as_is(lambda _, numbered: numbered))
 
     shaped = shaper(plan.micro_batch if plan.even else None, split.element_spec if augment is None else None)
 
@@ -79,7 +79,7 @@ def _shard(split: Split, shard: int, cut: int, seed: int, shuffle: bool, own: in
             f"{split.name} has no samples for replica {shard} of {cut}: check --source_args and --data_dir."
         )
     endless = _window_shuffled(stream, split.sample_bytes, seed) if shuffle else stream.repeat()
-    return endless.enumerate().skip(own).map(lambda i, sample: (i * cut + shard, sample))
+    return endless.enumerate().skip(own).map(as_is(lambda i, sample: (i * cut + shard, sample)))
 
 
 def ordered_stream(split: Split, plan: BatchPlan, seed: int, shuffle: bool, consumed: int, cut: int) -> tf.data.Dataset:
@@ -94,7 +94,9 @@ def ordered_stream(split: Split, plan: BatchPlan, seed: int, shuffle: bool, cons
     rows = plan.global_batch // (parts if plan.global_batch % parts == 0 else cut)
     return tf.data.Dataset.choose_from_datasets(
         shards,
-        tf.data.Dataset.range(cut).flat_map(lambda shard: tf.data.Dataset.from_tensors(shard).repeat(rows)).repeat(),
+        tf.data.Dataset.range(cut)
+        .flat_map(as_is(lambda shard: tf.data.Dataset.from_tensors(shard).repeat(rows)))
+        .repeat(),
     )
 
 

@@ -72,7 +72,7 @@ class Group:
         """
         if self.size > 1:
             with tf.init_scope():
-                tf.function(lambda: self._all_reduce(tf.constant(1.0), timeout=timeout))()
+                tf.function(lambda: self._all_reduce(tf.constant(1.0), timeout=timeout), autograph=False)()
 
     # -- collectives -----------------------------------------------------------------------------------------------
 

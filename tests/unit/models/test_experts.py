@@ -83,7 +83,7 @@ def test_dropped_tokens_are_a_metric_of_the_model_that_was_called_last():
     objective = with_dropped(classification(), model)
     tokens = np.random.default_rng(0).integers(0, 11, (3, 8)).astype("int32")
 
-    @tf.function
+    @tf.function(autograph=False)
     def score(x):
         return objective(model(x), x, tf.ones([3])).metrics["dropped_fraction"]
 

@@ -25,7 +25,7 @@ CASES = {
     "transformer_experts": ("transformer", "layers=1,width=32,heads=2,experts=4,tied=False,context=20", TOKENS),
     "vit": ("vit", "layers=1,width=32,heads=2,dropout=0.1,pool=class", IMAGE),
     "vit_mean": ("vit", "layers=1,width=32,heads=2", IMAGE),
-    "applications": ("applications", "name=MobileNetV2,alpha=0.35", tf.TensorSpec((32, 32, 3), tf.float32)),
+    "applications": ("applications", "name=MobileNet,alpha=0.25", tf.TensorSpec((32, 32, 3), tf.float32)),
 }
 # Options that CASES has together.
 ONE_BY_ONE = {

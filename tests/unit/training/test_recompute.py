@@ -31,7 +31,7 @@ def result(kind, precision="float32"):
         recompute(model, kind, {})
     reseed(seed_states(model), 7, *(tf.constant(number) for number in (3, 0, 0)))
 
-    @tf.function
+    @tf.function(autograph=False)
     def run():
         with tf.GradientTape() as tape:
             y = model(TOKENS, training=True)
@@ -77,7 +77,7 @@ def test_the_second_pass_is_there_and_changes_no_state():
 
     x = tf.constant([[1.0, 2.0], [3.0, 6.0]])
 
-    @tf.function
+    @tf.function(autograph=False)
     def run():
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(

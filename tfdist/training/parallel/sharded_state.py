@@ -53,8 +53,10 @@ class ShardedState:
             key: self._piece(key, variable, parts) for key, variable in state.collect(model, optimizer, train).items()
         }
         self._stages = runtime.group("pipe")
-        self._from_stage = tf.function(lambda x, stage: self._stages.broadcast(x, self._stages.ranks[stage]))
-        self._gather = tf.function(lambda x, ranks: runtime.group_of(ranks).all_gather(x))
+        self._from_stage = tf.function(
+            lambda x, stage: self._stages.broadcast(x, self._stages.ranks[stage]), autograph=False
+        )
+        self._gather = tf.function(lambda x, ranks: runtime.group_of(ranks).all_gather(x), autograph=False)
 
     def _piece(self, key: str, variable: keras.Variable | tf.Variable, parts: Mapping[int, Part]) -> Piece:
         update, replicas = self.update, self._replicas
