@@ -33,7 +33,6 @@ ALLOWED = (
     Refusal(
         "ConfigError", r"--strategy=parameter_server cannot bring together losses that layers add and weighted samples"
     ),
-    Refusal("ConfigError", r"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable"),
 )
 OTHER_SAMPLES = Refusal("DataError", r"hold different samples, or an order that differs, in \S*train")
 OTHER_BATCHES = Refusal("DataError", r"hold different batches")

@@ -178,10 +178,18 @@ def check(runtime) -> None:
     for found, wanted in zip(assigned(runtime.per_replica(own)), own, strict=True):
         assert found.numpy().tolist() == wanted.numpy().tolist(), (found, wanted)
 
-    # Variables start with the chief's values.
+    # Variables start with the chief's values, also those that are made of others, on every replica.
     with runtime.scope():
         variable = tf.Variable(np.full([4], rank, "float32"))
-    assert variable.numpy().tolist() == [0.0] * 4
+        twice = tf.Variable(tf.cast(2 * variable + 1, tf.bfloat16), trainable=False)
+        count = tf.Variable(
+            tf.constant(7 * rank, tf.int64),
+            trainable=False,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+    for copies, wanted in ((variable, [0.0] * 4), (twice, [1.0] * 4), (count, 0)):
+        for found in runtime.local(tf.function(lambda: runtime.run(copies.read_value), autograph=False)()):  # noqa: B023
+            assert found.numpy().tolist() == wanted, (found, wanted)
     runtime.barrier()
 
 

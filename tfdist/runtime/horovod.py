@@ -21,6 +21,7 @@ from tfdist.runtime import horovod_start
 from tfdist.runtime.array_bytes import from_bytes, to_bytes
 from tfdist.runtime.bucketing import in_buckets
 from tfdist.runtime.defaults import RuntimeDefaults
+from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.operations import Collective
 from tfdist.runtime.own_gradient import with_gradient
@@ -51,13 +52,7 @@ class Horovod(RuntimeDefaults):
         return cls(hvd, int(config.strategy.horovod_fusion_mb * 2**20), config.strategy.horovod_compression == "fp16")
 
     def scope(self) -> contextlib.AbstractContextManager:
-        def create_variable(next_creator: Callable, **arguments: Any) -> tf.Variable:
-            variable = next_creator(**arguments)
-            if self.size > 1:
-                variable.assign(self.broadcast([variable.numpy()])[0])
-            return variable
-
-        return tf.variable_creator_scope(create_variable)
+        return chiefs_first_values(self.broadcast) if self.size > 1 else contextlib.nullcontext()
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
         return fn(*args)

@@ -10,7 +10,7 @@ A replica is a coordinate of the data and expert axes; all ranks of a replica re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -21,12 +21,11 @@ from tfdist.control.cluster import Cluster
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.defaults import RuntimeDefaults
+from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.hierarchical import HierarchicalGroup
 from tfdist.runtime.mesh import AXES, REPLICA_AXES, Mesh
 from tfdist.runtime.multi_worker import MultiWorker
 from tfdist.runtime.operations import Collective, of_group
-
-_BYTES_AT_ONCE = 1 << 24
 
 
 class MeshRuntime(RuntimeDefaults):
@@ -82,26 +81,9 @@ class MeshRuntime(RuntimeDefaults):
 
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Variables get the chief's initial values, so all ranks must create the same ones here, and cut them
-        afterwards.
-        """
-        created: list[tf.Variable] = []
-
-        def creator(create: Callable, **arguments: Any) -> tf.Variable:
-            created.append(create(**arguments))
-            return created[-1]
-
-        with tf.variable_creator_scope(creator):
-            yield
-        while self.size > 1 and created:  # a few at a time: what travels is held several times over
-            some, size = [], 0
-            while created and size < _BYTES_AT_ONCE:
-                some.append(created.pop(0))
-                size += some[-1].shape.num_elements() * some[-1].dtype.size
-            for variable, value in zip(some, self.broadcast([variable.numpy() for variable in some]), strict=True):
-                variable.assign(value)
+    def scope(self) -> contextlib.AbstractContextManager:
+        """All ranks must create the same variables here, and cut them afterwards."""
+        return chiefs_first_values(self.broadcast) if self.size > 1 else contextlib.nullcontext()
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
         with _Replica(self.group(*REPLICA_AXES)) if self.replicas > 1 else contextlib.nullcontext():

@@ -15,12 +15,14 @@ import tensorflow as tf
 
 from tfdist.compat import tensorflow_cluster
 from tfdist.compat.tensorflow_interpreter_lock import interpreter_released
+from tfdist.compat.tensorflow_replicas import own_first_values
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.packet_filter import own_address_only
 from tfdist.runtime.collective_timeout import Overdue
 from tfdist.runtime.collectives import Group
+from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.mirrored import StrategyRuntime, communication_options
 from tfdist.runtime.operations import OUR_RING, Collective, of_group, through_tensorflow
 from tfdist.runtime.orderly_exit import say_goodbye
@@ -40,8 +42,12 @@ class MultiWorker(StrategyRuntime):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        sent = tf.variable_creator_scope(_broadcastable) if self.size > 1 else contextlib.nullcontext()
-        with self.strategy.scope(), sent:
+        def create(make: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
+            with own_first_values(self.strategy):
+                return make(**arguments)
+
+        first_values = chiefs_first_values(self.broadcast, create) if self.size > 1 else contextlib.nullcontext()
+        with self.strategy.scope(), first_values:
             yield
 
     def use_ring(self, cluster: Cluster, config: Config) -> None:
@@ -133,14 +139,3 @@ class MultiWorker(StrategyRuntime):
         if suits and choice in ("auto", "socket"):
             runtime.use_ring(cluster, config)
         return runtime
-
-
-def _broadcastable(create: Callable, **arguments: Any) -> tf.Variable:
-    """Makes a variable, of which the chief's initial value goes to all workers."""
-    if arguments.get("dtype") and tf.as_dtype(arguments["dtype"]) == tf.bfloat16:
-        raise ConfigError(
-            f"--strategy=multi_worker: TensorFlow cannot send the bfloat16 variable {arguments.get('name') or ''} to"
-            ' other workers: give its layer dtype="mixed_bfloat16", which keeps variables in float32, or use'
-            " --strategy=mesh."
-        )
-    return create(**arguments)

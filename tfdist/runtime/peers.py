@@ -21,6 +21,7 @@ from tfdist.control.terminal import printable
 from tfdist.runtime import batch_norm
 from tfdist.runtime.array_bytes import from_bytes, to_bytes
 from tfdist.runtime.control_ring import ControlRing
+from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.own_gradient import with_gradient
 
@@ -39,13 +40,7 @@ class Peers(OneDevice):
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
     def scope(self) -> AbstractContextManager:
-        def create(next_creator, **kwargs):
-            variable = next_creator(**kwargs)
-            with tf.init_scope():
-                variable.assign(self.broadcast([variable.numpy()])[0])
-            return variable
-
-        return tf.variable_creator_scope(create)
+        return chiefs_first_values(self.broadcast)
 
     def replica_id(self) -> tf.Tensor:
         return tf.constant(self.rank)

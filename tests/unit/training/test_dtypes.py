@@ -12,7 +12,6 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.runtime.multi_worker import _broadcastable
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.composition_checks import check_compiled
 from tfdist.training.dtypes import as_summands, global_norm
@@ -185,9 +184,3 @@ def test_recomputed_layers_keep_their_statistics_in_their_dtype():
     out = recomputed(lambda rows: layer(rows, training=True), tf.constant(x), layer.trainable_variables, states, layer)
     assert out.dtype == tf.float64
     np.testing.assert_allclose(layer.moving_mean.numpy(), x.mean(0), rtol=1e-15)
-
-
-def test_bfloat16_variables_that_tensorflow_cannot_send_are_refused():
-    assert _broadcastable(dict, dtype="float16") == {"dtype": "float16"}
-    with pytest.raises(ConfigError, match="mixed_bfloat16"):
-        _broadcastable(dict, dtype=tf.bfloat16, name="kernel")
