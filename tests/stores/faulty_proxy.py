@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 FAULTS = ("drop", "drop_answer", "delay", "500", "503", "403", "truncate", "stale")
-_CODES = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
+_CODES = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied", "412": "PreconditionFailed"}
 _SILENCE_SECONDS = 60.0
 _FORWARDED_SECONDS = 2.0  # a request that takes longer is one that is kept silent
 
@@ -21,7 +21,7 @@ _FORWARDED_SECONDS = 2.0  # a request that takes longer is one that is kept sile
 class FaultyProxy(ThreadingHTTPServer):
     """Forwards to a port of loopback.
 
-    draw: of a request's method and path, one of FAULTS, "silence", "flip" (a bit of what is sent) or "".
+    draw: of a request's method and path, one of FAULTS, "412", "silence", "flip" (a bit of what is sent) or "".
     bytes_per_second: of bodies, on each connection; 0: no limit. done: how often each fault was done. headers: path ->
     their names, in small letters, of what was written there last.
     """

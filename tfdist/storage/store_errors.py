@@ -18,9 +18,10 @@ class StoreError(OSError):
 
 def explained(error: BaseException) -> tuple[str, bool]:
     """(why a store did not do something and what to do about it, whether it will not pass)."""
-    name = type(error).__name__
-    said = " ".join(str(error).split())[:200] or name
-    if isinstance(error, FileNotFoundError):
+    name, status = type(error).__name__, getattr(error, "status_code", None)  # the second: of Azure's
+    said = " ".join(str(error).partition("RequestId:")[0].split())[:200]
+    said = name if said in ("", "None") else said  # Ceph says nothing
+    if isinstance(error, FileNotFoundError) or status == 404:
         return f"the bucket or folder is not there ({said}): create it, or correct the URL", True
     if "Credentials" in name or "credentials" in said.lower():
         return (
@@ -28,7 +29,7 @@ def explained(error: BaseException) -> tuple[str, bool]:
             " read",
             True,
         )
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or status in (401, 403):
         return f"it is not permitted ({said}): allow these credentials to read, write, list and delete there", True
     if name == "ParamValidationError" or "InvalidBucketName" in said or "KeyTooLong" in said:
         return f"{said}: correct the URL", True
