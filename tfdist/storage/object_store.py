@@ -24,7 +24,7 @@ from tfdist.control.own_files import replaced
 from tfdist.control.run_address import STORES
 from tfdist.storage.in_threads import in_threads
 from tfdist.storage.store_entry import Entry
-from tfdist.storage.store_errors import StoreError, explained
+from tfdist.storage.store_errors import StoreError, explained, says_it_is_there
 
 PATIENCE_SECONDS = 60.0
 _REFUSED_SECONDS = 2.0  # a refusal may be a passing one, too, but rarely is
@@ -130,8 +130,8 @@ class ObjectStore:
                 try:
                     self._system.pipe_file(path, text.encode(), mode="create")
                     return True
-                except OSError:  # FileExistsError; what Ceph answers to the same becomes another
-                    if self.text(name) is None:
+                except OSError as error:
+                    if not says_it_is_there(error):
                         raise
             elif not self._system.exists(path):  # a rename does not replace: of HDFS that is a promise
                 written = self._path(f".{name}-{uuid.uuid4().hex}")

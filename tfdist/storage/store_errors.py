@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, StartupError, TfdistError
 
@@ -14,6 +15,17 @@ class StoreError(OSError):
     def __init__(self, sentence: str, refused: bool = False):
         super().__init__(sentence)
         self.refused = refused
+
+
+def says_it_is_there(error: BaseException) -> bool:
+    """Whether a store has not created an object since there is one of this name; s3fs makes EINVAL of Ceph's answer."""
+    return isinstance(error, FileExistsError) or _answer(error).get("Error", {}).get("Code") == "PreconditionFailed"
+
+
+def _answer(error: BaseException) -> dict[str, Any]:
+    """Of a store of S3, as botocore has it; {} of the others."""
+    found = getattr(error.__cause__, "response", None)
+    return found if isinstance(found, dict) else {}
 
 
 def explained(error: BaseException) -> tuple[str, bool]:
@@ -33,6 +45,10 @@ def explained(error: BaseException) -> tuple[str, bool]:
         return f"it is not permitted ({said}): allow these credentials to read, write, list and delete there", True
     if name == "ParamValidationError" or "InvalidBucketName" in said or "KeyTooLong" in said:
         return f"{said}: correct the URL", True
+    answer = _answer(error).get("ResponseMetadata", {})
+    region = answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    if region and answer.get("HTTPStatusCode") in (301, 307, 400):
+        return f"the bucket is in the region {region}: set AWS_REGION={region}", True
     if "region" in said.lower():
         return f"{said}: set AWS_REGION to the bucket's region", True
     return f"{name}: {said}", False
