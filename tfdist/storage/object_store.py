@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from tfdist.control.optional_packages import optional_module
 from tfdist.control.own_files import replaced
 from tfdist.control.run_address import STORES
+from tfdist.storage.folder_walk import files_below
 from tfdist.storage.in_threads import in_threads
 from tfdist.storage.store_entry import Entry
 from tfdist.storage.store_errors import StoreError, explained, says_it_is_there
@@ -71,9 +72,10 @@ class ObjectStore:
 
         def look() -> dict[str, Entry]:
             try:
-                found = self._system.find(place, detail=True)
+                has_folders = self._scheme not in _BUCKETS
+                found = files_below(self._system, place) if has_folders else self._system.find(place, detail=True)
             except FileNotFoundError:
-                if self._scheme not in _BUCKETS or self._has_bucket():
+                if self._has_bucket():
                     return {}
                 raise
             entries = found.values() if isinstance(found, dict) else ()

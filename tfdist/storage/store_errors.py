@@ -43,6 +43,12 @@ def explained(error: BaseException) -> tuple[str, bool]:
         )
     if isinstance(error, PermissionError) or status in (401, 403):
         return f"it is not permitted ({said}): allow these credentials to read, write, list and delete there", True
+    if "libjvm" in said or "libhdfs" in said:
+        return (
+            "Hadoop's native library (libhdfs) and Java were not found: set HADOOP_HOME, JAVA_HOME and CLASSPATH, or"
+            " use webhdfs://",
+            True,
+        )
     if name == "ParamValidationError" or "InvalidBucketName" in said or "KeyTooLong" in said:
         return f"{said}: correct the URL", True
     answer = _answer(error).get("ResponseMetadata", {})

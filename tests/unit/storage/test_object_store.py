@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from tests.stores.faulty_proxy import FAULTS, faulty_proxy
 from tests.stores.s3_server import BUCKET
@@ -179,6 +180,36 @@ def test_what_will_not_pass_is_told_in_a_sentence(through_proxy, tmp_path, monke
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="no credentials were found"), as_sentence():
         ObjectStore(URL, patience=5).text("a")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty():
+    """fsspec leaves it out."""
+    with webhdfs_server() as server:
+        objects, lost = ObjectStore(server.url, patience=1), ["folder/inner"]
+        for name in ("a", "folder/b", "folder/inner/c"):
+            objects.put_text(name, "one")
+        request = objects._system.session.request
+
+        def failing(**given):
+            if given["params"]["op"] == "LISTSTATUS" and any(given["url"].endswith(each) for each in lost):
+                lost.pop()
+                raise requests.exceptions.ConnectionError("it is lost")
+            return request(**given)
+
+        objects._system.session.request = failing
+        assert objects.names() == {"a": 3, "folder/b": 3, "folder/inner/c": 3} and not lost
+        lost.extend(["folder/inner"] * 100)
+        with pytest.raises(StoreError, match="listing the folder failed: ConnectionError: it is lost"):
+            objects.names()
+    with pytest.raises(StoreError, match="listing folder failed: ConnectionError"):
+        objects.names("folder")
+
+
+def test_hdfs_without_its_library_is_told(monkeypatch):
+    pytest.importorskip("pyarrow")
+    monkeypatch.setenv("JAVA_HOME", "/nowhere")
+    with pytest.raises(ConfigError, match="Hadoop's native library .libhdfs. and Java were not found"), as_sentence():
+        ObjectStore("hdfs://host/run")
 
 
 @pytest.mark.parametrize("code", [301, 400])
