@@ -173,6 +173,13 @@ def test_old_ones_are_removed_from_the_store_the_manifest_first(s3, through_prox
     assert removed[-4:][0] == "manifest.json", removed
 
 
+def test_what_an_old_listing_lacks_is_removed_too(s3, tmp_path, monkeypatch):
+    snapshots = send(local(tmp_path, "here"), 10)
+    monkeypatch.setattr(snapshots._objects, "names", lambda below="": {})
+    snapshots.remove(10)
+    assert not any("step-00000010" in name for name in s3.names())
+
+
 def test_the_end_waits_for_what_is_removed_after_the_last_one(s3, through_proxy, tmp_path):
     """A run ends when all is sent: an old one that is there then stays for ever."""
     store = local(tmp_path, "here")
