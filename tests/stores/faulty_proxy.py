@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 FAULTS = ("drop", "drop_answer", "delay", "500", "503", "403", "truncate", "stale")
-_CODES = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
+_CODES = {
+    "500": "InternalError",
+    "503": "SlowDown",
+    "403": "AccessDenied",
+    "412": "PreconditionFailed",
+    "301": "PermanentRedirect",  # of a bucket in another region, as 400
+    "400": "AuthorizationHeaderMalformed",
+}
+_REGION = ("x-amz-bucket-region", "eu-west-1")
 _SILENCE_SECONDS = 60.0
 _FORWARDED_SECONDS = 2.0  # a request that takes longer is one that is kept silent
 
@@ -21,7 +29,7 @@ _FORWARDED_SECONDS = 2.0  # a request that takes longer is one that is kept sile
 class FaultyProxy(ThreadingHTTPServer):
     """Forwards to a port of loopback.
 
-    draw: of a request's method and path, one of FAULTS, "silence", "flip" (a bit of what is sent) or "".
+    draw: of a request's method and path, one of FAULTS, another code, "silence", "flip" (a bit of what is sent) or "".
     bytes_per_second: of bodies, on each connection; 0: no limit. done: how often each fault was done. headers: path ->
     their names, in small letters, of what was written there last.
     """
@@ -90,7 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault in _CODES:
             text = f"<Error><Code>{_CODES[fault]}</Code><Message>drawn</Message></Error>".encode()
-            self._answer(int(fault), [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else text)
+            headers = [("Content-Type", "application/xml"), *([_REGION] if fault in ("301", "400") else [])]
+            self._answer(int(fault), headers, b"" if self.command == "HEAD" else text)
             return
         if fault == "delay":
             time.sleep(self.server.delay_seconds)

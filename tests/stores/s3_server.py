@@ -39,6 +39,9 @@ class S3Server:
         """Forgets all, and makes the bucket. Raises OSError while the server is not there."""
         reset = urllib.request.Request(f"http://127.0.0.1:{self.port}/moto-api/reset", method="POST")
         urllib.request.urlopen(reset, timeout=30).close()
+        self.make_bucket()
+
+    def make_bucket(self) -> None:
         self._client.create_bucket(Bucket=BUCKET)
 
     def content(self, name: str) -> bytes | None:

@@ -21,6 +21,7 @@ class Sender:
     def __init__(self, unsent: Callable[[], list[int]], send: Callable[[], None]):
         self.unsent, self._send = unsent, send
         self._trouble: StoreError | None = None
+        self._busy = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfdist-sender", daemon=True)
 
@@ -36,9 +37,11 @@ class Sender:
         return self._thread.is_alive()
 
     def finish_soon(self, seconds: float) -> list[int]:
-        """Waits until all is sent, at most so long. Returns the steps that are not sent."""
+        """Waits until all is sent, and what is to be removed after it, at most so long. Returns the steps that are not
+        sent.
+        """
         begun = time.monotonic()
-        while self._thread.is_alive() and self.unsent() and time.monotonic() - begun < seconds:
+        while self._thread.is_alive() and (self.unsent() or self._busy) and time.monotonic() - begun < seconds:
             time.sleep(_LOOK_SECONDS / 10)
         return self.unsent()
 
@@ -51,13 +54,16 @@ class Sender:
     def _keep(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
             try:
-                if self.unsent():
+                self._busy = bool(self.unsent())
+                if self._busy:
                     self._send()
                     self._trouble = None
             except StoreError as error:
                 self._trouble = error
             except OSError as error:  # of the disk here
                 self._trouble = StoreError(f"a snapshot cannot be read ({error.strerror}: {error.filename})")
+            finally:
+                self._busy = False
 
 
 def sent_within(sender: Sender, place: str, deadline: float) -> list[int]:

@@ -250,9 +250,11 @@ class StoredSnapshots:
 
     def remove(self, step: int) -> None:
         """The manifest first: killed in the middle it leaves nothing that is believed. Raises StoreError."""
-        files = self._objects.names(step_folder(step))
+        files = {os.path.basename(file) for file in self._objects.names(step_folder(step))}
+        with contextlib.suppress(CheckpointError):  # a listing may be an old one
+            files |= set(parse(self._manifests.get(step, ""), MANIFEST, step)["files"])
         self.withdraw(step)
-        for file in {os.path.basename(file) for file in files} - {MANIFEST}:
+        for file in files - {MANIFEST}:
             self._objects.remove(f"{step_folder(step)}/{file}")
 
 

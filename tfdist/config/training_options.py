@@ -44,6 +44,11 @@ class DataConfig:
     cache_gb: float = option(
         0.0, "Gigabytes that copies of data from object stores may take in --cache_dir. 0: no limit.", least=0
     )
+    cache_data: bool = option(
+        True,
+        "Keep copies of the data of an object store in --cache_dir. --nocache_data: records of TFRecord files are read"
+        " at random by byte ranges, when they are needed, and again in each epoch.",
+    )
     sequence_length: int = option(128, "Tokens per sample of a text source.", identity=True, least=1)
     shuffle: bool = option(True, "Permute the samples anew in each epoch.", identity=True)
     augment: str = option(

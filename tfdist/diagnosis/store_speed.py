@@ -1,4 +1,6 @@
-"""The object store of --run_dir: can objects be written, listed, read and removed there, and how fast?"""
+"""Object stores of a run: can objects be written, listed, read and removed in those of --run_dir and --backup_dir, and
+how fast; can those of --data_dir be listed and read?
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,35 @@ import os
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
+from tfdist.config import Config
 from tfdist.control.exit_codes import TfdistError
+from tfdist.control.run_address import is_url
 from tfdist.diagnosis.findings import Finding, fine, warning, wrong
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
 
-_NAME = "run store"
 _BYTES = 8 * 2**20
+_READ_BYTES = 2**16
 _SLOW = 5e6  # bytes a second
 _PATIENCE_SECONDS = 10.0
 
 
-def store(url: str, size: int = _BYTES) -> Finding:
-    """Does with one object of `size` bytes what a run does with its own."""
-    folder = f"doctor-{uuid.uuid4().hex[:8]}"
+def stores(config: Config) -> Iterator[Finding]:
+    """One for each URL in the flags."""
+    if is_url(config.run.run_dir):
+        yield store("run", config.run.run_dir)
+    if is_url(config.checkpoint.backup_dir):
+        yield store("backup", config.checkpoint.backup_dir)
+    if is_url(config.data.data_dir):
+        yield data_store(config.data.data_dir)
+
+
+def store(kind: str, url: str, size: int = _BYTES) -> Finding:
+    """Does with one object of `size` bytes what a run does with its own. kind: "run" or "backup"."""
+    folder, flag = f"doctor-{uuid.uuid4().hex[:8]}", f"--{kind}_dir"
     name = f"{folder}/object"
     try:
         objects = ObjectStore(url, _PATIENCE_SECONDS)
@@ -36,10 +51,30 @@ def store(url: str, size: int = _BYTES) -> Finding:
             objects.remove(name)
             same = listed == {name: size} and sent.read_bytes() == brought.read_bytes()
     except (StoreError, TfdistError, FileNotFoundError) as error:
-        return wrong(_NAME, f"--run_dir={url}: {error}.".replace("..", "."), "what it says; then run this again.")
+        return _unusable(kind, flag, url, error)
     if not same:
-        return wrong(_NAME, f"--run_dir={url}: other bytes came back than were written.", "use another store.")
+        return wrong(f"{kind} store", f"{flag}={url}: other bytes came back than were written.", "use another store.")
     said = f"{url} takes {size / max(seconds, 1e-9) / 1e6:,.0f} MB/s"
     if size / max(seconds, 1e-9) < _SLOW:
-        return warning(_NAME, f"{said}: snapshots will take long to arrive.", "save less often, or use a nearer store.")
-    return fine(_NAME, said)
+        late = f"{said}: snapshots will take long to arrive."
+        return warning(f"{kind} store", late, "save less often, or use a nearer store.")
+    return fine(f"{kind} store", said)
+
+
+def data_store(url: str) -> Finding:
+    """Lists what is there, and reads the beginning of one object."""
+    try:
+        objects = ObjectStore(url, _PATIENCE_SECONDS)
+        sizes = objects.names()
+        for name in [name for name, size in sizes.items() if size][:1]:
+            objects.piece(name, 0, min(sizes[name], _READ_BYTES))
+    except (StoreError, TfdistError, FileNotFoundError) as error:
+        return _unusable("data", "--data_dir", url, error)
+    if not sizes:
+        return wrong("data store", f"--data_dir={url} holds no objects.", "put the data there, or correct the URL.")
+    return fine("data store", f"{url} holds {len(sizes):,} objects, {sum(sizes.values()) / 1e9:,.3g} GB")
+
+
+def _unusable(kind: str, flag: str, url: str, error: Exception) -> Finding:
+    what = f"{flag}={url}: {error}.".replace("..", ".")
+    return wrong(f"{kind} store", what, "what it says; then run this again.")

@@ -50,7 +50,7 @@ class Measured:
 
 def read_run(folder: str) -> Measured:
     """Reads a run folder. Raises ConfigError if it is none, or has too few log lines to measure by."""
-    place = ReadRun(folder).bring()
+    place = ReadRun(folder, flag="calibrate").bring()
     log = place / "logs" / "rank-0.jsonl"
     try:
         config = flags.parse([f"--flagfile={place / flags.FLAGS_FILE}"]).config

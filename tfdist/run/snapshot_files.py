@@ -78,6 +78,8 @@ class SnapshotFiles:
         """
         self.store.clean()
         brought = self._begin_backup()
+        if self.backup:  # else one may be read that is just being replaced, and which one was chance
+            self.backup.writer.wait()
         if self._in_store:
             snapshot, messages = self._choose_of_parts(self._in_store, config)
             return snapshot, brought + messages

@@ -5,6 +5,7 @@ which are removed when room is needed.
     CACHE_DIR/data/FOLDER/state/HASH         of one: which version of the object it is; its time, when it was last used
     CACHE_DIR/data/FOLDER/state/HASH.lock    locked while it is fetched
     CACHE_DIR/data/FOLDER/state/HASH.pin     locked by jobs that are reading it, from front to back
+    CACHE_DIR/data/FOLDER/state/HASH.derived what was made of it where no copies are wanted, such as an index
     CACHE_DIR/data/FOLDER/state/in-use       locked by jobs that read all that is there, at random
 
 A lock ends with the process that holds it, however that ends.

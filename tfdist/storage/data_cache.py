@@ -1,4 +1,5 @@
-"""Training data of an object store: copies of its objects in a folder of this machine, which all workers there share.
+"""Training data of an object store: copies of its objects in a folder of this machine, which all workers there share;
+or, where no copies are wanted, byte ranges.
 
 Each object is fetched by one process; the others wait for it. What is there is used again by later runs, as long as the
 store still holds the same object. How the copies lie there, and which are removed when room is needed: copies.py.
@@ -15,13 +16,13 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.control.own_files import written_whole
+from tfdist.control.own_files import replaced, written_whole
 from tfdist.control.run_address import cache_folder, check_address, folder_name
 from tfdist.storage.copies import IN_USE, OBJECTS, STATE, Copy, digest, lock, locked, make_room
 from tfdist.storage.in_threads import in_threads
@@ -35,13 +36,14 @@ _GB = 1e9
 class DataCache:
     """The objects below `url`, and the folder of their copies.
 
-    limit: bytes that all copies of the machine may take; 0: no limit. Attributes: folder, the copies; entries, the
-    objects by name, as they were when this process first looked.
+    limit: bytes that all copies of the machine may take; 0: no limit. copies: whether any are wanted of what can be
+    read in pieces. Attributes: folder, the copies; entries, the objects by name, as they were when this process first
+    looked.
     """
 
-    def __init__(self, url: str, cache_dir: str = "", limit: float = 0.0):
+    def __init__(self, url: str, cache_dir: str = "", limit: float = 0.0, copies: bool = True):
         check_address("data_dir", url)
-        self.url, self._limit = url.rstrip("/"), limit
+        self.url, self._limit, self.copies = url.rstrip("/"), limit, copies
         root = cache_folder(cache_dir) / "data" / folder_name(url)
         self.folder, self._state = root / OBJECTS, root / STATE
         with as_sentence("data_dir"):
@@ -75,8 +77,42 @@ class DataCache:
         """Bytes of the object of which `path` is the copy, or will be."""
         return self.entries[self._name(path)].size
 
+    def named(self, path: str) -> str:
+        """How messages name it."""
+        return f"--data_dir={self.url}: {self._name(path)}"
+
     def _name(self, path: str) -> str:
         return os.path.relpath(path, self.folder)
+
+    def must_copy(self, what: str) -> None:
+        """Raises ConfigError if no copies are wanted, though `what` reads whole files."""
+        if not self.copies:
+            raise ConfigError(f"--nocache_data: {what} reads whole files: drop it, or read TFRecord files at random.")
+
+    def piece(self, path: str, start: int, size: int) -> bytes:
+        """So many bytes of an object, from one on. Raises DataError, StartupError, ConfigError."""
+        name = self._name(path)
+        with as_sentence("data_dir"):
+            try:
+                found = self._objects.piece(name, start, size)
+            except FileNotFoundError:
+                self._same(name)
+                raise
+            self._same(name)  # else they may be another's
+            return found
+
+    def derived(self, path: str, make: Callable[[], bytes]) -> bytes:
+        """What is made of an object, by one process of this machine, and kept as long as the object is the same."""
+        name = self._name(path)
+        file, stamp = self._state / f"{digest(name)}.derived", f"{json.dumps(self._record(name))}\n".encode()
+        with as_sentence("data_dir"), lock(self._lock_of(name), wait=True):
+            with contextlib.suppress(FileNotFoundError):
+                if (kept := file.read_bytes()).startswith(stamp):
+                    return kept[len(stamp) :]
+            found = make()
+            with replaced(file) as temporary:
+                temporary.write_bytes(stamp + found)
+            return found
 
     # -- all of them -----------------------------------------------------------------------------------------------
 
@@ -242,9 +278,9 @@ class _Progress:
 
 
 @functools.cache
-def data_cache(url: str, cache_dir: str, limit: float) -> DataCache:
+def data_cache(url: str, cache_dir: str, limit: float, copies: bool = True) -> DataCache:
     """That of a URL, one a process: what it holds is looked at once. Raises ConfigError, StartupError."""
-    found = DataCache(url, cache_dir, limit)
+    found = DataCache(url, cache_dir, limit, copies)
     _OPEN[str(found.folder)] = found
     return found
 

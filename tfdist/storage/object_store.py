@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 from tfdist.control.optional_packages import optional_module
 from tfdist.control.own_files import replaced
 from tfdist.control.run_address import STORES
+from tfdist.storage.folder_walk import files_below
 from tfdist.storage.in_threads import in_threads
 from tfdist.storage.store_entry import Entry
-from tfdist.storage.store_errors import StoreError, explained
+from tfdist.storage.store_errors import StoreError, explained, says_it_is_there
 
 PATIENCE_SECONDS = 60.0
 _REFUSED_SECONDS = 2.0  # a refusal may be a passing one, too, but rarely is
@@ -34,7 +35,7 @@ _WHOLE_BYTES = 1 << 25  # a file that may grow meanwhile is read at once up to t
 
 _WEBHDFS_SECONDS = (5.0, 60.0)  # to connect, for an answer
 _BUCKETS = ("s3", "gs", "abfs")  # stores whose first part of a path must be there; folders need not
-_EXCLUSIVE_WRITES = ("s3", "gs")  # with pipe_file(mode="create")
+_EXCLUSIVE_WRITES = ("s3", "gs", "abfs")  # with pipe_file(mode="create")
 T = TypeVar("T")
 
 
@@ -71,12 +72,15 @@ class ObjectStore:
 
         def look() -> dict[str, Entry]:
             try:
-                found = self._system.find(place, detail=True)
+                has_folders = self._scheme not in _BUCKETS
+                found = files_below(self._system, place) if has_folders else self._system.find(place, detail=True)
             except FileNotFoundError:
-                if self._scheme not in _BUCKETS or self._has_bucket():
+                if self._has_bucket():
                     return {}
                 raise
             entries = found.values() if isinstance(found, dict) else ()
+            if self._scheme == "abfs" and not entries and not self._has_bucket():
+                raise FileNotFoundError(self._root)
             return {entry["name"][len(self._root) + 1 :]: Entry.of(entry) for entry in entries}
 
         return self._patiently(f"listing {below or 'the folder'}", look)
@@ -125,9 +129,12 @@ class ObjectStore:
         def create() -> bool:
             path = self._path(name)
             if self._scheme in _EXCLUSIVE_WRITES:
-                with contextlib.suppress(FileExistsError):
+                try:
                     self._system.pipe_file(path, text.encode(), mode="create")
                     return True
+                except OSError as error:
+                    if not says_it_is_there(error):
+                        raise
             elif not self._system.exists(path):  # a rename does not replace: of HDFS that is a promise
                 written = self._path(f".{name}-{uuid.uuid4().hex}")
                 self._system.pipe_file(written, text.encode())
@@ -230,10 +237,10 @@ class ObjectStore:
         """missing: whether FileNotFoundError is for the caller; elsewhere it means that there is no such bucket. size:
         bytes that travel. writes: whether `allowed` is asked before it is tried again.
         """
-        begun, pause, key = time.monotonic(), _FIRST_PAUSE_SECONDS, object()
-        self._waiting[key] = _UnderWay(what, begun, size)
+        key = object()
+        self._waiting[key] = _UnderWay(what, time.monotonic(), size)
         try:
-            return self._until_it_passes(what, action, missing, begun, pause, self.allowed if writes else None)
+            return self._until_it_passes(what, action, missing, self.allowed if writes else None)
         finally:
             del self._waiting[key]
 
@@ -245,14 +252,9 @@ class ObjectStore:
         return None
 
     def _until_it_passes(
-        self,
-        what: str,
-        action: Callable[[], T],
-        missing: bool,
-        begun: float,
-        pause: float,
-        allowed: Callable[[], None] | None,
+        self, what: str, action: Callable[[], T], missing: bool, allowed: Callable[[], None] | None
     ) -> T:
+        begun, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
         while True:
             try:
                 return action()
@@ -284,9 +286,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         options |= {"config_kwargs": settings, "max_concurrency": 2}
         importlib.import_module(package).core.S3FileSystem.retries = 1
     if scheme == "gs":
-        options["consistency"] = (
-            "md5"  # what the store says it has received is compared; S3 itself refuses what differs
-        )
+        options["consistency"] = "md5"  # what it says it has received is compared; S3 itself refuses what differs
     if scheme == "webhdfs":
         options["user"] = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
     try:

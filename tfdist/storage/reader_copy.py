@@ -16,17 +16,17 @@ _NOT_BROUGHT = ("checkpoints/", "export/")
 
 
 class ReadRun:
-    """The run at `place`, a folder or a URL.
+    """The run at `place`, a folder or a URL. flag: that it was given with.
 
     Attributes: folder, in which it is read; objects, those of its store, None of a run in a folder. Raises TfdistError.
     """
 
-    def __init__(self, place: str, cache_dir: str = ""):
-        check_address("run_dir", place)
-        self.place, self.objects = place, None
+    def __init__(self, place: str, cache_dir: str = "", flag: str = "run_dir"):
+        check_address(flag, place)
+        self.place, self.objects, self._flag = place, None, flag
         self.folder = Path(place)
         if is_url(place):
-            with as_sentence():
+            with as_sentence(self._flag):
                 self.folder = working_folder(place, str(cache_folder(cache_dir) / "readers"))
                 self.folder.mkdir(0o700, parents=True, exist_ok=True)
                 self.objects = ObjectStore(place)
@@ -34,14 +34,14 @@ class ReadRun:
     def bring(self) -> Path:
         """The folder, its files as they are now, without snapshots and exports. Raises TfdistError."""
         if self.objects:
-            with as_sentence():
+            with as_sentence(self._flag):
                 bring_files(self.objects, self.folder, lambda name: not name.startswith(_NOT_BROUGHT))
         return self.folder
 
     def text(self, name: str) -> str:
         """One file as it is now; "" if it is not there. Raises TfdistError."""
         if self.objects:
-            with as_sentence():
+            with as_sentence(self._flag):
                 return self.objects.text(name) or ""
         try:
             return (self.folder / name).read_text(encoding="utf-8", errors="replace")
@@ -51,7 +51,7 @@ class ReadRun:
     def send_back(self, made: Callable[[str], bool]) -> None:
         """Puts files that were `made` in the folder beside the run in its store. Raises TfdistError."""
         if self.objects:
-            with as_sentence():
+            with as_sentence(self._flag):
                 FolderMirror(self.objects, self.folder, made, last="", told=lambda trouble: None).finish(
                     with_last=False
                 )

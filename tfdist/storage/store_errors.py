@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, StartupError, TfdistError
 
@@ -16,11 +17,23 @@ class StoreError(OSError):
         self.refused = refused
 
 
+def says_it_is_there(error: BaseException) -> bool:
+    """Whether a store has not created an object since there is one of this name; s3fs makes EINVAL of Ceph's answer."""
+    return isinstance(error, FileExistsError) or _answer(error).get("Error", {}).get("Code") == "PreconditionFailed"
+
+
+def _answer(error: BaseException) -> dict[str, Any]:
+    """Of a store of S3, as botocore has it; {} of the others."""
+    found = getattr(error.__cause__, "response", None)
+    return found if isinstance(found, dict) else {}
+
+
 def explained(error: BaseException) -> tuple[str, bool]:
     """(why a store did not do something and what to do about it, whether it will not pass)."""
-    name = type(error).__name__
-    said = " ".join(str(error).split())[:200] or name
-    if isinstance(error, FileNotFoundError):
+    name, status = type(error).__name__, getattr(error, "status_code", None)  # the second: of Azure's
+    said = " ".join(str(error).partition("RequestId:")[0].split())[:200]
+    said = name if said in ("", "None") else said  # Ceph says nothing
+    if isinstance(error, FileNotFoundError) or status == 404:
         return f"the bucket or folder is not there ({said}): create it, or correct the URL", True
     if "Credentials" in name or "credentials" in said.lower():
         return (
@@ -28,10 +41,20 @@ def explained(error: BaseException) -> tuple[str, bool]:
             " read",
             True,
         )
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or status in (401, 403):
         return f"it is not permitted ({said}): allow these credentials to read, write, list and delete there", True
+    if "libjvm" in said or "libhdfs" in said:
+        return (
+            "Hadoop's native library (libhdfs) and Java were not found: set HADOOP_HOME, JAVA_HOME and CLASSPATH, or"
+            " use webhdfs://",
+            True,
+        )
     if name == "ParamValidationError" or "InvalidBucketName" in said or "KeyTooLong" in said:
         return f"{said}: correct the URL", True
+    answer = _answer(error).get("ResponseMetadata", {})
+    region = answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    if region and answer.get("HTTPStatusCode") in (301, 307, 400):
+        return f"the bucket is in the region {region}: set AWS_REGION={region}", True
     if "region" in said.lower():
         return f"{said}: set AWS_REGION to the bucket's region", True
     return f"{name}: {said}", False

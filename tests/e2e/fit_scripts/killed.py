@@ -1,4 +1,4 @@
-"""A script that is killed once: FOLDER [worker to kill].
+"""A script that is killed once: FOLDER [worker to kill]. Its backup is in FOLDER, or in $BACKUP_DIR.
 
 Run again unchanged, it must end as if nothing had happened.
 """
@@ -53,7 +53,7 @@ history = tfdist.fit(
     verbose=0,
     callbacks=[
         KilledOnce(),
-        keras.callbacks.BackupAndRestore(folder / "backup"),
+        keras.callbacks.BackupAndRestore(os.environ.get("BACKUP_DIR") or folder / "backup"),
         keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=0.3, factor=0.5),
         keras.callbacks.CSVLogger(folder / "log.csv"),
     ],

@@ -173,6 +173,29 @@ def test_old_ones_are_removed_from_the_store_the_manifest_first(s3, through_prox
     assert removed[-4:][0] == "manifest.json", removed
 
 
+def test_what_an_old_listing_lacks_is_removed_too(s3, tmp_path, monkeypatch):
+    snapshots = send(local(tmp_path, "here"), 10)
+    monkeypatch.setattr(snapshots._objects, "names", lambda below="": {})
+    snapshots.remove(10)
+    assert not any("step-00000010" in name for name in s3.names())
+
+
+def test_the_end_waits_for_what_is_removed_after_the_last_one(s3, through_proxy, tmp_path):
+    """A run ends when all is sent: an old one that is there then stays for ever."""
+    store = local(tmp_path, "here")
+    with through_proxy(lambda method, path: "delay" if method == "DELETE" else "") as proxy:
+        proxy.delay_seconds = 0.1
+        snapshots = sender(store, keep=1)
+        snapshots.start()
+        for step in (10, 20):
+            store.write(step, arrays(step), {})
+            if step == 20:
+                store.delete(10)
+            assert snapshots.sender.finish_soon(30.0) == []
+        snapshots.sender.end()
+        assert not any("step-00000010" in name for name in s3.names())
+
+
 @pytest.mark.slow
 def test_a_snapshot_that_is_written_anew_replaces_the_one_there(s3, tmp_path):
     send(local(tmp_path, "here"), 10)

@@ -122,3 +122,8 @@ def test_least_squares_without_negative_parts_are_scipys():
         # Of several solutions either may be found: what is left is the same.
         _, left = optimize.nnls(matrix, target)
         assert np.linalg.norm(matrix @ found - target) == pytest.approx(left, rel=1e-9, abs=1e-12)
+
+
+def test_a_store_that_cannot_be_used_is_told_with_the_flag(s3):
+    with pytest.raises(ConfigError, match="--calibrate: s3://nowhere/run.*the bucket or folder is not there"):
+        read_run("s3://nowhere/run")

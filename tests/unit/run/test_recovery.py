@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -176,6 +177,16 @@ def test_the_newer_of_snapshot_and_backup_counts(tmp_path):
     recovery.files.end_backup(finished=True)
     assert recovery_of(tmp_path, **flags).restore()[1] == 5
     assert recovery_of(tmp_path, backup_dir=str(tmp_path / "backup")).backup_period() == 10  # an epoch
+
+
+def test_bad_numbers_lead_back_to_the_backup_that_is_being_written(tmp_path):
+    recovery = saved(tmp_path / "run", 5, on_nan="rollback", backup_dir=str(tmp_path / "backup"), backup_every=2)
+    recovery.state.go_to(6)
+    recovery.back_up(6)
+    recovery.files.backup.store.before_commit = lambda step: time.sleep(0.5)
+    recovery.state.go_to(8)
+    recovery.back_up(8)
+    assert recovery.rollback(9)[1] == 8 and (recovery.state.arrays["model/0000"] == 8).all()
 
 
 def test_a_copy_in_memory_is_gone_on_from(tmp_path):

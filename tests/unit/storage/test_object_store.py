@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from tests.stores.faulty_proxy import FAULTS, faulty_proxy
 from tests.stores.s3_server import BUCKET
@@ -27,7 +28,9 @@ from tfdist.storage.store_errors import StoreError, as_sentence
 URL = f"s3://{BUCKET}/runs/one"
 
 
-@pytest.fixture(params=["s3", "gs", "webhdfs"])
+@pytest.fixture(
+    params=["s3", "gs", "webhdfs", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("abfs", "ceph"))]
+)
 def url(request, monkeypatch) -> Iterator[str]:
     """A place in an empty store, one of each protocol."""
     if request.param == "s3":
@@ -36,6 +39,12 @@ def url(request, monkeypatch) -> Iterator[str]:
     elif request.param == "gs":
         request.getfixturevalue("gcs")
         yield URL.replace("s3", "gs")
+    elif request.param == "abfs":
+        request.getfixturevalue("azure")
+        yield URL.replace("s3", "abfs")
+    elif request.param == "ceph":
+        request.getfixturevalue("ceph")
+        yield URL
     else:
         monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
         with webhdfs_server() as server:
@@ -71,6 +80,13 @@ def test_an_object_is_created_once(url):
     assert objects.create_text("a", "one")
     assert not objects.create_text("a", "two")
     assert objects.text("a") == "one"
+
+
+def test_an_object_that_is_there_is_known_from_whatever_a_store_answers(s3, through_proxy):
+    """Ceph says of it what s3fs takes for an invalid argument."""
+    ObjectStore(URL).put_text("a", "one")
+    with through_proxy(lambda method, path: "412" if method == "PUT" else ""):
+        assert not ObjectStore(URL, patience=1).create_text("a", "two")
 
 
 @pytest.mark.slow
@@ -166,6 +182,46 @@ def test_what_will_not_pass_is_told_in_a_sentence(through_proxy, tmp_path, monke
         ObjectStore(URL, patience=5).text("a")
 
 
+def test_a_folder_that_cannot_be_listed_is_not_empty():
+    """fsspec leaves it out."""
+    with webhdfs_server() as server:
+        objects, lost = ObjectStore(server.url, patience=1), ["folder/inner"]
+        for name in ("a", "folder/b", "folder/inner/c"):
+            objects.put_text(name, "one")
+        request = objects._system.session.request
+
+        def failing(**given):
+            if given["params"]["op"] == "LISTSTATUS" and any(given["url"].endswith(each) for each in lost):
+                lost.pop()
+                raise requests.exceptions.ConnectionError("it is lost")
+            return request(**given)
+
+        objects._system.session.request = failing
+        assert objects.names() == {"a": 3, "folder/b": 3, "folder/inner/c": 3} and not lost
+        lost.extend(["folder/inner"] * 100)
+        with pytest.raises(StoreError, match="listing the folder failed: ConnectionError: it is lost"):
+            objects.names()
+    with pytest.raises(StoreError, match="listing folder failed: ConnectionError"):
+        objects.names("folder")
+
+
+def test_hdfs_without_its_library_is_told(monkeypatch):
+    pytest.importorskip("pyarrow")
+    monkeypatch.setenv("JAVA_HOME", "/nowhere")
+    with pytest.raises(ConfigError, match="Hadoop's native library .libhdfs. and Java were not found"), as_sentence():
+        ObjectStore("hdfs://host/run")
+
+
+@pytest.mark.parametrize("code", [301, 400])
+def test_a_bucket_of_another_region_is_told_with_its_region(s3, through_proxy, code):
+    """As S3 answers: to HEAD without a word, but with the region among the headers."""
+    with through_proxy(lambda method, path: str(code)):
+        objects = ObjectStore(URL, patience=1)
+        for use in (objects.names, lambda: objects.create_text("a", ""), lambda: objects.text("a")):
+            with pytest.raises(StoreError, match="the bucket is in the region eu-west-1: set AWS_REGION=eu-west-1"):
+                use()
+
+
 def test_a_missing_package_is_named():
     with pytest.raises(UnsupportedError, match="abfs:// needs the Python package adlfs.*pip install adlfs"):
         ObjectStore("abfs://bucket/run")
@@ -225,7 +281,8 @@ def test_a_folder_is_sent_and_brought(url, tmp_path):
     there.mkdir()
     (there / "logs").mkdir()
     (there / "logs" / "rank-0.jsonl").write_text("longer here\n")
-    objects.put_text("../outside", "")
+    if not url.startswith("abfs"):  # which knows no such name
+        objects.put_text("../outside", "")
     bring_files(objects, there, lambda name: True, longer=True)
     assert (there / "logs" / "rank-0.jsonl").read_text() == "longer here\n"
     assert (there / "status.json").read_text() == "{}"

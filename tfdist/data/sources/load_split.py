@@ -25,7 +25,7 @@ def data_here(config: Config) -> DataConfig:
     data = config.data
     if not is_url(data.data_dir):
         return data
-    cache = data_cache(data.data_dir, config.run.cache_dir, data.cache_gb * 1e9)
+    cache = data_cache(data.data_dir, config.run.cache_dir, data.cache_gb * 1e9, data.cache_data)
     return dataclasses.replace(data, data_dir=str(cache.folder))
 
 

@@ -27,7 +27,8 @@ from tfdist.control.exit_codes import DataError
 
 Rows = Sequence[int] | np.ndarray  # numbers of records
 _HEADER = struct.Struct("<QI")
-_FRAME = _HEADER.size + 4  # bytes of a record that are not data
+HEADER_BYTES = _HEADER.size
+_FRAME = HEADER_BYTES + 4  # bytes of a record that are not data
 SLOW_INDEX_SECONDS = 5.0  # an index that took longer is kept beside the files
 
 
@@ -88,23 +89,33 @@ def _index(paths: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 def _scan(path: str) -> np.ndarray:
     """Offsets of the records of one file, int64 [records]."""
-    offsets, offset, size = [], 0, os.path.getsize(path)
+    size = os.path.getsize(path)
     if size == 0:
         return np.zeros(0, np.int64)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        while offset < size:
-            if offset + _FRAME > size:
-                raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
-            length, checksum = _HEADER.unpack_from(data, offset)
-            if _masked_crc(data[offset : offset + 8]) != checksum:
-                raise DataError(
-                    f"{path} is no TFRecord file, or is damaged at byte {offset}; if it is compressed use "
-                    "--source_args=stream=True,compression=GZIP."
-                )
-            if offset + _FRAME + length > size:
-                raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
-            offsets.append(offset)
-            offset += _FRAME + length
+        return offsets_of(path, size, lambda offset, _: data[offset : offset + HEADER_BYTES])
+
+
+def offsets_of(path: str, size: int, read: Callable[[int, int], bytes]) -> np.ndarray:
+    """Offsets of the records of a file of so many bytes, int64 [records]. Raises DataError.
+
+    read: (offset, bytes of the record before) -> the header there.
+    """
+    offsets, offset, length = [], 0, 0
+    while offset < size:
+        if offset + _FRAME > size:
+            raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
+        header = read(offset, length)
+        length, checksum = _HEADER.unpack(header)
+        if _masked_crc(header[:8]) != checksum:
+            raise DataError(
+                f"{path} is no TFRecord file, or is damaged at byte {offset}; if it is compressed use "
+                "--source_args=stream=True,compression=GZIP."
+            )
+        if offset + _FRAME + length > size:
+            raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
+        offsets.append(offset)
+        offset += _FRAME + length
     return np.array(offsets, np.int64)
 
 
@@ -112,10 +123,15 @@ def _read(path: str, offset: int) -> bytes:
     # Opened for each record: that takes microseconds, and thousands of files need no more descriptors than threads.
     file = os.open(path, os.O_RDONLY)
     try:
-        length = _HEADER.unpack(os.pread(file, _HEADER.size, offset))[0]
-        data = os.pread(file, length + 4, offset + _HEADER.size)
+        length = _HEADER.unpack(os.pread(file, HEADER_BYTES, offset))[0]
+        data = os.pread(file, length + 4, offset + HEADER_BYTES)
     finally:
         os.close(file)
+    return checked(path, offset, data, length)
+
+
+def checked(path: str, offset: int, data: bytes, length: int) -> bytes:
+    """The data of the record at an offset, without the checksum that follows them. Raises DataError if it differs."""
     if len(data) != length + 4 or _masked_crc(data[:-4]) != int.from_bytes(data[-4:], "little"):
         raise DataError(f"{path} is damaged: the record at byte {offset} has a wrong checksum; restore the file.")
     return data[:-4]

@@ -158,6 +158,7 @@ def _corpora(data_dir: str, pattern: tuple, eval_pattern: tuple, max_bytes: int,
 def _files(data_dir: str, pattern: tuple) -> list[tuple[str, str]]:
     """(relative path with /, path) of every file that matches, sorted by the former."""
     if cache := cache_of(data_dir):
+        cache.must_copy("--source=text")
         found = [name for name in cache.entries if _matches(posixpath.basename(name), pattern or PATTERNS)]
         paths = [os.path.join(data_dir, name) for name in found]
         cache.bring(paths)

@@ -36,8 +36,9 @@ from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
 from tfdist.data.sources.records import RecordFiles, Rows, read_in_graph
 from tfdist.data.sources.split import Sample, Split, array_split, read_options, scaled, scaled_spec
+from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.runtime.host import known_dims
-from tfdist.storage.data_cache import cache_of
+from tfdist.storage.data_cache import DataCache, cache_of
 
 DEFAULTS = {
     "name": "",
@@ -64,7 +65,7 @@ def load(config: DataConfig, split: str) -> Split:
     decoder = _Decoder(tfds, builder.info, options)
     name = f"tfds/{builder.name}/{chosen[split]}"
     size = builder.info.splits[chosen[split]].num_examples
-    read = _reader(tfds, builder, chosen[split])
+    read = _reader(tfds, builder, chosen[split], cache_of(config.data_dir))
     if read is None:
         examples = builder.as_dataset(
             split=chosen[split],
@@ -183,7 +184,10 @@ def _brought(tfds: Any, data_dir: str, options: dict[str, Any], split: str) -> t
     chosen = _chosen_splits(builder, options)
     if cache:
         instructions = builder.info.splits[chosen[split]].file_instructions
-        cache.bring(sorted({os.fspath(each.filename) for each in instructions}))
+        if builder.info.file_format is not tfds.core.FileFormat.TFRECORD:
+            cache.must_copy(f"{builder.name}, stored as {builder.info.file_format.value},")
+        if cache.copies:
+            cache.bring(sorted({os.fspath(each.filename) for each in instructions}))
     return builder, chosen
 
 
@@ -238,7 +242,7 @@ def _chosen_splits(builder: Any, options: dict[str, Any]) -> dict[str, str]:
     return chosen
 
 
-def _reader(tfds: Any, builder: Any, split: str) -> Callable[[Rows], list[bytes]] | None:
+def _reader(tfds: Any, builder: Any, split: str, cache: DataCache | None) -> Callable[[Rows], list[bytes]] | None:
     """A function from row numbers to serialized records, or None if the format has no random access."""
     formats = tfds.core.FileFormat
     if builder.info.file_format is formats.ARRAY_RECORD:
@@ -250,9 +254,13 @@ def _reader(tfds: Any, builder: Any, split: str) -> Callable[[Rows], list[bytes]
             ) from error
         return lambda rows: source.__getitems__([int(row) for row in rows])
     instructions = builder.info.splits[split].file_instructions
-    if builder.info.file_format is not formats.TFRECORD or not all(os.path.isfile(i.filename) for i in instructions):
+    paths = [os.fspath(i.filename) for i in instructions]
+    if cache and not cache.copies:
+        files = StoredRecords(cache, paths)
+    elif builder.info.file_format is formats.TFRECORD and all(map(os.path.isfile, paths)):
+        files = RecordFiles(paths)
+    else:
         return None
-    files = RecordFiles([os.fspath(i.filename) for i in instructions])
     starts = np.cumsum([0] + [i.examples_in_shard for i in instructions])
     if len(files) != starts[-1]:
         raise DataError(

@@ -36,6 +36,7 @@ from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
 from tfdist.data.sources.records import RecordFiles, read_in_graph
 from tfdist.data.sources.split import Sample, Split, read_options, scaled
+from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.runtime.errors import cause
 from tfdist.storage.data_cache import cache_of
 
@@ -67,8 +68,7 @@ def load(config: DataConfig, split: str) -> Split:
         paths = [path for path in paths if folder.size(path)]
         first = next(iter(folder.records(paths, compression, at_a_time=1).take(1)), None) if paths else None
     else:
-        folder.bring(paths)
-        files = RecordFiles(paths)
+        files = folder.at_random(paths)
         first = files.read([0])[0] if len(files) else None
     if first is None:
         raise DataError(
@@ -205,13 +205,18 @@ class _Folder:
         """Of the files' names and sizes."""
         return [checksum_of(f"{os.path.basename(path)} {self.size(path)}".encode() for path in paths)]
 
-    def bring(self, paths: list[str]) -> None:
-        """All of them are there from now on."""
+    def at_random(self, paths: list[str]) -> RecordFiles | StoredRecords:
+        """The records of some files, which are there from now on, unless no copies are wanted."""
+        if self._cache and not self._cache.copies:
+            return StoredRecords(self._cache, paths)
         if self._cache:
             self._cache.bring(paths)
+        return RecordFiles(paths)
 
     def records(self, paths: list[str], compression: str, at_a_time: int = _CYCLE) -> tf.data.Dataset:
         """The records of some files, each read from front to back."""
+        if self._cache:
+            self._cache.must_copy("stream=True")
         compression_type: Any = compression
         numbers = tf.data.Dataset.range(len(paths))
         cache, names = self._cache, tf.constant(paths, tf.string)
