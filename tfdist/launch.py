@@ -47,6 +47,7 @@ from tfdist.control.ray_cluster import RayPlacements, connect
 from tfdist.control.ray_job import RayJob
 from tfdist.control.strategies import STRATEGIES, asked_for
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
+from tfdist.control.terminal import say_at_once
 from tfdist.control.worker_count import WorkerCount
 from tfdist.data.batch_plan import plan_batch
 
@@ -239,9 +240,8 @@ def run(supervisor: Supervisor, logs: Path) -> int:
         requests += 1
         supervisor.stop()
         if requests == 1:
-            # Not print(): a handler may interrupt another print and deadlock on its lock.
             name = signal.Signals(number).name
-            os.write(2, f"tfdist: {name}: the workers save and end; a second signal ends them at once.\n".encode())
+            say_at_once(f"tfdist: {name}: the workers save and end; a second signal ends them at once.")
         if supervisor.job:
             supervisor.job.request_stop() if requests == 1 else supervisor.job.kill()
 

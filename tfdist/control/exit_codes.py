@@ -12,12 +12,15 @@ import enum
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 from tfdist.control.terminal import as_line, outlive_reader
 from tfdist.control.user_errors import said
+
+_SAYING_SECONDS = 5.0
 
 
 class ExitCode(enum.IntEnum):
@@ -141,23 +144,40 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
         print("tfdist: interrupted.", file=sys.stderr)
         code = ExitCode.INTERRUPTED
     except TfdistError as error:
-        print(
-            f"tfdist: error: {as_line(_sentence(error))} (exit code {error.exit_code.value}, {error.exit_code.name})",
-            file=sys.stderr,
-        )
+        print(error_line(as_line(_sentence(error)), error.exit_code), file=sys.stderr)
         code = error.exit_code
     except BaseException as error:  # noqa: BLE001 - the last resort
         traceback.print_exc()
-        print(
-            f"tfdist: error: unexpected {type(error).__name__}: {as_line(said(error).partition(chr(10))[0])} "
-            f"(exit code {ExitCode.INTERNAL.value}, INTERNAL)",
-            file=sys.stderr,
-        )
+        what = f"unexpected {type(error).__name__}: {as_line(said(error).partition(chr(10))[0])}"
+        print(error_line(what, ExitCode.INTERNAL), file=sys.stderr)
         code = ExitCode.INTERNAL
     decided.append(code)
     if code == ExitCode.OK:
         raise SystemExit(0)
     _end(code)
+
+
+def error_line(sentence: str, code: ExitCode) -> str:
+    """The last line of a process that ends with an error."""
+    return f"tfdist: error: {sentence} (exit code {code.value}, {code.name})"
+
+
+def end_process(sentence: str, code: ExitCode) -> NoReturn:
+    """At once, from whatever thread, and whether or not anybody takes the sentence."""
+    say_last_words(error_line(sentence, code))
+    os._exit(code)
+
+
+def say_last_words(text: str) -> None:
+    """On standard error; returns though nobody reads there."""
+
+    def say() -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody is there any more
+            print(text, file=sys.stderr, flush=True)
+
+    saying = threading.Thread(target=say, daemon=True)  # a pipe that is full and not read would hold us for ever
+    saying.start()
+    saying.join(_SAYING_SECONDS)
 
 
 def _end_with(decided: list[int]) -> None:

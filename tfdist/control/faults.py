@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.terminal import say_at_once
 
 VARIABLE = "TFDIST_FAULTS"
 KINDS = ("kill", "kill_save", "kill_restore", "term", "stop", "stuck", "error", "slow", "disk_full")
@@ -95,7 +96,7 @@ class Faults:
                 time.sleep(float((self.folder / "pace").read_text()))
 
     def _do(self, kind: str, step: int) -> None:
-        os.write(2, f"tfdist: fault on purpose: {kind} at step {step}.\n".encode())
+        say_at_once(f"tfdist: fault on purpose: {kind} at step {step}.")
         if kind.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "term":

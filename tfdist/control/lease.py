@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.lease_owner import Owner, Patience, Watched, end_process, in_use
+from tfdist.control.lease_owner import Owner, Patience, Watched, end_worker, in_use
 from tfdist.control.run_address import is_url
 
 FILE = "lease.json"
@@ -82,7 +82,7 @@ class Lease:
             Owner.myself(job),
             name or _name(folder),
         )
-        self._on_loss, self._released = on_loss or end_process, threading.Event()
+        self._on_loss, self._released = on_loss or end_worker, threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfdist-lease", daemon=True)
 
     def take(self) -> None:

@@ -14,7 +14,7 @@ import uuid
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from tfdist.control.exit_codes import ConfigError, ExitCode
+from tfdist.control.exit_codes import ConfigError, ExitCode, end_process
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,9 @@ def in_use(name: str, owner: Owner) -> ConfigError:
     )
 
 
-def end_process(sentence: str) -> None:
+def end_worker(sentence: str) -> None:
     """At once, in whatever thread: what this process would write is another's now."""
-    code = ExitCode.CONFIG
-    print(f"tfdist: error: {sentence} (exit code {code.value}, {code.name})", file=sys.stderr, flush=True)
-    os._exit(code)
+    end_process(sentence, ExitCode.CONFIG)
 
 
 def _printable(text: str) -> str:

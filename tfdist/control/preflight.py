@@ -26,6 +26,9 @@ _PAUSE_SECONDS = 0.1  # between attempts
 _REPORT_SECONDS = 10.0  # between lines that say who is missing
 _PROBES_AT_ONCE = 32
 _PROBES_ACCEPTED_AT_ONCE = 4096
+# How long the port goes on answering, after all peers have answered, for those that have not probed it yet: nothing may
+# listen there later. Those that are further (see above) do not.
+_LINGER_SECONDS = 3.0
 
 
 def _print_to_stderr(line: str) -> None:
@@ -108,14 +111,18 @@ def wait_for_peers(
     if cluster.size < 2 or cluster.rank < 0 or not cluster.peers:
         return
     missing = [rank for rank in range(cluster.size) if rank != cluster.rank]
-    start = reported = time.monotonic()
+    start = reported = complete = time.monotonic()
+    unseen = len(missing)  # by how many this worker has not been probed
     with _listen(cluster) as listener, ThreadPoolExecutor(_PROBES_AT_ONCE, "tfdist-probe") as probes:
-        while missing or (until and not until.is_set()):
+        while (
+            missing or (until and not until.is_set()) or (unseen > 0 and time.monotonic() < complete + _LINGER_SECONDS)
+        ):
             # Side by side: one address that swallows packets must not hold up the others.
             found = probes.map(answers, [cluster.peers[rank] for rank in missing])
             missing = [rank for rank, answered in zip(missing, found, strict=True) if not answered]
-            _accept_probes(listener)
+            unseen -= _accept_probes(listener)
             now = time.monotonic()
+            complete = now if missing else complete
             if given_up and given_up.is_set():
                 return
             names = ", ".join(cluster.name(rank) for rank in missing)
@@ -124,7 +131,7 @@ def wait_for_peers(
             if missing and now - reported > _REPORT_SECONDS:
                 reported = now
                 report(f"waiting for {names}, {now - start:.0f} s of {timeout:g} s.")
-            if missing or until:
+            if missing or until or unseen > 0:
                 time.sleep(_PAUSE_SECONDS)
 
 
@@ -199,14 +206,20 @@ def _listen(cluster: Cluster) -> socket.socket:
     return listener
 
 
-def _accept_probes(listener: socket.socket) -> None:
-    """Empties the queue of connections: in a large cluster it would fill up, and later peers would get no answer."""
+def _accept_probes(listener: socket.socket) -> int:
+    """Empties the queue of connections: in a large cluster it would fill up, and later peers would get no answer.
+
+    Returns how many there were.
+    """
+    accepted = 0
     with contextlib.suppress(BlockingIOError):
-        for _ in range(_PROBES_ACCEPTED_AT_ONCE):  # who probes without end must not stop us
+        while accepted < _PROBES_ACCEPTED_AT_ONCE:  # who probes without end must not stop us
             connection, _ = listener.accept()
+            accepted += 1
             # Closed by a reset: an orderly close would keep the port in TIME_WAIT when TensorFlow wants it.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()
+    return accepted
 
 
 def answers(address: str) -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 
 from tfdist.control.exit_codes import ExitCode
+from tfdist.control.terminal import say_at_once
 
 _SAME_REQUEST_SECONDS = 1.0  # some engines signal the process and its group, and so twice
 
@@ -36,14 +36,12 @@ class SignalRequests:
         if self.stop and time.monotonic() - self._stopped_at < _SAME_REQUEST_SECONDS:
             return
         if self.stop:
-            os.write(2, b"tfdist: second SIGTERM: ending at once, without saving.\n")
+            say_at_once("tfdist: second SIGTERM: ending at once, without saving.")
             os._exit(128 + signal.SIGTERM)
         self.stop, self._stopped_at = True, time.monotonic()
         self.on_stop()
-        # Not print(): a handler may interrupt another print and deadlock on its lock.
         what = "saving at the next boundary, if all workers answer, then ending with exit code"
-        os.write(2, f"tfdist: SIGTERM: {what} {ExitCode.PREEMPTED.value}.\n".encode())
-        sys.stderr.flush()
+        say_at_once(f"tfdist: SIGTERM: {what} {ExitCode.PREEMPTED.value}.")
 
     def _on_usr1(self, *_) -> None:
         self.save = True

@@ -7,15 +7,13 @@ What then waits does so in C++, with limits of its own that begin anew or with n
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ExitCode
+from tfdist.control.exit_codes import ExitCode, end_process
 from tfdist.control.preflight import answers
 
 _PROBES_AT_ONCE = 32
@@ -37,7 +35,9 @@ def connecting(cluster: Cluster, timeout: float, began: float | None = None) -> 
 
     def watch() -> None:
         if not ended.wait(left):
-            _end(too_late(cluster, timeout), ended)
+            sentence = too_late(cluster, timeout)
+            if not ended.is_set():
+                end_process(sentence, ExitCode.STARTUP)
 
     threading.Thread(target=watch, name="tfdist-connecting", daemon=True).start()
     try:
@@ -61,13 +61,3 @@ def too_late(cluster: Cluster, timeout: float) -> str:
         f"The workers were not connected within --startup_timeout={timeout:g} s: {who}. Look at the logs of the others,"
         " start all workers again, or raise --startup_timeout."
     )
-
-
-def _end(sentence: str, ended: threading.Event) -> None:
-    if not ended.is_set():
-        print(
-            f"tfdist: error: {sentence} (exit code {ExitCode.STARTUP.value}, {ExitCode.STARTUP.name})",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(ExitCode.STARTUP)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import errno
 import io
 import os
 import re
+import select
 import sys
 import time
 from collections.abc import Callable
 
+_READER_HAS_GONE = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
 _LONGEST_LINE = 16_384  # characters; what goes on without a line end is shown in pieces of this size
 _LONGEST_SENTENCE = 1200  # characters
 _BAR_SECONDS = 10.0  # a line that is written over and over (a progress bar) is shown this often
@@ -71,7 +75,9 @@ class _Unread(io.FileIO):
     def write(self, data, /) -> int | None:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in _READER_HAS_GONE:
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -79,8 +85,24 @@ class _Unread(io.FileIO):
 
 
 def outlive_reader() -> None:
-    """From now on standard output may lose its reader (`| head`): a command then goes on, and ends as it would have."""
-    old = sys.stdout
+    """From now on standard output and error may lose their reader (`| head`, a terminal that is closed): a command then
+    goes on, and ends as it would have.
+    """
+    for name in ("stdout", "stderr"):
+        _outlive_reader_of(name)
+
+
+def say_at_once(line: str) -> None:
+    """On standard error, from a signal handler: print() may have been interrupted by it, and would deadlock on its own
+    lock; and what the handler is for must happen though nobody reads any more.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:  # else it is full
+            os.write(2, f"{line}\n".encode())
+
+
+def _outlive_reader_of(name: str) -> None:
+    old = getattr(sys, name)
     if not isinstance(old, io.TextIOWrapper) or isinstance(getattr(old.buffer, "raw", old.buffer), _Unread):
         return
     try:
@@ -89,10 +111,11 @@ def outlive_reader() -> None:
         raw.before = old  # would close the descriptor when it is collected
     except (OSError, ValueError):  # closed, or none
         return
-    sys.stdout = io.TextIOWrapper(
+    made = io.TextIOWrapper(
         raw if old.write_through else io.BufferedWriter(raw),  # type: ignore[arg-type]  # as Python itself does
         old.encoding,
         old.errors,
         line_buffering=old.line_buffering,
         write_through=old.write_through,
     )
+    setattr(sys, name, made)

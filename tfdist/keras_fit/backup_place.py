@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import held as lease_of_folder
-from tfdist.control.lease_owner import end_process
+from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import check_address, is_url
 from tfdist.keras_fit import backup_file
 from tfdist.storage.object_store import ObjectStore
@@ -95,7 +95,7 @@ class _Objects:
 
     @contextlib.contextmanager
     def held(self, job: str) -> Iterator[None]:
-        lease = StoreLease(self._objects, job, end_process, f"BackupAndRestore's folder {self._url}")
+        lease = StoreLease(self._objects, job, end_worker, f"BackupAndRestore's folder {self._url}")
         lease.take()
         _leases[self._url] = lease
         try:

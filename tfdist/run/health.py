@@ -16,7 +16,7 @@ from tfdist.config import ClusterConfig, Config
 from tfdist.control import faults
 from tfdist.control.beacons import ENDPOINT_BYTES, Beacons
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import RESTARTABLE, ExitCode, PeerLostError, TfdistError
+from tfdist.control.exit_codes import RESTARTABLE, ExitCode, PeerLostError, TfdistError, error_line, say_last_words
 from tfdist.control.signals import SignalRequests
 from tfdist.control.watchdog import Watchdog, all_stacks
 from tfdist.runtime import preemption
@@ -120,18 +120,14 @@ class HealthMonitor:
                 f'Section "{section}" took {seconds:.0f} s, more than {_FLAG.get(section, _FLAG["start-up"])} allows:'
                 f" {self._blame(ranks)}"
             )
+        words = error_line(sentence, ExitCode.HANG)
         if ranks in ([], None) or self.cluster.rank in ranks:  # the others only wait; what they would show misleads
-            print(f"tfdist: this worker's Python stacks:\n{all_stacks()}", file=sys.stderr)
-        print(
-            f"tfdist: error: {sentence} (exit code {ExitCode.HANG.value}, {ExitCode.HANG.name})",
-            file=sys.stderr,
-            flush=True,
-        )
+            words = f"tfdist: this worker's Python stacks:\n{all_stacks()}\n{words}"
+        say_last_words(words)
         if self.beacons:
             self.beacons.tell(sentence)
-            time.sleep(
-                self.beacons.interval
-            )  # so that the others, whose time is up as well, still see where this one is
+            # So that the others, whose time is up as well, still see where this one is.
+            time.sleep(self.beacons.interval)
         os._exit(ExitCode.HANG)
 
     def _blame(self, ranks: list[int] | None) -> str:

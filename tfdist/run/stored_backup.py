@@ -23,7 +23,7 @@ from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import job_identity
-from tfdist.control.lease_owner import end_process
+from tfdist.control.lease_owner import end_worker
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.run_address import cache_folder, folder_name, is_url
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
@@ -55,7 +55,7 @@ class StoredBackup:
         with as_sentence("backup_dir"):
             self._objects = ObjectStore(self._url, min(self._timeout, PATIENCE_SECONDS))
         job = job_identity(os.environ, resolve_cluster(os.environ))
-        self._lease = StoreLease(self._objects, job, end_process, f"--backup_dir={self._url}")
+        self._lease = StoreLease(self._objects, job, end_worker, f"--backup_dir={self._url}")
         self._shelf = StoredSnapshots(self._objects, self._store, backup.retention, self._lease.confirm)
         self._alarm = StoreAlarm("the backup: ")
         self._held = contextlib.ExitStack()

@@ -28,7 +28,7 @@ from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
-from tfdist.control.lease_owner import end_process
+from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import is_url
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
 from tfdist.storage.in_threads import for_at_most
@@ -68,7 +68,7 @@ class StoredRun:
         with as_sentence():
             self.objects = ObjectStore(options.run_dir, min(options.store_timeout, PATIENCE_SECONDS))
         self._timeout = options.store_timeout
-        self._lease = StoreLease(self.objects, job, end_process) if self._is_chief else None
+        self._lease = StoreLease(self.objects, job, end_worker) if self._is_chief else None
         allowed = self._lease.confirm if self._lease else lambda: None
         self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._told, allowed)
         self._senders: list[Sender] = []  # of snapshots, and of parts of them
@@ -158,7 +158,7 @@ class StoredRun:
     def follow(self, lease_id: str) -> Callable[[], None]:
         """What a worker calls before it writes anything in the store that is not its log."""
         if not self._lease:
-            self.objects.allowed = FollowedLease(self.objects, lease_id, end_process).confirm
+            self.objects.allowed = FollowedLease(self.objects, lease_id, end_worker).confirm
         return self.objects.allowed
 
     def sends_parts(self, *senders: Sender | None) -> None:

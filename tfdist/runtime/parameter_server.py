@@ -20,6 +20,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
 from tfdist.control.liveness_probe import Watch, await_all
 from tfdist.control.packet_filter import own_address_only
+from tfdist.control.terminal import say_at_once
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.one_device import OneDevice
 
@@ -150,7 +151,7 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
         if asked:
             os._exit(128 + signal.SIGTERM)
         asked.append(True)
-        os.write(2, b"tfdist: SIGTERM: ending when the chief has saved and ended.\n")
+        say_at_once("tfdist: SIGTERM: ending when the chief has saved and ended.")
 
     threads = config.cluster
     options = tf.compat.v1.ConfigProto(

@@ -1,5 +1,7 @@
 """How commands end, and which versions they refuse."""
 
+import contextlib
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -85,3 +87,70 @@ def test_an_error_within_a_users_tf_function_stays_as_it_is():
 
     with pytest.raises(exit_codes.ConfigError, match="^x is wrong: mend it.$"):
         step()
+
+
+# What happens to a process whose output nobody takes any more: (script, what it ends with)
+STARTS_IN_VAIN = """
+import time
+from tfdist.control import exit_codes
+from tfdist.control.cluster import Cluster
+from tfdist.control.startup_deadline import connecting
+exit_codes._SAYING_SECONDS = 0.3
+print("begun", flush=True)
+with connecting(Cluster.of_workers(["127.0.0.1:1", "127.0.0.1:2"], 0), 0.3):
+    time.sleep(20)
+"""
+IS_ASKED_TO_STOP = """
+import os, signal, sys, time
+from tfdist.control.signals import SignalRequests
+requests = SignalRequests().install()
+print("begun", flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(42 if requests.stop else 1)
+"""
+GOES_ON_SAYING = """
+import sys
+from tfdist.control import exit_codes
+def main(argv):
+    print("begun", flush=True)
+    sys.stdin.readline()
+    print("a line", file=sys.stderr, flush=True)
+    raise exit_codes.DataError("no files: check --data_dir.")
+exit_codes.run_command(main, [])
+"""
+
+
+@pytest.mark.parametrize(
+    "script, code, reader",
+    [
+        pytest.param(STARTS_IN_VAIN, ExitCode.STARTUP, "has gone", id="starts in vain"),
+        pytest.param(STARTS_IN_VAIN, ExitCode.STARTUP, "reads no more", id="starts in vain, full pipe"),
+        pytest.param(IS_ASKED_TO_STOP, 42, "has gone", id="is asked to stop"),
+        pytest.param(IS_ASKED_TO_STOP, 42, "reads no more", id="is asked to stop, full pipe"),
+        pytest.param(GOES_ON_SAYING, ExitCode.DATA, "has gone", id="goes on saying"),
+    ],
+)
+def test_a_process_ends_as_it_must_though_nobody_reads_what_it_says(script, code, reader):
+    ours, its = os.pipe()
+    if reader == "reads no more":
+        os.set_blocking(its, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(its, bytes(4096))
+        os.set_blocking(its, True)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=its, text=True
+    ) as process:
+        os.close(its)
+        assert process.stdout.readline() == "begun\n"
+        if reader == "has gone":
+            os.close(ours)
+        process.stdin.write("\n")
+        process.stdin.close()
+        try:
+            assert process.wait(15) == code
+        finally:
+            process.kill()
+    if reader != "has gone":
+        os.close(ours)

@@ -193,3 +193,19 @@ def test_an_error_in_the_body_comes_first_and_ends_the_search(addresses):
     while any(thread.name == "tfdist-preflight" for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(thread.name == "tfdist-preflight" for thread in threading.enumerate())
+
+
+def test_the_port_answers_until_a_late_peer_has_probed_it(addresses):
+    """Whose probes come seldom on a loaded machine: nobody may listen there later."""
+    quick, slow = clusters(addresses[:2])
+    begun = time.monotonic()
+    with bind_everywhere(
+        port_of(slow.address)
+    ) as listener:  # the slow one listens, and looks for the other a second later
+        listener.listen()
+        searching = threading.Thread(target=wait_for_peers, args=(quick, 30))
+        searching.start()
+        time.sleep(1.0)
+        assert preflight.answers(quick.address)
+        searching.join()
+    assert time.monotonic() - begun < 2.5  # it does not wait longer than for that
