@@ -225,6 +225,7 @@ def test_a_part_that_cannot_be_written_is_told_and_the_next_snapshot_made(s3, tm
     assert not any("step-00000010" in name for name in s3.names()), "what had been sent of it is removed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["before the last part", "before the commit"])
 def test_what_a_killed_job_has_left_is_sent_and_made_by_the_next(s3, tmp_path, killed):
     first = Workers(tmp_path, 3)
@@ -252,6 +253,7 @@ def test_what_has_lost_a_part_is_removed(s3, tmp_path):
     assert not any("step-00000020" in name for name in s3.names()) and second.shelf.steps() == [10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_path, seed):
     """Each round saves, sends and reads through faults; some rounds write their step twice."""

@@ -63,6 +63,7 @@ def wait_until(true, seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_snapshot_is_brought_to_another_machine(s3, tmp_path):
     send(local(tmp_path, "here"), 10, 20)
     there = local(tmp_path, "there")

@@ -18,6 +18,7 @@ def writer(tmp_path, keep=100, **options):
     return SnapshotWriter(SnapshotStore(tmp_path / "checkpoints"), Retention(keep, **options), retry_after=0.01)
 
 
+@pytest.mark.slow
 def test_saves_wait_for_the_previous_one(tmp_path):
     made = writer(tmp_path)
     gate, order = threading.Event(), []

@@ -126,6 +126,7 @@ def test_a_peers_words_cannot_act_on_a_terminal_or_forge_a_line():
         assert text.isprintable() and "forged" in text
 
 
+@pytest.mark.slow
 def test_strangers_neither_forge_a_failure_nor_stop_detection():
     """They know the addresses and the format; one has also heard a datagram of a worker."""
     beacons, dogs = crowd(3, secret=SECRET)

@@ -125,6 +125,7 @@ def test_a_lost_worker_is_replaced_and_the_others_keep_their_processes(made, tmp
     assert made.until_it_ends().code == ExitCode.OK
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_be_brought_back_is_done_without(made, tmp_path):
     made.until_groups_are(3)
     (tmp_path / "fail").touch()

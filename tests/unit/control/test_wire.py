@@ -237,6 +237,7 @@ def test_the_silent_and_the_slow_hold_up_nobody_and_are_dropped(monkeypatch):
             connection.close()
 
 
+@pytest.mark.slow
 def test_a_flood_meets_a_bound_and_lets_the_job_through():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))

@@ -75,6 +75,7 @@ class KilledAfter(keras.callbacks.Callback):
             raise Killed
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_fit_goes_on_from_a_store(s3):
     def run(callbacks):

@@ -111,6 +111,7 @@ def test_of_what_the_cache_holds_only_this_runs_counts(s3, tmp_path):
     ended(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "403"])
 def test_what_was_not_sent_is_gone_on_with_on_the_same_machine(s3, tmp_path, through_proxy, capsys, fault):
     """The store is away, or has become one that may only be read."""
@@ -137,6 +138,7 @@ def test_what_was_not_sent_is_gone_on_with_on_the_same_machine(s3, tmp_path, thr
     ended(second)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_when_the_run_has_finished_is_told_of(s3, tmp_path, through_proxy, capsys):
     away = []
     with through_proxy(lambda method, path: "500" if away else ""):

@@ -116,6 +116,7 @@ def test_a_second_job_is_refused_and_nothing_of_the_first_touched(s3, tmp_path, 
         assert s3.content("runs/one/lease.json") == lease
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
     away = []
@@ -135,6 +136,7 @@ def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_pa
             assert list(run.messages()) == []
 
 
+@pytest.mark.slow
 def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(through_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
     monkeypatch.setattr("tfdist.run.stored_run.SILENT_SECONDS", 0.5)

@@ -204,6 +204,7 @@ def test_a_stranger_at_a_rings_port_is_no_neighbour():
         connection.close()
 
 
+@pytest.mark.slow
 def test_a_pulse_that_stops_is_noticed():
     endpoints, barrier = [""] * 2, threading.Barrier(2)
 
