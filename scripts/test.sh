@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests, from nothing: installs into a virtual environment, then runs pytest.
 #
-#   bash scripts/test.sh                 everything (about 10 minutes on two cores)
+#   bash scripts/test.sh                 everything (about 11 minutes on two cores)
 #   bash scripts/test.sh -m "not slow"   the fast part (about 2 and a half)
 #   bash scripts/test.sh -m thorough     the rest: more meshes, engines and models (another 25 minutes)
 #   bash scripts/test.sh tests/unit/data further arguments go to pytest
@@ -24,11 +24,11 @@ trap 'rm -f "$checks"' EXIT
   exit "$status"
 ) >"$checks" 2>&1 &
 checking=$!
-# Four at a time on two cores: much of a test of processes is waiting for them. TFDIST_TEST_PROCESSES=0 runs them one by
+# Three at a time on two cores (four take no less time, and more of the cores). TFDIST_TEST_PROCESSES=0 runs them one by
 # one. In the order of folders: files of few long tests come first, and in the end nobody waits long for the others. A
 # process that dies is the end: pytest-xdist would start another, and wait for ever (seen with 3.8 and loadfile).
 failed=0
-python -m pytest -n "${TFDIST_TEST_PROCESSES:-4}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@" || failed=$?
+python -m pytest -n "${TFDIST_TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@" || failed=$?
 checked=0
 wait "$checking" || checked=$?
 cat "$checks"
