@@ -7,8 +7,10 @@ import json
 import os
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,27 @@ def test_an_object_is_created_once(url):
     assert objects.create_text("a", "one")
     assert not objects.create_text("a", "two")
     assert objects.text("a") == "one"
+
+
+def test_of_many_that_create_an_object_at_once_one_has_made_it(url):
+    """A lease begins so: of two jobs that both believed it, both would write."""
+    objects = ObjectStore(url, patience=20)
+    with ThreadPoolExecutor(8) as together:
+        for number in range(5):
+            begin = threading.Barrier(8)
+
+            def create(who, number=number, begin=begin):
+                begin.wait()
+                return objects.create_text(f"lease-{number}", str(who))
+
+            made = [who for who, is_mine in enumerate(together.map(create, range(8))) if is_mine]
+            assert len(made) == 1 and objects.text(f"lease-{number}") == str(made[0]), made
+
+
+@pytest.mark.thorough
+def test_a_container_of_azure_that_is_not_there_is_no_empty_place(azure):
+    with pytest.raises(StoreError, match="the bucket or folder is not there"):
+        ObjectStore("abfs://nowhere/run", patience=1).names()
 
 
 def test_an_object_that_is_there_is_known_from_whatever_a_store_answers(s3, through_proxy):
