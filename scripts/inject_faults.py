@@ -110,8 +110,8 @@ FAULTS: dict[str, Fault] = {
     "fsync": Fault(
         "a snapshot is committed before its files are on the disk",
         "artifacts/store.py",
-        "flush=self.local)",
-        "flush=False)",
+        "self.checksum, flush=True)",
+        "self.checksum, flush=False)",
         ("tests/unit/artifacts",),
     ),
     "datagram hash": Fault(
