@@ -214,6 +214,20 @@ FAULTS: dict[str, Fault] = {
         "if unfetched:",
         ("tests/unit/storage/test_data_cache.py",),
     ),
+    "data range": Fault(
+        "bytes of another version of an object are read as a part of it",
+        "storage/data_cache.py",
+        "            self._same(name)  # else they may be another's\n",
+        "",
+        ("tests/unit/data/test_stored_sources.py",),
+    ),
+    "first values": Fault(
+        "workers begin with values of their own",
+        "runtime/first_values.py",
+        "                variable.assign(value)\n",
+        "                pass\n",
+        ("tests/unit/runtime/test_first_values.py", "tests/multi/test_conformance.py"),
+    ),
     "stream order": Fault(
         "a stream skips a file of the store",
         "data/sources/tfrecord.py",

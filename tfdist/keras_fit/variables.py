@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 
-from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import PeerRuntime
+from tfdist.runtime.first_values import must_be_alike
 
 
 def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable]) -> None:
@@ -18,13 +18,7 @@ def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable]) -
 
     Raises ConfigError if the workers' shapes differ.
     """
-    shapes = [(tuple(variable.shape), str(variable.dtype)) for variable in variables]
-    counts = runtime.all_gather(np.array([len(shapes), zlib.crc32(repr(shapes).encode())], np.int64))
-    if (counts != counts[0]).any():
-        raise ConfigError(
-            f"The model and optimizer have {' and '.join(str(count) for count in counts[:, 0])} variables on the"
-            " workers, of shapes that differ: build the same model on all of them."
-        )
+    must_be_alike(runtime, variables)
     received = runtime.broadcast([np.asarray(variable.value) for variable in variables])
     if runtime.rank:
         for variable, value in zip(variables, received, strict=True):

@@ -52,7 +52,7 @@ class Horovod(RuntimeDefaults):
         return cls(hvd, int(config.strategy.horovod_fusion_mb * 2**20), config.strategy.horovod_compression == "fp16")
 
     def scope(self) -> contextlib.AbstractContextManager:
-        return chiefs_first_values(self.broadcast) if self.size > 1 else contextlib.nullcontext()
+        return chiefs_first_values(self)
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
         return fn(*args)

@@ -83,7 +83,7 @@ class MeshRuntime(RuntimeDefaults):
 
     def scope(self) -> contextlib.AbstractContextManager:
         """All ranks must create the same variables here, and cut them afterwards."""
-        return chiefs_first_values(self.broadcast) if self.size > 1 else contextlib.nullcontext()
+        return chiefs_first_values(self)
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
         with _Replica(self.group(*REPLICA_AXES)) if self.replicas > 1 else contextlib.nullcontext():

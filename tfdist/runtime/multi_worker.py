@@ -46,8 +46,7 @@ class MultiWorker(StrategyRuntime):
             with own_first_values(self.strategy):
                 return make(**arguments)
 
-        first_values = chiefs_first_values(self.broadcast, create) if self.size > 1 else contextlib.nullcontext()
-        with self.strategy.scope(), first_values:
+        with self.strategy.scope(), chiefs_first_values(self, create):
             yield
 
     def use_ring(self, cluster: Cluster, config: Config) -> None:

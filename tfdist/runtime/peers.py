@@ -40,7 +40,7 @@ class Peers(OneDevice):
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
     def scope(self) -> AbstractContextManager:
-        return chiefs_first_values(self.broadcast)
+        return chiefs_first_values(self)
 
     def replica_id(self) -> tf.Tensor:
         return tf.constant(self.rank)
