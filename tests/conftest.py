@@ -19,6 +19,7 @@ from tests.stores.faulty_proxy import FaultyProxy, faulty_proxy
 from tests.stores.gcs_server import gcs_environment, gcs_server
 from tests.stores.s3_server import S3Server, s3_server
 from tests.warm_start import client
+from tfdist.artifacts import sender
 from tfdist.storage import object_store
 
 # Off by default on processors that have AVX2 and nothing newer; but with it the allocator of the CPU counts, which
@@ -27,6 +28,16 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 # scripts/test.sh has what is compiled here kept; processes of tests read it, and leave no files in folders of tests.
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """scripts/test.sh has whole files handed out: in turns.py's order."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.turns import Turns
+
+    return Turns(config, log)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +129,10 @@ def azure(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def through_proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch):
     """A context in which this process reaches that server through a proxy; `draw` says which faults it makes.
 
-    What fails is tried again after short pauses, botocore's own among them, so that many faults fit into seconds.
+    What fails is tried again after short pauses, botocore's own and the sender's among them, so that many faults fit
+    into seconds.
     """
+    monkeypatch.setattr(sender, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(object_store, "_FIRST_PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(botocore.retries.standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.02)
 

@@ -17,7 +17,7 @@ from tests.e2e.slurm_cluster import SlurmCluster, install
 
 pytestmark = pytest.mark.slow
 
-STEPS = 2000  # so many that the first start cannot make them all before the signal comes
+STEPS = 200
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,14 @@ def wait_until_ended(slurm: SlurmCluster, job: str, log: Path) -> str:
     return slurm.field(job, "JobState")
 
 
-def test_a_signalled_job_saves_is_requeued_and_finishes(slurm, tmp_path):
+def test_a_signalled_job_saves_is_requeued_and_finishes(slurm, tmp_path, monkeypatch):
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults" / "pace").write_text("0.2")  # seconds a step: the signal comes before the last
+    monkeypatch.setitem(slurm.environment, "TFDIST_FAULTS", "armed")
     job, log = submit(slurm, tmp_path, f"--steps={STEPS}", "--steps_per_loop=1", "--log_every=5")
     wait_for(lambda: trained(tmp_path))
     slurm.run("scancel", "--signal=TERM", job)
+    (tmp_path / "faults" / "pace").unlink()
     assert wait_until_ended(slurm, job, log) == "COMPLETED", log.read_text()
     text = log.read_text()
     assert "saved on request; back to the queue (start number 2)" in text and slurm.field(job, "Restarts") == "1", text

@@ -20,7 +20,7 @@ def run(workers, argument, tmp_path):
         pin=False,
         environment=ENVIRONMENT,
         output=output,
-        grace=8.0,
+        grace=3.0,
     )
     job.start()
     return job.wait(), output.getvalue()

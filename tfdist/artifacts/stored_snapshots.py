@@ -161,6 +161,9 @@ class StoredSnapshots:
                     self.remove(step)
             elif step in self.damaged_there or not self._find(step):
                 self.set_aside(step)
+            else:
+                for file in files.keys() - self._files(step):  # of which it was made
+                    self._objects.remove(f"{step_folder(step)}/{file}")
         self._objects.remove_half_sent(f"{FOLDER}/")
         self.sender.start()
 
@@ -171,6 +174,10 @@ class StoredSnapshots:
             self._there[step] = parse(text, MANIFEST, step).get("metrics") or {}
             self._manifests[step] = text
         return step in self._there
+
+    def _files(self, step: int) -> set[str]:
+        """Of one that is remembered, all that belongs to it. Raises CheckpointError if it is not."""
+        return {MANIFEST, *parse(self._manifests.get(step, ""), MANIFEST, step)["files"]}
 
     def set_aside(self, step: int) -> None:
         """A damaged one counts no longer as one of those that are kept; nothing of it is removed. Raises StoreError."""
@@ -252,7 +259,7 @@ class StoredSnapshots:
         """The manifest first: killed in the middle it leaves nothing that is believed. Raises StoreError."""
         files = {os.path.basename(file) for file in self._objects.names(step_folder(step))}
         with contextlib.suppress(CheckpointError):  # a listing may be an old one
-            files |= set(parse(self._manifests.get(step, ""), MANIFEST, step)["files"])
+            files |= self._files(step)
         self.withdraw(step)
         for file in files - {MANIFEST}:
             self._objects.remove(f"{step_folder(step)}/{file}")

@@ -253,6 +253,19 @@ def test_what_has_lost_a_part_is_removed(s3, tmp_path):
     assert not any("step-00000020" in name for name in s3.names()) and second.shelf.steps() == [10]
 
 
+def test_what_a_commit_had_no_time_to_remove_is_removed_by_the_next_start(s3, tmp_path, monkeypatch):
+    first = Workers(tmp_path, 2)
+    with monkeypatch.context() as killed:
+        killed.setattr(first.objects[0], "remove", lambda name: None)
+        first.save(10)
+    notes = [name for name in s3.names() if "/part-" in name]
+    second = Workers(tmp_path, 2, token="second", machines="new")
+    second.shelf.start()
+    second.shelf.sender.end()
+    assert len(notes) == 4 and not [name for name in s3.names() if "/part-" in name]
+    assert second.read(1, 2, tmp_path / "elsewhere")[0] == 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_path, seed):
