@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Sequence
 
+import google_crc32c
 import keras
 import numpy as np
 
@@ -32,7 +32,7 @@ def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
     weights = [variable for variable in model.variables if not _is_seed(variable)]
     checksum = 0
     for weight in weights:
-        checksum = zlib.crc32(np.ascontiguousarray(weight.value).tobytes(), checksum)
+        checksum = google_crc32c.extend(checksum, np.ascontiguousarray(weight.value).reshape(-1).view(np.uint8))
     checksums = runtime.all_gather(np.array([checksum], np.uint32))
     if (checksums != checksums[0]).any():
         take_the_chiefs(runtime, weights)

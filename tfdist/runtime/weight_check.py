@@ -3,10 +3,10 @@ missed one reduction goes on training, with losses that look right."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import google_crc32c
 import numpy as np
 import tensorflow as tf
 
@@ -30,7 +30,7 @@ class Held:
 
 
 def check_weights(runtime: Runtime, held: Sequence[Held], when: str) -> None:
-    """Compares a CRC-32 of every weight and moving statistic over all workers, and over the replicas of each. All must
+    """Compares a CRC-32C of every weight and moving statistic over all workers, and over the replicas of each. All must
     call it.
 
     Moving statistics that are not synchronised differ by nature: make them the same before. Seed generators, which
@@ -45,10 +45,8 @@ def check_weights(runtime: Runtime, held: Sequence[Held], when: str) -> None:
     own = np.full((runtime.local_replicas, len(held), 2), _ABSENT, np.int64)
     for place, each in enumerate(held):
         for replica, copy in enumerate(runtime.local(each.variable) if each.variable is not None else ()):
-            own[replica, place] = (
-                each.piece,
-                zlib.crc32(np.ascontiguousarray(host_view(copy)).reshape(-1).view(np.uint8).data),
-            )
+            content = np.ascontiguousarray(host_view(copy)).reshape(-1).view(np.uint8)
+            own[replica, place] = each.piece, google_crc32c.extend(0, content)  # three times as fast as zlib's
     found = runtime.all_gather(own).reshape(-1, len(held), 2)  # of every replica or, on a mesh, rank
     different: dict[int, set[int]] = {}  # place of a variable -> who differs
     for place in range(len(held)):
