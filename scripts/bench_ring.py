@@ -1,10 +1,11 @@
-"""All-reduce between two workers on this machine: our ring, with memory read in place (auto) and over TCP (socket),
+"""All-reduce between workers on this machine: our ring, with memory read in place (auto) and over TCP (socket),
 against TensorFlow's collectives over gRPC (ring).
 
-    python scripts/bench_ring.py [--sizes_mb=1,4,16,64] [--repeats=7]
+    python scripts/bench_ring.py [--workers=2] [--sizes_mb=0.02,1,4,16,64] [--repeats=7]
 
-Each worker has one core. A size is one float32 tensor per MB, as gradients come in several tensors. Prints the median
-milliseconds of an all-reduce inside a tf.function, for packs of 1 MB and of 4 MB.
+Two workers have a core each; more of them take turns on the cores. A size is one float32 tensor per MB, as gradients
+come in several tensors. Prints the median milliseconds of an all-reduce inside a tf.function, for packs of 1 MB and of
+4 MB.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ ROWS = [("auto", 1.0), ("auto", 4.0), ("socket", 1.0), ("socket", 4.0), ("ring",
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes_mb", default="1,4,16,64")
+    parser.add_argument("--sizes_mb", default="0.02,1,4,16,64")
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--child", nargs=2, metavar=("COMMUNICATION", "PACK_MB"))
     arguments = parser.parse_args()
-    sizes = [int(size) for size in arguments.sizes_mb.split(",")]
+    sizes = [float(size) for size in arguments.sizes_mb.split(",")]
     if arguments.child:
         print(
             "measured " + json.dumps(measure(arguments.child[0], float(arguments.child[1]), sizes, arguments.repeats)),
@@ -39,7 +41,7 @@ def main() -> None:
     sys.path.insert(0, root)
     from tfdist.control.local_job import LocalJob
 
-    print(f"{'MB':>24}" + "".join(f"{size:>9}" for size in sizes))
+    print(f"{'MB':>24}" + "".join(f"{size:>9g}" for size in sizes))
     for communication, pack in ROWS:
         output = io.StringIO()
         with TemporaryDirectory() as folder:
@@ -53,7 +55,7 @@ def main() -> None:
                     communication,
                     str(pack),
                 ],
-                2,
+                arguments.workers,
                 Path(folder),
                 output=output,
                 environment={**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -73,7 +75,7 @@ def main() -> None:
         )
 
 
-def measure(communication: str, pack_mb: float, sizes: list[int], repeats: int) -> list[float]:
+def measure(communication: str, pack_mb: float, sizes: list[float], repeats: int) -> list[float]:
     import tensorflow as tf
 
     from tfdist import build
@@ -84,7 +86,7 @@ def measure(communication: str, pack_mb: float, sizes: list[int], repeats: int) 
     runtime = build.start_runtime(config, resolve_cluster(os.environ))
     results = []
     for size in sizes:
-        tensors = [tf.ones([256, 1024]) for _ in range(size)]
+        tensors = [tf.ones([256, 1024]) for _ in range(int(size))] or [tf.ones([1, int(size * 2**18)])]
 
         @tf.function
         def rounds(n, tensors=tensors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from tfdist import flags
 from tfdist.build import Job
 from tfdist.control.cluster import Cluster
 from tfdist.control.run_address import is_url
+from tfdist.planner.communication import Link, ring_all_reduce
 from tfdist.run.results import source_info
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.timer import process_seconds
@@ -37,7 +39,7 @@ class Announcement:
         runtime, parameters = job.runtime, job.model.count_params()
         stored = f"{job.config.run.run_dir}, working copy " if is_url(job.config.run.run_dir) else ""
         message = (
-            f"{cluster.describe()}; {runtime.name}; {job.plan.describe()}; {parameters:,} parameters;"
+            f"{cluster.describe()}; {runtime.name}; {job.plan.describe()}; {parameters:,} parameters;{_travel(job)}"
             f" run folder {stored}{folder}{self.xla and '; '}{self.xla}"
         )
         values = {
@@ -57,3 +59,17 @@ class Announcement:
             yield Event("restore", first_step, {"message": message})
         for message in job.warnings:
             yield Event("warning", first_step, {"message": message})
+
+
+def _travel(job: Job) -> str:
+    """How gradients travel, and how long the planner says that takes."""
+    travel = job.runtime.travel()
+    if not travel:
+        return ""
+    planned = ""
+    if link := travel.link:
+        size = sum(4 * math.prod(variable.shape) for variable in job.model.trainable_variables)
+        seconds = ring_all_reduce(job.runtime.size, size, Link(link.latency_s, 1 / max(link.seconds_per_byte, 1e-15)))
+        planned = f" ({1e6 * link.latency_s:.0f} us, {1e-9 / max(link.seconds_per_byte, 1e-15):.2g} GB/s: planned"
+        planned += f" {1000 * seconds:.2g} ms a step)"
+    return f" gradients {travel.words}{planned};"

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 if TYPE_CHECKING:
     from tfdist.control.cluster import Cluster
+    from tfdist.runtime.all_reduce_choice import Travel
     from tfdist.runtime.mesh import Mesh
     from tfdist.runtime.operations import Collective
 
@@ -118,6 +119,10 @@ class Runtime(Protocol):
         """Seconds so far in which gradients travelled, and in which nothing else was left to do but to wait for them;
         None: not known.
         """
+        ...
+
+    def travel(self) -> Travel | None:
+        """How gradients travel between workers, where tfdist's own code sees to it."""
         ...
 
     def collectives(self) -> dict[str, Collective]:

@@ -47,12 +47,12 @@ class ControlRing:
         """Every worker's, in rank order: for rings of other kinds."""
         return [bytes(other).decode() for other in self._ring.all_gather(endpoint.encode(), "endpoint")]
 
-    def gather(self, data: bytes, name: str, stamp: int = 0) -> Sequence[bytes | bytearray]:
+    def gather(self, data: bytes, name: str, stamp: int = 0) -> Sequence[bytes | memoryview]:
         """See RingConnections.all_gather. Raises RingError."""
         with self._lock:
             return self._ring.all_gather(data, name, stamp)
 
-    def gather_for_user(self, data: bytes, name: str) -> Sequence[bytes | bytearray]:
+    def gather_for_user(self, data: bytes, name: str) -> Sequence[bytes | memoryview]:
         """The same between steps, where nobody turns what goes wrong into a sentence later."""
         try:
             return self.gather(data, name)

@@ -11,6 +11,7 @@ from tfdist.control.terminal import printable
 from tfdist.runtime.encoding import Malformed, decode, encode
 
 if TYPE_CHECKING:
+    from tfdist.runtime.all_reduce_choice import Travel
     from tfdist.runtime.mesh import Mesh
     from tfdist.runtime.operations import Collective
 
@@ -46,7 +47,7 @@ class RuntimeDefaults:
             raise problem or ConfigError(printable(found))
         return found[0]
 
-    def _broadcast_bytes(self, data: bytes, name: str) -> bytes | bytearray:
+    def _broadcast_bytes(self, data: bytes, name: str) -> bytes | memoryview:
         """The chief's bytes, of which the other workers do not know the length."""
         length = int(self.all_gather(np.array([len(data)], np.int64))[0, 0])
         mine = np.frombuffer(data, np.uint8) if self.rank == 0 else np.zeros(length, np.uint8)
@@ -62,4 +63,7 @@ class RuntimeDefaults:
         return None
 
     def reduction_s(self) -> tuple[float, float] | None:
+        return None
+
+    def travel(self) -> Travel | None:
         return None

@@ -44,7 +44,7 @@ def encode(value: Any) -> bytes:
     return b"".join([_HEAD.pack(_MAGIC, len(tree)), tree, *blocks])
 
 
-def decode(data: bytes | bytearray) -> Any:
+def decode(data: bytes | bytearray | memoryview) -> Any:
     """What `encode` was given. Raises Malformed."""
     try:
         magic, length = _HEAD.unpack_from(data)

@@ -72,7 +72,7 @@ class Peers(OneDevice):
         data = to_bytes(arrays) if self.rank == 0 else b""
         return from_bytes(self._control.gather_for_user(data, "broadcast")[0], arrays)
 
-    def _broadcast_bytes(self, data: bytes, name: str) -> bytes | bytearray:
+    def _broadcast_bytes(self, data: bytes, name: str) -> bytes | memoryview:
         return self._control.gather_for_user(data, name)[0]
 
     def barrier(self) -> None:

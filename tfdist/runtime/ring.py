@@ -1,28 +1,30 @@
-"""A ring all-reduce over plain TCP, and shared memory between neighbours on one host, for gradients on the CPU.
+"""All-reduce over plain TCP, and shared memory between ranks on one host, for gradients on the CPU.
 
 TensorFlow's own CPU collectives pass every tensor through gRPC, which costs three to four times what the same bytes
-cost on a bare socket (scripts/bench_ring.py). Here each worker holds one connection to its right and one to its left
-neighbour. Where the left neighbour's array can be read in place (shared_memory.py), a byte over the connection says
-that a chunk is ready, and no copy is sent.
+cost on a bare socket (scripts/bench_ring.py). Here each worker has connections to some others (ring_connections.py).
+There are four ways. All add up each chunk of an array in ring order, and so give the same bits:
 
-The algorithm is the bandwidth-optimal ring (Patarasu & Yuan 2009): each of the n ranks owns one of n chunks;
-n - 1 steps pass partial sums around until every rank holds the complete sum of its own chunk, n - 1 more pass the
-complete chunks on. Each rank sends and receives 2 (n - 1) / n of the data. A chunk is summed once, by ranks in ring
-order, and then copied, so all ranks end with the same bits, whether it was sent or read in place.
+    ring         what is large, between hosts: the bandwidth-optimal one (Patarasu & Yuan 2009). Each of the n ranks
+                 owns one of n chunks; n - 1 steps pass partial sums around until every rank holds the complete sum of
+                 its own chunk, n - 1 more pass the complete chunks on: 2 (n - 1) waits, 2 (n - 1) / n of the bytes.
+    by doubling  what is small, between hosts: a gather of all arrays, and each rank adds them up: log2(n) waits, but
+                 n - 1 times the bytes. all_reduce_choice.py says up to which size.
+    in place     all ranks on one host: each sums its own chunk of everyone's arrays, where they are, and then copies
+                 the others' sums: two times log2(n) waits, and nothing is sent.
+    of two       each reads all of the other's array and adds it up itself: each waits for the other once.
 
-Reading in place needs no locks: a chunk changes again only when the sum of which it was a part has come back around the
-ring, and so has been read; and an all-reduce ends only when the right neighbour has said that it has read everything.
+In a ring, where the left neighbour's array can be read in place, a byte over the connection says that a chunk is ready,
+and no copy is sent. That needs no locks: a chunk changes again only when the sum of which it was a part has come back
+around the ring, and so has been read; and an all-reduce ends only when the right neighbour has said that it has read
+everything. Where all read in place, an array that is given away is free when all have come to the next meeting.
 
-Two ranks need not take turns: each reads all of the other's array and adds it up itself. It is the same sum, bit for
-bit, but each waits for the other once and not four times, which is what counts while both compute.
-
-With `halved`, what is sent is rounded to bfloat16, half the bytes; sums are made in float32, and what is read in place
-is not rounded on its way. The complete sums are, so that all ranks have the same bits whichever way they came.
+With `halved`, what is sent is rounded to bfloat16, half the bytes; sums are made in float32 (in a ring), and what is
+read in place is not rounded on its way. The complete sums are, so that all ranks have the same bits whichever way they
+came.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -31,9 +33,10 @@ import ml_dtypes
 import numpy as np
 
 from tfdist.control.cluster import Cluster
-from tfdist.runtime.ring_connections import Outgoing, Patience, RingConnections
-from tfdist.runtime.ring_error import MARK, RingError
-from tfdist.runtime.shared_memory import NOT_SHARED, OFFER_BYTES, OthersArrays, SharedArrays
+from tfdist.runtime.all_reduce_choice import Link, Travel, measured
+from tfdist.runtime.array_meeting import ArrayMeeting, other_program, what
+from tfdist.runtime.ring_connections import Outgoing, Patience
+from tfdist.runtime.shared_memory import NOT_SHARED
 
 # Site, bucket, bytes: checked, so that ranks can never mix up their gradients; where to read them: serial, descriptor.
 _HEADER = struct.Struct("!IIQqq")
@@ -49,11 +52,10 @@ class _Round(NamedTuple):
     read_here: int  # that of the left neighbour's
 
 
-class Ring(RingConnections):
-    """The all-reduce over connections to both neighbours.
+class Ring(ArrayMeeting):
+    """The all-reduce of all ranks. Args: see ArrayMeeting.
 
-    Args: see RingConnections, and
-      share: arrays made by `empty` may be read in place by a neighbour on this host. The same on all ranks.
+    Attributes: link, what was measured of it between hosts; None: nothing, as all ranks read in place, or are two.
     """
 
     def __init__(
@@ -63,33 +65,18 @@ class Ring(RingConnections):
         patience: Patience | None = None,
         share: bool = False,
     ):
-        super().__init__(cluster, exchange, patience or Patience())
+        super().__init__(cluster, exchange, patience, share)
         self._scratch, self._halves = np.empty(0, np.float32), np.empty(0, ml_dtypes.bfloat16)
-        self._shared = SharedArrays()
-        self._unread: list[np.ndarray] = []  # arrays that the right neighbour may still be reading
-        self._others: OthersArrays | None = None
-        self.shares = share and self._share()
+        self.link: Link | None = None if self.size < 3 or self.all_read else measured(self)
 
-    def _share(self) -> bool:
-        """Finds out whether the left neighbour's arrays can be read here, and tells whether the right one can read
-        ours.
-        """
-        offer, readable = bytearray(OFFER_BYTES), bytearray(1)
-        self._pass_on(memoryview(self._shared.offer()), memoryview(offer))
-        self._others = OthersArrays(bytes(offer))
-        self._pass_on(memoryview(bytes([self._others.readable])), memoryview(readable), backwards=True)
-        self._shared.withdraw()
-        return bool(readable[0])
-
-    def empty(self, length: int) -> np.ndarray:
-        """A zeroed float32 [length], on a page boundary, that the right neighbour can read in place if that is
-        possible.
-        """
-        return (
-            self._shared.empty(length)
-            if self.shares
-            else np.frombuffer(mmap.mmap(-1, max(4 * length, 4)), np.float32, length)
-        )
+    def travel(self) -> Travel:
+        """The way that sums take."""
+        if self.all_read:
+            return Travel("are read in place")
+        if not self.link:
+            return Travel("go over TCP")
+        way = f"go over TCP, up to {self.link.doubled_bytes >> 10} KiB by doubling, else in a ring"
+        return Travel(f"{way}{', in place where neighbours share a host' if self.shares else ''}", self.link)
 
     def all_reduce(
         self,
@@ -107,6 +94,12 @@ class Ring(RingConnections):
         """
         if self.size == 2 and spare and not halved:
             return self._sum_of_two(array, site, bucket, spare)
+        if self.link and array.nbytes <= self.link.doubled_bytes and not halved:
+            return self._sum_by_doubling(array, site, bucket)
+        if self.all_read and self.size > 2 and not halved:
+            arrays = self._arrays_of_all(array, site, bucket)
+            if arrays:
+                return self._sum_in_place(arrays, is_given=spare is not None)
         now = self._meet_with(array, site, bucket)
         longest = max(chunk.size for chunk in now.chunks)
         scratch = self._scratch_of(longest)
@@ -124,6 +117,42 @@ class Ring(RingConnections):
         self._finish(now)
         return array
 
+    def _sum_by_doubling(self, array: np.ndarray, site: int, bucket: int) -> np.ndarray:
+        blocks = self.all_gather(array.tobytes(), what(site, bucket))
+        self._must_be_alike([len(block) for block in blocks], site, bucket)
+        arrays = [np.frombuffer(block, np.float32) for block in blocks]
+        for index, (start, stop) in enumerate(self._cuts(array.size)):
+            self._add_up([each[start:stop] for each in arrays], index, out=array[start:stop])
+        return array
+
+    def _sum_in_place(self, arrays: list[np.ndarray], is_given: bool) -> np.ndarray:
+        array, cuts = arrays[self.rank], self._cuts(arrays[0].size)
+        own = (self.rank + 1) % self.size  # the chunk of which a ring, too, would have the complete sum here
+        start, stop = cuts[own]
+        total = self._scratch_of(stop - start)
+        self._add_up([each[start:stop] for each in arrays], own, out=total)
+        np.copyto(array[start:stop], total)
+        self._all_come()
+        for index, (start, stop) in enumerate(cuts):
+            if index != own:
+                np.copyto(array[start:stop], arrays[index - 1][start:stop])
+        self._unread.append(array)
+        if not is_given:
+            self._all_come()
+            self._all_is_read()
+        return array
+
+    def _add_up(self, chunks: list[np.ndarray], index: int, out: np.ndarray) -> None:
+        """Of the ranks' chunks number `index` the sum, in the order of a ring."""
+        np.copyto(out, chunks[index])
+        for step in range(1, self.size):
+            np.add(chunks[(index + step) % self.size], out, out=out)
+
+    def _cuts(self, length: int) -> list[tuple[int, int]]:
+        """Where the chunk of each rank begins and ends."""
+        cuts = [index * length // self.size for index in range(self.size + 1)]
+        return list(zip(cuts, cuts[1:], strict=False))
+
     def _sum_of_two(self, array: np.ndarray, site: int, bucket: int, spare: Callable[[int], np.ndarray]) -> np.ndarray:
         self._wait_until_read()
         serial, descriptor = self._shared.where(array)
@@ -131,7 +160,7 @@ class Ring(RingConnections):
         outgoing = Outgoing(header, _NOTHING if serial else _bytes(array))
         their_serial, their_descriptor = self._met(outgoing, (site, bucket, array.nbytes))
         if their_serial:
-            theirs = self._left_array(their_serial, their_descriptor, array.size)
+            theirs = self._array_of(1 - self.rank, their_serial, their_descriptor, array.size)
         else:
             theirs = self._scratch_of(array.size)
             self._pass_on(outgoing, _bytes(theirs))
@@ -146,10 +175,13 @@ class Ring(RingConnections):
         return total
 
     def _wait_until_read(self) -> None:
-        """Before anything else comes from the right neighbour: its word that it has read what was left to it."""
-        while self._unread:
-            self._pass_on(_NOTHING, memoryview(bytearray(1)), backwards=True)
-            self._shared.has_been_read(self._shared.where(self._unread.pop(0))[0])
+        """Before anything else comes from other ranks: their word that they have read what was left to them."""
+        if self._unread and self.size > 2:
+            self._all_come()
+        else:
+            for _ in self._unread:
+                self._pass_on(_NOTHING, memoryview(bytearray(1)), backwards=True)
+        self._all_is_read()
 
     def _scratch_of(self, length: int) -> np.ndarray:
         if self._scratch.size < length:
@@ -160,14 +192,23 @@ class Ring(RingConnections):
         """Of a contiguous float32 [size * k], in which part `rank` is this rank's, fills in the others', bit for
         bit.
         """
+        arrays = self._arrays_of_all(array, site, bucket) if self.all_read and self.size > 2 else None
+        if arrays:
+            parts = [each.reshape(self.size, -1) for each in arrays]
+            for rank, part in enumerate(parts):
+                if rank != self.rank:
+                    np.copyto(parts[self.rank][rank], part[rank])
+            self._unread.append(array)
+            self._wait_until_read()
+            return
         now = self._meet_with(array, site, bucket)
         self._hand_around(now, self.rank, is_ready=True)
         self._finish(now)
 
     def _meet_with(self, array: np.ndarray, site: int, bucket: int) -> _Round:
         """Makes sure that all ranks are about to exchange the same array."""
-        cuts = [index * array.size // self.size for index in range(self.size + 1)]
-        chunks = [array[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        cuts = self._cuts(array.size)
+        chunks = [array[start:stop] for start, stop in cuts]
         self._wait_until_read()
         serial, descriptor = self._shared.where(array)
         header = memoryview(_HEADER.pack(site, bucket, array.nbytes, serial, descriptor))
@@ -176,21 +217,17 @@ class Ring(RingConnections):
         self._pass_on(outgoing, _NOTHING)
         left: Sequence[np.ndarray | None] = [None] * self.size
         if their_serial != NOT_SHARED:
-            whole = self._left_array(their_serial, their_descriptor, array.size)
-            left = [whole[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+            whole = self._array_of((self.rank - 1) % self.size, their_serial, their_descriptor, array.size)
+            left = [whole[start:stop] for start, stop in cuts]
         return _Round(chunks, left, serial, their_serial)
 
-    def _met(self, outgoing: Outgoing, what: tuple[int, int, int]) -> tuple[int, int]:
+    def _met(self, outgoing: Outgoing, mine: tuple[int, int, int]) -> tuple[int, int]:
         """The serial number and the descriptor that the left neighbour says. Some of `outgoing` may not be sent yet."""
         theirs = bytearray(_HEADER.size)
         self._pass_on(outgoing, memoryview(theirs), all_sent=False)
         *their_what, serial, descriptor = _HEADER.unpack(theirs)
-        if tuple(their_what) != what:
-            raise RingError(
-                f"{MARK}ConfigError: Rank {self.rank} reduces {what}, its neighbour"
-                f" {tuple(their_what)} (site, bucket, bytes): the workers do not run the same program on data of the"
-                " same shapes and types."
-            )
+        if tuple(their_what) != mine:
+            raise other_program(self.rank, mine, (self.rank - 1) % self.size, tuple(their_what))
         return serial, descriptor
 
     def _hand_around(self, now: _Round, own: int, halved: bool = False, is_ready: bool = False) -> None:
@@ -208,17 +245,7 @@ class Ring(RingConnections):
         """Returns when the right neighbour has read everything that it reads in place; tells the left one the same."""
         answer = memoryview(bytearray(1)) if now.read_by_right else _NOTHING
         self._pass_on(_TOKEN if now.read_here else _NOTHING, answer, backwards=True)
-        self._shared.has_been_read(now.read_by_right)
-
-    def _left_array(self, serial: int, descriptor: int, length: int) -> np.ndarray:
-        try:
-            if self._others is None:
-                raise OSError("this worker does not read in place")
-            return self._others.get(serial, descriptor, length)
-        except OSError as error:
-            raise RingError(
-                f"{MARK}lost contact with rank {(self.rank - 1) % self.size} (its memory cannot be read: {error})."
-            ) from None
+        self._shared.has_been_read(now.read_by_right, [(self.rank + 1) % self.size])
 
     def _next(self, now: _Round, sent: int, index: int, into: np.ndarray, halved: bool, is_ready: bool) -> np.ndarray:
         """Passes chunk `sent` on.

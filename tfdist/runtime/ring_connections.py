@@ -1,25 +1,27 @@
-"""A worker's connections to its neighbours in a ring of all workers, and what is gathered over them: bytes of any
-length.
+"""A worker's connections to others in a ring of all workers, and what is gathered over them: bytes of any length.
+
+Each worker has connections to the ranks 1, 2, 4, ... places to its right and to its left. Over those at a distance of 1
+a ring passes on what is large. A gather by doubling needs all of them: with every exchange a rank knows twice as many
+ranks' bytes, so that all know all after log2(n) waits in place of n - 1, and no byte is sent more often (Bruck et al.
+1997, "Efficient algorithms for all-to-all communications", the concatenation).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tfdist.control import wire
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ClusterError
 from tfdist.control.packet_filter import bind_address
 from tfdist.control.preflight import bind_shared
-from tfdist.control.reception import Reception
+from tfdist.runtime import ring_meeting
 from tfdist.runtime.ring_error import MARK, RingError
 
 # What a gathered block is, its stamp, its bytes: the first two must agree on all ranks.
@@ -27,7 +29,7 @@ _BLOCK = struct.Struct("!12sIQ")
 _LOOKS = 4  # at a neighbour that is silent, in the time after which it counts as dead
 _SEND_BYTES = 1 << 20
 _LARGEST_BLOCK = 1 << 36
-_MEETING_SECONDS, _ATTEMPT_SECONDS = 60.0, 20.0
+_TOKEN = memoryview(b".")
 _GOODBYE = "end"  # in the place of what is gathered
 
 
@@ -61,8 +63,9 @@ class Outgoing:
 
 
 class RingConnections:
-    """Connections to both neighbours.
+    """Connections to the ranks at distances 1, 2, 4, ...
 
+    Attributes: rights, lefts, distance -> connection; waiting_for, the rank whose bytes are waited for at the moment.
     Args:
       cluster: this worker's place among the others, and the secret by which they know each other.
       exchange: hands this worker's endpoint to all and returns all endpoints in rank order (a collective).
@@ -70,50 +73,71 @@ class RingConnections:
 
     def __init__(self, cluster: Cluster, exchange: Callable[[str], Sequence[str]], patience: Patience):
         self.rank, self.size, self.patience = cluster.rank, cluster.size, patience
-        self.waiting_for: int | None = None  # the rank whose bytes are waited for at the moment
+        self.distances = [1, *(1 << power for power in range(1, (cluster.size - 1).bit_length()))]
+        self.waiting_for: int | None = None
         with bind_shared(0, bind_address(cluster.address, cluster.peers)) as listener:
             listener.listen(128)
             endpoints = exchange(wire.endpoint(cluster.address.rpartition(":")[0], listener))
-            self.right, self.left = _meet_neighbours(cluster, listener, endpoints)
-        for connection in (self.right, self.left):
+            self.rights, self.lefts = ring_meeting.meet(cluster, listener, endpoints, self.distances)
+        for connection in (*self.rights.values(), *self.lefts.values()):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
 
-    def all_gather(self, data: bytes, name: str, stamp: int = 0) -> list[bytes | bytearray]:
+    @property
+    def right(self) -> socket.socket:
+        """The neighbour's."""
+        return self.rights[1]
+
+    @property
+    def left(self) -> socket.socket:
+        """The neighbour's."""
+        return self.lefts[1]
+
+    def all_gather(self, data: bytes, name: str, stamp: int = 0) -> list[bytes | memoryview]:
         """Every rank's bytes, in rank order; their lengths may differ.
 
         Args: name, what is gathered (12 ASCII characters at most), and stamp (32 bits), must agree on all ranks: so a
-        rank that is elsewhere in the program, or holds other samples, is noticed at once.
+        rank that is elsewhere in the program, or holds other samples, is noticed at once, by all.
         """
-        blocks: list[bytes | bytearray] = [b""] * self.size
-        blocks[self.rank] = data
-        for step in range(self.size - 1):
-            mine = blocks[(self.rank - step) % self.size]
-            header, theirs = _BLOCK.pack(name.encode(), stamp, len(mine)), bytearray(_BLOCK.size)
-            outgoing = Outgoing(memoryview(header), memoryview(mine))
-            self._pass_on(outgoing, memoryview(theirs), all_sent=False)
-            received = bytearray(self._length_of(theirs, name))
-            self._pass_on(outgoing, memoryview(received))
-            self._compare(theirs, name, stamp)  # now that nothing of the block is on its way any more
-            blocks[(self.rank - step - 1) % self.size] = received
-        return blocks
+        blocks: list[bytes | memoryview] = [data]  # of this rank, of the one before it, ...
+        headers = [_BLOCK.pack(name.encode(), stamp, len(data))]
+        for distance in self.distances if self.size > 1 else ():
+            count = min(len(blocks), self.size - len(blocks))
+            theirs = bytearray(_BLOCK.size * count)
+            outgoing = Outgoing(memoryview(b"".join(headers[:count])), *map(memoryview, blocks[:count]))
+            self._pass_on(outgoing, memoryview(theirs), all_sent=False, distance=distance)
+            found = [bytes(theirs[start : start + _BLOCK.size]) for start in range(0, len(theirs), _BLOCK.size)]
+            lengths = [self._length_of(header, name, distance) for header in found]
+            received = memoryview(bytearray(sum(lengths)))
+            self._pass_on(outgoing, received, distance=distance)
+            ends = list(itertools.accumulate(lengths))
+            headers += found
+            blocks += [received[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        for distance, header in enumerate(headers):  # now that nothing is on its way any more
+            self._compare(header, name, stamp, (self.rank - distance) % self.size)
+        return [blocks[(self.rank - rank) % self.size] for rank in range(self.size)]
 
-    def _length_of(self, header: bytes | bytearray, name: str) -> int:
-        """Of the left neighbour's next block. Raises RingError if there is none."""
+    def _all_come(self) -> None:
+        """Returns when all ranks have called it, after log2(n) waits."""
+        for distance in self.distances:
+            self._pass_on(_TOKEN, memoryview(bytearray(1)), distance=distance)
+
+    def _length_of(self, header: bytes, name: str, distance: int) -> int:
+        """Of a block that comes from so far to the left. Raises RingError if there is none."""
         *_, length = _BLOCK.unpack(header)
         if _name_of(header) == _GOODBYE:
-            raise RingError(self.farewell_of_left(name))
+            raise RingError(self.farewell_of_left(name, distance))
         if length > _LARGEST_BLOCK:
             raise RingError(
-                f"{MARK}rank {(self.rank - 1) % self.size} announces {length} bytes of {name}, which cannot be: the"
-                " workers do not run the same program."
+                f"{MARK}rank {(self.rank - distance) % self.size} announces {length} bytes of {name}, which cannot be:"
+                " the workers do not run the same program."
             )
         return length
 
-    def _compare(self, header: bytes | bytearray, name: str, stamp: int) -> None:
-        """Raises RingError if the left neighbour's block is not of what this rank gathers."""
+    def _compare(self, header: bytes, name: str, stamp: int, other: int) -> None:
+        """Raises RingError if the block of a rank is not of what this one gathers."""
         _, their_stamp, _ = _BLOCK.unpack(header)
-        other, their_name = (self.rank - 1) % self.size, _name_of(header)
+        their_name = _name_of(header)
         if their_name != name:
             raise RingError(
                 f"{MARK}ConfigError: Rank {self.rank} is at {name!r}, rank {other} at {their_name!r}: the workers"
@@ -126,9 +150,10 @@ class RingConnections:
             )
 
     def say_goodbye(self) -> None:
-        """Leaves word for the right neighbour that nothing will come any more; never waits."""
-        with contextlib.suppress(OSError):
-            self.right.send(_BLOCK.pack(_GOODBYE.encode(), 0, 0))
+        """Leaves word for those to the right that nothing will come any more; never waits."""
+        for connection in self.rights.values():
+            with contextlib.suppress(OSError):
+                connection.send(_BLOCK.pack(_GOODBYE.encode(), 0, 0))
 
     def has_left(self) -> bool:
         """Whether the left neighbour's goodbye is what it has sent next."""
@@ -137,29 +162,36 @@ class RingConnections:
             return len(header) == _BLOCK.size and _name_of(header) == _GOODBYE
         return False
 
-    def farewell_of_left(self, at: str = "a step") -> str:
-        """What it means that the left neighbour has left while this rank is `at` something: text of a RingError."""
+    def farewell_of_left(self, at: str = "a step", distance: int = 1) -> str:
+        """What it means that the rank so far to the left has left while this one is `at` something: text of a
+        RingError.
+        """
         return (
-            f"{MARK}ConfigError: Rank {(self.rank - 1) % self.size} has come to the end of its script, while rank"
-            f" {self.rank} is at {at!r}: all workers must make the same calls of tfdist, also evaluate and predict, not"
-            " the chief alone."
+            f"{MARK}ConfigError: Rank {(self.rank - distance) % self.size} has come to the end of its script, while"
+            f" rank {self.rank} is at {at!r}: all workers must make the same calls of tfdist, also evaluate and"
+            " predict, not the chief alone."
         )
 
     def _pass_on(
-        self, outgoing: memoryview | Outgoing, incoming: memoryview, backwards: bool = False, all_sent: bool = True
+        self,
+        outgoing: memoryview | Outgoing,
+        incoming: memoryview,
+        backwards: bool = False,
+        all_sent: bool = True,
+        distance: int = 1,
     ) -> None:
-        """Sends to the right and receives from the left at the same time: neither may wait for the other.
+        """Sends so far to the right and receives from so far to the left at the same time: neither may wait for the
+        other.
 
         backwards: to the left and from the right. Without all_sent it returns when all is received; the rest of
         `outgoing` is for the next call.
         """
         received = 0
         out = outgoing if isinstance(outgoing, Outgoing) else Outgoing(outgoing)
-        to, source = (self.left, self.right) if backwards else (self.right, self.left)
-        to_rank, source_rank = (
-            (self.rank + (-1 if backwards else 1)) % self.size,
-            (self.rank - (-1 if backwards else 1)) % self.size,
-        )
+        to, source = self.rights[distance], self.lefts[distance]
+        to_rank, source_rank = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        if backwards:
+            to, source, to_rank, source_rank = source, to, source_rank, to_rank
         poll = select.poll()
         while (out and all_sent) or received < len(incoming):
             progress = False
@@ -211,65 +243,9 @@ class RingConnections:
         self.waiting_for = None
 
     def close(self) -> None:
-        self.right.close()
-        self.left.close()
+        for connection in (*self.rights.values(), *self.lefts.values()):
+            connection.close()
 
 
 def _name_of(header: bytes | bytearray) -> str:
     return _BLOCK.unpack(header)[0].rstrip(bytes(1)).decode(errors="replace")
-
-
-def _meet_neighbours(
-    cluster: Cluster, listener: socket.socket, endpoints: Sequence[str]
-) -> tuple[socket.socket, socket.socket]:
-    """Connections to the right and from the left.
-
-    Both at the same time, since each side waits for the other's proof.
-    """
-    lock = wire.Lock.of(cluster.secret, "ring", *endpoints)
-    rank, right, left = cluster.rank, (cluster.rank + 1) % cluster.size, (cluster.rank - 1) % cluster.size
-    deadline, given_up = time.monotonic() + _MEETING_SECONDS, threading.Event()
-    with ThreadPoolExecutor(1, "tfdist-ring-accept") as pool:
-        accepting = pool.submit(
-            _accept, listener, lock, rank, left, lambda: time.monotonic() > deadline or given_up.is_set()
-        )
-        try:
-            connection = _connect(endpoints[right], lock, rank, right, deadline)
-        except wire.Mismatch as mismatch:
-            given_up.set()
-            raise ClusterError(f"{cluster.name(right)} {mismatch}") from None
-        except BaseException:
-            given_up.set()
-            raise
-        try:
-            return connection, accepting.result()
-        except BaseException:
-            connection.close()
-            raise
-
-
-def _connect(endpoint: str, lock: wire.Lock, rank: int, expected: int, deadline: float) -> socket.socket:
-    while True:
-        try:
-            return wire.connect(endpoint, lock, rank, expected, min(deadline, time.monotonic() + _ATTEMPT_SECONDS))
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise RingError(
-                    f"{MARK}{endpoint.partition('/')[0]} cannot be reached ({error}): open the ephemeral ports between"
-                    " workers, or use --communication=ring."
-                ) from None
-            time.sleep(0.05)
-
-
-def _accept(
-    listener: socket.socket, lock: wire.Lock, rank: int, expected: int, is_over: Callable[[], bool]
-) -> socket.socket:
-    with Reception(listener, lock, rank, lambda other: other == expected) as reception:
-        while not is_over():
-            for arrival in reception.poll(0.1):
-                return arrival.connection
-    notes = "".join(f" Turned away: {note}" for note in reception.notes)
-    raise RingError(
-        f"{MARK}rank {expected} did not connect within {_MEETING_SECONDS:g} s: open the ephemeral ports between"
-        f" workers, or use --communication=ring.{notes}"
-    )

@@ -8,10 +8,12 @@ users, other systems than Linux) find out when they try to read each other's tok
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import secrets
 import struct
+from collections.abc import Collection
 from typing import BinaryIO
 
 import numpy as np
@@ -22,12 +24,18 @@ NOT_SHARED, KNOWN = 0, -1  # in place of a serial number; of a descriptor
 
 
 class SharedArrays:
-    """Arrays of this process, for others to read. Each is known by a serial number."""
+    """Arrays of this process, for others to read. Each is known by a serial number.
+
+    Attributes: readers, the ranks that can read them.
+    """
 
     def __init__(self) -> None:
+        self.readers: frozenset[int] = frozenset()
         self._token = secrets.token_bytes(16)
-        self._descriptors: dict[int, int] = {}  # serial -> descriptor, until the reader has it open
+        self._readers_of: dict[int, set[int]] = {}  # serial -> the ranks that have it open
+        self._descriptors: dict[int, int] = {}  # serial -> descriptor, until all have it open
         self._serials: dict[int, int] = {}  # address -> serial
+        self._numbers = itertools.count(NOT_SHARED + 1)
 
     def offer(self) -> bytes:
         """What a process needs to find out whether it can read these arrays; OFFER_BYTES long.
@@ -53,7 +61,7 @@ class SharedArrays:
         descriptor = os.memfd_create("tfdist-array")
         os.ftruncate(descriptor, max(4 * length, 4))
         array = np.frombuffer(mmap.mmap(descriptor, max(4 * length, 4)), np.float32, length)
-        serial = len(self._serials) + 1
+        serial = next(self._numbers)
         self._serials[array.ctypes.data], self._descriptors[serial] = serial, descriptor
         return array
 
@@ -62,9 +70,16 @@ class SharedArrays:
         serial = self._serials.get(array.ctypes.data, NOT_SHARED)
         return serial, self._descriptors.get(serial, KNOWN)
 
-    def has_been_read(self, serial: int) -> None:
-        """The reader keeps the array open from now on. So many descriptors need not be: a process may have 1024."""
-        self._close(serial)
+    def has_been_read(self, serial: int, by: Collection[int]) -> None:
+        """These ranks keep the array open from now on. When all do, its descriptor need not be: a process may have
+        1024.
+        """
+        if serial in self._descriptors:
+            known = self._readers_of.setdefault(serial, set())
+            known |= set(by)
+            if known >= self.readers:
+                self._close(serial)
+                del self._readers_of[serial]
 
     def _close(self, serial: int) -> None:
         descriptor = self._descriptors.pop(serial, 0)

@@ -440,7 +440,7 @@ def test_reducer_takes_all_kinds(bucket_bytes, share):
 
 
 def test_a_neighbour_that_does_not_come_is_a_lost_peer(monkeypatch):
-    monkeypatch.setattr("tfdist.runtime.ring_connections._MEETING_SECONDS", 0.3)
+    monkeypatch.setattr("tfdist.runtime.ring_meeting._MEETING_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, says nothing
 
         def gather(row):

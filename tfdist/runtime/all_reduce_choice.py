@@ -1,0 +1,72 @@
+"""Which all-reduce is quicker between hosts: a ring, or by doubling (ring.py), by what was measured of the link.
+
+Legend. n: ranks; S: bytes; alpha: seconds of an exchange, however short; beta: seconds a byte. They take
+
+    ring         (2n - 1) alpha + 2 (n - 1) / n S beta         with the exchange in which the ranks meet
+    by doubling  log2(n) alpha + (n - 1) S beta + n (n - 1) c  c: seconds of one addition of two short arrays
+
+A tree (2 log2(n) alpha + 2 log2(n) S beta) and halving-doubling (2 log2(n) alpha + 2 (n - 1) / n S beta) add up in
+another order, so that the bits would depend on what was measured; and what is small takes them twice as many waits as
+doubling. Both give the same bits, so that a run that goes on where the link is another one ends as it would have ended.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tfdist.runtime.ring_connections import RingConnections
+
+_ROUNDS = 5
+_LARGE_BYTES = 1 << 20  # that a rank receives in all
+_ADDITION_SECONDS = 1e-6
+_FOUND = struct.Struct("!dd")
+
+
+@dataclass(frozen=True)
+class Link:
+    """The slowest of all ranks'. latency_s: alpha; seconds_per_byte: beta."""
+
+    latency_s: float
+    seconds_per_byte: float
+    ranks: int
+
+    @property
+    def doubled_bytes(self) -> int:
+        """Up to how many bytes doubling is the quicker one."""
+        n = self.ranks
+        saved = (2 * n - 1 - math.ceil(math.log2(n))) * self.latency_s - n * (n - 1) * _ADDITION_SECONDS
+        more = (n - 1) * (1 - 2 / n) * self.seconds_per_byte
+        return max(0, int(saved / max(more, 1e-15)))
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How gradients travel between workers: words for the log, and what was measured of the link, if anything was."""
+
+    words: str
+    link: Link | None = None
+
+
+def measured(connections: RingConnections) -> Link:
+    """What all ranks agree on. A collective of a few milliseconds."""
+
+    def seconds(data: bytes) -> float:
+        """Of one gather, the quickest of some."""
+        taken = []
+        for _ in range(_ROUNDS):
+            begun = time.monotonic()
+            connections.all_gather(data, "measured")
+            taken.append(time.monotonic() - begun)
+        return min(taken)
+
+    n, exchanges = connections.size, len(connections.distances)
+    each = _LARGE_BYTES // (n - 1)
+    short, long = seconds(b""), seconds(bytes(each))
+    own = _FOUND.pack(short / exchanges, max(long - short, 0.0) / (each * (n - 1)))
+    found = [_FOUND.unpack(other) for other in connections.all_gather(own, "link")]
+    return Link(max(latency for latency, _ in found), max(per_byte for _, per_byte in found), n)
