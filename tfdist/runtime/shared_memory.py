@@ -8,18 +8,24 @@ users, other systems than Linux) find out when they try to read each other's tok
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import mmap
 import os
 import secrets
 import struct
+import weakref
 from collections.abc import Collection
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 _OFFER = struct.Struct("!QQ16s")  # PID, descriptor, token
 OFFER_BYTES = _OFFER.size
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (*[ctypes.c_void_p, ctypes.c_size_t], *[ctypes.c_int] * 3, ctypes.c_long)
+_FAILED = ctypes.c_void_p(-1).value
 NOT_SHARED, KNOWN = 0, -1  # in place of a serial number; of a descriptor
 
 
@@ -60,7 +66,7 @@ class SharedArrays:
         """
         descriptor = os.memfd_create("tfdist-array")
         os.ftruncate(descriptor, max(4 * length, 4))
-        array = np.frombuffer(mmap.mmap(descriptor, max(4 * length, 4)), np.float32, length)
+        array = _mapped(descriptor, length, mmap.PROT_READ | mmap.PROT_WRITE)
         serial = next(self._numbers)
         self._serials[array.ctypes.data], self._descriptors[serial] = serial, descriptor
         return array
@@ -110,7 +116,22 @@ class OthersArrays:
             with self._file(descriptor) as file:
                 if os.fstat(file.fileno()).st_size < 4 * length:
                     raise OSError("it is shorter than it should be")
-                self._open[serial] = np.frombuffer(
-                    mmap.mmap(file.fileno(), max(4 * length, 4), access=mmap.ACCESS_READ), np.float32, length
-                )
+                self._open[serial] = _mapped(file.fileno(), length, mmap.PROT_READ)
         return self._open[serial]
+
+
+def _mapped(descriptor: int, length: int, protection: int) -> np.ndarray:
+    """float32 [length] in the memory behind a descriptor, until nobody refers to it. Raises OSError.
+
+    Not through Python's mmap, which keeps a descriptor of its own: eight workers with a hundred buckets would need
+    thousands of them.
+    """
+    size = max(4 * length, 4)
+    address = _LIBC.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory: Any = (ctypes.c_byte * size).from_address(address)
+    weakref.finalize(memory, _LIBC.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size)).atexit = False
+    array = np.frombuffer(memory, np.float32, length)
+    array.flags.writeable = bool(protection & mmap.PROT_WRITE)
+    return array
