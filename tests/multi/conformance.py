@@ -14,6 +14,7 @@ def check(runtime) -> None:
     import numpy as np
     import tensorflow as tf
 
+    from tfdist.control.exit_codes import ConfigError
     from tfdist.control.strategies import STRATEGIES
 
     rank, size = runtime.rank, runtime.size
@@ -190,6 +191,16 @@ def check(runtime) -> None:
     for copies, wanted in ((variable, [0.0] * 4), (twice, [1.0] * 4), (count, 0)):
         for found in runtime.local(tf.function(lambda: runtime.run(copies.read_value), autograph=False)()):  # noqa: B023
             assert found.numpy().tolist() == wanted, (found, wanted)
+
+    # Workers that make other variables are refused, all of them: also where one makes more than another.
+    for count, dtype in ((1 + rank, tf.float32), (2, tf.float64 if rank else tf.float32)):
+        refused = ""
+        try:
+            with runtime.scope():
+                _ = [tf.Variable(0.0, dtype=dtype) for _ in range(count)]
+        except ConfigError as error:
+            refused = str(error)
+        assert ("build the same model" in refused) == (size > 1), refused
     runtime.barrier()
 
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist.control.exit_codes import StartupError
 from tfdist.control.strategies import STRATEGIES, Strategy
 from tfdist.runtime.defaults import RuntimeDefaults
+from tfdist.runtime.first_values import chiefs_first_values
 
 STRATEGIES["toy"] = Strategy("tests.multi.toy_runtime:Toy")
 
@@ -79,13 +80,7 @@ class Toy(RuntimeDefaults):
         return tf.ensure_shape(rows, [self.size, *x.shape])
 
     def scope(self):
-        def create(next_creator, **arguments):
-            variable = next_creator(**arguments)
-            with tf.init_scope():
-                variable.assign(self.broadcast([variable.numpy()])[0])
-            return variable
-
-        return tf.variable_creator_scope(create)
+        return chiefs_first_values(self)
 
     def run(self, fn, args=()):
         return fn(*args)

@@ -29,14 +29,20 @@ def own_first_values(strategy: Any) -> Iterator[None]:
     """Variables that are made inside begin with this worker's values: MultiWorkerMirroredStrategy does not send the
     chief's, each by a collective of its own, which took a tenth of the start of a small run.
 
-    Relies on `_num_workers` of its extension; without it the chief's are sent twice.
+    Relies on `_num_workers` of its extension; without it the chief's are sent twice. And on `_collective_keys`, which
+    count a collective for each variable though it is not sent; without them workers that make more variables than
+    others wait for a collective that nobody else will ever call.
     """
     extended = strategy.extended
-    workers = getattr(extended, "_num_workers", None)
+    workers, keys = (getattr(extended, name, None) for name in ("_num_workers", "_collective_keys"))
     if workers is not None:
         extended._num_workers = 1
+    if keys is not None:
+        extended._collective_keys = type(keys)()
     try:
         yield
     finally:
         if workers is not None:
             extended._num_workers = workers
+        if keys is not None:
+            extended._collective_keys = keys
