@@ -141,15 +141,14 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
             decided.append(0)
         raise SystemExit(end.code) from None
     except KeyboardInterrupt:
-        print("tfdist: interrupted.", file=sys.stderr)
+        say_last_words("tfdist: interrupted.")
         code = ExitCode.INTERRUPTED
     except TfdistError as error:
-        print(error_line(as_line(_sentence(error)), error.exit_code), file=sys.stderr)
+        say_last_words(error_line(as_line(_sentence(error)), error.exit_code))
         code = error.exit_code
     except BaseException as error:  # noqa: BLE001 - the last resort
-        traceback.print_exc()
         what = f"unexpected {type(error).__name__}: {as_line(said(error).partition(chr(10))[0])}"
-        print(error_line(what, ExitCode.INTERNAL), file=sys.stderr)
+        say_last_words(f"{traceback.format_exc()}{error_line(what, ExitCode.INTERNAL)}")
         code = ExitCode.INTERNAL
     decided.append(code)
     if code == ExitCode.OK:
@@ -175,6 +174,10 @@ def say_last_words(text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody is there any more
             print(text, file=sys.stderr, flush=True)
 
+    _for_a_while(say)
+
+
+def _for_a_while(say: Callable[[], None]) -> None:
     saying = threading.Thread(target=say, daemon=True)  # a pipe that is full and not read would hold us for ever
     saying.start()
     saying.join(_SAYING_SECONDS)
@@ -187,7 +190,14 @@ def _end_with(decided: list[int]) -> None:
 
 
 def _end(code: int) -> NoReturn:
+    if code == ExitCode.OK:  # results are waited for by who reads them slowly
+        _flush()
+    else:
+        _for_a_while(_flush)
+    os._exit(code)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may be listening any more
             stream.flush()
-    os._exit(code)

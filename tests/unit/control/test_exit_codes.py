@@ -119,6 +119,18 @@ def main(argv):
     raise exit_codes.DataError("no files: check --data_dir.")
 exit_codes.run_command(main, [])
 """
+FAILS = """
+import sys
+from tfdist.control import exit_codes
+exit_codes._SAYING_SECONDS = 0.3
+def main(argv):
+    print("begun", flush=True)
+    sys.stdin.readline()
+    sys.stdout.write("not flushed")
+    raise {error}
+exit_codes.run_command(main, [])
+"""
+LOSES_A_PEER = FAILS.format(error="exit_codes.PeerLostError('lost contact with worker 1.')")
 
 
 @pytest.mark.parametrize(
@@ -129,6 +141,9 @@ exit_codes.run_command(main, [])
         pytest.param(IS_ASKED_TO_STOP, 42, "has gone", id="is asked to stop"),
         pytest.param(IS_ASKED_TO_STOP, 42, "reads no more", id="is asked to stop, full pipe"),
         pytest.param(GOES_ON_SAYING, ExitCode.DATA, "has gone", id="goes on saying"),
+        pytest.param(LOSES_A_PEER, ExitCode.PEER_LOST, "reads no more", id="loses a peer, full pipe"),
+        pytest.param(FAILS.format(error="OSError"), ExitCode.INTERNAL, "reads no more", id="fails, full pipe"),
+        pytest.param(FAILS.format(error="KeyboardInterrupt"), 130, "reads no more", id="is interrupted, full pipe"),
     ],
 )
 def test_a_process_ends_as_it_must_though_nobody_reads_what_it_says(script, code, reader):
