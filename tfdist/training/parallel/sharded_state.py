@@ -202,7 +202,8 @@ class ShardedState:
     def _whole(self, piece: Piece) -> np.ndarray:
         value = tf.convert_to_tensor(piece.value)
         if piece.is_shard:
-            value = self._gather(value, piece.group.ranks)[: math.prod(piece.part_shape)]
+            if piece.shard_length:  # else TensorFlow's collective would divide by 0
+                value = self._gather(value, piece.group.ranks)[: math.prod(piece.part_shape)]
             value = tf.reshape(value, piece.part_shape)
         if piece.is_row:
             value = self._gather(value[tf.newaxis], piece.group.ranks)

@@ -129,7 +129,10 @@ class Piece:
         boxes: list[Box] = [tuple((0, length) for length in local)]
         if self.is_shard:
             start, length = self.group.index * self.shard_length, self.shard_length
-            boxes = boxes_of_range(local, start, min(start + length, math.prod(local)))
+            if length:
+                boxes = boxes_of_range(local, start, min(start + length, math.prod(local)))
+            elif self.group.index:  # of nothing each has all; the first says so
+                boxes = []
         regions = []
         for box in boxes:
             lengths = tuple(length for _, length in box)
