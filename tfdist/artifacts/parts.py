@@ -25,10 +25,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import checkpoint_files
+from tfdist.artifacts.checkpoint_arrays import read_boxes, spec
 from tfdist.artifacts.checkpoint_files import SUFFIX
 from tfdist.artifacts.store import SnapshotStore, measure
+from tfdist.compat.checkpoint_index import Box
 
-Box = tuple[tuple[int, int], ...]
 _POLL_SECONDS = 0.02
 
 
@@ -43,9 +44,7 @@ class Shard(NamedTuple):
     @property
     def spec(self) -> str:
         """As SaveV2 and RestoreV2 take it; "" for the whole."""
-        if all(start == 0 and length == size for (start, length), size in zip(self.box, self.shape, strict=True)):
-            return ""
-        return f"{' '.join(map(str, self.shape))} {':'.join(f'{start},{length}' for start, length in self.box)}"
+        return spec(self.shape, self.box)
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -72,17 +71,11 @@ def runs(places: np.ndarray) -> list[tuple[int, int]]:
 
 
 def read_shards(prefix: str, shards: Sequence[Shard], dtype: Any) -> list[np.ndarray]:
-    """The content of boxes of one array of the checkpoint `prefix`. Raises tf.errors.OpError."""
+    """The content of boxes of one array of the checkpoint `prefix`. Raises tf.errors.OpError, ValueError."""
     if not shards:
         return []
-    with tf.device("CPU:0"):
-        found = tf.raw_ops.RestoreV2(
-            prefix=prefix,
-            tensor_names=[shard.key + SUFFIX for shard in shards],
-            shape_and_slices=[shard.spec for shard in shards],
-            dtypes=[dtype] * len(shards),
-        )
-    return [tensor.numpy() for tensor in found]
+    first = shards[0]
+    return read_boxes(prefix, first.key + SUFFIX, first.shape, [shard.box for shard in shards], tf.as_dtype(dtype))
 
 
 def save_part(prefix: str, shards: Sequence[Shard], keys: Sequence[str], if_nothing: str = "") -> None:

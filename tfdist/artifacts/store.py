@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import checkpoint_files
+from tfdist.artifacts.checkpoint_arrays import ONLY_AS_SAVED, read_boxes
 from tfdist.artifacts.checkpoint_files import SUFFIX
 from tfdist.artifacts.manifest import CRC, FORMAT, MANIFEST, SHA, parse, sealed
 from tfdist.control.exit_codes import CheckpointError
@@ -201,7 +202,14 @@ class SnapshotStore:
     def read(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
         """key -> array."""
         reader = tf.train.load_checkpoint(snapshot.prefix)
-        return {key: reader.get_tensor(key + SUFFIX) for key in self.table(snapshot)}
+
+        def read(key: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+            if dtype not in ONLY_AS_SAVED:
+                return reader.get_tensor(key + SUFFIX)
+            whole = tuple((0, size) for size in shape)
+            return read_boxes(snapshot.prefix, key + SUFFIX, shape, [whole], tf.as_dtype(dtype))[0]
+
+        return {key: read(key, shape, dtype) for key, (shape, dtype) in self.table(snapshot).items()}
 
     def table(self, snapshot: Snapshot) -> dict[str, tuple[tuple[int, ...], str]]:
         """key -> (shape, dtype), from the checkpoint itself."""

@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts.checkpoint_files import SUFFIX
-from tfdist.artifacts.parts import Box, Shard, boxes_of_range, read_shards, runs
+from tfdist.artifacts.parts import Shard, boxes_of_range, read_shards, runs
+from tfdist.compat.checkpoint_index import Box
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel.shards import Layout
 from tfdist.training.parallel.tensor import Part

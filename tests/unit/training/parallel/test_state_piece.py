@@ -1,13 +1,15 @@
-"""A variable without elements that is shared out: part of a snapshot as any other."""
+"""Variables that are divided over workers: without elements, and of every type."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tfdist.artifacts.parts import save_part
+from tfdist.artifacts.store import SnapshotStore
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.parallel.state_piece import Piece
 
@@ -30,3 +32,27 @@ def test_it_is_whole_without_a_collective():
     """TensorFlow's would divide by 0, which ends the process."""
     state = SimpleNamespace(_gather=lambda *_: 1 / 0)
     assert ShardedState._whole(state, of_nothing(0)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int16", "uint16", "uint32", "uint64", "bool"])
+def test_what_two_wrote_three_read_and_one(dtype, tmp_path):
+    """Also of types of which TensorFlow reads no other boxes than were saved."""
+    whole = np.arange(35).reshape(5, 7).astype(tf.as_dtype(dtype).as_numpy_dtype)
+
+    def piece(rank, size):
+        length = -(-whole.size // size)
+        own = np.pad(whole.reshape(-1), (0, length * size - whole.size))[rank * length : (rank + 1) * length]
+        return Piece(tf.Variable(own, name="w"), (5, 7), SimpleNamespace(size=size, index=rank), None, True)
+
+    prefixes = [f"{tmp_path}/{rank}" for rank in range(2)]
+    for rank, prefix in enumerate(prefixes):
+        save_part(prefix, piece(rank, 2).to_shards("a"), ["a"] if not rank else ())
+    tf.raw_ops.MergeV2Checkpoints(
+        checkpoint_prefixes=prefixes, destination_prefix=f"{tmp_path}/state", delete_old_dirs=False
+    )
+    for size in (1, 2, 3):
+        for rank in range(size):
+            held = piece(rank, size)
+            np.testing.assert_array_equal(held.read(f"{tmp_path}/state", "a"), held.value.numpy())
+    store, snapshot = SnapshotStore(str(tmp_path)), SimpleNamespace(prefix=f"{tmp_path}/state")
+    np.testing.assert_array_equal(store.read(snapshot)["a"], whole)
