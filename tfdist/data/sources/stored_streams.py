@@ -1,0 +1,85 @@
+"""The records of TFRecord files in an object store, each file read from front to back: with TensorFlow's own reader if
+it is whole in the cache when its turn comes, else out of what has come of it so far. The order is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.reading import as_is
+from tfdist.data.sources.records import FRAME_BYTES, HEADER_BYTES, as_objects, checked, data_bytes
+from tfdist.storage.data_cache import DataCache
+from tfdist.storage.front_to_back import FrontToBack
+
+_AHEAD = 4  # files that are brought while those before them are read
+_OPENED = 3  # times as many files as are read in turns: those, and others that tf.data opens before their turn
+_READ_BYTES = 1 << 20  # of a file that still comes, at a time, if that holds a record
+_NO_END = tf.int64.max
+
+
+def stored_records(
+    cache: DataCache, files: FrontToBack, paths: list[str], compression: str, cycle: int
+) -> Callable[[tf.Tensor], tf.data.Dataset]:
+    """number of a file, which `cycle` files are read in turns with -> its records. paths: of the copies."""
+    names = tf.constant(paths, tf.string)
+
+    def begin(number: np.ndarray) -> np.bool:
+        return np.bool(files.begin(paths[number], *_around(paths, int(number), cycle)))
+
+    def bring(number: np.ndarray) -> bytes:
+        return files.whole(paths[number], *_around(paths, int(number), cycle)).encode()
+
+    def read_on(number: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.int64]:
+        found, after = records_so_far(cache, files, paths[number], int(offset))
+        return as_objects(found), np.int64(after)
+
+    def compressed(number: tf.Tensor) -> tf.data.Dataset:
+        compression_type: Any = compression
+        path = tf.numpy_function(bring, [number], tf.string, stateful=False)
+        return tf.data.TFRecordDataset(tf.ensure_shape(path, []), compression_type)
+
+    def growing(number: tf.Tensor) -> tf.data.Dataset:
+        def step(offset: tf.Tensor, _) -> tuple[tf.Tensor, tf.Tensor]:
+            found, after = tf.numpy_function(read_on, [number, offset], [tf.string, tf.int64], stateful=False)
+            return tf.ensure_shape(after, []), tf.ensure_shape(found, [None])
+
+        there = tf.ensure_shape(tf.numpy_function(begin, [number], tf.bool, stateful=False), [])
+        steps = tf.data.Dataset.range(tf.where(there, tf.constant(0, tf.int64), _NO_END))
+        batches = steps.scan(tf.constant(0, tf.int64), as_is(step)).take_while(as_is(lambda found: tf.size(found) > 0))
+        records = batches.flat_map(as_is(tf.data.Dataset.from_tensor_slices))
+        return records.concatenate(tf.data.TFRecordDataset(names[number : number + tf.cast(there, tf.int64)]))
+
+    return as_is(compressed if compression else growing)
+
+
+def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) -> tuple[list[bytes], int]:
+    """The next records of a file that was begun, one or more, and where those after them begin; none at its end.
+
+    Waits until there is one. Raises DataError, also for what is damaged or no TFRecord file, StartupError, ConfigError.
+    """
+    size, named, found = cache.size(path), cache.named(path), []
+    if start == size:
+        return found, start
+    data = files.read(path, start, min(FRAME_BYTES, size - start), _READ_BYTES)
+    at, length = 0, data_bytes(named, size, start, data[:HEADER_BYTES])
+    if len(data) < FRAME_BYTES + length:
+        data = files.read(path, start, FRAME_BYTES + length, FRAME_BYTES + length)
+    while (end := at + FRAME_BYTES + length) <= len(data):
+        found.append(checked(named, start + at, data[at + HEADER_BYTES : end], length))
+        at = end
+        if len(data) - at < FRAME_BYTES:
+            break
+        length = data_bytes(named, size, start + at, data[at : at + HEADER_BYTES])
+    return found, start + at
+
+
+def _around(paths: list[str], at: int, cycle: int) -> tuple[list[str], list[str]]:
+    """What is read after a file, and what is not read any more when that is begun."""
+    count = len(paths)
+    ahead = [paths[(at + 1 + each) % count] for each in range(min(_AHEAD, count - 1))]
+    over = paths[(at - _OPENED * cycle) % count]
+    return ahead, [] if count <= _OPENED * cycle or over in (paths[at], *ahead) else [over]

@@ -1,0 +1,131 @@
+"""Copies of objects that are read one after the other, each from front to back: those that are read next come
+meanwhile, and what has come of one can be read before it is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from tfdist.storage.copies import locked
+from tfdist.storage.data_cache import DataCache
+from tfdist.storage.store_errors import as_sentence
+
+_LOOK_SECONDS = 0.02  # until one looks again for bytes that have not come yet
+_ASK_SECONDS = 0.25  # until what another process is fetching is asked for again: that process may have ended
+
+
+class FrontToBack:
+    """For one stream. at_a_time: how many objects come at once, those first that were asked for first. Paths are those
+    of the copies, there or not.
+    """
+
+    def __init__(self, cache: DataCache, at_a_time: int):
+        self._cache, self._at_a_time = cache, at_a_time
+        self._guard = threading.Lock()  # of all that follows
+        self._pins: dict[str, int] = {}  # path -> descriptor of its lock
+        self._wanted: dict[str, None] = {}  # paths of what is read, and of what is read next, in their order
+        self._ahead: dict[str, None] = {}
+        self._coming: set[str] = set()
+        self._failed: dict[str, Exception] = {}
+        self._threads, self._closed = 0, False
+
+    def begin(self, path: str, ahead: Sequence[str], over: Sequence[str] = ()) -> bool:
+        """Whether one is there. If not it comes now; and those `ahead` after it. Those `over` are not read any more,
+        and may be removed when room is needed. Raises ConfigError.
+        """
+        copy = self._cache.copy(path)
+        self._hold(path, over)
+        if there := copy.is_there():
+            copy.mark_used()
+        self._ask([] if there else [path], ahead)
+        return there
+
+    def whole(self, path: str, ahead: Sequence[str], over: Sequence[str] = ()) -> str:
+        """The path, as soon as all of it is there; the rest as in `begin`. Raises DataError, StartupError,
+        ConfigError.
+        """
+        self._hold(path, over)
+        with as_sentence("data_dir"):
+            self._cache.copy(path).bring(wait=True)
+        self._ask([], ahead)
+        return path
+
+    def read(self, path: str, start: int, least: int, most: int) -> bytes:
+        """Bytes of one that was begun, from `start` on: as many as are there, up to `most`, once there are `least`.
+        Raises DataError, StartupError, ConfigError.
+        """
+        copy, asked = self._cache.copy(path), 0.0
+        with as_sentence("data_dir"):
+            while len(found := copy.read(start, most)) < least:
+                with self._guard:
+                    failure = self._failed.pop(path, None)
+                if failure is not None:
+                    raise failure
+                if (now := time.monotonic()) - asked > _ASK_SECONDS:
+                    self._ask([path], [])
+                    asked = now
+                time.sleep(_LOOK_SECONDS)
+        return found
+
+    def close(self) -> None:
+        """Nothing is read any more; what was asked for still comes."""
+        with self._guard:
+            self._closed = True
+            while self._pins:
+                os.close(self._pins.popitem()[1])
+
+    __del__ = close
+
+    def _hold(self, path: str, over: Sequence[str]) -> None:
+        """Until it is over, nobody removes it."""
+        with as_sentence("data_dir"), self._guard:
+            self._failed.pop(path, None)
+            self._pin(path)
+            for each in over:
+                if (descriptor := self._pins.pop(each, None)) is not None:
+                    os.close(descriptor)
+
+    def _pin(self, path: str) -> None:
+        if path not in self._pins and not self._closed:
+            self._pins[path] = locked(self._cache.copy(path).pin, fcntl.LOCK_SH)
+
+    def _ask(self, wanted: Sequence[str], ahead: Sequence[str]) -> None:
+        with self._guard:
+            self._wanted.update((path, None) for path in wanted if path not in self._coming)
+            self._ahead.update((path, None) for path in ahead if path not in self._coming and path not in self._pins)
+            for _ in range(min(self._at_a_time - self._threads, len(self._wanted) + len(self._ahead))):
+                self._threads += 1
+                threading.Thread(target=self._fetch, name="tfdist-data-ahead", daemon=True).start()
+
+    def _fetch(self) -> None:
+        while path := self._next():
+            failure = None
+            try:
+                self._cache.copy(path).bring(wait=False, growing=True)
+            except Exception as error:  # whoever reads it says so
+                failure = error
+            with self._guard:
+                self._coming.discard(path)
+                if failure is not None:
+                    self._failed[path] = failure
+
+    def _next(self) -> str | None:
+        """What comes next. None: nothing, and the thread ends."""
+        with self._guard:
+            asked = self._wanted or self._ahead
+            if not asked:
+                self._threads -= 1
+                return None
+            path = next(iter(asked))
+            self._wanted.pop(path, None)
+            self._ahead.pop(path, None)
+            self._coming.add(path)
+            try:
+                self._pin(path)
+            except OSError as error:
+                self._failed[path] = error
+            return path
