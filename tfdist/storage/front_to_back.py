@@ -14,8 +14,8 @@ from tfdist.storage.copies import locked
 from tfdist.storage.data_cache import DataCache
 from tfdist.storage.store_errors import as_sentence
 
-_LOOK_SECONDS = 0.02  # until one looks again for bytes that have not come yet
-_ASK_SECONDS = 0.25  # until what another process is fetching is asked for again: that process may have ended
+WAIT_SECONDS = 0.1  # who reads can be stopped as often
+_LOOK_SECONDS = 0.01  # until one looks again for bytes that have not come yet
 
 
 class FrontToBack:
@@ -55,19 +55,19 @@ class FrontToBack:
         return path
 
     def read(self, path: str, start: int, least: int, most: int) -> bytes:
-        """Bytes of one that was begun, from `start` on: as many as are there, up to `most`, once there are `least`.
-        Raises DataError, StartupError, ConfigError.
+        """Bytes of one that was begun, from `start` on: as many as are there, up to `most`, once there are `least`;
+        none if so many do not come within WAIT_SECONDS. Raises DataError, StartupError, ConfigError.
         """
-        copy, asked = self._cache.copy(path), 0.0
+        copy, begun = self._cache.copy(path), time.monotonic()
         with as_sentence("data_dir"):
             while len(found := copy.read(start, most)) < least:
                 with self._guard:
                     failure = self._failed.pop(path, None)
                 if failure is not None:
                     raise failure
-                if (now := time.monotonic()) - asked > _ASK_SECONDS:
-                    self._ask([path], [])
-                    asked = now
+                if time.monotonic() - begun > WAIT_SECONDS:
+                    self._ask([path], [])  # another process was fetching it, which may have ended
+                    return b""
                 time.sleep(_LOOK_SECONDS)
         return found
 

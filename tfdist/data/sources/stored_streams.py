@@ -4,6 +4,7 @@ it is whole in the cache when its turn comes, else out of what has come of it so
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,12 @@ _NO_END = tf.int64.max
 
 
 def stored_records(
-    cache: DataCache, files: FrontToBack, paths: list[str], compression: str, cycle: int
+    cache: DataCache, paths: list[str], compression: str, cycle: int
 ) -> Callable[[tf.Tensor], tf.data.Dataset]:
-    """number of a file, which `cycle` files are read in turns with -> its records. paths: of the copies."""
+    """number of a file, of which `cycle` are read in turns -> its records. paths: of the copies."""
+    files = FrontToBack(cache, at_a_time=cycle)
     names = tf.constant(paths, tf.string)
+    sizes = tf.constant([cache.size(path) for path in paths], tf.int64)
 
     def begin(number: np.ndarray) -> np.bool:
         return np.bool(files.begin(paths[number], *_around(paths, int(number), cycle)))
@@ -43,28 +46,42 @@ def stored_records(
         return tf.data.TFRecordDataset(tf.ensure_shape(path, []), compression_type)
 
     def growing(number: tf.Tensor) -> tf.data.Dataset:
-        def step(offset: tf.Tensor, _) -> tuple[tf.Tensor, tf.Tensor]:
+        def step(offset: tf.Tensor, _) -> tuple[tf.Tensor, tuple[tf.Tensor, tf.Tensor]]:
             found, after = tf.numpy_function(read_on, [number, offset], [tf.string, tf.int64], stateful=False)
-            return tf.ensure_shape(after, []), tf.ensure_shape(found, [None])
+            return tf.ensure_shape(after, []), (tf.ensure_shape(found, [None]), offset < sizes[number])
 
         there = tf.ensure_shape(tf.numpy_function(begin, [number], tf.bool, stateful=False), [])
         steps = tf.data.Dataset.range(tf.where(there, tf.constant(0, tf.int64), _NO_END))
-        batches = steps.scan(tf.constant(0, tf.int64), as_is(step)).take_while(as_is(lambda found: tf.size(found) > 0))
-        records = batches.flat_map(as_is(tf.data.Dataset.from_tensor_slices))
+        batches = steps.scan(tf.constant(0, tf.int64), as_is(step)).take_while(as_is(lambda _, before_end: before_end))
+        records = batches.flat_map(as_is(lambda found, _: tf.data.Dataset.from_tensor_slices(found)))
         return records.concatenate(tf.data.TFRecordDataset(names[number : number + tf.cast(there, tf.int64)]))
 
     return as_is(compressed if compression else growing)
 
 
-def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) -> tuple[list[bytes], int]:
-    """The next records of a file that was begun, one or more, and where those after them begin; none at its end.
+def first_of(cache: DataCache, paths: list[str]) -> bytes | None:
+    """The first record of some files, which are not compressed. Brings no more files than it needs."""
+    with contextlib.closing(FrontToBack(cache, at_a_time=1)) as files:
+        for path in paths:
+            files.begin(path, [])
+            at = 0
+            while at < cache.size(path):
+                found, at = records_so_far(cache, files, path, at)
+                if found:
+                    return found[0]
+    return None
 
-    Waits until there is one. Raises DataError, also for what is damaged or no TFRecord file, StartupError, ConfigError.
+
+def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) -> tuple[list[bytes], int]:
+    """The next records of a file that was begun, and where those after them begin; none at its end, or if none comes
+    within front_to_back.WAIT_SECONDS, so that a stream can be stopped at any time. Raises DataError, also for what is
+    damaged or no TFRecord file, StartupError, ConfigError.
     """
     size, named, found = cache.size(path), cache.named(path), []
     if start == size:
         return found, start
-    data = files.read(path, start, min(FRAME_BYTES, size - start), _READ_BYTES)
+    if not (data := files.read(path, start, min(FRAME_BYTES, size - start), _READ_BYTES)):
+        return found, start
     at, length = 0, data_bytes(named, size, start, data[:HEADER_BYTES])
     if len(data) < FRAME_BYTES + length:
         data = files.read(path, start, FRAME_BYTES + length, FRAME_BYTES + length)

@@ -37,10 +37,9 @@ from tfdist.data.sources import images
 from tfdist.data.sources.records import RecordFiles, read_in_graph
 from tfdist.data.sources.split import Sample, Split, read_options, scaled
 from tfdist.data.sources.stored_records import StoredRecords
-from tfdist.data.sources.stored_streams import stored_records
+from tfdist.data.sources.stored_streams import first_of, stored_records
 from tfdist.runtime.errors import cause
 from tfdist.storage.data_cache import cache_of
-from tfdist.storage.front_to_back import FrontToBack
 
 DEFAULTS = {"x": "", "y": "", "classes": 0, "train": "", "eval": "", "stream": False, "compression": ""}
 PATTERNS = {"train": ("*train*",), "eval": ("*eval*", "*val*", "*test*")}
@@ -215,29 +214,24 @@ class _Folder:
             self._cache.bring(paths)
         return RecordFiles(paths)
 
-    def first_record(self, paths: list[str], compression: str) -> tf.Tensor | None:
-        """The first of some files that have any. Of a store, what is read next comes meanwhile."""
-        files = FrontToBack(self._cache, at_a_time=1) if self._cache else None
-        first = next(iter(self._in_turns(paths, compression, 1, files).take(1)), None)
-        if files:
-            files.close()
-        return first
-
-    def records(self, paths: list[str], compression: str) -> tf.data.Dataset:
-        """The records of some files, of which _CYCLE are read in turns, each from front to back."""
-        files = FrontToBack(self._cache, at_a_time=_CYCLE) if self._cache else None
-        return self._in_turns(paths, compression, _CYCLE, files)
-
-    def _in_turns(self, paths: list[str], compression: str, cycle: int, files: FrontToBack | None) -> tf.data.Dataset:
-        if files and self._cache:
+    def first_record(self, paths: list[str], compression: str) -> bytes | tf.Tensor | None:
+        """The first of some files that have any."""
+        if self._cache and not compression:
             self._cache.must_copy("stream=True")
-            read = stored_records(self._cache, files, paths, compression, cycle)
+            return first_of(self._cache, paths)
+        return next(iter(self.records(paths, compression, at_a_time=1).take(1)), None)
+
+    def records(self, paths: list[str], compression: str, at_a_time: int = _CYCLE) -> tf.data.Dataset:
+        """The records of some files, read in turns, each from front to back."""
+        if self._cache:
+            self._cache.must_copy("stream=True")
+            read = stored_records(self._cache, paths, compression, at_a_time)
         else:
             compression_type: Any = compression
             names = tf.constant(paths, tf.string)
             read = as_is(lambda number: tf.data.TFRecordDataset(names[number], compression_type))
         numbers = tf.data.Dataset.range(len(paths))
-        return numbers.interleave(read, cycle_length=cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return numbers.interleave(read, cycle_length=at_a_time, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
