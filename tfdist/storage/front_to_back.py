@@ -14,8 +14,7 @@ from tfdist.storage.copies import locked
 from tfdist.storage.data_cache import DataCache
 from tfdist.storage.store_errors import as_sentence
 
-WAIT_SECONDS = 0.1  # who reads can be stopped as often
-_LOOK_SECONDS = 0.01  # until one looks again for bytes that have not come yet
+_ASK_SECONDS = 0.25  # until what another process was fetching is asked for again: that process may have ended
 
 
 class FrontToBack:
@@ -31,6 +30,7 @@ class FrontToBack:
         self._ahead: dict[str, None] = {}
         self._coming: set[str] = set()
         self._failed: dict[str, Exception] = {}
+        self._asked: dict[str, float] = {}  # path -> when, of what is read
         self._threads, self._closed = 0, False
 
     def begin(self, path: str, ahead: Sequence[str], over: Sequence[str] = ()) -> bool:
@@ -55,21 +55,21 @@ class FrontToBack:
         return path
 
     def read(self, path: str, start: int, least: int, most: int) -> bytes:
-        """Bytes of one that was begun, from `start` on: as many as are there, up to `most`, once there are `least`;
-        none if so many do not come within WAIT_SECONDS. Raises DataError, StartupError, ConfigError.
+        """Bytes of one that was begun, from `start` on: as many as are there, up to `most`; none as long as there are
+        fewer than `least`. Raises DataError, StartupError, ConfigError.
         """
-        copy, begun = self._cache.copy(path), time.monotonic()
         with as_sentence("data_dir"):
-            while len(found := copy.read(start, most)) < least:
-                with self._guard:
-                    failure = self._failed.pop(path, None)
-                if failure is not None:
-                    raise failure
-                if time.monotonic() - begun > WAIT_SECONDS:
-                    self._ask([path], [])  # another process was fetching it, which may have ended
-                    return b""
-                time.sleep(_LOOK_SECONDS)
-        return found
+            if len(found := self._cache.copy(path).read(start, most)) >= least:
+                return found
+            with self._guard:
+                failure, now = self._failed.pop(path, None), time.monotonic()
+                if ask := now - self._asked.get(path, now) > _ASK_SECONDS:
+                    self._asked[path] = now
+            if failure is not None:
+                raise failure
+            if ask:
+                self._ask([path], [])
+            return b""
 
     def close(self) -> None:
         """Nothing is read any more; what was asked for still comes."""
@@ -84,6 +84,7 @@ class FrontToBack:
         """Until it is over, nobody removes it."""
         with as_sentence("data_dir"), self._guard:
             self._failed.pop(path, None)
+            self._asked[path] = time.monotonic()
             self._pin(path)
             for each in over:
                 if (descriptor := self._pins.pop(each, None)) is not None:

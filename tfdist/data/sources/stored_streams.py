@@ -5,12 +5,14 @@ it is whole in the cache when its turn comes, else out of what has come of it so
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import tensorflow_data
 from tfdist.data.reading import as_is
 from tfdist.data.sources.records import FRAME_BYTES, HEADER_BYTES, as_objects, checked, data_bytes
 from tfdist.storage.data_cache import DataCache
@@ -18,8 +20,8 @@ from tfdist.storage.front_to_back import FrontToBack
 
 _AHEAD = 4  # files that are brought while those before them are read
 _OPENED = 3  # times as many files as are read in turns: those, and others that tf.data opens before their turn
-_READ_BYTES = 1 << 20  # of a file that still comes, at a time, if that holds a record
-_NO_END = tf.int64.max
+_PAUSE_SECONDS = 0.01  # until one looks again what has come of a file
+_READ_BYTES = 1 << 21  # of it, at a time, if that holds a record
 
 
 def stored_records(
@@ -50,11 +52,16 @@ def stored_records(
             found, after = tf.numpy_function(read_on, [number, offset], [tf.string, tf.int64], stateful=False)
             return tf.ensure_shape(after, []), (tf.ensure_shape(found, [None]), offset < sizes[number])
 
-        there = tf.ensure_shape(tf.numpy_function(begin, [number], tf.bool, stateful=False), [])
-        steps = tf.data.Dataset.range(tf.where(there, tf.constant(0, tf.int64), _NO_END))
-        batches = steps.scan(tf.constant(0, tf.int64), as_is(step)).take_while(as_is(lambda _, before_end: before_end))
-        records = batches.flat_map(as_is(lambda found, _: tf.data.Dataset.from_tensor_slices(found)))
-        return records.concatenate(tf.data.TFRecordDataset(names[number : number + tf.cast(there, tf.int64)]))
+        def so_far(_) -> tf.data.Dataset:
+            looks = tensorflow_data.paused(tf.data.Dataset.range(tf.int64.max), _PAUSE_SECONDS)
+            found = looks.scan(tf.constant(0, tf.int64), as_is(step)).take_while(
+                as_is(lambda _, is_before_end: is_before_end)
+            )
+            return found.flat_map(as_is(lambda records, _: tf.data.Dataset.from_tensor_slices(records)))
+
+        there = tf.cast(tf.ensure_shape(tf.numpy_function(begin, [number], tf.bool, stateful=False), []), tf.int64)
+        whole = tf.data.TFRecordDataset(names[number : number + there])
+        return tf.data.Dataset.range(1 - there).flat_map(as_is(so_far)).concatenate(whole)
 
     return as_is(compressed if compression else growing)
 
@@ -69,13 +76,13 @@ def first_of(cache: DataCache, paths: list[str]) -> bytes | None:
                 found, at = records_so_far(cache, files, path, at)
                 if found:
                     return found[0]
+                time.sleep(_PAUSE_SECONDS)
     return None
 
 
 def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) -> tuple[list[bytes], int]:
-    """The next records of a file that was begun, and where those after them begin; none at its end, or if none comes
-    within front_to_back.WAIT_SECONDS, so that a stream can be stopped at any time. Raises DataError, also for what is
-    damaged or no TFRecord file, StartupError, ConfigError.
+    """The next records of a file that was begun, as far as they have come, and where those after them begin. Raises
+    DataError, also for what is damaged or no TFRecord file, StartupError, ConfigError.
     """
     size, named, found = cache.size(path), cache.named(path), []
     if start == size:
@@ -83,7 +90,7 @@ def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) 
     if not (data := files.read(path, start, min(FRAME_BYTES, size - start), _READ_BYTES)):
         return found, start
     at, length = 0, data_bytes(named, size, start, data[:HEADER_BYTES])
-    if len(data) < FRAME_BYTES + length:
+    if length > _READ_BYTES - FRAME_BYTES:
         data = files.read(path, start, FRAME_BYTES + length, FRAME_BYTES + length)
     while (end := at + FRAME_BYTES + length) <= len(data):
         found.append(checked(named, start + at, data[at + HEADER_BYTES : end], length))
