@@ -19,35 +19,63 @@ from tfdist.storage.data_cache import DataCache
 from tfdist.storage.front_to_back import FrontToBack
 
 _AHEAD = 4  # files that are brought while those before them are read
-_OPENED = 3  # times as many files as are read in turns: those, and others that tf.data opens before their turn
-_PAUSE_SECONDS = 0.01  # until one looks again what has come of a file
+_OPENED = 3  # times as many files as are read in turns: those, and others that tf.data opens ahead of their turn
+_PAUSE_SECONDS = 0.002  # until one looks again what has come of a file
 _READ_BYTES = 1 << 21  # of it, at a time, if that holds a record
 
 
-def stored_records(
-    cache: DataCache, paths: list[str], compression: str, cycle: int
-) -> Callable[[tf.Tensor], tf.data.Dataset]:
-    """number of a file, of which `cycle` are read in turns -> its records. paths: of the copies."""
+def stored_records(cache: DataCache, paths: list[str], compression: str, cycle: int) -> tf.data.Dataset:
+    """The records of some files, of which `cycle` are read in turns. paths: of the copies."""
     files = FrontToBack(cache, at_a_time=cycle)
+    numbers = tf.data.Dataset.range(len(paths))
+    ahead_of_their_turn = _whole_files(files, paths, compression, cycle)
+    at_once = numbers.interleave(ahead_of_their_turn, cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    if compression:
+        return at_once
+
+    def all_there() -> np.bool:
+        return np.bool(all(cache.copy(path).is_there() for path in paths))
+
+    # In one thread, which waits for none of them ahead of its turn: else the first records would come later, and a
+    # stream that is stopped would wait for bytes that nobody needs.
+    in_turns = numbers.interleave(_growing_files(cache, files, paths, cycle), cycle)
+
+    def one_pass(_) -> tf.data.Dataset:
+        whole = tf.ensure_shape(tf.numpy_function(all_there, [], tf.bool, stateful=False), [])
+        none, all_of_them = tf.constant(0, tf.int64), tf.constant(-1, tf.int64)
+        first, then = tf.where(whole, none, all_of_them), tf.where(whole, all_of_them, none)
+        return in_turns.take(first).concatenate(at_once.take(then))
+
+    return tf.data.Dataset.range(1).flat_map(as_is(one_pass))
+
+
+def _whole_files(files: FrontToBack, paths: list[str], compression: str, cycle: int) -> Callable:
+    """number of a file -> its records, read by TensorFlow."""
+    compression_type: Any = compression
+
+    def bring(number: np.ndarray) -> bytes:
+        return files.whole(paths[number], *_around(paths, int(number), _OPENED * cycle)).encode()
+
+    def records(number: tf.Tensor) -> tf.data.Dataset:
+        path = tf.numpy_function(bring, [number], tf.string, stateful=False)
+        return tf.data.TFRecordDataset(tf.ensure_shape(path, []), compression_type)
+
+    return as_is(records)
+
+
+def _growing_files(cache: DataCache, files: FrontToBack, paths: list[str], cycle: int) -> Callable:
+    """number of a file -> its records, read by TensorFlow if it is whole, else as they come."""
     names = tf.constant(paths, tf.string)
     sizes = tf.constant([cache.size(path) for path in paths], tf.int64)
 
     def begin(number: np.ndarray) -> np.bool:
-        return np.bool(files.begin(paths[number], *_around(paths, int(number), cycle)))
-
-    def bring(number: np.ndarray) -> bytes:
-        return files.whole(paths[number], *_around(paths, int(number), cycle)).encode()
+        return np.bool(files.begin(paths[number], *_around(paths, int(number), 2 * cycle)))
 
     def read_on(number: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.int64]:
         found, after = records_so_far(cache, files, paths[number], int(offset))
         return as_objects(found), np.int64(after)
 
-    def compressed(number: tf.Tensor) -> tf.data.Dataset:
-        compression_type: Any = compression
-        path = tf.numpy_function(bring, [number], tf.string, stateful=False)
-        return tf.data.TFRecordDataset(tf.ensure_shape(path, []), compression_type)
-
-    def growing(number: tf.Tensor) -> tf.data.Dataset:
+    def records(number: tf.Tensor) -> tf.data.Dataset:
         def step(offset: tf.Tensor, _) -> tuple[tf.Tensor, tuple[tf.Tensor, tf.Tensor]]:
             found, after = tf.numpy_function(read_on, [number, offset], [tf.string, tf.int64], stateful=False)
             return tf.ensure_shape(after, []), (tf.ensure_shape(found, [None]), offset < sizes[number])
@@ -55,7 +83,7 @@ def stored_records(
         def so_far(_) -> tf.data.Dataset:
             looks = tensorflow_data.paused(tf.data.Dataset.range(tf.int64.max), _PAUSE_SECONDS)
             found = looks.scan(tf.constant(0, tf.int64), as_is(step)).take_while(
-                as_is(lambda _, is_before_end: is_before_end)
+                as_is(lambda _, before_end: before_end)
             )
             return found.flat_map(as_is(lambda records, _: tf.data.Dataset.from_tensor_slices(records)))
 
@@ -63,7 +91,7 @@ def stored_records(
         whole = tf.data.TFRecordDataset(names[number : number + there])
         return tf.data.Dataset.range(1 - there).flat_map(as_is(so_far)).concatenate(whole)
 
-    return as_is(compressed if compression else growing)
+    return as_is(records)
 
 
 def first_of(cache: DataCache, paths: list[str]) -> bytes | None:
@@ -90,8 +118,8 @@ def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) 
     if not (data := files.read(path, start, min(FRAME_BYTES, size - start), _READ_BYTES)):
         return found, start
     at, length = 0, data_bytes(named, size, start, data[:HEADER_BYTES])
-    if length > _READ_BYTES - FRAME_BYTES:
-        data = files.read(path, start, FRAME_BYTES + length, FRAME_BYTES + length)
+    if len(data) < FRAME_BYTES + length:
+        data = files.read(path, start, FRAME_BYTES + length, max(FRAME_BYTES + length, _READ_BYTES))
     while (end := at + FRAME_BYTES + length) <= len(data):
         found.append(checked(named, start + at, data[at + HEADER_BYTES : end], length))
         at = end
@@ -101,9 +129,9 @@ def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) 
     return found, start + at
 
 
-def _around(paths: list[str], at: int, cycle: int) -> tuple[list[str], list[str]]:
-    """What is read after a file, and what is not read any more when that is begun."""
+def _around(paths: list[str], at: int, opened: int) -> tuple[list[str], list[str]]:
+    """What is read after a file, and what is not read any more when that is begun, as the last of `opened` files."""
     count = len(paths)
     ahead = [paths[(at + 1 + each) % count] for each in range(min(_AHEAD, count - 1))]
-    over = paths[(at - _OPENED * cycle) % count]
-    return ahead, [] if count <= _OPENED * cycle or over in (paths[at], *ahead) else [over]
+    over = paths[(at - opened) % count]
+    return ahead, [] if count <= opened or over in (paths[at], *ahead) else [over]

@@ -225,13 +225,11 @@ class _Folder:
         """The records of some files, read in turns, each from front to back."""
         if self._cache:
             self._cache.must_copy("stream=True")
-            read = stored_records(self._cache, paths, compression, at_a_time)
-        else:
-            compression_type: Any = compression
-            names = tf.constant(paths, tf.string)
-            read = as_is(lambda number: tf.data.TFRecordDataset(names[number], compression_type))
-        numbers = tf.data.Dataset.range(len(paths))
-        return numbers.interleave(read, cycle_length=at_a_time, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+            return stored_records(self._cache, paths, compression, at_a_time)
+        compression_type: Any = compression
+        names, numbers = tf.constant(paths, tf.string), tf.data.Dataset.range(len(paths))
+        read = as_is(lambda number: tf.data.TFRecordDataset(names[number], compression_type))
+        return numbers.interleave(read, at_a_time, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
