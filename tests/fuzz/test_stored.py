@@ -16,9 +16,10 @@ _DATA = {"size": 20, "source": "arrays", "weights": "none"}
 _ROWS = {"inputs": "rows", "blocks": ["dense"], "head": "classes"}
 _OPTIONS = {"accumulation": 1, "global_batch": 6, "learning_rate": 0.1, "optimizer": "momentum"}
 _TRAIN = {"kind": "train", "seed": 5, "model": _ROWS, "data": _DATA, "calls": [1, 1], "evaluate": False}
+_OF_MESH, _OF_RING = {**_OPTIONS, "zero": 3, "shuffle": False}, _OPTIONS
 SNAPSHOTS = [
-    {**_TRAIN, "runtime": "mesh:2", "options": {**_OPTIONS, "zero": 3}, "resumed": True, "stored": True},
-    {**_TRAIN, "runtime": "multi_worker:2", "options": _OPTIONS, "resumed": True, "stored": True},
+    {**_TRAIN, "runtime": runtime, "options": options, "resumed": True, "stored": True, "data_in_store": how}
+    for runtime, options, how in (("mesh:2", _OF_MESH, "stream"), ("multi_worker:2", _OF_RING, "ranges"))
 ]
 BACKUP = {
     **{"kind": "fit", "seed": 5, "runtime": "fit:2", "model": _ROWS, "data": _DATA, "stored": True},
@@ -47,7 +48,7 @@ IN_STORE_OF_MANY = [
     "cases",
     [
         SNAPSHOTS,
-        IN_STORE,
+        pytest.param(IN_STORE, marks=pytest.mark.thorough),
         pytest.param(IN_STORE_OF_MANY, marks=pytest.mark.thorough),
         pytest.param([BACKUP], marks=pytest.mark.thorough),
     ],
