@@ -5,7 +5,8 @@
 The store is moto's S3 server behind a proxy that sends a body no faster than that. Each worker reads one pass of its
 files from front to back and stands still for --step_ms after each batch of 4 MB, as a training step would. `cold`
 begins with an empty cache, `warm` with that of the run before. Workers of a run share the cache. Runs take turns.
-The speed is that from the first batch on.
+The speed is that from the first batch on; the wait is what the first batch of a store comes later than that of the
+folder, beside the time that one file takes on one connection.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-FILES, RECORDS, BYTES, BATCH = 32, 128, 1 << 16, 64  # 8 MB a file
+FILES, RECORDS, BYTES, BATCH = 32, 128, 1 << 16, 64
+FILE_BYTES = RECORDS * BYTES  # 8 MB each
 SOURCE_ARGS = f"x=x:uint8[{BYTES}],y=y:int32,classes=2,stream=True"
 
 
@@ -112,11 +114,21 @@ def main() -> None:
                         f"{workers} workers, {name}: first {first:.2f} s, all {end:.2f} s", file=sys.stderr, flush=True
                     )
     medians = {key: [statistics.median(part) for part in zip(*values, strict=True)] for key, values in found.items()}
-    print("| workers | data in | first batch, s | from there, s | speed beside the folder |\n|---|---|---|---|---|")
+    megabytes = FILE_BYTES / 1e6
+    shard = megabytes / given.megabytes_per_second
+    print(
+        f"one file: {megabytes:.1f} MB, {shard:.2f} s\n\n"
+        "| workers | data in | first batch, s | wait, s | wait / one file | from there, s | speed beside the folder |\n"
+        "|---|---|---|---|---|---|---|"
+    )
     for (workers, name), (first, end) in medians.items():
         before, whole = medians[workers, "folder"]
         rest = end - first
-        print(f"| {workers} | {name} | {first:.2f} | {rest:.2f} | {(whole - before) / rest:.2f} |")
+        wait = first - before
+        print(
+            f"| {workers} | {name} | {first:.2f} | {wait:.2f} | {wait / shard:.1f} | {rest:.2f} |"
+            f" {(whole - before) / rest:.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -195,16 +195,16 @@ FAULTS: dict[str, Fault] = {
     ),
     "data version": Fault(
         "an object that changes while it is fetched is believed",
-        "storage/data_cache.py",
-        "            self._same(name)  # else the copy may be of both\n",
+        "storage/object_copy.py",
+        "        self.check_same()  # else the copy may be of both\n",
         "",
         ("tests/unit/storage/test_data_cache.py",),
     ),
     "data record": Fault(
         "a copy of another version of an object is read",
-        "storage/data_cache.py",
-        "            if (told := self._told(name)) == self._record(name) and",
-        "            if (told := self._told(name)) and",
+        "storage/object_copy.py",
+        "            return self._told() == self.record and",
+        "            return bool(self._told()) and",
         ("tests/unit/storage/test_data_cache.py",),
     ),
     "data pins": Fault(
@@ -216,10 +216,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "data range": Fault(
         "bytes of another version of an object are read as a part of it",
-        "storage/data_cache.py",
-        "            self._same(name)  # else they may be another's\n",
+        "storage/object_copy.py",
+        "        self.check_same()  # else they may be another's\n",
         "",
-        ("tests/unit/data/test_stored_sources.py",),
+        ("tests/unit/data/test_stored_sources.py", "tests/unit/data/test_stored_streams.py"),
     ),
     "first values": Fault(
         "workers begin with values of their own",

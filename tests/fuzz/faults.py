@@ -145,6 +145,13 @@ FAULTS: dict[str, Fault] = {
         "mesh:2",
         "of divided state in an object store the oldest snapshot is restored, not the newest",
     ),
+    "byte_ranges": Fault(
+        "data/sources/stored_records.py",
+        "offset, end = int(self.offsets[row]), int(self._ends[row])",
+        "offset, end = (int(each[max(row - 1, near[0])]) for each in (self.offsets, self._ends))",
+        "one_device,mirrored:2,sockets:2",
+        "of records that are read by one byte range of an object each is taken for the one after it",
+    ),
     "mask": Fault(
         "training/objectives.py",
         "    if w.shape.rank == losses.shape.rank:\n        return w",

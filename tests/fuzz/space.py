@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from tests.fuzz import fit_space, mesh_space, models
+from tests.fuzz import fit_space, mesh_space, models, stored_data
 
 # name of a runtime -> (kind of process group, workers, replicas)
 RUNTIMES: dict[str, tuple[str, int, int]] = {
@@ -79,11 +79,18 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
 
 def draw_stored(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) -> dict[str, Any]:
     """The same, but that every other case which is stopped and gone on with keeps its snapshots, or the backup of its
-    fit, in an object store ("stored"): drawn apart, so that all else of a case is as without it.
+    fit, in an object store ("stored"), and that some have their data in one (stored_data.py): drawn apart, so that all
+    else of a case is as without it.
     """
     case = draw(seed, number, runtimes, again)
     stored = {**case, "stored": True}
-    return stored if random.Random(f"{seed}/{number}/stored").random() < 0.5 and not conflicts(stored) else case
+    case = stored if random.Random(f"{seed}/{number}/stored").random() < 0.5 and not conflicts(stored) else case
+    chance = random.Random(f"{seed}/{number}/data_in_store")
+    if chance.random() < 0.3:
+        for how in chance.sample(stored_data.KINDS, len(stored_data.KINDS)):
+            if not any(conflicts(part) for part in parts({**case, "data_in_store": how})):
+                return {**case, "data_in_store": how}
+    return case
 
 
 def parts(case: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -297,6 +304,8 @@ def conflicts(case: Mapping[str, Any]) -> str:
     """Why a case cannot be compared, or is not allowed; "" if it can."""
     if "stored" in case and "resumed" not in case and "backup" not in case.get("fit", {}):
         return "nothing goes on from what is stored"
+    if "data_in_store" in case and (why := stored_data.conflicts(case)):
+        return why
     if case["kind"] == "fit":
         return fit_space.conflicts(case, flat_blocks(case))
     options, data, blocks, runtime = case["options"], case["data"], flat_blocks(case), case["runtime"]
@@ -403,6 +412,7 @@ def features(case: Mapping[str, Any]) -> list[str]:
         ]
     found += ["option:graph_optimized"] if case.get("optimized") else []
     found += ["option:stored"] if case.get("stored") else []
+    found += stored_data.features(case)
     found += fit_space.features(case) if case["kind"] == "fit" else _train_features(case)
     return sorted(set(found))
 

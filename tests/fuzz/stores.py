@@ -1,4 +1,6 @@
-"""A server of S3 for cases that go on from an object store: one for the fuzzer's process, from the first of them on."""
+"""A server of S3 for cases that go on from an object store, or whose data are in one: one for the fuzzer's process,
+from the first of them on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _environment: dict[str, str] = {}
 
 def reachable(case: Mapping[str, Any]) -> dict[str, Any]:
     """The case with the variables by which workers reach the server, if it needs one."""
-    if not case.get("stored"):
+    if not case.get("stored") and "data_in_store" not in case:
         return dict(case)
     with _starting:
         if not _environment:
@@ -30,5 +32,10 @@ def reachable(case: Mapping[str, Any]) -> dict[str, Any]:
 
 def new_place(case: Mapping[str, Any]) -> str:
     """In a worker: a URL that nobody has used; this process reaches it from now on."""
-    os.environ.update(case["store"])
+    reach(case)
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+def reach(case: Mapping[str, Any]) -> None:
+    """In a worker: this process reaches the server from now on."""
+    os.environ.update(case["store"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import data, given, keras_settings, snapshots, space, stores
+from tests.fuzz import data, given, keras_settings, snapshots, space, stored_data, stores
 from tests.fuzz.oracle import is_number, once
 
 
@@ -75,16 +75,28 @@ def _parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list
     keras_settings.forget_names()
     first, *others = space.parts(case)
     given.case = first
-    job = build.compose(config_of(case), runtime)
+    config = config_here(first, runtime)
+    job = build.compose(config, runtime)
     state = job.state or WholeState(collect(job.model, job.optimizer, job.step.variables))
     begin = state.to_host() if others else {}
     found = [_trained(job, state, first, phase)]
     for other in others:
         given.case = other
-        job.train_split, job.eval_split = _splits(job.config, runtime)
+        stored_data.forget(config, runtime)
+        job.train_split, job.eval_split = _splits(config := config_here(other, runtime), runtime)
         snapshots.revert(job, state, begin)
         found.append(_trained(job, state, other, {}))
+    stored_data.forget(config, runtime)
     return found
+
+
+def config_here(case: Mapping[str, Any], runtime: Any):
+    """The flags of a case, with its data where they tell tfdist to look for them. A collective."""
+    if "data_in_store" not in case:
+        return config_of(case)
+    return config_of(case).replace(
+        **stored_data.flags(case, runtime, space.replicas_of(case["runtime"], case["options"]))
+    )
 
 
 def _splits(config, runtime: Any) -> list:
@@ -92,10 +104,11 @@ def _splits(config, runtime: Any) -> list:
     costs a second.
     """
     from tfdist.data import contents
-    from tfdist.data.sources.load_split import load_split
+    from tfdist.data.sources.load_split import data_here, load_split
     from tfdist.data.sources.split import SPLITS
 
-    splits = [load_split(config.data, name) for name in SPLITS]
+    here = data_here(config)
+    splits = [load_split(here, name) for name in SPLITS]
     for split in splits:
         contents.must_be_the_same(runtime, split)
     return splits

@@ -23,6 +23,7 @@ _CODES = {
 }
 _REGION = ("x-amz-bucket-region", "eu-west-1")
 _SILENCE_SECONDS = 60.0
+_PIECE_BYTES = 1 << 18  # of a body that is sent slowly
 _FORWARDED_SECONDS = 2.0  # a request that takes longer is one that is kept silent
 
 
@@ -147,11 +148,21 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.server.bytes_per_second and self.command != "HEAD":
-            time.sleep(len(body) / self.server.bytes_per_second)
-        self.wfile.write(b"" if self.command == "HEAD" else body[: len(body) // 2] if cut else body)
+        body = b"" if self.command == "HEAD" else body[: len(body) // 2] if cut else body
+        if self.server.bytes_per_second:
+            self._send_slowly(body)
+        else:
+            self.wfile.write(body)
         if cut:
             self._hang_up()
+
+    def _send_slowly(self, body: bytes) -> None:
+        begun = time.monotonic()
+        for start in range(0, len(body), _PIECE_BYTES):
+            piece = body[start : start + _PIECE_BYTES]
+            until = begun + (start + len(piece)) / self.server.bytes_per_second
+            time.sleep(max(0.0, until - time.monotonic()))
+            self.wfile.write(piece)
 
     def _hang_up(self) -> None:
         self.wfile.flush()

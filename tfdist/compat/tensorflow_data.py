@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import testing
 from tensorflow.python.framework import op_def_registry
 
 
@@ -23,6 +24,15 @@ def kind(dataset: tf.data.Dataset) -> str:
     known counts as a kind that may keep something.
     """
     return type(dataset).__name__.lstrip("_")
+
+
+def paused(dataset: tf.data.Dataset, seconds: float) -> tf.data.Dataset:
+    """The dataset, which stands still before each element, and before its end; in a thread of tf.data's, and it can be
+    stopped meanwhile. Relies on tensorflow.python's `testing.sleep`; without it what waits for bytes of a file would
+    hold one of the few threads that run operations, the training step's among them.
+    """
+    pause: Any = testing.sleep(int(seconds * 1e6))
+    return dataset.apply(pause)
 
 
 def functions(dataset: tf.data.Dataset) -> list[Any]:

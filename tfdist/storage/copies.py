@@ -4,6 +4,7 @@ which are removed when room is needed.
     CACHE_DIR/data/FOLDER/objects/...        the copies, under the names that the objects have below their URL
     CACHE_DIR/data/FOLDER/state/HASH         of one: which version of the object it is; its time, when it was last used
     CACHE_DIR/data/FOLDER/state/HASH.lock    locked while it is fetched
+    CACHE_DIR/data/FOLDER/state/HASH.*.part  what has come of it so far, if it is read meanwhile
     CACHE_DIR/data/FOLDER/state/HASH.pin     locked by jobs that are reading it, from front to back
     CACHE_DIR/data/FOLDER/state/HASH.derived what was made of it where no copies are wanted, such as an index
     CACHE_DIR/data/FOLDER/state/in-use       locked by jobs that read all that is there, at random
@@ -59,14 +60,15 @@ def copies(folder: Path) -> Iterator[Copy]:
                 yield Copy(record)
 
 
-def make_room(folder: Path, size: int, limit: float, url: str) -> None:
+def make_room(folder: Path, size: int, limit: float, url: str, coming: int = 0) -> None:
     """For a copy of so many bytes in the objects' folder of `url`: removes those that have not been used for longest.
 
-    limit: bytes that all copies of the cache may take; 0: no limit. What jobs are reading stays, even beyond it. Raises
-    ConfigError if the disk is full.
+    limit: bytes that all copies of the cache may take; 0: no limit. What jobs are reading stays, even beyond it.
+    coming: bytes of copies for which room was made before, and which are not there yet. Raises ConfigError if the disk
+    is full.
     """
     there = list(copies(folder.parent.parent)) if limit else []
-    taken = sum(each.size for each in there)
+    taken = coming + sum(each.size for each in there)
     for each in sorted(there, key=lambda each: each.used):
         if taken + size <= limit:
             break

@@ -2,7 +2,8 @@
 or, where no copies are wanted, byte ranges.
 
 Each object is fetched by one process; the others wait for it. What is there is used again by later runs, as long as the
-store still holds the same object. How the copies lie there, and which are removed when room is needed: copies.py.
+store still holds the same object. How the copies lie there, and which are removed when room is needed: copies.py. How
+one is made: object_copy.py. Those that are read one after the other: front_to_back.py.
 """
 
 from __future__ import annotations
@@ -12,20 +13,18 @@ import fcntl
 import functools
 import json
 import os
-import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.control.own_files import replaced, written_whole
+from tfdist.control.own_files import replaced
 from tfdist.control.run_address import cache_folder, check_address, folder_name
-from tfdist.storage.copies import IN_USE, OBJECTS, STATE, Copy, digest, lock, locked, make_room
+from tfdist.storage.copies import IN_USE, OBJECTS, STATE, digest, lock, locked, make_room
 from tfdist.storage.in_threads import in_threads
+from tfdist.storage.object_copy import ObjectCopy, remove_parts
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import as_sentence
 
@@ -53,12 +52,15 @@ class DataCache:
             self.entries = {name: entry for name, entry in self._objects.entries().items() if _is_plain(name)}
         self._in_use: int | None = None
         self._needed: set[str] = set()  # names of those that are read at random
-        self._pins: dict[str, int] = {}  # of those that are read from front to back: name -> descriptor of its lock
         self._one_at_a_time = threading.Lock()
-        self._ahead: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._fetcher: threading.Thread | None = None
-        for name in self.entries:
-            self._remove_former(name)
+        self._coming: dict[str, int] = {}  # name -> bytes
+        remove_parts(self._state)
+        self._copies = {
+            name: ObjectCopy(self._objects, name, entry, root, functools.partial(self._room, name, entry.size))
+            for name, entry in self.entries.items()
+        }
+        for each in self._copies.values():
+            each.remove_former()
 
     def glob(self, pattern: str) -> list[str]:
         """Paths of the copies of those objects that match a file name pattern, sorted; there or not."""
@@ -81,6 +83,10 @@ class DataCache:
         """How messages name it."""
         return f"--data_dir={self.url}: {self._name(path)}"
 
+    def copy(self, path: str) -> ObjectCopy:
+        """That which is at `path`, or will be."""
+        return self._copies[self._name(path)]
+
     def _name(self, path: str) -> str:
         return os.path.relpath(path, self.folder)
 
@@ -91,21 +97,15 @@ class DataCache:
 
     def piece(self, path: str, start: int, size: int) -> bytes:
         """So many bytes of an object, from one on. Raises DataError, StartupError, ConfigError."""
-        name = self._name(path)
         with as_sentence("data_dir"):
-            try:
-                found = self._objects.piece(name, start, size)
-            except FileNotFoundError:
-                self._same(name)
-                raise
-            self._same(name)  # else they may be another's
-            return found
+            return self.copy(path).piece(start, size)
 
     def derived(self, path: str, make: Callable[[], bytes]) -> bytes:
         """What is made of an object, by one process of this machine, and kept as long as the object is the same."""
-        name = self._name(path)
-        file, stamp = self._state / f"{digest(name)}.derived", f"{json.dumps(self._record(name))}\n".encode()
-        with as_sentence("data_dir"), lock(self._lock_of(name), wait=True):
+        copy = self.copy(path)
+        file = self._state / f"{digest(self._name(path))}.derived"
+        stamp = f"{json.dumps(copy.record)}\n".encode()
+        with as_sentence("data_dir"), lock(copy.lock, wait=True):
             with contextlib.suppress(FileNotFoundError):
                 if (kept := file.read_bytes()).startswith(stamp):
                     return kept[len(stamp) :]
@@ -113,8 +113,6 @@ class DataCache:
             with replaced(file) as temporary:
                 temporary.write_bytes(stamp + found)
             return found
-
-    # -- all of them -----------------------------------------------------------------------------------------------
 
     def bring(self, paths: Sequence[str]) -> None:
         """Fetches what is not there yet; it stays there as long as this process lives. Raises ConfigError, DataError,
@@ -143,7 +141,7 @@ class DataCache:
         progress = _Progress(self.url, {name: self.entries[name].size for name in names})
 
         def bring(name: str) -> None:
-            found = self._bring_one(name, wait)
+            found = self._copies[name].bring(wait)
             progress.done(name, fetched=found == "fetched")
             if found == "busy":
                 busy.append(name)
@@ -151,109 +149,17 @@ class DataCache:
         in_threads(bring, ((name,) for name in names))
         return busy
 
-    # -- one after the other ---------------------------------------------------------------------------------------
-
-    def bring_next(self, path: str, ahead: Sequence[str], over: Sequence[str] = ()) -> str:
-        """Fetches one if need be, and then, in a thread, those `ahead`. Returns `path`. Those `over` are not read any
-        more, and may be removed when room is needed. Raises DataError, StartupError, ConfigError.
-        """
-        with as_sentence("data_dir"):
-            self._pin(name := self._name(path))
-            self._bring_one(name, wait=True)
+    @contextlib.contextmanager
+    def _room(self, name: str, size: int) -> Iterator[None]:
+        """For a copy that comes meanwhile. Raises ConfigError."""
         with self._one_at_a_time:
-            for each in over:
-                if (descriptor := self._pins.pop(self._name(each), None)) is not None:
-                    os.close(descriptor)
-        for each in ahead:
-            self._ahead.put(self._name(each))
-        if self._fetcher is None:
-            self._fetcher = threading.Thread(target=self._fetch_ahead, name="tfdist-data-ahead", daemon=True)
-            self._fetcher.start()
-        return path
-
-    def _fetch_ahead(self) -> None:
-        while True:
-            with contextlib.suppress(OSError, DataError, ConfigError):  # whoever reads it will say
-                name = self._ahead.get()
-                self._pin(name)
-                self._bring_one(name, wait=False)
-
-    def _pin(self, name: str) -> None:
-        """Until it is over nobody removes it."""
-        with self._one_at_a_time:
-            if name not in self._pins:
-                self._pins[name] = locked(self._pin_of(name), fcntl.LOCK_SH)
-
-    # -- one -------------------------------------------------------------------------------------------------------
-
-    def _bring_one(self, name: str, wait: bool) -> str:
-        """ "there", "fetched", or "busy": another process is fetching it. Raises DataError, StoreError, OSError."""
-        entry, record = self.entries[name], self._record_of(name)
-        with lock(self._lock_of(name), wait) as held:
-            if not held:
-                return "busy"
-            if (told := self._told(name)) == self._record(name) and self._is_whole(name):
-                with contextlib.suppress(OSError):
-                    os.utime(record)  # when it was last used
-                return "there"
-            if told and told != self._record(name):
-                raise DataError(
-                    f"--data_dir={self.url}: {name} has been changed, and another job on this machine still reads what"
-                    " it was: end that job, or choose another --cache_dir."
-                )
-            self._same(name)
-            record.unlink(missing_ok=True)
-            make_room(self.folder, entry.size, self._limit, self.url)
-            try:
-                self._objects.fetch(name, self.folder / name, entry.size)
-            except FileNotFoundError:
-                self._same(name)
-                raise
-            self._same(name)  # else the copy may be of both
-            with written_whole(record) as file:
-                json.dump(self._record(name), file)
-            return "fetched"
-
-    def _record(self, name: str) -> dict[str, Any]:
-        """What is said of a whole copy of the object."""
-        return {"name": name, "bytes": self.entries[name].size, "version": self.entries[name].version}
-
-    def _told(self, name: str) -> dict[str, Any] | None:
-        """What is said of the copy that is there."""
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads(self._record_of(name).read_text())
-        return None
-
-    def _is_whole(self, name: str) -> bool:
-        with contextlib.suppress(OSError):
-            return (self.folder / name).stat().st_size == self.entries[name].size
-        return False
-
-    def _remove_former(self, name: str) -> None:
-        """A copy of what the object was before, unless a job reads it."""
-        told = self._told(name)
-        if told and told != self._record(name):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                Copy(self._record_of(name)).remove()
-
-    def _same(self, name: str) -> None:
-        """Raises DataError if the object is no longer the one that was listed."""
-        entry, now = self.entries[name], self._objects.entry(name)
-        if now != entry:
-            what = "is not there any more" if now is None else "has been changed"
-            raise DataError(
-                f"--data_dir={self.url}: {name} {what} since this run began to read: restore it, or start again with"
-                " the data as they are now."
-            )
-
-    def _record_of(self, name: str) -> Path:
-        return self._state / digest(name)
-
-    def _lock_of(self, name: str) -> Path:
-        return self._state / f"{digest(name)}.lock"
-
-    def _pin_of(self, name: str) -> Path:
-        return self._state / f"{digest(name)}.pin"
+            make_room(self.folder, size, self._limit, self.url, coming=sum(self._coming.values()))
+            self._coming[name] = size
+        try:
+            yield
+        finally:
+            with self._one_at_a_time:
+                del self._coming[name]
 
 
 class _Progress:

@@ -17,6 +17,7 @@ from tests.stores.webhdfs_server import webhdfs_server
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.storage.copies import copies
 from tfdist.storage.data_cache import DataCache
+from tfdist.storage.front_to_back import FrontToBack
 from tfdist.storage.object_store import ObjectStore
 
 URL = f"s3://{BUCKET}/data"
@@ -107,7 +108,7 @@ def test_an_object_that_is_not_the_one_that_was_listed_is_named(s3, data, tmp_pa
         if how == "all":
             cache.bring(cache.glob("*"))
         else:
-            cache.bring_next(cache.path("train-5"), [])
+            FrontToBack(cache, 4).whole(cache.path("train-5"), [])
 
 
 def test_an_object_that_changes_while_it_is_fetched_is_named(s3, data, through_proxy, tmp_path):
@@ -149,8 +150,9 @@ def test_what_was_used_longest_ago_makes_room_and_nothing_that_is_needed(s3, dat
     needed.bring(needed.glob("train-[0-1]"))
     cache = DataCache(URL, str(tmp_path), limit=5 * SIZE)
     paths = cache.glob("train-*")
+    files = FrontToBack(cache, 4)
     for at, path in enumerate(paths):
-        cache.bring_next(path, [], paths[: max(at - 1, 0)])
+        files.whole(path, [], paths[: max(at - 1, 0)])
         assert Path(path).read_bytes() == data[os.path.basename(path)]
         assert bytes_there(cache) <= 5 * SIZE
     assert set(brought(cache)) == {"train-5", "train-6", "train-7"}
@@ -160,7 +162,7 @@ def test_what_was_used_longest_ago_makes_room_and_nothing_that_is_needed(s3, dat
 def test_those_ahead_come_meanwhile(data, tmp_path):
     cache = DataCache(URL, str(tmp_path))
     paths = cache.glob("train-*")
-    cache.bring_next(paths[0], paths[1:4])
+    FrontToBack(cache, 4).whole(paths[0], paths[1:4])
     deadline = time.monotonic() + 30
     while set(brought(cache)) != {"train-0", "train-1", "train-2", "train-3"}:
         assert time.monotonic() < deadline

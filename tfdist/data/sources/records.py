@@ -28,7 +28,7 @@ from tfdist.control.exit_codes import DataError
 Rows = Sequence[int] | np.ndarray  # numbers of records
 _HEADER = struct.Struct("<QI")
 HEADER_BYTES = _HEADER.size
-_FRAME = HEADER_BYTES + 4  # bytes of a record that are not data
+FRAME_BYTES = HEADER_BYTES + 4  # of a record, that are not data
 SLOW_INDEX_SECONDS = 5.0  # an index that took longer is kept beside the files
 
 
@@ -58,14 +58,16 @@ class RecordFiles:
 def read_in_graph(read: Callable[[Rows], list[bytes]], indices: tf.Tensor) -> tf.Tensor:
     """`read` as an operation: int64 [n] -> string [n]. read must be a function of the indices alone."""
 
-    def as_objects(rows: np.ndarray) -> np.ndarray:
-        found = np.empty(len(rows), object)  # an array of type bytes would drop zero bytes at the end
-        found[:] = read(rows)
-        return found
-
     # stateful=False: otherwise op determinism forbids reading in parallel.
-    records = tf.numpy_function(as_objects, [indices], tf.string, stateful=False)
+    records = tf.numpy_function(lambda rows: as_objects(read(rows)), [indices], tf.string, stateful=False)
     return tf.ensure_shape(records, indices.shape)
+
+
+def as_objects(records: list[bytes]) -> np.ndarray:
+    """What a function that TensorFlow calls must give for them to arrive as they are."""
+    found = np.empty(len(records), object)  # an array of type bytes would drop zero bytes at the end
+    found[:] = records
+    return found
 
 
 def _index(paths: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -103,20 +105,24 @@ def offsets_of(path: str, size: int, read: Callable[[int, int], bytes]) -> np.nd
     """
     offsets, offset, length = [], 0, 0
     while offset < size:
-        if offset + _FRAME > size:
-            raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
-        header = read(offset, length)
+        length = data_bytes(path, size, offset, read(offset, length) if offset + FRAME_BYTES <= size else b"")
+        offsets.append(offset)
+        offset += FRAME_BYTES + length
+    return np.array(offsets, np.int64)
+
+
+def data_bytes(path: str, size: int, offset: int, header: bytes) -> int:
+    """How many there are in the record at an offset of a file of so many bytes. Raises DataError."""
+    if offset + FRAME_BYTES <= size:
         length, checksum = _HEADER.unpack(header)
         if _masked_crc(header[:8]) != checksum:
             raise DataError(
                 f"{path} is no TFRecord file, or is damaged at byte {offset}; if it is compressed use "
                 "--source_args=stream=True,compression=GZIP."
             )
-        if offset + _FRAME + length > size:
-            raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
-        offsets.append(offset)
-        offset += _FRAME + length
-    return np.array(offsets, np.int64)
+        if offset + FRAME_BYTES + length <= size:
+            return length
+    raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
 
 
 def _read(path: str, offset: int) -> bytes:

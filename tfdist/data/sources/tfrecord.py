@@ -27,22 +27,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.checksums import checksum_of, sampled_rows
+from tfdist.data.reading import as_is
 from tfdist.data.sources import images
 from tfdist.data.sources.records import RecordFiles, read_in_graph
 from tfdist.data.sources.split import Sample, Split, read_options, scaled
 from tfdist.data.sources.stored_records import StoredRecords
+from tfdist.data.sources.stored_streams import first_of, stored_records
 from tfdist.runtime.errors import cause
 from tfdist.storage.data_cache import cache_of
 
 DEFAULTS = {"x": "", "y": "", "classes": 0, "train": "", "eval": "", "stream": False, "compression": ""}
 PATTERNS = {"train": ("*train*",), "eval": ("*eval*", "*val*", "*test*")}
-_CYCLE, _AHEAD = 4, 4  # files of a stream that are read at a time; and that are brought from a store meanwhile
+_CYCLE = 4  # files of a stream that are read at a time, and brought from a store at a time
 _LISTS = {"float32": tf.float32, "int64": tf.int64, "int32": tf.int64}
 _RAW = ("uint8", "int8", "uint16", "int16", "float16", "float64", "raw_float32", "raw_int32", "raw_int64")
 
@@ -66,7 +67,7 @@ def load(config: DataConfig, split: str) -> Split:
 
     if options["stream"]:
         paths = [path for path in paths if folder.size(path)]
-        first = next(iter(folder.records(paths, compression, at_a_time=1).take(1)), None) if paths else None
+        first = folder.first_record(paths, compression) if paths else None
     else:
         files = folder.at_random(paths)
         first = files.read([0])[0] if len(files) else None
@@ -213,27 +214,22 @@ class _Folder:
             self._cache.bring(paths)
         return RecordFiles(paths)
 
+    def first_record(self, paths: list[str], compression: str) -> bytes | tf.Tensor | None:
+        """The first of some files that have any."""
+        if self._cache and not compression:
+            self._cache.must_copy("stream=True")
+            return first_of(self._cache, paths)
+        return next(iter(self.records(paths, compression, at_a_time=1).take(1)), None)
+
     def records(self, paths: list[str], compression: str, at_a_time: int = _CYCLE) -> tf.data.Dataset:
-        """The records of some files, each read from front to back."""
+        """The records of some files, read in turns, each from front to back."""
         if self._cache:
             self._cache.must_copy("stream=True")
+            return stored_records(self._cache, paths, compression, at_a_time)
         compression_type: Any = compression
-        numbers = tf.data.Dataset.range(len(paths))
-        cache, names = self._cache, tf.constant(paths, tf.string)
-
-        def bring(number: np.ndarray) -> bytes:
-            """Those that are read next come meanwhile; those before are done with."""
-            at, count = int(number), len(paths)
-            ahead = [paths[(at + 1 + each) % count] for each in range(min(_AHEAD, count - 1))]
-            over = paths[(at - 2 * at_a_time) % count]  # the one that has left those that may be read
-            assert cache
-            return cache.bring_next(paths[at], ahead, [] if over in (paths[at], *ahead) else [over]).encode()
-
-        def read(number: tf.Tensor) -> tf.data.Dataset:
-            path = tf.numpy_function(bring, [number], tf.string, stateful=False) if cache else names[number]
-            return tf.data.TFRecordDataset(tf.ensure_shape(path, []), compression_type)
-
-        return numbers.interleave(read, cycle_length=at_a_time, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        names, numbers = tf.constant(paths, tf.string), tf.data.Dataset.range(len(paths))
+        read = as_is(lambda number: tf.data.TFRecordDataset(names[number], compression_type))
+        return numbers.interleave(read, at_a_time, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:

@@ -1,0 +1,135 @@
+"""The data of a case as TFRecord files in an object store: copied into a cache that all workers share ("copies"), read
+in byte ranges ("ranges"), or from front to back while they come ("stream"). case["data_in_store"] says which.
+
+Of a stream the samples lie in the files so that they come in their own order, as the oracle takes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.fuzz import data, snapshots, stores
+
+KINDS = ("copies", "ranges", "stream")
+_CLASSES = {"classes": 3, "tokens": 4}
+_MOST_FILES = 6
+_READ_IN_TURNS = 4  # files of a stream
+
+
+def conflicts(case: Mapping[str, Any]) -> str:
+    """Why the data of a case cannot be in a store; "" if they can."""
+    found, model, how = case["data"], case["model"], case["data_in_store"]
+    if case["kind"] == "fit":
+        return "tfdist.fit takes data in memory"
+    if case["runtime"].startswith("parameter_server"):
+        return "with parameter servers the chief alone reads"
+    if model["inputs"] == "both" or model["head"] == "dict" or found["weights"] != "none":
+        return "the records hold one x and one y"
+    if "differs" in found:
+        return "all workers read the same objects"
+    if found.get("mixed"):
+        return "a feature has one type"
+    if how != "stream" and found["source"] == "dataset":
+        return "what can be read at random has its own order"
+    return "the oracle knows no windows" if how == "stream" and case["options"].get("shuffle", True) else ""
+
+
+def features(case: Mapping[str, Any]) -> list[str]:
+    how = {"copies": [], "ranges": ["option:nocache_data"], "stream": ["option:stored_stream"]}
+    return ["option:data_in_store", *how[case["data_in_store"]]] if "data_in_store" in case else []
+
+
+def flags(case: Mapping[str, Any], runtime: Any, replicas: int) -> dict[str, Any]:
+    """Writes the data, and returns how they are read: with an empty cache. A collective."""
+    how, place, cache = case["data_in_store"], "", ""
+    if runtime.rank == 0:
+        place, cache = stores.new_place(case), tempfile.mkdtemp(prefix="tfdist-fuzz-")
+        _write(case, place, cache, replicas)
+    else:
+        stores.reach(case)
+    place, cache = (snapshots.shared(runtime, text) for text in (place, cache))
+    x, y, *_ = data.arrays(case)
+    classes = _CLASSES.get(case["model"]["head"])
+    return {
+        "source": "tfrecord",
+        "source_args": f"x=x:{_kind(x)},y=y:{_kind(y)}"
+        + (f",classes={classes}" if classes else "")
+        + (",stream=True" if how == "stream" else ""),
+        "data_dir": place,
+        "cache_dir": cache,
+        "cache_data": how != "ranges",
+    }
+
+
+def forget(config: Any, runtime: Any) -> None:
+    """The copies of a configuration, which nobody reads any more."""
+    if runtime.rank == 0 and config.run.cache_dir:
+        shutil.rmtree(config.run.cache_dir, ignore_errors=True)
+
+
+def _kind(values: np.ndarray) -> str:
+    shape = ",".join(map(str, values.shape[1:]))
+    return f"{values.dtype.name}[{shape}]" if shape else values.dtype.name
+
+
+def _write(case: Mapping[str, Any], place: str, folder: str, replicas: int) -> None:
+    import tensorflow as tf
+
+    from tfdist.storage.object_store import ObjectStore
+
+    chance, files = random.Random(case["seed"]), []
+    for split in ("train", "eval"):
+        x, y, *_ = data.arrays(case, split)
+        for number, rows in enumerate(_files(chance, case, len(y), replicas)):
+            path = Path(folder) / f"{split}-{number}.tfrecord"
+            with tf.io.TFRecordWriter(str(path)) as writer:
+                for row in rows:
+                    feature = {"x": _feature(x[row]), "y": _feature(y[row])}
+                    writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+            files.append(path)
+    ObjectStore(place).send_all((path, path.name) for path in files)
+    for path in files:
+        path.unlink()
+
+
+def _feature(values: np.ndarray) -> Any:
+    import tensorflow as tf
+
+    if values.dtype.kind == "f":
+        return tf.train.Feature(float_list=tf.train.FloatList(value=values.ravel()))
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=values.ravel()))
+
+
+def _files(chance: random.Random, case: Mapping[str, Any], size: int, replicas: int) -> Iterator[list[int]]:
+    """The samples that each file holds. Of a stream there are fewer files than replicas, if there are several of these:
+    else each would read files of its own, in an order that the oracle does not know.
+    """
+    most, stream = _MOST_FILES, case["data_in_store"] == "stream"
+    if stream and ("moved" in case or replicas > 1):
+        most = 1 if "moved" in case else replicas - 1
+    cuts = sorted(chance.sample(range(1, size), chance.randint(1, most) - 1))
+    lengths = [stop - start for start, stop in itertools.pairwise([0, *cuts, size])]
+    if not stream:
+        starts = itertools.accumulate([0, *lengths])
+        yield from (list(range(start, start + length)) for start, length in zip(starts, lengths, strict=False))
+        return
+    import tensorflow as tf
+
+    turns = (
+        tf.data.Dataset.from_tensor_slices(lengths)
+        .enumerate()
+        .interleave(
+            lambda file, length: tf.data.Dataset.from_tensors(file).repeat(tf.cast(length, tf.int64)),
+            cycle_length=_READ_IN_TURNS,
+        )
+    )
+    file_of = list(turns.as_numpy_iterator())
+    yield from ([row for row, file in enumerate(file_of) if file == number] for number in range(len(lengths)))
