@@ -32,6 +32,8 @@ class Runtimes:
             kind = "sockets" if self.cluster.size > 1 else "one_device"
         if kind == "fit_ring":  # TensorFlow's collectives, which a process starts first of all
             return self._once(kind, lambda: self._start("sockets", communication="ring"))
+        if kind == "sockets_tcp":
+            return self._once(kind, lambda: self._start("sockets", communication="socket"))
         return self._once(kind, lambda: self._start(kind))
 
     def _once(self, name: str, make) -> Any:

@@ -22,6 +22,7 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
     "mirrored:3": ("local", 1, 3),
     "sockets:2": ("sockets", 2, 2),
     "sockets:3": ("sockets", 3, 3),
+    "sockets_tcp:3": ("sockets_tcp", 3, 3),  # as between hosts: nothing is read in place
     "multi_worker:2": ("tensorflow", 2, 2),
     "multi_worker:3": ("tensorflow", 3, 3),
     "mesh:2": ("tensorflow", 2, 2),

@@ -69,7 +69,7 @@ def _travel(job: Job) -> str:
     planned = ""
     if link := travel.link:
         size = sum(4 * math.prod(variable.shape) for variable in job.model.trainable_variables)
-        seconds = ring_all_reduce(job.runtime.size, size, Link(link.latency_s, 1 / max(link.seconds_per_byte, 1e-15)))
-        planned = f" ({1e6 * link.latency_s:.0f} us, {1e-9 / max(link.seconds_per_byte, 1e-15):.2g} GB/s: planned"
+        seconds = ring_all_reduce(job.runtime.size, size, Link(link.latency_s, link.bytes_per_second))
+        planned = f" ({1e6 * link.latency_s:.0f} us, {link.bytes_per_second / 1e9:.2g} GB/s: planned"
         planned += f" {1000 * seconds:.2g} ms a step)"
     return f" gradients {travel.words}{planned};"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _ROUNDS = 5
 _LARGE_BYTES = 1 << 20  # that a rank receives in all
 _ADDITION_SECONDS = 1e-6
+_LEAST_SECONDS_PER_BYTE = 1e-15  # what was measured may be nothing
 _FOUND = struct.Struct("!dd")
 
 
@@ -36,12 +37,16 @@ class Link:
     ranks: int
 
     @property
+    def bytes_per_second(self) -> float:
+        """1 / beta."""
+        return 1 / max(self.seconds_per_byte, _LEAST_SECONDS_PER_BYTE)
+
+    @property
     def doubled_bytes(self) -> int:
         """Up to how many bytes doubling is the quicker one."""
         n = self.ranks
         saved = (2 * n - 1 - math.ceil(math.log2(n))) * self.latency_s - n * (n - 1) * _ADDITION_SECONDS
-        more = (n - 1) * (1 - 2 / n) * self.seconds_per_byte
-        return max(0, int(saved / max(more, 1e-15)))
+        return max(0, int(saved / ((n - 1) * (1 - 2 / n)) * self.bytes_per_second))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tfdist.control.cluster import Cluster
+from tfdist.runtime.all_reduce_choice import measured
 from tfdist.runtime.ring_connections import Patience, RingConnections
 from tfdist.runtime.ring_error import MARK, RingError
 from tfdist.runtime.shared_memory import NOT_SHARED, OthersArrays, SharedArrays
@@ -21,7 +22,8 @@ class ArrayMeeting(RingConnections):
       share: arrays made by `empty` may be read in place by other ranks on this host. The same on all ranks.
 
     Attributes: shares, whether the right neighbour reads them in place; all_read, whether every rank can read those of
-    every other. Each may still be told that an array is none of those.
+    every other (each may still be told that an array is none of those); link, what was measured between three ranks and
+    more if not.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class ArrayMeeting(RingConnections):
         self.shares = self.all_read = False
         if share:
             self._share()
+        self.link = None if self.size < 3 or self.all_read else measured(self)
 
     def _share(self) -> None:
         """Finds out whose arrays can be read here, and who can read ours."""
@@ -62,11 +65,13 @@ class ArrayMeeting(RingConnections):
         )
 
     def _arrays_of_all(self, array: np.ndarray, site: int, bucket: int) -> list[np.ndarray] | None:
-        """Every rank's array, read in place, when all have come; None on all ranks if that cannot be for one of them.
-        What all have read before is free again.
+        """Of three ranks and more every one's array, read in place, when all have come; None on all ranks if that
+        cannot be for one of them. What all have read before is free again.
         """
+        if self.size < 3 or not self.all_read:
+            return None
         mine = self._shared.where(array)
-        told = self.all_gather(_PLACE.pack(array.nbytes, *mine), what(site, bucket))
+        told = self.all_gather(_PLACE.pack(array.nbytes, *mine), bucket_name(site, bucket))
         self._all_is_read()
         places = [_PLACE.unpack(place) for place in told]
         self._must_be_alike([size for size, _, _ in places], site, bucket)
@@ -97,8 +102,8 @@ class ArrayMeeting(RingConnections):
             raise RingError(f"{MARK}lost contact with rank {rank} (its memory cannot be read: {error}).") from None
 
 
-def what(site: int, bucket: int) -> str:
-    """What is gathered where ranks meet with a bucket."""
+def bucket_name(site: int, bucket: int) -> str:
+    """What is said to be gathered where ranks meet with a bucket."""
     return f"{site:x}/{bucket:x}"
 
 

@@ -32,15 +32,14 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tfdist.control.cluster import Cluster
-from tfdist.runtime.all_reduce_choice import Link, Travel, measured
-from tfdist.runtime.array_meeting import ArrayMeeting, other_program, what
-from tfdist.runtime.ring_connections import Outgoing, Patience
+from tfdist.runtime.all_reduce_choice import Travel
+from tfdist.runtime.array_meeting import ArrayMeeting, bucket_name, other_program
+from tfdist.runtime.ring_connections import TOKEN, Outgoing
 from tfdist.runtime.shared_memory import NOT_SHARED
 
 # Site, bucket, bytes: checked, so that ranks can never mix up their gradients; where to read them: serial, descriptor.
 _HEADER = struct.Struct("!IIQqq")
-_TOKEN, _NOTHING = memoryview(b"."), memoryview(b"")
+_NOTHING = memoryview(b"")
 
 
 class _Round(NamedTuple):
@@ -53,21 +52,9 @@ class _Round(NamedTuple):
 
 
 class Ring(ArrayMeeting):
-    """The all-reduce of all ranks. Args: see ArrayMeeting.
+    """The all-reduce of all ranks. See ArrayMeeting."""
 
-    Attributes: link, what was measured of it between hosts; None: nothing, as all ranks read in place, or are two.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        exchange: Callable[[str], Sequence[str]],
-        patience: Patience | None = None,
-        share: bool = False,
-    ):
-        super().__init__(cluster, exchange, patience, share)
-        self._scratch, self._halves = np.empty(0, np.float32), np.empty(0, ml_dtypes.bfloat16)
-        self.link: Link | None = None if self.size < 3 or self.all_read else measured(self)
+    _scratch, _halves = np.empty(0, np.float32), np.empty(0, ml_dtypes.bfloat16)  # longer ones when they are needed
 
     def travel(self) -> Travel:
         """The way that sums take."""
@@ -96,10 +83,8 @@ class Ring(ArrayMeeting):
             return self._sum_of_two(array, site, bucket, spare)
         if self.link and array.nbytes <= self.link.doubled_bytes and not halved:
             return self._sum_by_doubling(array, site, bucket)
-        if self.all_read and self.size > 2 and not halved:
-            arrays = self._arrays_of_all(array, site, bucket)
-            if arrays:
-                return self._sum_in_place(arrays, is_given=spare is not None)
+        if arrays := None if halved else self._arrays_of_all(array, site, bucket):
+            return self._sum_in_place(arrays, is_given=spare is not None)
         now = self._meet_with(array, site, bucket)
         longest = max(chunk.size for chunk in now.chunks)
         scratch = self._scratch_of(longest)
@@ -118,7 +103,7 @@ class Ring(ArrayMeeting):
         return array
 
     def _sum_by_doubling(self, array: np.ndarray, site: int, bucket: int) -> np.ndarray:
-        blocks = self.all_gather(array.tobytes(), what(site, bucket))
+        blocks = self.all_gather(array.tobytes(), bucket_name(site, bucket))
         self._must_be_alike([len(block) for block in blocks], site, bucket)
         arrays = [np.frombuffer(block, np.float32) for block in blocks]
         for index, (start, stop) in enumerate(self._cuts(array.size)):
@@ -138,8 +123,7 @@ class Ring(ArrayMeeting):
                 np.copyto(array[start:stop], arrays[index - 1][start:stop])
         self._unread.append(array)
         if not is_given:
-            self._all_come()
-            self._all_is_read()
+            self._wait_until_read()
         return array
 
     def _add_up(self, chunks: list[np.ndarray], index: int, out: np.ndarray) -> None:
@@ -169,7 +153,7 @@ class Ring(ArrayMeeting):
         first, second = (array, theirs) if self.rank == 0 else (theirs, array)
         total = np.add(first, second, out=spare(array.size) if serial else array)
         if their_serial:
-            self._pass_on(_TOKEN, _NOTHING, backwards=True)
+            self._pass_on(TOKEN, _NOTHING, backwards=True)
         if serial:
             self._unread.append(array)
         return total
@@ -192,8 +176,7 @@ class Ring(ArrayMeeting):
         """Of a contiguous float32 [size * k], in which part `rank` is this rank's, fills in the others', bit for
         bit.
         """
-        arrays = self._arrays_of_all(array, site, bucket) if self.all_read and self.size > 2 else None
-        if arrays:
+        if arrays := self._arrays_of_all(array, site, bucket):
             parts = [each.reshape(self.size, -1) for each in arrays]
             for rank, part in enumerate(parts):
                 if rank != self.rank:
@@ -244,7 +227,7 @@ class Ring(ArrayMeeting):
     def _finish(self, now: _Round) -> None:
         """Returns when the right neighbour has read everything that it reads in place; tells the left one the same."""
         answer = memoryview(bytearray(1)) if now.read_by_right else _NOTHING
-        self._pass_on(_TOKEN if now.read_here else _NOTHING, answer, backwards=True)
+        self._pass_on(TOKEN if now.read_here else _NOTHING, answer, backwards=True)
         self._shared.has_been_read(now.read_by_right, [(self.rank + 1) % self.size])
 
     def _next(self, now: _Round, sent: int, index: int, into: np.ndarray, halved: bool, is_ready: bool) -> np.ndarray:
@@ -256,7 +239,7 @@ class Ring(ArrayMeeting):
         mine, theirs = now.chunks[sent], now.left[index]
         if halved and not now.read_by_right:
             mine = mine.astype(ml_dtypes.bfloat16)
-        token = _NOTHING if is_ready else _TOKEN
+        token = _NOTHING if is_ready else TOKEN
         outgoing = token if now.read_by_right else _bytes(mine)
         if theirs is not None:
             self._pass_on(outgoing, memoryview(bytearray(len(token))))

@@ -29,7 +29,7 @@ _BLOCK = struct.Struct("!12sIQ")
 _LOOKS = 4  # at a neighbour that is silent, in the time after which it counts as dead
 _SEND_BYTES = 1 << 20
 _LARGEST_BLOCK = 1 << 36
-_TOKEN = memoryview(b".")
+TOKEN = memoryview(b".")
 _GOODBYE = "end"  # in the place of what is gathered
 
 
@@ -120,7 +120,7 @@ class RingConnections:
     def _all_come(self) -> None:
         """Returns when all ranks have called it, after log2(n) waits."""
         for distance in self.distances:
-            self._pass_on(_TOKEN, memoryview(bytearray(1)), distance=distance)
+            self._pass_on(TOKEN, memoryview(bytearray(1)), distance=distance)
 
     def _length_of(self, header: bytes, name: str, distance: int) -> int:
         """Of a block that comes from so far to the left. Raises RingError if there is none."""

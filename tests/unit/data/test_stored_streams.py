@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import tensorflow as tf
@@ -79,6 +80,18 @@ def failure_of(folder: _Folder) -> tuple[list[bytes], BaseException | None]:
     return found, None
 
 
+def first_pieces_alone(asked: Counter, let_go: threading.Event) -> Callable[[str, str], str]:
+    """What a proxy draws that holds back all of a training file but its first piece. asked: pieces of each file."""
+
+    def draw(method: str, path: str) -> str:
+        if method == "GET" and "/data/train-" in path:
+            asked[path] += 1
+            assert asked[path] == 1 or let_go.wait(60)
+        return ""
+
+    return draw
+
+
 @pytest.mark.parametrize("count", [3, 14, *(pytest.param(count, marks=pytest.mark.thorough) for count in (1, 4, 5))])
 def test_the_order_is_that_of_a_folder_cold_warm_and_half_warm(s3, tmp_path, count):
     expected = records(upload(s3, tmp_path, drawn(count, count)))
@@ -117,14 +130,7 @@ def test_the_first_records_of_all_four_come_before_any_file_is_whole(s3, tmp_pat
     files = [[bytes([number]) * 300 for _ in range(10)] for number in range(6)]
     expected = records(upload(s3, tmp_path, files))
     asked, let_go = Counter(), threading.Event()
-
-    def draw(method: str, path: str) -> str:
-        if method == "GET" and "/data/train-" in path:
-            asked[path] += 1
-            assert asked[path] == 1 or let_go.wait(60)
-        return ""
-
-    with through_proxy(draw):
+    with through_proxy(first_pieces_alone(asked, let_go)):
         folder = stored(tmp_path / "cache")
         coming = folder.records(paths(folder), "").as_numpy_iterator()
         first = [next(coming) for _ in range(8)]  # two of each come with its first piece
@@ -136,15 +142,8 @@ def test_the_first_records_of_all_four_come_before_any_file_is_whole(s3, tmp_pat
 
 def test_a_stream_that_waits_can_be_stopped(s3, tmp_path, through_proxy):
     upload(s3, tmp_path, [[b"x" * 300] * 10] * 5)
-    let_go, asked = threading.Event(), Counter()
-
-    def draw(method: str, path: str) -> str:
-        if method == "GET" and "/data/train-" in path:
-            asked[path] += 1
-            assert asked[path] == 1 or let_go.wait(60)
-        return ""
-
-    with through_proxy(draw):
+    asked, let_go = Counter(), threading.Event()
+    with through_proxy(first_pieces_alone(asked, let_go)):
         folder = stored(tmp_path / "cache")
         begun = time.monotonic()
         assert len(list(folder.records(paths(folder), "").take(1))) == 1
