@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tests.fuzz.space import strategy_flags
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 
@@ -31,21 +32,19 @@ class Runtimes:
         if kind == "fit":  # as tfdist.init chooses
             kind = "sockets" if self.cluster.size > 1 else "one_device"
         if kind == "fit_ring":  # TensorFlow's collectives, which a process starts first of all
-            return self._once(kind, lambda: self._start("sockets", communication="ring"))
-        if kind == "sockets_tcp":
-            return self._once(kind, lambda: self._start("sockets", communication="socket"))
-        return self._once(kind, lambda: self._start(kind))
+            return self._once(kind, lambda: self._start(strategy="sockets", communication="ring"))
+        return self._once(kind, lambda: self._start(**strategy_flags(kind)))
 
     def _once(self, name: str, make) -> Any:
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
 
-    def _start(self, kind: str, **options: Any) -> Any:
+    def _start(self, **options: Any) -> Any:
         from tfdist import build
 
-        config = Config().replace(strategy=kind, steps=1, **PATIENCE, **options)
-        if kind == "parameter_server":
+        config = Config().replace(steps=1, **PATIENCE, **options)
+        if options["strategy"] == "parameter_server":
             from tfdist.runtime import parameter_server
 
             config = parameter_server.prepare(config, self.cluster)
@@ -55,7 +54,7 @@ class Runtimes:
         from tfdist.runtime.mesh import Mesh
         from tfdist.runtime.mesh_runtime import MeshRuntime
 
-        world = self._once("multi_worker", lambda: self._start("multi_worker"))
+        world = self._once("multi_worker", lambda: self._start(strategy="multi_worker"))
         return MeshRuntime(
             Mesh.parse(case["options"].get("mesh", ""), self.cluster.size),
             self.cluster,

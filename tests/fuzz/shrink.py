@@ -110,10 +110,11 @@ def script(case: Mapping[str, Any]) -> str:
             + "# The program is tests.fuzz.fit_case.run(CASE, tfdist), on the workers, beside .run(CASE, keras.Model),"
             f" in one process:\n# compile {json.dumps(case['compile'])}\n# fit {json.dumps(case['fit'])}\n"
         )
-    flags = " ".join(f"--{name}={value}" for name, value in case["options"].items())
+    options = {**space.strategy_flags(case["runtime"]), **case["options"]}
+    flags = " ".join(f"--{name}={value}" for name, value in options.items())
     workers = space.RUNTIMES[case["runtime"]][1]
     return (
         text + "def source(split):\n    return data.as_source(CASE, split)\n\n\n# python -m tfdist.launch"
-        f" --workers={workers} -- --strategy={case['runtime'].partition(':')[0]} --model=found:model"
+        f" --workers={workers} -- --model=found:model"
         f" --source=found:source --steps={sum(case['calls'])} {flags}\n"
     )

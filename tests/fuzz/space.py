@@ -37,6 +37,9 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
     "fit_ring:2": ("fit_ring", 2, 2),
 }
 
+# Runtimes that are a strategy with other flags.
+FLAGS_OF = {"sockets_tcp": {"strategy": "sockets", "communication": "socket"}}
+
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
 AGAIN = 5  # other data for a case's graph
 MOVABLE = (
@@ -76,6 +79,12 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         case = _fit(chance, runtime) if runtime.startswith("fit") else _train(chance, runtime)
         if not conflicts(case):
             return _with_again(chance, case, again) | ({"optimized": True} if chance.random() < 0.15 else {})
+
+
+def strategy_flags(runtime: str) -> dict[str, str]:
+    """With which tfdist makes a runtime."""
+    kind = runtime.partition(":")[0]
+    return FLAGS_OF.get(kind, {"strategy": kind})
 
 
 def draw_stored(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) -> dict[str, Any]:

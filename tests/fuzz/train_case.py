@@ -34,7 +34,7 @@ def config_of(case: Mapping[str, Any]):
             "source": "tests.fuzz.given:source",
             **own,
             "steps": sum(case["calls"]),
-            "strategy": case["runtime"].partition(":")[0],
+            **space.strategy_flags(case["runtime"]),
             "log_every": 1000,
             "export": "none",
             "eval_batch": data.EVAL_BATCH,
