@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import random
 import sys
 from types import ModuleType
+from typing import Any
 
 from tfdist.control import exit_codes
 from tfdist.control.exit_codes import UnsupportedError
 
+# Packages that draw how long they wait for a server, mostly in threads.
+_AMAZON, _GOOGLE, _MICROSOFT = ("aiobotocore", "botocore"), ("gcsfs", "google"), ("azure",)
+_TELEMETRY, _HTTP = ("mlflow", "opentelemetry", "wandb"), ("aiohttp", "requests", "urllib3")
+_DRAWING = frozenset(_AMAZON + _GOOGLE + _MICROSOFT + _TELEMETRY + _HTTP)
+_OWN_GENERATOR = random.Random()
 _ALWAYS = ("absl",)  # what every command needs; TensorFlow and Keras, and so NumPy, have their sentences in versions.py
 
 
@@ -35,11 +42,27 @@ def end_without_packages() -> None:
 def optional_module(module: str, feature: str, packages: str) -> ModuleType:
     """Imports a package that only `feature` needs. Raises UnsupportedError, which says how to install it."""
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"{feature} needs the Python package {error.name}, which is not installed: pip install {packages}"
         ) from error
+    isolate_random()
+    return found
+
+
+def isolate_random() -> None:
+    """Packages that talk to servers draw from a generator of their own from now on. From Python's global one, the user
+    must get what he has seeded: Keras shuffles a PyDataset with it, and seeds layers. To be called again when one of
+    them has imported more.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _DRAWING and getattr(module, "random", None) is random:
+            vars(module)["random"] = _OWN_GENERATOR
+    backoff: Any = getattr(sys.modules.get("botocore.retries.standard"), "ExponentialBackoff", None)
+    if backoff:  # which keeps the function itself
+        kept = backoff.__init__.__defaults__
+        backoff.__init__.__defaults__ = tuple(_OWN_GENERATOR.random if each == random.random else each for each in kept)
 
 
 def pyplot(feature: str) -> ModuleType:

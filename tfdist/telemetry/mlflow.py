@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 
-from tfdist.control.optional_packages import optional_module
+from tfdist.control.optional_packages import isolate_random, optional_module
 from tfdist.telemetry.background import Background
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.trackers import Run, numbers
@@ -41,6 +41,7 @@ class MlflowTracker:
     def __init__(self, run: Run):
         from mlflow import MlflowClient
 
+        isolate_random()
         for name in ("mlflow", "alembic"):  # which tell how they make their tables
             logging.getLogger(name).setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=_uri(run))

@@ -14,7 +14,7 @@ import time
 from importlib.metadata import entry_points
 
 from tfdist.control.exit_codes import UnsupportedError
-from tfdist.control.optional_packages import optional_module
+from tfdist.control.optional_packages import isolate_random, optional_module
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.trackers import Run, numbers
 
@@ -134,6 +134,7 @@ def _make_provider(sdk, run: Run):
     for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","):
         if name != "none":
             provider.add_span_processor(BatchSpanProcessor(_exporter(name)))
+    isolate_random()
     return provider
 
 

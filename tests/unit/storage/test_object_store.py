@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -157,6 +158,17 @@ def test_what_the_store_has_not_received_as_it_was_sent_is_sent_again(gcs, tmp_p
     assert proxy.done["flip"] == 1
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{gcs}")
     assert ObjectStore(URL.replace("s3", "gs"), patience=10).piece("file", 0, len(content)) == content
+
+
+@pytest.mark.parametrize("url", ["s3", "gs"], indirect=True)
+def test_a_store_that_makes_one_wait_leaves_the_users_random_numbers_alone(url, monkeypatch):
+    """Its package draws how long to wait; Keras shuffles a PyDataset with Python's generator."""
+    name = "AWS_ENDPOINT_URL" if url.startswith("s3") else "STORAGE_EMULATOR_HOST"
+    left, before = ["503"], random.getstate()
+    with faulty_proxy(urlsplit(os.environ[name]).port, lambda method, path: left.pop() if left else "") as proxy:
+        monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
+        assert ObjectStore(url, patience=5).text("a") is None
+    assert proxy.done["503"] == 1 and random.getstate() == before
 
 
 @pytest.mark.slow

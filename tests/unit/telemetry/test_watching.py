@@ -4,6 +4,7 @@ sockets.
 
 import http.server
 import os
+import random
 import signal
 import threading
 import time
@@ -131,6 +132,7 @@ def test_spans_arrive_at_a_collector(tmp_path, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=blue")
+    of_the_user = random.getstate()
     fan_outs = [FanOut([Spans(Run(tmp_path, "run5", 1, rank=rank))]) for rank in range(2)]
     for fan_out in fan_outs:
         fan_out(Event("start", 0, {"startup_s": 9.0, "import_s": 4.0, "build_s": 3.0, "restore_s": 2.0, "workers": 2}))
@@ -142,6 +144,7 @@ def test_spans_arrive_at_a_collector(tmp_path, monkeypatch):
         fan_out(Event("save", 20, {"save/write_s": 1.5, "save/bytes": 10}))
         fan_out(Event("error", 20, {"message": "no more"}))
         fan_out.close()
+    assert random.getstate() == of_the_user
     server.shutdown()
     server.server_close()
     resources = [resource for request in received for resource in request.resource_spans]
