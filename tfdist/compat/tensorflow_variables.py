@@ -1,4 +1,4 @@
-"""What eager code writes to TensorFlow's variables, taken back."""
+"""What eager code writes to TensorFlow's variables, taken back; and large tables, read where they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
+
+from tfdist.compat.tensorflow_replicas import of_this_replica
 
 _WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update", "scatter_nd_update")
 
@@ -40,3 +42,13 @@ def writes_undone() -> Iterator[None]:
             setattr(each, name, write)
         for variable, value in kept.values():
             variable.assign(value)
+
+
+def read_in_place(variable: tf.Variable) -> tf.Tensor:
+    """The value, for who is done with it before the variable changes again: else that change copies it.
+
+    Relies on `read_value_no_copy` of a resource variable; without it TensorFlow copies a table of which rows have been
+    changed one by one.
+    """
+    here = of_this_replica(variable)
+    return here.read_value_no_copy() if hasattr(here, "read_value_no_copy") else tf.convert_to_tensor(variable)

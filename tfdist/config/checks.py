@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tfdist.config.options import parse_args, parse_profile_steps
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.ranks import parse_ranks
-from tfdist.control.run_address import check_address, is_url
+from tfdist.control.run_address import check_address, is_below, is_url
 from tfdist.control.strategies import asked_for
 
 if TYPE_CHECKING:
@@ -127,12 +127,14 @@ def _check_artifacts(config: Config) -> None:
     check_address("run_dir", config.run.run_dir)
     check_address("data_dir", config.data.data_dir)
     check_address("backup_dir", config.checkpoint.backup_dir)
-    run_dir, backup_dir = (f"{place.rstrip('/')}/" for place in (config.run.run_dir, config.checkpoint.backup_dir))
-    if is_url(run_dir) and is_url(backup_dir) and (run_dir.startswith(backup_dir) or backup_dir.startswith(run_dir)):
+    run_dir, backup_dir = config.run.run_dir, config.checkpoint.backup_dir
+    stored = is_url(run_dir) and is_url(backup_dir)
+    if stored and (is_below(run_dir, backup_dir) or is_below(backup_dir, run_dir)):
         raise ConfigError(
             f"--backup_dir={config.checkpoint.backup_dir} lies in --run_dir={config.run.run_dir}, or the other way"
             " round: name a place beside the run."
         )
+    _check_corpus(config)
     if is_url(config.run.cache_dir):
         raise ConfigError(f"--cache_dir={config.run.cache_dir} must be a folder of this machine.")
     best, export = config.checkpoint.keep_best, config.export.export
@@ -143,6 +145,19 @@ def _check_artifacts(config: Config) -> None:
     formats = set(export.split(","))
     if not formats <= {"keras", "saved_model", "none"} or ("none" in formats and len(formats) > 1):
         raise ConfigError(f"--export={export} must be keras, saved_model, keras,saved_model or none.")
+
+
+def _check_corpus(config: Config) -> None:
+    """Whether what a run writes would be read as text by those that go on with it."""
+    data_dir = config.data.data_dir
+    if config.data.source != "text" or not data_dir:
+        return
+    for flag, place in {"run_dir": config.run.run_dir, "backup_dir": config.checkpoint.backup_dir}.items():
+        if place and is_below(place, data_dir):
+            raise ConfigError(
+                f"--{flag}={place} lies in --data_dir={data_dir}, of which --source=text reads all files, those of the"
+                " run, too: name a place beside the data."
+            )
 
 
 def _check_texts(config: Config) -> None:

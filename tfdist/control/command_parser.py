@@ -69,5 +69,6 @@ def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def check_least(flag: str, value: float, least: float) -> None:
     """Raises ConfigError for a flag whose value is too small."""
-    if not value >= least:  # also catches NaN
-        raise ConfigError(f"--{flag}={value} is too small: it must be at least {least:g}.")
+    if not value >= least:
+        what = "no number" if value != value else "too small"
+        raise ConfigError(f"--{flag}={value} is {what}: it must be at least {least:g}.")

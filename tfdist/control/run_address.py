@@ -28,6 +28,15 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
+def is_below(place: str, other: str) -> bool:
+    """Whether a place is another one, or lies in it."""
+    if is_url(place) != is_url(other):
+        return False
+    if not is_url(place):
+        place, other = os.path.realpath(place), os.path.realpath(other)
+    return f"{place.rstrip('/')}/".startswith(f"{other.rstrip('/')}/")
+
+
 def working_folder(run_dir: str, cache_dir: str = "") -> Path:
     """The folder of a run on this machine: `run_dir` itself, or the working copy of a URL."""
     if not is_url(run_dir):
@@ -50,9 +59,12 @@ def cache_folder(cache_dir: str = "") -> Path:
 
 def check_address(flag: str, place: str) -> None:
     """Raises ConfigError if a URL names no place in a store that tfdist knows. flag: that it was given with."""
+    meant = place.strip()
+    if mistyped := re.fullmatch(rf"({'|'.join(STORES)})(?::/?|//)([^/].*)", meant):
+        meant = f"{mistyped[1]}://{mistyped[2]}"
+    if is_url(meant) and meant != place:
+        raise ConfigError(f"--{flag}={ascii(place)[1:-1]} is no URL: write {meant}.")
     if not is_url(place):
-        if re.match(rf"({'|'.join(STORES)}):/", place):
-            raise ConfigError(f"--{flag}={place} is no URL: write {place.replace(':/', '://', 1)}.")
         return
     scheme, _, rest = place.partition("://")
     bucket = rest.partition("/")[0]

@@ -83,6 +83,10 @@ class DataCache:
         """How messages name it."""
         return f"--data_dir={self.url}: {self._name(path)}"
 
+    def named_copy(self, path: str) -> str:
+        """The same, of what is read from the copy."""
+        return f"{self.named(path)}, or its copy {path} (remove it, and it is brought again),"
+
     def copy(self, path: str) -> ObjectCopy:
         """That which is at `path`, or will be."""
         return self._copies[self._name(path)]

@@ -25,7 +25,7 @@ from tfdist.control.run_address import STORES
 from tfdist.storage.folder_walk import files_below
 from tfdist.storage.in_threads import in_threads
 from tfdist.storage.store_entry import Entry
-from tfdist.storage.store_errors import StoreError, explained, says_it_is_there
+from tfdist.storage.store_errors import StoreError, explained, is_of_this_machine, says_it_is_there
 
 PATIENCE_SECONDS = 60.0
 _REFUSED_SECONDS = 2.0  # a refusal may be a passing one, too, but rarely is
@@ -261,7 +261,7 @@ class ObjectStore:
             except StoreError:
                 raise
             except Exception as error:
-                if missing and isinstance(error, FileNotFoundError):
+                if is_of_this_machine(error) or (missing and isinstance(error, FileNotFoundError)):
                     raise
                 reason, refused = explained(error)
                 patience = min(self.patience, _REFUSED_SECONDS) if refused else self.patience

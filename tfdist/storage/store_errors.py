@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, StartupError, TfdistError
+
+_LONGEST_REASON = 300  # characters
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def is_of_this_machine(error: BaseException) -> bool:
+    """Whether it is no store that has failed, but the disk to which its objects are written here."""
+    return isinstance(error, OSError) and error.errno in _OF_THE_DISK
 
 
 class StoreError(OSError):
@@ -31,10 +41,16 @@ def _answer(error: BaseException) -> dict[str, Any]:
 def explained(error: BaseException) -> tuple[str, bool]:
     """(why a store did not do something and what to do about it, whether it will not pass)."""
     name, status = type(error).__name__, getattr(error, "status_code", None)  # the second: of Azure's
-    said = " ".join(str(error).partition("RequestId:")[0].split())[:200]
+    said = textwrap.shorten(str(error).partition("RequestId:")[0], _LONGEST_REASON, placeholder=" ...")
     said = name if said in ("", "None") else said  # Ceph says nothing
     if isinstance(error, FileNotFoundError) or status == 404:
         return f"the bucket or folder is not there ({said}): create it, or correct the URL", True
+    if "encoded in url" in said.lower():
+        return "a user or password stands in the URL of the store's server (AWS_ENDPOINT_URL): take it out there", True
+    if "Invalid endpoint" in said:
+        return f"{said}: correct AWS_ENDPOINT_URL, which begins with http:// or https://", True
+    if name in ("ProfileNotFound", "ConfigParseError", "InvalidConfigError"):
+        return f"{said}: correct AWS_PROFILE, or the file of its settings", True
     if "Credentials" in name or "credentials" in said.lower():
         return (
             f"no credentials were found ({name}): set them in the environment or the files that the store's own tools"
@@ -73,5 +89,5 @@ def as_sentence(flag: str = "run_dir") -> Iterator[None]:
         raise
     except OSError as error:
         raise ConfigError(
-            f"--{flag}: its copy on this machine cannot be used ({error}): choose another --cache_dir."
+            f"--{flag}: its copy on this machine cannot be used ({error}): make room, or choose another --cache_dir."
         ) from None

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_variables import read_in_place
+
 Gradient = tf.Tensor | tf.IndexedSlices
 
 
@@ -50,7 +52,9 @@ def global_norm(tensors: Sequence[Gradient | tf.Variable]) -> tf.Tensor:
 
 
 def _elements(tensor: Gradient | tf.Variable) -> tf.Tensor:
-    return tensor.values if isinstance(tensor, tf.IndexedSlices) else tf.convert_to_tensor(tensor)
+    if isinstance(tensor, tf.IndexedSlices):
+        return tensor.values
+    return read_in_place(tensor) if isinstance(tensor, tf.Variable) else tf.convert_to_tensor(tensor)
 
 
 OfOneDtype = Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]]

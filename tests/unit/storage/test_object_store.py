@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -210,11 +211,44 @@ def test_what_will_not_pass_is_told_in_a_sentence(through_proxy, tmp_path, monke
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free.getsockname()[1]}")
         with pytest.raises(StartupError, match="Could not connect.*can be reached from here"), as_sentence():
             ObjectStore(URL, patience=1).text("a")
+    for name, value, sentence in (
+        ("AWS_ENDPOINT_URL", "not-a-url", "Invalid endpoint: not-a-url: correct AWS_ENDPOINT_URL"),
+        ("AWS_ENDPOINT_URL", "http://me:SECRET@127.0.0.1:1", "a user or password.*AWS_ENDPOINT_URL.: take it out"),
+        ("AWS_PROFILE", "nosuch", "profile .nosuch. could not be found: correct AWS_PROFILE"),
+    ):
+        refusal = pytest.raises(ConfigError, match=sentence)
+        with monkeypatch.context() as changed, refusal as refused, as_sentence():
+            changed.setenv(name, value)
+            ObjectStore(URL, patience=60).text("a")
+        assert "SECRET" not in str(refused.value)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="no credentials were found"), as_sentence():
         ObjectStore(URL, patience=5).text("a")
+
+
+def test_a_full_disk_here_is_told_at_once_and_is_no_fault_of_the_store(s3, tmp_path, monkeypatch):
+    objects = ObjectStore(URL, patience=60)
+    objects.put_text("a", "one")
+    monkeypatch.setattr(objects, "_system", FullDisk(objects._system))
+    begun = time.monotonic()
+    with (
+        pytest.raises(ConfigError, match="copy on this machine cannot be used.*No space left.*make room"),
+        as_sentence(),
+    ):
+        objects.fetch("a", tmp_path / "a", 3)
+    assert time.monotonic() - begun < 10 and not list(tmp_path.iterdir())
+
+
+class FullDisk:
+    """A file system whose objects find no room here."""
+
+    def __init__(self, system):
+        self._system = system
+
+    def get_file(self, *_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_folder_that_cannot_be_listed_is_not_empty():
@@ -268,6 +302,9 @@ def test_a_missing_package_is_named():
         ("ftp://host/run", "no store that tfdist knows.*s3://"),
         ("s3://bucket", "BUCKET/FOLDER"),
         ("s3:/bucket/run", "write s3://bucket/run"),
+        ("s3:bucket/run", "write s3://bucket/run"),
+        ("s3//bucket/run", "write s3://bucket/run"),
+        (" s3://bucket/run", "run_dir= s3://bucket/run is no URL: write s3://bucket/run"),
         ("s3:///run", "BUCKET/FOLDER"),
         ("s3://key:secret@bucket/run", "does not belong into the URL"),
         ("s3://bucket/a/../b", "may not be in the URL"),

@@ -9,6 +9,7 @@ index is built by looking at 12 bytes a record. (TensorFlow's own random reader 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import mmap
 import os
@@ -35,13 +36,13 @@ SLOW_INDEX_SECONDS = 5.0  # an index that took longer is kept beside the files
 class RecordFiles:
     """The records of some TFRecord files as one sequence, in the order of the files.
 
-    Raises DataError for a file that is not a TFRecord file, is cut short, or is compressed; when reading, for a record
-    whose checksum is wrong.
+    named: how messages name a path. Raises DataError for a file that is not a TFRecord file, is cut short, or is
+    compressed; when reading, for a record whose checksum is wrong.
     """
 
-    def __init__(self, paths: Sequence[str]):
-        self.paths = list(paths)
-        self.offsets, self.files = _index(self.paths)
+    def __init__(self, paths: Sequence[str], named: Callable[[str], str] = str):
+        self.paths, self._named = list(paths), named
+        self.offsets, self.files = _index(self.paths, named)
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -52,7 +53,7 @@ class RecordFiles:
 
     def read(self, indices: Rows) -> list[bytes]:
         """The data of these records. Safe to call from several threads."""
-        return [_read(self.paths[self.files[i]], int(self.offsets[i])) for i in indices]
+        return [_read(self.paths[self.files[i]], int(self.offsets[i]), self._named) for i in indices]
 
 
 def read_in_graph(read: Callable[[Rows], list[bytes]], indices: tf.Tensor) -> tf.Tensor:
@@ -70,7 +71,7 @@ def as_objects(records: list[bytes]) -> np.ndarray:
     return found
 
 
-def _index(paths: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def _index(paths: list[str], named: Callable[[str], str]) -> tuple[np.ndarray, np.ndarray]:
     """(offsets int64 [records], file numbers int32 [records])."""
     for path in paths:
         if not os.path.isfile(path):
@@ -82,20 +83,20 @@ def _index(paths: list[str]) -> tuple[np.ndarray, np.ndarray]:
         return stored["offsets"], stored["files"]
     began = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(_scan, paths))
+        found = list(pool.map(functools.partial(_scan, named=named), paths))
     index = np.concatenate(found), np.repeat(np.arange(len(paths), dtype=np.int32), [len(f) for f in found])
     if time.monotonic() - began > SLOW_INDEX_SECONDS:
         _keep(cache, index)
     return index
 
 
-def _scan(path: str) -> np.ndarray:
+def _scan(path: str, named: Callable[[str], str]) -> np.ndarray:
     """Offsets of the records of one file, int64 [records]."""
     size = os.path.getsize(path)
     if size == 0:
         return np.zeros(0, np.int64)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return offsets_of(path, size, lambda offset, _: data[offset : offset + HEADER_BYTES])
+        return offsets_of(named(path), size, lambda offset, _: data[offset : offset + HEADER_BYTES])
 
 
 def offsets_of(path: str, size: int, read: Callable[[int, int], bytes]) -> np.ndarray:
@@ -125,7 +126,7 @@ def data_bytes(path: str, size: int, offset: int, header: bytes) -> int:
     raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
 
 
-def _read(path: str, offset: int) -> bytes:
+def _read(path: str, offset: int, named: Callable[[str], str]) -> bytes:
     # Opened for each record: that takes microseconds, and thousands of files need no more descriptors than threads.
     file = os.open(path, os.O_RDONLY)
     try:
@@ -133,7 +134,7 @@ def _read(path: str, offset: int) -> bytes:
         data = os.pread(file, length + 4, offset + HEADER_BYTES)
     finally:
         os.close(file)
-    return checked(path, offset, data, length)
+    return checked(named(path), offset, data, length)
 
 
 def checked(path: str, offset: int, data: bytes, length: int) -> bytes:

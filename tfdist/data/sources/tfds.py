@@ -258,7 +258,7 @@ def _reader(tfds: Any, builder: Any, split: str, cache: DataCache | None) -> Cal
     if cache and not cache.copies:
         files = StoredRecords(cache, paths)
     elif builder.info.file_format is formats.TFRECORD and all(map(os.path.isfile, paths)):
-        files = RecordFiles(paths)
+        files = RecordFiles(paths, cache.named_copy if cache else str)
     else:
         return None
     starts = np.cumsum([0] + [i.examples_in_shard for i in instructions])

@@ -212,6 +212,7 @@ class _Folder:
             return StoredRecords(self._cache, paths)
         if self._cache:
             self._cache.bring(paths)
+            return RecordFiles(paths, self._cache.named_copy)
         return RecordFiles(paths)
 
     def first_record(self, paths: list[str], compression: str) -> bytes | tf.Tensor | None:

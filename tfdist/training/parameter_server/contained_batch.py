@@ -34,8 +34,8 @@ class ContainedBatch:
         if what:
             raise ConfigError(
                 "--strategy=parameter_server sends the data source to the workers as TensorFlow operations, but this"
-                f" --source or --augment {what}: return arrays or use a built-in source, or choose"
-                " --strategy=multi_worker."
+                f" --source or --augment {what}: return arrays, use a source that holds its data in memory (digits,"
+                " text, synthetic), or choose --strategy=multi_worker."
             )
         if size > _MOST_CONSTANT_BYTES:
             raise ConfigError(
