@@ -260,6 +260,24 @@ def environment(chance: random.Random) -> Mistake:
     return one("environment: of tfdist and others", SHORT, codes, word, environment=variables)
 
 
+# Of an object store's own: variables -> the one that is named.
+OF_A_STORE = (
+    ({"AWS_PROFILE": "nosuch"}, "AWS_PROFILE"),
+    ({"AWS_ENDPOINT_URL": "nowhere"}, "AWS_ENDPOINT_URL"),
+    ({"AWS_ENDPOINT_URL": "nowhere:9000"}, "AWS_ENDPOINT_URL"),
+    ({"AWS_ENDPOINT_URL": "http://me:secret@127.0.0.1:1"}, "AWS_ENDPOINT_URL"),
+)
+
+
+def of_a_store(chance: random.Random) -> Mistake:
+    variables, word = chance.choice(OF_A_STORE)
+    place = chance.choice([["--run_dir=s3://bucket/run"], ["--backup_dir=s3://bucket/b", "--backup_every=1"]])
+    credentials = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests", "AWS_REGION": "us-east-1"}
+    return one(
+        "environment: of an object store", [*SHORT, *place], CONFIG, word, environment={**credentials, **variables}
+    )
+
+
 def _pair(kind: str, flags: list[tuple[str, ...]], codes: frozenset[int], *words: str, **fields: Any) -> Mistake:
     strategy = ("--strategy=sockets", "--startup_timeout=20", "--heartbeat_timeout=5")
     processes = [

@@ -24,6 +24,7 @@ FAMILIES: dict[Callable[[random.Random], Mistake], int] = {
     clusters.peers: 2,
     clusters.engine: 3,
     clusters.environment: 2,
+    clusters.of_a_store: 1,
     clusters.between_workers: 3,
     user_code.function: 22,
     user_code.file: 3,
