@@ -142,6 +142,15 @@ FAULTS: dict[str, Fault] = {
         "_ALL, _NOTHING = 0xFFFFFFFF, 0xFFFFFFFF",
         ("tests/e2e/test_attackers.py",),
     ),
+    "own random": Fault(
+        "packages of stores draw their pauses from the user's generator",
+        "control/optional_packages.py",
+        "    isolate_random()\n    return found\n",
+        "    return found\n",
+        (
+            "tests/unit/storage/test_object_store.py::test_a_store_that_makes_one_wait_leaves_the_users_random_numbers_alone",
+        ),
+    ),
     "store manifest": Fault(
         "the manifest of a snapshot is in the store before its files are",
         "artifacts/stored_snapshots.py",
