@@ -19,10 +19,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.e2e.job import ENVIRONMENT
-from tests.gpu.graph_audit import Audit, summary
-from tests.gpu.launch_order import problems
-from tests.gpu.mesh_reports import of_fits, of_meshes
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.e2e.job import ENVIRONMENT  # noqa: E402
+from tests.gpu.graph_audit import Audit, summary  # noqa: E402
+from tests.gpu.launch_order import problems  # noqa: E402
+from tests.gpu.mesh_reports import of_fits, of_meshes  # noqa: E402
 
 
 def main() -> int:

@@ -24,7 +24,8 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from tfdist.telemetry.jsonl import read_jsonl
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tfdist.telemetry.jsonl import read_jsonl  # noqa: E402
 
 FLAGS = [
     "--strategy=parameter_server",

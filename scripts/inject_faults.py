@@ -14,10 +14,12 @@ import argparse
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
-from tests.e2e.job import ENVIRONMENT
-from tests.faulty_copy import faulty_copy
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.e2e.job import ENVIRONMENT  # noqa: E402
+from tests.faulty_copy import faulty_copy  # noqa: E402
 
 
 class Fault(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,17 @@ def test_every_page_begins_with_a_command_or_code():
         if page.stem not in ("ARCHITECTURE", "contributing", "changelog"):
             text = page.read_text()
             assert blocks(page) and text.index("```") < 700, f"{page} does not begin with what solves its task"
+
+
+def test_scripts_find_the_project_without_help_of_the_environment():
+    """They are started as the docs say, from a checkout: Python looks beside the script only."""
+    helped = []
+    for script in sorted(Path("scripts").glob("*.py")):
+        text = script.read_text()
+        found = re.search(r"^(?:from|import) (?:tests|tfdist)\b", text, re.MULTILINE)
+        before = text[: found.start()] if found else ""
+        siblings = [Path("scripts", f"{name}.py") for name in re.findall(r"^from (\w+) import", before, re.MULTILINE)]
+        ways = [before, *(sibling.read_text() for sibling in siblings if sibling.exists())]
+        if found and not any("sys.path.insert(" in way for way in ways):
+            helped.append(script.name)
+    assert not helped
