@@ -1,4 +1,4 @@
-"""A run in stores that CI has not: Azure's (Azurite, an emulator) and Ceph's gateway for S3."""
+"""A run in stores other than S3: Google's and Azure's (emulators), WebHDFS (a server of the tests), Ceph's gateway."""
 
 from __future__ import annotations
 
@@ -6,27 +6,37 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e import job
 from tests.e2e.test_object_store import FLAGS, arrays, losses, machine, pace, same
 from tests.stores.azure_server import azure_environment
+from tests.stores.gcs_server import gcs_environment
+from tests.stores.webhdfs_server import webhdfs_server
 from tfdist.storage.object_store import ObjectStore
 
 pytestmark = pytest.mark.thorough
 
 
-@pytest.fixture(params=["abfs", "ceph"])
-def url(request, monkeypatch) -> str:
+@pytest.fixture(params=["gs", "webhdfs", "abfs", "ceph"])
+def url(request, monkeypatch) -> Iterator[str]:
     """A place in an empty store, which jobs that are started reach, too."""
-    if request.param == "abfs":
+    place, scheme = "bucket/runs/one", request.param
+    if scheme == "webhdfs":
+        with webhdfs_server() as server:
+            yield server.url
+        return
+    if scheme == "gs":
+        variables = gcs_environment(request.getfixturevalue("gcs"))
+    elif scheme == "abfs":
         variables = azure_environment(request.getfixturevalue("azure"))
     else:
-        variables = request.getfixturevalue("ceph").environment()
+        scheme, variables = "s3", request.getfixturevalue("ceph").environment()
     for name, value in variables.items():
         monkeypatch.setitem(job.ENVIRONMENT, name, value)
-    return f"{'abfs' if request.param == 'abfs' else 's3'}://bucket/runs/one"
+    yield f"{scheme}://{place}"
 
 
 def test_a_run_that_is_killed_goes_on_elsewhere(url, tmp_path):
