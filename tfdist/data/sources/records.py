@@ -134,13 +134,15 @@ def _read(path: str, offset: int, named: Callable[[str], str]) -> bytes:
         data = os.pread(file, length + 4, offset + HEADER_BYTES)
     finally:
         os.close(file)
-    return checked(named(path), offset, data, length)
+    return checked(path, offset, data, length, named)
 
 
-def checked(path: str, offset: int, data: bytes, length: int) -> bytes:
+def checked(path: str, offset: int, data: bytes, length: int, named: Callable[[str], str]) -> bytes:
     """The data of the record at an offset, without the checksum that follows them. Raises DataError if it differs."""
     if len(data) != length + 4 or _masked_crc(data[:-4]) != int.from_bytes(data[-4:], "little"):
-        raise DataError(f"{path} is damaged: the record at byte {offset} has a wrong checksum; restore the file.")
+        raise DataError(
+            f"{named(path)} is damaged: the record at byte {offset} has a wrong checksum; restore the file."
+        )
     return data[:-4]
 
 

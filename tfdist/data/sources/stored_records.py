@@ -57,7 +57,7 @@ class StoredRecords:
             for row in near:
                 offset, end = int(self.offsets[row]), int(self._ends[row])
                 data = piece[offset - start + HEADER_BYTES : end - start]
-                found[row] = checked(self._cache.named(path), offset, data, end - offset - HEADER_BYTES - 4)
+                found[row] = checked(path, offset, data, end - offset - HEADER_BYTES - 4, self._cache.named)
 
         in_threads(bring, ((near,) for near in self._ranges(rows)))
         return [found[row] for row in rows]

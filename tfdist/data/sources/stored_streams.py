@@ -121,7 +121,7 @@ def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) 
     if len(data) < FRAME_BYTES + length:
         data = files.read(path, start, FRAME_BYTES + length, max(FRAME_BYTES + length, _READ_BYTES))
     while (end := at + FRAME_BYTES + length) <= len(data):
-        found.append(checked(named, start + at, data[at + HEADER_BYTES : end], length))
+        found.append(checked(path, start + at, data[at + HEADER_BYTES : end], length, cache.named))
         at = end
         if len(data) - at < FRAME_BYTES:
             break
