@@ -17,6 +17,7 @@ BACKUP = "backups/one"
 URL = f"s3://{BUCKET}/{BACKUP}"
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_is_replaced_by_another(s3, tmp_path):
     """Killed when the store has a backup; on the other machine neither the run folder nor the cache has anything."""
     flags = [*FLAGS, "--steps=40", "--save_every=0", "--backup_every=5"]

@@ -65,6 +65,7 @@ def test_a_seed_draws_the_same_cases_again():
     ]
 
 
+@pytest.mark.slow
 def test_every_pair_that_can_be_drawn_comes_soon():
     runtimes = ("one_device", "mirrored:2", "fit:2")
     coverage = Coverage()
@@ -170,6 +171,7 @@ def test_one_number_that_rounding_decides_hides_no_fault_in_the_others():
     assert compare.differences({"model/0000": np.array([np.nan, 1.0])}, double, double, bounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["one_device", "fit:2"])
 def test_the_oracle_leaves_keras_as_it_was(runtime):
     import keras

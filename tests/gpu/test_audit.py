@@ -13,7 +13,12 @@ from tfdist.runtime.launch_order import Launch
 
 
 @pytest.mark.parametrize(
-    "name", ["cnn, float16, accumulation, clipping", "transformer, bfloat16, plain", "experts, float32, plain"]
+    "name",
+    [
+        "cnn, float16, accumulation, clipping",
+        pytest.param("transformer, bfloat16, plain", marks=pytest.mark.slow),
+        pytest.param("experts, float32, plain", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_has_kernels_for_gpus(name):
     found = of_training(COMBINATIONS[name])

@@ -92,7 +92,14 @@ def first_pieces_alone(asked: Counter, let_go: threading.Event) -> Callable[[str
     return draw
 
 
-@pytest.mark.parametrize("count", [3, 14, *(pytest.param(count, marks=pytest.mark.thorough) for count in (1, 4, 5))])
+@pytest.mark.parametrize(
+    "count",
+    [
+        3,
+        pytest.param(14, marks=pytest.mark.slow),
+        *(pytest.param(count, marks=pytest.mark.thorough) for count in (1, 4, 5)),
+    ],
+)
 def test_the_order_is_that_of_a_folder_cold_warm_and_half_warm(s3, tmp_path, count):
     expected = records(upload(s3, tmp_path, drawn(count, count)))
     cold = stored(tmp_path / "cache")
@@ -210,6 +217,7 @@ def test_a_damaged_file_is_named(s3, tmp_path, damage, sentence):
     assert isinstance(error, DataError) and str(error).startswith(f"--data_dir={URL}: train-00 {sentence}"), error
 
 
+@pytest.mark.slow
 def test_two_processes_share_what_comes(s3, tmp_path, through_proxy):
     expected = records(upload(s3, tmp_path, drawn(7, 6)))
     asked, guard = Counter(), threading.Lock()

@@ -21,6 +21,7 @@ def found(**flags) -> dict[str, str]:
     return {each.name: str(each) for each in told.findings if each.name.endswith(" store")}
 
 
+@pytest.mark.slow
 def test_every_store_in_the_flags_is_tried_and_left_as_it_was(s3, tmp_path):
     s3.change("data/train", b"records")
     places = {f"{kind}_dir": f"s3://{BUCKET}/{kind}" for kind in ("run", "backup", "data")}

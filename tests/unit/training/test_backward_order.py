@@ -76,7 +76,7 @@ def gradients_of(model, function):
 
 @pytest.mark.parametrize(
     "make",
-    [dense, lambda: dense(tied=True), recurrent, images, again],
+    [dense, lambda: dense(tied=True), recurrent, images, pytest.param(again, marks=pytest.mark.slow)],
     ids=["dense", "tied", "recurrent", "images", "recomputed"],
 )
 def test_the_order_changes_no_gradient(make):
