@@ -16,9 +16,8 @@ from tfdist.control import exit_codes
 from tfdist.control.exit_codes import UnsupportedError
 
 # Packages that draw how long they wait for a server, mostly in threads.
-_AMAZON, _GOOGLE, _MICROSOFT = ("aiobotocore", "botocore"), ("gcsfs", "google"), ("azure",)
-_TELEMETRY, _HTTP = ("mlflow", "opentelemetry", "wandb"), ("aiohttp", "requests", "urllib3")
-_DRAWING = frozenset(_AMAZON + _GOOGLE + _MICROSOFT + _TELEMETRY + _HTTP)
+_OF_STORES = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
+_OF_TELEMETRY = ("mlflow", "opentelemetry", "wandb")
 _OWN_GENERATOR = random.Random()
 _ALWAYS = ("absl",)  # what every command needs; TensorFlow and Keras, and so NumPy, have their sentences in versions.py
 
@@ -57,8 +56,9 @@ def isolate_random() -> None:
     them has imported more.
     """
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _DRAWING and getattr(module, "random", None) is random:
-            vars(module)["random"] = _OWN_GENERATOR
+        held = getattr(module, "__dict__", {})  # asked directly: some modules import what they are asked for
+        if name.partition(".")[0] in _OF_STORES + _OF_TELEMETRY and held.get("random") is random:
+            held["random"] = _OWN_GENERATOR
     backoff: Any = getattr(sys.modules.get("botocore.retries.standard"), "ExponentialBackoff", None)
     if backoff:  # which keeps the function itself
         kept = backoff.__init__.__defaults__

@@ -130,25 +130,22 @@ def test_what_is_no_longer_as_it_was_is_named_without_copies(s3, records, tmp_pa
     assert str(found).startswith(f"--data_dir={URL}: train-07.tfrecord {how[change]}"), found
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_copy_that_is_damaged_is_named_with_its_object(records, s3, tmp_path, cut):
-    with_copies = config(tmp_path, source="tfrecord", source_args=SPEC)
-    if cut:
-        s3.change("data/train-07.tfrecord", (records / "train-07.tfrecord").read_bytes()[:-10])
-        with pytest.raises(DataError) as found:
-            split_of(with_copies)
-    else:
-        split = split_of(with_copies)
-        copy = next((tmp_path / "cache").rglob("objects/train-07.tfrecord"))
-        data = copy.read_bytes()
-        copy.write_bytes(data[:-6] + bytes([data[-6] ^ 1]) + data[-5:])
-        with pytest.raises(tf.errors.OpError) as failure:
-            list(tf.data.Dataset.from_tensors(tf.constant([7], tf.int64)).map(split.fetch))
-        assert str(copy) in (told := str(explain(failure.value, Cluster())))
-        assert told.startswith(f"--data_dir={URL}: train-07.tfrecord, or its copy") and "is damaged" in told
-        return
+def test_a_copy_that_is_damaged_is_named_with_its_object(records, tmp_path):
+    split = split_of(config(tmp_path, source="tfrecord", source_args=SPEC))
+    copy = next((tmp_path / "cache").rglob("objects/train-07.tfrecord"))
+    data = copy.read_bytes()
+    copy.write_bytes(data[:-6] + bytes([data[-6] ^ 1]) + data[-5:])
+    with pytest.raises(tf.errors.OpError) as failure:
+        list(tf.data.Dataset.from_tensors(tf.constant([7], tf.int64)).map(split.fetch))
+    found = str(explain(failure.value, Cluster()))
+    assert found.startswith(f"--data_dir={URL}: train-07.tfrecord, or its copy {copy} ") and "is damaged" in found
+
+
+def test_an_object_that_was_cut_short_is_named_with_its_copy(records, s3, tmp_path):
+    s3.change("data/train-07.tfrecord", (records / "train-07.tfrecord").read_bytes()[:-10])
+    with pytest.raises(DataError, match="ends within a record") as found:
+        split_of(config(tmp_path, source="tfrecord", source_args=SPEC))
     assert str(found.value).startswith(f"--data_dir={URL}: train-07.tfrecord, or its copy")
-    assert "ends within a record" in str(found.value)
 
 
 def test_of_many_faults_none_gives_another_record_without_copies(records, tmp_path, through_proxy):
