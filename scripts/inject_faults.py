@@ -144,6 +144,13 @@ FAULTS: dict[str, Fault] = {
         "_ALL, _NOTHING = 0xFFFFFFFF, 0xFFFFFFFF",
         ("tests/e2e/test_attackers.py",),
     ),
+    "bad weights": Fault(
+        "weights that are no numbers are not noticed as long as the loss is one",
+        "training/step.py",
+        "tf.math.is_finite(self.update.weight_norm())",
+        "tf.constant(True)",
+        ("tests/unit/training/test_step.py::test_a_bad_row_that_nobody_looks_up_makes_the_weights_bad",),
+    ),
     "own random": Fault(
         "packages of stores draw their pauses from the user's generator",
         "control/optional_packages.py",

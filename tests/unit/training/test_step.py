@@ -23,6 +23,7 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(96, 6)).astype("float32")
 Y = RANDOM.integers(0, 4, 96).astype("int32")
 W = np.ones(96, "float32")
+INPUTS = tf.TensorSpec([None, 6])
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +42,14 @@ def make_step(
     accumulation=1,
     dropout=0.0,
     objective=None,
+    model=None,
+    inputs=INPUTS,
     **options,
 ):
     keras.utils.set_random_seed(1)
     config = PrecisionConfig(precision=precision, loss_scale_growth_steps=growth_steps, loss_scale_initial=scale)
     set_policy(config)
-    model = keras.Sequential(
+    model = model or keras.Sequential(
         [
             keras.layers.Input((6,)),
             keras.layers.Dense(8, activation="tanh"),
@@ -56,7 +59,7 @@ def make_step(
     )
     rule = make_optimizer(OptimizerConfig(optimizer=optimizer), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
     rule.build(model.trainable_variables)
-    spec = (tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]))
+    spec = (inputs, tf.TensorSpec(inputs.shape[:1], tf.int32), tf.TensorSpec(inputs.shape[:1]))
     plan = BatchPlan(batch, accumulation, 1)
     return (MeasuredStep if options.get("phase_every") else TrainStep)(
         OneDevice(),
@@ -89,6 +92,19 @@ def test_equals_plain_keras():
     )
     assert output.means["loss"] == pytest.approx(np.mean(history), abs=1e-5)
     assert (output.step, output.weight, output.skipped, output.finite) == (12, 192, 0, True)
+
+
+def test_a_bad_row_that_nobody_looks_up_makes_the_weights_bad():
+    """Of a table that plain SGD updates by the row, and which is read where it is."""
+    table = keras.layers.Embedding(20, 4)
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), table, keras.layers.Flatten(), keras.layers.Dense(4)])
+    step = make_step(model=model, inputs=tf.TensorSpec([16, 3], tf.int32))
+    x = np.random.default_rng(0).integers(0, 19, (96, 3)).astype("int32")
+    whole = [iter(tf.data.Dataset.from_tensor_slices((x, Y, W)).repeat().batch(16, drop_remainder=True))]
+    assert step(whole, 3).finite and step(whole, 1).finite
+    table.embeddings.value.scatter_update(tf.IndexedSlices(tf.constant([[1.0, np.inf, 1.0, 1.0]]), tf.constant([19])))
+    output = step(whole, 1)
+    assert np.isfinite(output.means["loss"]) and not output.finite
 
 
 def test_accumulation_is_the_same_step():
