@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.checkpoint_index import Box, CheckpointIndex, overlap
+from tfdist.compat.checkpoint_index import Box, CheckpointIndex, is_whole, overlap
 
 ONLY_AS_SAVED = ("float16", "uint16", "uint32", "uint64")
 
 
 def spec(shape: Sequence[int], box: Box) -> str:
-    """A box of an array of a shape, as SaveV2 and RestoreV2 take it; "" for the whole."""
-    if all(start == 0 and length == size for (start, length), size in zip(box, shape, strict=True)):
+    """A box of an array of a shape, as RestoreV2 takes it; "" for the whole."""
+    if is_whole(box, shape):
         return ""
     return f"{' '.join(map(str, shape))} {':'.join(f'{start},{length}' for start, length in box)}"
 

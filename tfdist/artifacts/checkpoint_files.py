@@ -5,43 +5,95 @@ They are what tf.train.CheckpointManager would have written of variables with th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
+
+from tfdist.artifacts.direct_file import DirectFile
+from tfdist.artifacts.manifest import CRC
+from tfdist.compat.checkpoint_index import Box, Written, index
+from tfdist.compat.leveldb_table import masked, number
 
 SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of a variable's name in a checkpoint, behind its key
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # where tf.train.Checkpoint looks for what is in a checkpoint
 
 
-def write(folder: str, step: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """state-STEP.index and its data, and TensorFlow's file `checkpoint` that names them. Raises OSError or
-    tf.errors.OpError."""
-    prefix, arrays = f"{folder}/state-{step}", {**arrays, "save_counter": np.array(1, np.int64)}
-    with tf.device("CPU:0"):
-        tf.raw_ops.SaveV2(
-            prefix=prefix,
-            tensor_names=[*(key + SUFFIX for key in arrays), GRAPH],
-            shape_and_slices=[""] * (len(arrays) + 1),
-            tensors=[*map(shared, arrays.values()), object_graph(arrays)],
-        )
+@dataclass(frozen=True)
+class Entry:
+    """An array under its name in a checkpoint, or the content of a box of one of `shape`."""
+
+    name: str
+    array: Any  # NumPy's or TensorFlow's
+    shape: tuple[int, ...] | None = None  # None: the array's own
+    box: Box | None = None
+
+
+def write(folder: str, step: int, arrays: Mapping[str, np.ndarray], direct: bool) -> dict[str, dict[str, Any]]:
+    """state-STEP.index and its data, and TensorFlow's file `checkpoint` that names them. Returns what `write_files`
+    does. Raises OSError.
+    """
+    arrays = {**arrays, "save_counter": np.array(1, np.int64)}
+    entries = [Entry(key + SUFFIX, array) for key, array in arrays.items()]
+    written = write_files(f"{folder}/state-{step}", [*entries, Entry(GRAPH, object_graph(arrays))], direct)
     with open(f"{folder}/checkpoint", "w", encoding="utf-8") as file:
         file.write(pointer(f"state-{step}"))
+    return written
+
+
+def write_files(prefix: str, entries: Sequence[Entry], direct: bool) -> dict[str, dict[str, Any]]:
+    """The checkpoint `prefix`, byte for byte as SaveV2 would have written it; its data are on the disk then.
+
+    direct: past the page cache (direct_file.py). Returns name -> size and CRC-32C of the data file, as a manifest says
+    them: of what was meant to be written, not of what is read back. Raises OSError.
+    """
+    path = f"{prefix}.data-00000-of-00001"
+    with DirectFile(path, direct) as file:
+        written = [_append(file, entry) for entry in entries]
+        file.flush()
+    with open(f"{prefix}.index", "wb") as index_file:
+        index_file.write(index(written))
+    return {os.path.basename(path): {"bytes": file.size, CRC: f"{file.checksum:08x}"}}
+
+
+def _append(file: DirectFile, entry: Entry) -> Written:
+    array, offset = np.asarray(entry.array), file.size
+    shape = array.shape if entry.shape is None else entry.shape
+    if array.dtype.kind in "OSU":
+        dtype, checksum = tf.string, _append_texts(file, [_encoded(text) for text in array.reshape(-1).tolist()])
+    else:
+        dtype = tf.as_dtype(array.dtype)
+        checksum = file.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    number = dtype.as_datatype_enum
+    return Written(entry.name, number, tuple(shape), entry.box, offset, file.size - offset, checksum)
+
+
+def _append_texts(file: DirectFile, texts: Sequence[bytes]) -> int:
+    """Their lengths, the checksum of the lengths, the texts. Returns the checksum of it all, in which a length is a
+    number of four bytes, or of eight.
+    """
+    lengths = b"".join(len(text).to_bytes(4 if len(text) < 1 << 32 else 8, "little") for text in texts)
+    checksum = google_crc32c.value(lengths)
+    told = masked(checksum).to_bytes(4, "little")
+    for content in (b"".join(number(len(text)) for text in texts) + told, *texts):
+        file.append(np.frombuffer(content, np.uint8))
+    for content in (told, *texts):
+        checksum = google_crc32c.extend(checksum, content)
+    return checksum
+
+
+def _encoded(text: Any) -> bytes:
+    return text if isinstance(text, bytes) else str(text).encode()
 
 
 def pointer(prefix: str) -> str:
     """What TensorFlow's file `checkpoint` says in a folder, so that tf.train.latest_checkpoint finds `prefix` there."""
     return f'model_checkpoint_path: "{prefix}"\nall_model_checkpoint_paths: "{prefix}"\n'
-
-
-def shared(array: Any) -> Any:
-    """A tensor in the memory of the array where that can be, else the array itself, which TensorFlow copies."""
-    try:
-        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-    except Exception:  # noqa: BLE001 - of either library, for types and layouts that one of them does not know
-        return array
 
 
 def object_graph(keys: Iterable[str]) -> np.ndarray:

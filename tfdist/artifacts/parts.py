@@ -25,10 +25,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import checkpoint_files
-from tfdist.artifacts.checkpoint_arrays import read_boxes, spec
-from tfdist.artifacts.checkpoint_files import SUFFIX
+from tfdist.artifacts.checkpoint_arrays import read_boxes
+from tfdist.artifacts.checkpoint_files import SUFFIX, Entry
 from tfdist.artifacts.store import SnapshotStore, measure
-from tfdist.compat.checkpoint_index import Box
+from tfdist.compat.checkpoint_index import Box, is_whole
 
 _POLL_SECONDS = 0.02
 
@@ -39,12 +39,13 @@ class Shard(NamedTuple):
     key: str
     shape: tuple[int, ...]
     box: Box
-    array: np.ndarray | tf.Tensor | None = None
+    array: np.ndarray | None = None
 
     @property
-    def spec(self) -> str:
-        """As SaveV2 and RestoreV2 take it; "" for the whole."""
-        return spec(self.shape, self.box)
+    def entry(self) -> Entry:
+        """As it is written."""
+        box = None if is_whole(self.box, self.shape) else self.box
+        return Entry(self.key + SUFFIX, self.array, self.shape, box)
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -78,20 +79,18 @@ def read_shards(prefix: str, shards: Sequence[Shard], dtype: Any) -> list[np.nda
     return read_boxes(prefix, first.key + SUFFIX, first.shape, [shard.box for shard in shards], tf.as_dtype(dtype))
 
 
-def save_part(prefix: str, shards: Sequence[Shard], keys: Sequence[str], if_nothing: str = "") -> None:
+def save_part(
+    prefix: str, shards: Sequence[Shard], keys: Sequence[str], direct: bool, if_nothing: str = ""
+) -> dict[str, dict[str, Any]]:
     """A checkpoint of these boxes alone; of nothing none, or one of an entry called `if_nothing`. keys: of all arrays,
-    where it shall say what the whole is made of. Raises tf.errors.OpError.
+    where it shall say what the whole is made of. Returns what `checkpoint_files.write_files` does. Raises OSError.
     """
-    names, specs = [shard.key + SUFFIX for shard in shards], [shard.spec for shard in shards]
-    tensors: list[Any] = [checkpoint_files.shared(shard.array) for shard in shards]
+    entries = [shard.entry for shard in shards]
     if keys:
-        graph = checkpoint_files.object_graph(keys)
-        names, specs, tensors = [*names, checkpoint_files.GRAPH], [*specs, ""], [*tensors, graph]
-    if if_nothing and not names:
-        names, specs, tensors = [if_nothing], [""], [np.zeros((), np.int8)]
-    if names:
-        with tf.device("CPU:0"):
-            tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=specs, tensors=tensors)
+        entries.append(Entry(checkpoint_files.GRAPH, checkpoint_files.object_graph(keys)))
+    if if_nothing and not entries:
+        entries.append(Entry(if_nothing, np.zeros((), np.int8)))
+    return checkpoint_files.write_files(prefix, entries, direct) if entries else {}
 
 
 class PartedStore(SnapshotStore):
@@ -133,11 +132,10 @@ class PartedStore(SnapshotStore):
             raise
 
     def _write_part(self, folder: str, step: int, shards: Sequence[Shard], keys: Sequence[str]) -> int:
-        name, files = f"part-{self.rank:05d}", {}
-        save_part(f"{folder}/{name}", shards, keys if self.rank == 0 else ())
+        prefix = f"{folder}/part-{self.rank:05d}"
+        written = save_part(prefix, shards, keys if self.rank == 0 else (), self.direct)
         self.before_commit(step)
-        for file in sorted(entry for entry in os.listdir(folder) if entry.startswith(f"{name}.data")):
-            files[file] = measure(f"{folder}/{file}", self.checksum, flush=True)
+        files = self._measured(folder, written, written)
         self._tell(folder, {"files": files, "values": values_of(shards)})
         return sum(entry["bytes"] for entry in files.values())
 

@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +100,9 @@ class SnapshotStore:
         folder = f"{self.directory}/.writing-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         try:
             tf.io.gfile.makedirs(folder)
-            checkpoint_files.write(folder, step, arrays)
+            written = checkpoint_files.write(folder, step, arrays, self.direct)
             self.before_commit(step)
-            files = {
-                name: measure(f"{folder}/{name}", self.checksum, flush=True)
-                for name in sorted(tf.io.gfile.listdir(folder))
-            }
+            files = self._measured(folder, written, sorted(os.listdir(folder)))
             self._seal(folder, step, files, fields)
         except BaseException:
             if os.path.exists(folder):
@@ -113,6 +110,18 @@ class SnapshotStore:
             raise
         self._point_to(step)
         return sum(entry["bytes"] for entry in files.values())
+
+    @property
+    def direct(self) -> bool:
+        """Whether data files are written past the page cache: nothing reads them again now, unless to send them."""
+        return self.checksum == CRC
+
+    def _measured(
+        self, folder: str, written: Mapping[str, dict[str, Any]], names: Iterable[str]
+    ) -> dict[str, dict[str, Any]]:
+        """The manifest's entries of files, all of which are on the disk then. written: what is known of some."""
+        known = written if self.checksum == CRC else {}
+        return {name: known.get(name) or measure(f"{folder}/{name}", self.checksum, flush=True) for name in names}
 
     def _seal(self, folder: str, step: int, files: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]) -> None:
         """The commit of what is written in `folder`, whose files are named with their sizes and checksums."""

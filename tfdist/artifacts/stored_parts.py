@@ -116,7 +116,7 @@ class StoredParts(SnapshotStore):
         (folder / note_of(self.rank)).unlink(missing_ok=True)
         prefix = f"{folder}/.writing-part-{self.rank:05d}"
         # Every worker has a data file, so that each knows the name of its own.
-        save_part(prefix, shards, keys if self.rank == 0 else (), if_nothing=f"_PART_{self.rank}")
+        save_part(prefix, shards, keys if self.rank == 0 else (), direct=False, if_nothing=f"_PART_{self.rank}")
         data, index = Path(f"{prefix}.data-00000-of-00001"), Path(f"{prefix}.index")
         self.before_commit(step)
         note = {}

@@ -1,14 +1,15 @@
 """Where in the data files of a TensorFlow checkpoint each array lies, or each slice of one (TensorFlow 2.21).
 
-TensorFlow reads checkpoints from whole files, and says nowhere which bytes of them it would read. Relies on the format
-of the index (tensorflow/core/util/tensor_bundle/, a table of LevelDB without compression) and on the names of slices in
-it (saved_tensor_slice_util.cc); without it every worker would have to bring all of a snapshot from an object store.
+TensorFlow reads checkpoints from whole files, and says nowhere which bytes of them it would read; and it writes them
+through the page cache only. Relies on the format of the index (tensorflow/core/util/tensor_bundle/, a table of LevelDB)
+and on the names of slices in it (saved_tensor_slice_util.cc); without reading it every worker would have to bring all
+of a snapshot from an object store, without writing it a snapshot takes ten times the processor time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,9 @@ import google_crc32c
 from google.protobuf.message import DecodeError
 from tensorflow.core.protobuf import tensor_bundle_pb2
 
+from tfdist.compat import leveldb_table
+
 Box = tuple[tuple[int, int], ...]
-_FOOTER_BYTES = 48
-_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
-_TRAILER_BYTES = 5  # of a block: how it is compressed, and its checksum
-_MASK = 0xA282EAD8
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Stored:
         found = size = 0
         for piece in content:
             found, size = google_crc32c.extend(found, piece), size + len(piece)
-        masked = ((found >> 15 | found << 17) + _MASK) & 0xFFFFFFFF
-        return size == self.size and masked == self.checksum
+        return size == self.size and leveldb_table.masked(found) == self.checksum
 
 
 class CheckpointIndex:
@@ -50,7 +48,7 @@ class CheckpointIndex:
 
     def __init__(self, content: bytes):
         try:
-            self._entries = dict(_table(content))
+            self._entries = dict(leveldb_table.entries(content))
             header = tensor_bundle_pb2.BundleHeaderProto.FromString(self._entries.pop(b""))
         except (IndexError, KeyError, DecodeError) as error:
             raise ValueError(f"it is no index of a checkpoint ({type(error).__name__})") from None
@@ -78,6 +76,58 @@ class CheckpointIndex:
             raise ValueError(f"what is said of {name!r} cannot be read") from None
 
 
+@dataclass(frozen=True)
+class Written:
+    """What has been written into the one data file of a checkpoint: an array of a shape, or a box of it.
+
+    dtype: one of TensorFlow's DataType. checksum: CRC-32C of its bytes.
+    """
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    box: Box | None
+    offset: int
+    size: int
+    checksum: int
+
+
+def index(written: Iterable[Written]) -> bytes:
+    """The content of a checkpoint's index file, with one data file. Byte for byte what SaveV2 would have written."""
+    header = tensor_bundle_pb2.BundleHeaderProto(num_shards=1)
+    header.version.producer = 1
+    rows: dict[bytes, tensor_bundle_pb2.BundleEntryProto] = {}
+    for each in written:
+        place = tensor_bundle_pb2.BundleEntryProto(
+            dtype=each.dtype, offset=each.offset, size=each.size, crc32c=leveldb_table.masked(each.checksum)
+        )
+        if each.box is None:
+            rows[each.name.encode()] = _of_shape(place, each.shape)
+            continue
+        whole = rows.setdefault(
+            each.name.encode(), _of_shape(tensor_bundle_pb2.BundleEntryProto(dtype=each.dtype), each.shape)
+        )
+        told = whole.slices.add()
+        for start, length in each.box:
+            told.extent.add(start=start, length=length)
+        rows[_name_of_slice(each.name, told)] = _of_shape(place, [length for _, length in each.box])
+    return leveldb_table.table(
+        [(b"", header.SerializeToString()), *((name, rows[name].SerializeToString()) for name in sorted(rows))]
+    )
+
+
+def _of_shape(entry: tensor_bundle_pb2.BundleEntryProto, shape: Sequence[int]) -> tensor_bundle_pb2.BundleEntryProto:
+    entry.shape.SetInParent()
+    for size in shape:
+        entry.shape.dim.add(size=size)
+    return entry
+
+
+def is_whole(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box is all of an array."""
+    return all(extent == (0, size) for extent, size in zip(box, shape, strict=True))
+
+
 def overlap(first: Box, second: Box) -> bool:
     """Whether two boxes of an array have an element in common."""
     return all(a < b + m and b < a + n for (a, n), (b, m) in zip(first, second, strict=True))
@@ -93,51 +143,6 @@ def _box(told: Any, shape: tuple[int, ...]) -> Box:
         (extent.start, extent.length) if extent.HasField("length") else (0, size)
         for extent, size in zip(told.extent, shape, strict=True)
     )
-
-
-# -- a table of LevelDB ------------------------------------------------------------------------------------------------
-
-
-def _table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Its keys and values."""
-    footer = content[-_FOOTER_BYTES:]
-    if len(footer) < _FOOTER_BYTES or footer[-8:] != _MAGIC:
-        raise ValueError("it does not end as an index does")
-    _, place = _handle(footer, 0)
-    (start, size), _ = _handle(footer, place)
-    for _, handle in _block(content, start, size):
-        (start, size), _ = _handle(handle, 0)
-        yield from _block(content, start, size)
-
-
-def _block(content: bytes, start: int, size: int) -> Iterator[tuple[bytes, bytes]]:
-    block, kind = content[start : start + size], content[start + size]
-    if kind or len(block) != size or start + size + _TRAILER_BYTES > len(content):
-        raise ValueError("it is compressed, or cut short")
-    end, place, key = size - 4 - 4 * int.from_bytes(block[-4:], "little"), 0, b""
-    while place < end:
-        shared, place = _number(block, place)
-        more, place = _number(block, place)
-        length, place = _number(block, place)
-        key = key[:shared] + block[place : place + more]
-        yield key, block[place + more : place + more + length]
-        place += more + length
-
-
-def _handle(data: bytes, place: int) -> tuple[tuple[int, int], int]:
-    """((offset, size) of a block, where what follows begins)."""
-    offset, place = _number(data, place)
-    size, place = _number(data, place)
-    return (offset, size), place
-
-
-def _number(data: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte, place = data[place], place + 1
-        value, shift = value | (byte & 0x7F) << shift, shift + 7
-        if byte < 0x80:
-            return value, place
 
 
 # -- how a slice is called ---------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Piece:
 
     def to_shards(self, key: str) -> list[Shard]:
         """What it holds, as boxes of the array called `key`."""
-        array = np.asarray(self.value.numpy())
+        array = np.asarray(self.value.numpy())  # a copy, which later steps do not change
         array = array[np.newaxis] if self.is_row else array
         shards, offset = [], 0
         for region in self._regions():
@@ -82,11 +82,7 @@ class Piece:
             offset += size
             ends = np.cumsum([box[region.dim][1] for box in region.boxes])[:-1] if len(region.boxes) > 1 else []
             contents = np.split(content, ends, region.dim) if len(ends) else [content]
-            with tf.device("CPU:0"):  # as a tensor it is saved without another copy
-                shards += [
-                    Shard(key, self.shape, box, tf.constant(part))
-                    for box, part in zip(region.boxes, contents, strict=True)
-                ]
+            shards += [Shard(key, self.shape, box, part) for box, part in zip(region.boxes, contents, strict=True)]
         return shards
 
     def wanted(self, key: str, rows: int) -> list[Shard]:
