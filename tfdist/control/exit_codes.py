@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from tfdist.control.terminal import as_line, outlive_reader
+from tfdist.control.terminal import as_line, open_closed_streams, outlive_reader
 from tfdist.control.user_errors import said
 
 _SAYING_SECONDS = 5.0
@@ -53,7 +53,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.STARTUP: "a peer or an object store did not answer in time, or a port is in use",
     ExitCode.PEER_LOST: "another worker died or left while training",
     ExitCode.HANG: "a watchdog found this or another worker stuck",
-    ExitCode.DIVERGED: "the loss or a gradient became NaN or infinite, or the workers' weights differ",
+    ExitCode.DIVERGED: "the loss, a gradient or a weight became NaN or infinite, or the workers' weights differ",
     ExitCode.CHECKPOINT: "a checkpoint cannot be used: none valid, or of another configuration",
     ExitCode.UNSUPPORTED: "this Python, TensorFlow or Keras version is not supported, or a needed package is missing",
     ExitCode.CRASH_LOOP: "the supervisor gave up: the job failed again and again without progress",
@@ -131,6 +131,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
     to their end as in any Python program, but the code is decided: nothing that TensorFlow's own threads find, now that
     others leave too, and no destructor changes it.
     """
+    open_closed_streams()
     outlive_reader()
     decided: list[int] = []
     atexit.register(_end_with, decided)  # the first to be registered is the last to be called

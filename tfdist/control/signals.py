@@ -1,4 +1,4 @@
-"""Signals as requests: SIGTERM asks for "save and stop", SIGUSR1 for "save and go on".
+"""Signals as requests: SIGTERM and SIGHUP ask for "save and stop", SIGUSR1 for "save and go on".
 
 A handler only sets a flag. The loop hands the flags to the next step, whose reduction tells them to every worker, so
 that all save (and stop) at the same step, whichever worker was signalled.
@@ -24,24 +24,38 @@ class SignalRequests:
         self.save = False
         self.stop = False
         self.on_stop: Callable[[], None] = lambda: None  # called once, in the handler
-        self._stopped_at = 0.0
+        self._signalled = False  # `stop` may have been set without a signal, by the platform's notice
+        self._terminated_at = 0.0  # the first SIGTERM; 0: none yet
 
     def install(self) -> SignalRequests:
-        """Takes over SIGTERM and SIGUSR1; only in the main thread. A second SIGTERM ends the process at once."""
+        """Takes over SIGTERM, SIGUSR1 and, unless it is ignored (nohup), SIGHUP; only in the main thread. A second
+        SIGTERM ends the process at once.
+        """
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGUSR1, self._on_usr1)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_hup)
         return self
 
     def _on_term(self, *_) -> None:
-        if self.stop and time.monotonic() - self._stopped_at < _SAME_REQUEST_SECONDS:
+        if self._terminated_at and time.monotonic() - self._terminated_at < _SAME_REQUEST_SECONDS:
             return
-        if self.stop:
+        if self._terminated_at:
             say_at_once("tfdist: second SIGTERM: ending at once, without saving.")
             os._exit(128 + signal.SIGTERM)
-        self.stop, self._stopped_at = True, time.monotonic()
+        self._terminated_at = time.monotonic()
+        self._stop("SIGTERM")
+
+    def _on_hup(self, *_) -> None:
+        self._stop("SIGHUP, its terminal was closed")
+
+    def _stop(self, why: str) -> None:
+        if self._signalled:
+            return
+        self._signalled = self.stop = True
         self.on_stop()
         what = "saving at the next boundary, if all workers answer, then ending with exit code"
-        say_at_once(f"tfdist: SIGTERM: {what} {ExitCode.PREEMPTED.value}.")
+        say_at_once(f"tfdist: {why}: {what} {ExitCode.PREEMPTED.value}.")
 
     def _on_usr1(self, *_) -> None:
         self.save = True

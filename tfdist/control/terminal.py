@@ -84,6 +84,24 @@ class _Unread(io.FileIO):
             return len(memoryview(data).cast("B"))
 
 
+def open_closed_streams() -> None:
+    """Where standard input, output or error are closed (`2>&-`, some daemons): nothing is read there, and what is
+    written goes nowhere. Else the next file or socket would get that number, and what TensorFlow writes to standard
+    error would end up in a snapshot.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False))  # noqa: SIM115
+
+
 def outlive_reader() -> None:
     """From now on standard output and error may lose their reader (`| head`, a terminal that is closed): a command then
     goes on, and ends as it would have.

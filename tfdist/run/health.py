@@ -139,7 +139,7 @@ class HealthMonitor:
 
 
 def take_signals(options: ClusterConfig) -> SignalRequests:
-    """Takes over SIGTERM and SIGUSR1, and listens to the platform. Once per process, in its main thread."""
+    """Takes over SIGTERM, SIGHUP and SIGUSR1, and listens to the platform. Once per process, in its main thread."""
     requests = SignalRequests().install()
 
     def on_notice() -> None:

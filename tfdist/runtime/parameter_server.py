@@ -165,6 +165,8 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
             _spec(cluster), job_name=cluster.role, task_index=cluster.index, protocol="grpc", config=options
         )
     signal.signal(signal.SIGTERM, on_term)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: say_at_once("tfdist: SIGHUP: ending when the chief has ended."))
     print(
         f"tfdist: {cluster.describe()}, at {cluster.spec[cluster.role][cluster.index]}; waiting for the chief.",
         flush=True,

@@ -145,6 +145,6 @@ def _save(hooks: LoopHooks, save: Callable[[int], None], step: int) -> None:
 
 def _diverged(out: StepOutput, before: int) -> NoReturn:
     raise DivergedError(
-        f"Loss or gradients became NaN or infinite between step {before} and {out.step} (loss"
+        f"Loss, gradients or weights became NaN or infinite between step {before} and {out.step} (loss"
         f" {out.means['loss']}): lower --learning_rate, set --clip_norm, or use --on_nan=skip or --on_nan=rollback."
     )

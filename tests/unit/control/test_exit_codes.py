@@ -169,3 +169,31 @@ def test_a_process_ends_as_it_must_though_nobody_reads_what_it_says(script, code
             process.kill()
     if reader != "has gone":
         os.close(ours)
+
+
+WITHOUT_STREAMS = """
+import os, sys
+from tfdist.control import exit_codes
+def main(argv):
+    made = os.open(argv[0], os.O_WRONLY | os.O_CREAT)
+    os.write(made, b"a snapshot")
+    for descriptor in (1, 2):
+        os.write(descriptor, b"what a library says")
+    print("a line", flush=True)
+    print("an error", file=sys.stderr, flush=True)
+    assert not sys.stdin.read()
+    raise exit_codes.DataError("no files: check --data_dir.")
+exit_codes.run_command(main, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_do_not_end_up_in_a_file(tmp_path, closed):
+    """Whose number a file gets that is opened later."""
+    command = f'exec "$0" -c "$1" "$2" {closed}'
+    given = ["sh", "-c", command, sys.executable, WITHOUT_STREAMS, str(tmp_path / "file")]
+    found = subprocess.run(given, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == ExitCode.DATA, found.stderr
+    assert (tmp_path / "file").read_bytes() == b"a snapshot"
+    assert ("a line" in found.stdout) == (">&-" not in closed.replace("2>&-", ""))
+    assert ("no files" in found.stderr) == ("2>&-" not in closed)

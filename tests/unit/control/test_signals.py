@@ -1,0 +1,77 @@
+"""Signals as requests: which one asks for what, and which ends the process."""
+
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tfdist.control import signals
+from tfdist.control.signals import SignalRequests
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that the handlers see; no process ends."""
+    now = SimpleNamespace(seconds=100.0, ended=[])
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(signals.os, "_exit", now.ended.append)
+    monkeypatch.setattr(signals, "say_at_once", lambda line: None)
+    return now
+
+
+@pytest.fixture
+def requests(clock):
+    found = SignalRequests()
+    found.told = []
+    found.on_stop = lambda: found.told.append(clock.seconds)
+    return found
+
+
+def test_a_second_sigterm_ends_at_once_unless_it_is_the_same(requests, clock):
+    requests._on_term()
+    assert requests.stop and not clock.ended
+    clock.seconds += 0.5
+    requests._on_term()
+    assert not clock.ended
+    clock.seconds += 1
+    requests._on_term()
+    assert clock.ended == [128 + signal.SIGTERM] and requests.told == [100.0]
+
+
+@pytest.mark.parametrize("first", ["notice", "hup"])
+def test_the_first_sigterm_is_no_second_one_whatever_came_before(requests, clock, first):
+    """A platform gives notice, and then sends SIGTERM: while all save."""
+    if first == "notice":
+        requests.stop = True
+    else:
+        requests._on_hup()
+    clock.seconds += 10
+    requests._on_term()
+    assert requests.stop and not clock.ended and requests.told == [110.0 if first == "notice" else 100.0]
+    clock.seconds += 10
+    requests._on_term()
+    assert clock.ended
+
+
+def test_a_closed_terminal_asks_once_more_in_vain(requests, clock):
+    for _ in range(3):
+        requests._on_hup()
+        clock.seconds += 10
+    assert requests.stop and requests.told == [100.0] and not clock.ended
+
+
+SCRIPT = """
+import os, signal, sys
+from tfdist.control.signals import SignalRequests
+signal.signal(signal.SIGHUP, signal.{before})
+requests = SignalRequests().install()
+os.kill(os.getpid(), signal.SIGHUP)
+sys.exit(42 if requests.stop else 0)
+"""
+
+
+@pytest.mark.parametrize("before, code", [("SIG_DFL", 42), ("SIG_IGN", 0)])
+def test_a_closed_terminal_asks_to_stop_but_not_under_nohup(before, code):
+    assert subprocess.run([sys.executable, "-c", SCRIPT.format(before=before)], check=False).returncode == code
