@@ -48,7 +48,6 @@ class Probe:
             ]
         )
         self._added: list[tuple[Key, tf.Tensor]] = []
-        self._calm = False
 
     # -- running the model -----------------------------------------------------------------------------------------
 
@@ -95,6 +94,15 @@ class Probe:
         self._added = []
         options = {"training": training} if keras_layers.takes_training(self.model) else {}
         return self.model.stateless_call([*map(tf.constant, weights)], [*map(tf.constant, states)], x, **options)[0]
+
+    def training_matters(self) -> bool:
+        """Whether outputs in training may be others than in inference while it is watched: Keras' own layers then work
+        as in inference.
+        """
+        return any(
+            keras_layers.takes_training(layer) and not is_of_keras(layer) and not _is_calmed(layer)
+            for layer in self.layers
+        )
 
     def _run(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> list[tuple[Key, tf.Tensor]]:
         self.outputs(x, weights, draw, training)
@@ -150,6 +158,8 @@ class Probe:
         x = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), self._take(self.x, self.rows))
         batches = [[place] for place in range(ROWS)] + [list(range(ROWS)), [0, 0, 1]]
         batches = [self._take(x, batch) for batch in batches]
+        if not self.values(batches[ROWS], weights, 0, training):
+            return {}  # as most models
 
         def look(draw: int) -> list[dict[Key, float]]:
             return [self.values(batch, weights, draw, training) for batch in batches]
@@ -195,11 +205,10 @@ def _verdict_of_draws(draws: np.ndarray) -> str:
 def disturbed(weights: Sequence[np.ndarray], by: float) -> list[np.ndarray]:
     """Other weights: an initial 0 can hide what a loss depends on."""
     random = np.random.default_rng(0)
+    scales = [by * (float(np.std(weight, dtype=np.float64)) or 0.1) for weight in weights]
     return [
-        (weight + by * random.normal(size=weight.shape) * (np.std(weight.astype(np.float64)) or 0.1)).astype(
-            weight.dtype
-        )
-        for weight in weights
+        (weight + np.float32(scale) * random.standard_normal(weight.shape, np.float32)).astype(weight.dtype)
+        for weight, scale in zip(weights, scales, strict=True)
     ]
 
 

@@ -9,7 +9,7 @@ it: its output for that row must not change. The same shapes run the same kernel
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -23,6 +23,9 @@ from tfdist.training.added_losses import take_rows
 from tfdist.training.loss_probe import ROWS, Probe, Take, disturbed, is_of_keras, sound
 
 _TOLERANCE = 1e-5  # of the largest output
+# By how much weights are disturbed, how much of the rows is kept, and how much noise is added to them.
+_ATTEMPTS = ((0.0, 1.0, 0.0), (0.3, 1.0, 1.0), (1.0, 0.0, 1.0))
+_OF_WEIGHTS = ("_initializer", "_constraint", "_regularizer")  # functions of Keras' layers that see no rows
 
 
 def may_mix(model: keras.Model) -> bool:
@@ -52,7 +55,8 @@ def _has_common_scale(layer: keras.Layer) -> bool:
 def _holds_own_function(layer: keras.Layer) -> bool:
     """Such as an activation of the user's own, or the function of a Lambda."""
     return any(
-        callable(value) and not isinstance(value, type) and not _is_from_keras(value) for value in vars(layer).values()
+        callable(value) and not isinstance(value, type) and not _is_from_keras(value) and not name.endswith(_OF_WEIGHTS)
+        for name, value in vars(layer).items()
     )
 
 
@@ -61,23 +65,30 @@ def _is_from_keras(function: Any) -> bool:
     return module.partition(".")[0] in ("keras", "tfdist")
 
 
-def mixes(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None) -> bool:
+class Share(NamedTuple):
+    """Which of the attempts a worker makes: as many workers as there are attempts can make one each."""
+
+    index: int
+    number: int
+
+
+_ALL = Share(0, 1)
+
+
+def mixes(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None, share: Share = _ALL) -> bool:
     """Whether the outputs of `model` for a row, in inference or in training, change with the other rows.
 
     Runs it a few times, not compiled; all of its variables and states stay as they are. False where it draws random
-    numbers that cannot be repeated, which tells nothing. Arguments as for `added_losses`.
+    numbers that cannot be repeated, which tells nothing. Other arguments as for `added_losses`.
     """
     if any(_has_common_scale(layer) for layer in keras_layers.all_layers(model)):
         return True
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
     probe = Probe(model, x, take, count)
-    modes = (False, True) if keras_layers.takes_training(model) else (False,)
+    modes = (False, True) if keras_layers.takes_training(model) and probe.training_matters() else (False,)
     with probe.watching(), batch_norm.each_alone():
-        for weights, kept, noise in (
-            (probe.weights, 1.0, 0.0),
-            (disturbed(probe.weights, 0.3), 1.0, 1.0),
-            (disturbed(probe.weights, 1.0), 0.0, 1.0),
-        ):
+        for by, kept, noise in _ATTEMPTS[share.index :: share.number]:
+            weights = disturbed(probe.weights, by) if by else probe.weights
             rows = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), take(x, probe.rows))  # noqa: B023
             for training in modes:
                 if _depends_on_others(lambda x: probe.outputs(x, weights, 0, training), rows, take):  # noqa: B023
@@ -110,11 +121,13 @@ def _differs(one: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> bool:
 
 
 def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> None:
-    """Raises ConfigError on all workers if the chief finds that it mixes x = `rows()`. A collective, if it may."""
+    """Raises ConfigError on all workers if one finds that it mixes x = `rows()`. A collective, if it may."""
     if not may_mix(model):
         return
-    found = runtime.rank == 0 and tried(model, rows())
-    if int(runtime.broadcast([np.array(found, np.int64)])[0]):
+    workers = min(runtime.size, len(_ATTEMPTS))
+    share = Share(workers - 1 - runtime.rank, workers)  # the fewest for the chief, which has more to do
+    found = share.index >= 0 and tried(model, rows(), share=share)
+    if runtime.all_gather(np.array([found], np.int64)).any():
         fix = (
             "take statistics over rows with keras.layers.BatchNormalization, train on one device with"
             " --accumulation=1, or let such layers mix the rows of their micro-batch with --row_mixing=replica"
@@ -122,11 +135,11 @@ def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> Non
         raise ConfigError(sentence(model, fix))
 
 
-def tried(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None) -> bool:
+def tried(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None, share: Share = _ALL) -> bool:
     """`mixes`, and False where the model cannot be tried: what fails with another number of rows cannot be spread, and
     says so itself."""
     try:
-        return mixes(model, x, take, count)
+        return mixes(model, x, take, count, share)
     except Exception:  # noqa: BLE001 - of the user's own making
         return False
 

@@ -1,5 +1,7 @@
 """Whether a model's output for a row depends on other rows, found out by running it on a few."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -65,6 +67,27 @@ def test_what_looks_at_other_rows_is_found(name):
     assert row_mixing.mixes(model_of(layers.Dense(8), layers.BatchNormalization(), Own(MIXING[name])), X)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_workers_that_share_the_attempts_find_it_together(workers):
+    """What the first weights hide is found by one of them, and refused by all."""
+    model = model_of(layers.Dense(4, kernel_initializer="zeros", use_bias=False), Own(MIXING["centered"]))
+    found: list[np.ndarray] = []
+
+    def refused(rank: int, by_others: list[np.ndarray]) -> bool:
+        def gather(array: np.ndarray) -> np.ndarray:
+            found.append(array)
+            return np.stack([array, *by_others])
+
+        try:
+            row_mixing.refuse(SimpleNamespace(rank=rank, size=workers, all_gather=gather), model, lambda: X)
+        except ConfigError:
+            return True
+        return False
+
+    assert [refused(rank, []) for rank in range(workers)].count(True) in (1, 2)
+    assert len(found) == workers and all(refused(rank, found[:workers]) for rank in range(workers))
+
+
 @pytest.mark.parametrize("name", APART)
 def test_what_treats_each_row_alone_is_not(name):
     assert not row_mixing.mixes(model_of(Own(APART[name])), X)
@@ -100,6 +123,8 @@ def test_models_of_keras_layers_alone_are_not_tried():
     assert row_mixing.may_mix(centered) and row_mixing.may_mix(model_of(layers.Dense(5), centered))
     for name in ("relu", keras.activations.gelu, None):
         assert not row_mixing.may_mix(model_of(layers.Dense(4, activation=name, kernel_regularizer="l2")))
+    initializer = lambda shape, dtype=None: ops.ones(shape, dtype)  # noqa: E731 - of the user's own
+    assert not row_mixing.may_mix(model_of(layers.Dense(4, kernel_initializer=initializer, bias_constraint=ops.relu)))
 
 
 def spectrum():
