@@ -116,6 +116,20 @@ FAULTS: dict[str, Fault] = {
         "self.checksum, flush=False)",
         ("tests/unit/artifacts",),
     ),
+    "direct fsync": Fault(
+        "a snapshot is committed before its data, which pass the page cache by, are on the disk",
+        "artifacts/direct_file.py",
+        "        os.fsync(self._descriptor)\n",
+        "",
+        ("tests/unit/artifacts",),
+    ),
+    "mixed rows": Fault(
+        "of the attempts to find out whether a model mixes rows only the chief's share counts",
+        "training/row_mixing.py",
+        "share.index >= 0 and",
+        "runtime.rank == 0 and",
+        ("tests/unit/training/test_row_mixing.py",),
+    ),
     "datagram hash": Fault(
         "whoever has seen a datagram can make others",
         "control/datagrams.py",
