@@ -4,7 +4,7 @@ A subclass of the Keras callback with the same arguments and meaning, but it hol
 slots, seed generators, metrics, the position in the epoch) at step granularity, in the form of store.py: checksummed,
 committed by one rename. Under several workers only the chief (`writes=True`) writes.
 
-    model.fit(..., callbacks=[tfdist.BackupAndRestore("/dev/shm/backup", save_freq=100)])
+    model.fit(..., callbacks=[BackupAndRestore("/dev/shm/backup", save_freq=100)])
 
 goes on in the middle of an epoch, at the very batch: the first batches of that epoch are taken from the data but not
 trained on again, and the data is taken through the epochs before (data_position.py). It must come in the same order as
@@ -90,8 +90,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Deletes every backup, if that was asked for; training has finished."""
         self.writer.wait()
         if self.delete_checkpoint and self.writes:
-            for step in self.store.steps():
-                self.store.delete(step)
+            self.store.delete_all()
 
     # -- the Keras callback ----------------------------------------------------------------------------------------
 
@@ -101,6 +100,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return self.model
 
     def on_train_begin(self, logs: Mapping | None = None) -> None:
+        if self.writes:
+            self.store.clean()
         snapshot, _ = self.store.newest_valid()
         if snapshot is None:
             return

@@ -21,6 +21,7 @@ from tfdist.compat.checkpoint_index import Box, Written, index
 from tfdist.compat.leveldb_table import masked, number
 
 SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of a variable's name in a checkpoint, behind its key
+_COUNTER = "save_counter"  # of tf.train.Checkpoint; here always 1
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # where tf.train.Checkpoint looks for what is in a checkpoint
 
 
@@ -29,7 +30,7 @@ class Entry:
     """An array under its name in a checkpoint, or the content of a box of one of `shape`."""
 
     name: str
-    array: Any  # NumPy's or TensorFlow's
+    array: np.ndarray
     shape: tuple[int, ...] | None = None  # None: the array's own
     box: Box | None = None
 
@@ -38,12 +39,19 @@ def write(folder: str, step: int, arrays: Mapping[str, np.ndarray], direct: bool
     """state-STEP.index and its data, and TensorFlow's file `checkpoint` that names them. Returns what `write_files`
     does. Raises OSError.
     """
-    arrays = {**arrays, "save_counter": np.array(1, np.int64)}
     entries = [Entry(key + SUFFIX, array) for key, array in arrays.items()]
-    written = write_files(f"{folder}/state-{step}", [*entries, Entry(GRAPH, object_graph(arrays))], direct)
+    written = write_files(f"{folder}/state-{step}", [*entries, *description(arrays)], direct)
     with open(f"{folder}/checkpoint", "w", encoding="utf-8") as file:
         file.write(pointer(f"state-{step}"))
     return written
+
+
+def description(keys: Iterable[str]) -> list[Entry]:
+    """What tf.train.Checkpoint looks for beside the arrays of these keys."""
+    return [
+        Entry(_COUNTER + SUFFIX, np.array(1, np.int64)),
+        Entry(GRAPH, _object_graph([*keys, _COUNTER])),
+    ]
 
 
 def write_files(prefix: str, entries: Sequence[Entry], direct: bool) -> dict[str, dict[str, Any]]:
@@ -64,6 +72,8 @@ def write_files(prefix: str, entries: Sequence[Entry], direct: bool) -> dict[str
 def _append(file: DirectFile, entry: Entry) -> Written:
     array, offset = np.asarray(entry.array), file.size
     shape = array.shape if entry.shape is None else entry.shape
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind in "OSU":
         dtype, checksum = tf.string, _append_texts(file, [_encoded(text) for text in array.reshape(-1).tolist()])
     else:
@@ -88,7 +98,9 @@ def _append_texts(file: DirectFile, texts: Sequence[bytes]) -> int:
 
 
 def _encoded(text: Any) -> bytes:
-    return text if isinstance(text, bytes) else str(text).encode()
+    if not isinstance(text, bytes | str):
+        raise TypeError(f"an array of objects holds a {type(text).__name__}: only texts can be in a checkpoint.")
+    return text if isinstance(text, bytes) else text.encode()
 
 
 def pointer(prefix: str) -> str:
@@ -96,7 +108,7 @@ def pointer(prefix: str) -> str:
     return f'model_checkpoint_path: "{prefix}"\nall_model_checkpoint_paths: "{prefix}"\n'
 
 
-def object_graph(keys: Iterable[str]) -> np.ndarray:
+def _object_graph(keys: Iterable[str]) -> np.ndarray:
     """What tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable is under which
     key, GROUP/NAME or NAME alone.
     """

@@ -44,6 +44,7 @@ class Shard(NamedTuple):
     @property
     def entry(self) -> Entry:
         """As it is written."""
+        assert self.array is not None
         box = None if is_whole(self.box, self.shape) else self.box
         return Entry(self.key + SUFFIX, self.array, self.shape, box)
 
@@ -87,7 +88,7 @@ def save_part(
     """
     entries = [shard.entry for shard in shards]
     if keys:
-        entries.append(Entry(checkpoint_files.GRAPH, checkpoint_files.object_graph(keys)))
+        entries += checkpoint_files.description(keys)
     if if_nothing and not entries:
         entries.append(Entry(if_nothing, np.zeros((), np.int8)))
     return checkpoint_files.write_files(prefix, entries, direct) if entries else {}
@@ -114,15 +115,16 @@ class PartedStore(SnapshotStore):
         Raises OSError or tf.errors.OpError. Then there is no snapshot of this step, and the next save tries anew.
         """
         folder = f"{self.directory}/.writing-step-{step:08d}-{self.token}"
+        if self.rank == 0:
+            self._remove_failed(folder)
         os.makedirs(folder, exist_ok=True)
         try:
             size = self._write_part(folder, step, arrays, sorted(fields["variables"]))
             return self._commit(folder, step, fields) if self.rank == 0 else size
         except (OSError, MemoryError, tf.errors.OpError) as error:
             if self.rank == 0:
-                shutil.rmtree(
-                    folder, ignore_errors=True
-                )  # others may still be writing there; what they leave goes at the next start
+                # Others may still be writing there; what they leave goes before the next snapshot.
+                shutil.rmtree(folder, ignore_errors=True)
             else:
                 with contextlib.suppress(OSError):  # the chief may have given up before
                     self._tell(
@@ -130,6 +132,13 @@ class PartedStore(SnapshotStore):
                         {"error": f"rank {self.rank}: {next(iter(str(error).splitlines()), type(error).__name__)}"},
                     )
             raise
+
+    def _remove_failed(self, but: str) -> None:
+        """What slower workers have left of snapshots that the chief had given up."""
+        for name in os.listdir(self.directory) if os.path.isdir(self.directory) else ():
+            path = f"{self.directory}/{name}"
+            if name.startswith(".writing-step-") and name.endswith(f"-{self.token}") and path != but:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _write_part(self, folder: str, step: int, shards: Sequence[Shard], keys: Sequence[str]) -> int:
         prefix = f"{folder}/part-{self.rank:05d}"

@@ -10,6 +10,7 @@ What a run in an object store has there is sent from such a folder (stored_snaps
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -61,6 +62,7 @@ class SnapshotStore:
         self.private = False  # whether the folder, if it is made here, is for this user alone
         self.required: Sequence[str] = ()  # entries of the manifest without which a snapshot is of no use here
         self.checksum = CRC  # of the files that are written here; SHA where they leave the machine
+        self.not_pointed = ""  # why TensorFlow's file `checkpoint` names an older snapshot than the last one written
         self.damaged: list[int] = []  # steps that `newest_valid` has passed over
 
     def steps(self) -> list[int]:
@@ -139,17 +141,33 @@ class SnapshotStore:
         _flush_file(path)
 
     def _point_to(self, step: int) -> None:
-        """Keeps TensorFlow's `checkpoint` file, so that tf.train.latest_checkpoint(directory) finds the newest."""
+        """Keeps TensorFlow's `checkpoint` file, so that tf.train.latest_checkpoint(directory) finds the newest. The
+        snapshot is committed by then, and nothing here needs that file: if it cannot be written, `not_pointed` says so.
+        """
         text = checkpoint_files.pointer(f"step-{step:08d}/state-{step}")
         temporary = f"{self.directory}/.writing-checkpoint-{uuid.uuid4().hex[:8]}"
-        self._write_text(temporary, text)
-        tf.io.gfile.rename(temporary, f"{self.directory}/checkpoint", overwrite=True)
+        self.not_pointed = ""
+        try:
+            self._write_text(temporary, text)
+            tf.io.gfile.rename(temporary, f"{self.directory}/checkpoint", overwrite=True)
+        except (OSError, tf.errors.OpError) as error:
+            self.not_pointed = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
 
     def delete(self, step: int) -> None:
         """Deletes a snapshot. Killed in the middle it leaves nothing that looks whole."""
         path, doomed = self.path(step), f"{self.directory}/.deleting-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         os.rename(path, doomed)
         remove_tree(doomed)
+
+    def delete_all(self) -> None:
+        """All snapshots, and what killed writers left. Only while no other process writes here."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.directory}/checkpoint")
+        for step in self.steps():
+            self.delete(step)
+        self.clean()
 
     # -- trusting --------------------------------------------------------------------------------------------------
 

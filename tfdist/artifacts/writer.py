@@ -130,6 +130,12 @@ class SnapshotWriter:
                 },
             )
         )
+        if self.store.not_pointed:
+            message = (
+                f"{self.store.directory}/checkpoint, by which TensorFlow finds the newest snapshot, names an older one"
+                f" ({self.store.not_pointed}); the next save writes it again."
+            )
+            self._messages.put(("warning", {"message": message}))
         if self.retention:
             self._retain(self.retention)
 
@@ -138,7 +144,7 @@ class SnapshotWriter:
         for attempt in range(1, self.attempts + 1):
             try:
                 return self.store.write(step, arrays, fields)
-            except (OSError, MemoryError, tf.errors.OpError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, it must be told, not end this thread
                 self.last_failure = f"step {step}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 if attempt < self.attempts:
                     time.sleep(self.retry_after)

@@ -80,6 +80,8 @@ class SnapshotFiles:
         brought = self._begin_backup()
         if self.backup:  # else one may be read that is just being replaced, and which one was chance
             self.backup.writer.wait()
+            if not self._stored_backup:
+                self.backup.store.clean()
         if self._in_store:
             snapshot, messages = self._choose_of_parts(self._in_store, config)
             return snapshot, brought + messages

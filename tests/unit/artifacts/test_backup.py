@@ -1,6 +1,8 @@
 """Keras' own test ideas for BackupAndRestore, written for ours, with plain `model.fit`: after every kind of
 interruption the run ends where an undisturbed one does, bit for bit, and no step is done twice or left out."""
 
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -82,7 +84,9 @@ def same(model, expected):
 @pytest.mark.slow
 def test_interrupted_and_resumed(save_freq, deaths, undisturbed, tmp_path):
     done = []
+    left = tmp_path / ".writing-step-00000001-abc"  # by a process that was killed
     for death in deaths:
+        left.mkdir(exist_ok=True)
         with pytest.raises(Killed):
             # Ours comes first in the list, so that it has saved when the other one interrupts.
             fit([BackupAndRestore(tmp_path, save_freq=save_freq), Counter(done, **death)])
@@ -93,7 +97,7 @@ def test_interrupted_and_resumed(save_freq, deaths, undisturbed, tmp_path):
     assert (
         history["loss"][-1] == undisturbed[1]["loss"][-1] and history["accuracy"][-1] == undisturbed[1]["accuracy"][-1]
     )
-    assert BackupAndRestore(tmp_path).store.steps() == []  # deleted at the end
+    assert os.listdir(tmp_path) == []  # deleted at the end
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ def arrays_of_all_kinds(chance: np.random.Generator) -> dict[str, np.ndarray]:
         "texts/none": np.zeros((0,), object),
         "texts/str": np.array("\u00fc", object),
         "odd \u00fc/\x01\xff": numbers,
+        "big-endian": numbers.astype(">f4"),
     }
     return found
 
@@ -94,3 +95,8 @@ def test_boxes_of_arrays(tmp_path, seed):
             entries.append(Entry(f"{number}/x", content, shape, box))
     entries.append(Entry("whole", np.arange(4)))
     must_be_the_same(tmp_path, entries)
+
+
+def test_objects_that_are_no_texts_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="holds a int"):
+        write_files(f"{tmp_path}/ours", [Entry("x", np.array([1, 2], object))], True)

@@ -102,7 +102,8 @@ def test_tensorflows_own_tools_read_it(tmp_path):
     write(tmp_path, 3)
     variable = tf.Variable(np.zeros((3, 4, 5), np.float32))
     group = tf.train.Checkpoint(**{"0000": variable})
-    tf.train.Checkpoint(model=group).restore(tf.train.latest_checkpoint(str(tmp_path))).expect_partial()
+    read = tf.train.Checkpoint(model=group).restore(tf.train.latest_checkpoint(str(tmp_path)))
+    read.assert_existing_objects_matched().expect_partial()
     np.testing.assert_array_equal(variable, ARRAYS["model/0000"])
 
 
@@ -119,6 +120,17 @@ def test_a_part_that_fails_or_does_not_come_leaves_no_snapshot(tmp_path):
             _, results = write(tmp_path / name, 3, hooks, patience)
             assert "rank 2: No space left" in str(results[0])
         assert SnapshotStore(str(tmp_path / name)).steps() == []
+
+
+def test_what_a_slow_worker_leaves_of_a_failed_snapshot_goes_with_the_next(tmp_path):
+    """It makes the folder anew that the chief has removed."""
+    chief, slow = (PartedStore(str(tmp_path), lambda step: None, rank, 2, "token", 0.1) for rank in range(2))
+    with pytest.raises(OSError, match="did not come"):
+        chief.write(11, shards(0, 2), FIELDS)
+    slow.write(11, shards(1, 2), FIELDS)
+    assert [path.name for path in tmp_path.iterdir()] == [".writing-step-00000011-token"]
+    write(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "step-00000012"]
 
 
 def test_a_part_that_was_changed_is_noticed(tmp_path):

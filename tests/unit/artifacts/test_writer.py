@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfdist.artifacts.policy import Retention, TimePolicy
 from tfdist.artifacts.store import SnapshotStore
@@ -71,6 +72,39 @@ def test_failures_are_counted_told_and_survived(tmp_path):
     made.save(4, ARRAYS, {})
     made.wait()
     assert made.last_failure == "" and made.store.newest_valid()[0].step == 4
+
+
+def test_a_failure_of_any_kind_is_told(tmp_path, capsys):
+    made = writer(tmp_path)
+    made.save(1, {"model/0000": np.array(["2026-11-25"], "M8[s]")}, {})
+    made.wait()
+    assert made.stats.failures == 1 and "TypeError" in made.messages()[0][1]["message"]
+    assert "Traceback" not in capsys.readouterr().err and made.store.steps() == []
+
+
+def test_a_snapshot_that_is_committed_counts_though_its_pointer_cannot_be_written(tmp_path, monkeypatch):
+    made = writer(tmp_path, keep=1)
+    made.save(1, ARRAYS, {})
+    made.wait()
+    text = SnapshotStore._write_text
+
+    def full(store, path, content):
+        if "checkpoint-" in path:
+            open(path, "w").close()
+            raise OSError("No space left on device")
+        text(store, path, content)
+
+    monkeypatch.setattr(SnapshotStore, "_write_text", full)
+    made.save(2, ARRAYS, {})
+    made.wait()
+    kinds = [kind for kind, _ in made.messages()]
+    assert kinds == ["save", "save", "warning"] and made.stats.failures == 0
+    assert sorted(os.listdir(made.store.directory)) == ["checkpoint", "step-00000002"]
+    monkeypatch.undo()
+    made.save(3, ARRAYS, {})
+    made.wait()
+    assert [kind for kind, _ in made.messages()] == ["save"]
+    assert tf.train.latest_checkpoint(made.store.directory).endswith("step-00000003/state-3")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
