@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -116,12 +117,12 @@ class PartedStore(SnapshotStore):
         """
         folder = f"{self.directory}/.writing-step-{step:08d}-{self.token}"
         if self.rank == 0:
-            self._remove_failed(folder)
+            self._remove_failed(step)
         os.makedirs(folder, exist_ok=True)
         try:
             size = self._write_part(folder, step, arrays, sorted(fields["variables"]))
             return self._commit(folder, step, fields) if self.rank == 0 else size
-        except (OSError, MemoryError, tf.errors.OpError) as error:
+        except Exception as error:  # whatever it is, the others must be told, or they would wait
             if self.rank == 0:
                 # Others may still be writing there; what they leave goes before the next snapshot.
                 shutil.rmtree(folder, ignore_errors=True)
@@ -133,12 +134,13 @@ class PartedStore(SnapshotStore):
                     )
             raise
 
-    def _remove_failed(self, but: str) -> None:
-        """What slower workers have left of snapshots that the chief had given up."""
+    def _remove_failed(self, step: int) -> None:
+        """What slower workers have left of earlier snapshots that the chief had given up."""
+        left = re.compile(rf"\.writing-step-([0-9]+)-{self.token}")
         for name in os.listdir(self.directory) if os.path.isdir(self.directory) else ():
-            path = f"{self.directory}/{name}"
-            if name.startswith(".writing-step-") and name.endswith(f"-{self.token}") and path != but:
-                shutil.rmtree(path, ignore_errors=True)
+            found = left.fullmatch(name)
+            if found and int(found.group(1)) < step:
+                shutil.rmtree(f"{self.directory}/{name}", ignore_errors=True)
 
     def _write_part(self, folder: str, step: int, shards: Sequence[Shard], keys: Sequence[str]) -> int:
         prefix = f"{folder}/part-{self.rank:05d}"

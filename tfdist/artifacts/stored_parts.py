@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
 from tfdist.artifacts.manifest import SHA
 from tfdist.artifacts.parts import Shard, save_part, values_of
 from tfdist.artifacts.sender import Sender
@@ -98,7 +96,7 @@ class StoredParts(SnapshotStore):
                 json.dump(whole, file)
             note = whole
             return written["data"]["bytes"]
-        except (OSError, MemoryError, tf.errors.OpError) as error:
+        except Exception as error:  # whatever it is, the others must be told
             note["error"] = f"rank {self.rank}: {next(iter(str(error).splitlines()), type(error).__name__)}"
             raise
         finally:

@@ -70,7 +70,7 @@ def write(folder, size, hooks=None, patience=30.0):
     def one(rank):
         try:
             results[rank] = stores[rank].write(12, shards(rank, size), FIELDS)
-        except (OSError, tf.errors.OpError) as error:
+        except (OSError, TypeError, tf.errors.OpError) as error:
             results[rank] = error
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
@@ -111,7 +111,11 @@ def test_a_part_that_fails_or_does_not_come_leaves_no_snapshot(tmp_path):
     def full(step):
         raise OSError("No space left on device")
 
-    for name, (hooks, patience) in {"full": ({2: full}, 30.0), "late": ({}, 0.2)}.items():
+    def other(step):
+        raise TypeError("No space left on device, in a way that nobody thought of")
+
+    cases = {"full": ({2: full}, 30.0), "other": ({2: other}, 30.0), "late": ({}, 0.2)}
+    for name, (hooks, patience) in cases.items():
         if name == "late":
             late = PartedStore(str(tmp_path / name), lambda step: None, 0, 2, "token", patience)
             with pytest.raises(OSError, match="the parts of ranks 1 did not come"):
