@@ -58,8 +58,8 @@ class ObjectCopy:
             self._record_file.unlink(missing_ok=True)
             with self._room():
                 self._fetch(growing)
-            with written_whole(self._record_file) as file:
-                json.dump(self.record, file)
+                with written_whole(self._record_file) as file:  # only from then on it counts as a copy
+                    json.dump(self.record, file)
             return "fetched"
 
     def is_there(self) -> bool:

@@ -198,7 +198,6 @@ def test_an_error_in_the_body_comes_first_and_ends_the_search(addresses):
 def test_the_port_answers_until_a_late_peer_has_probed_it(addresses):
     """Whose probes come seldom on a loaded machine: nobody may listen there later."""
     quick, slow = clusters(addresses[:2])
-    begun = time.monotonic()
     with bind_everywhere(
         port_of(slow.address)
     ) as listener:  # the slow one listens, and looks for the other a second later
@@ -206,6 +205,8 @@ def test_the_port_answers_until_a_late_peer_has_probed_it(addresses):
         searching = threading.Thread(target=wait_for_peers, args=(quick, 30))
         searching.start()
         time.sleep(1.0)
-        assert preflight.answers(quick.address)
+        while not preflight.answers(quick.address):  # it may not have had a core yet
+            assert searching.is_alive(), "it has left, though it was not probed"
+        probed = time.monotonic()
         searching.join()
-    assert time.monotonic() - begun < 2.5  # it does not wait longer than for that
+    assert time.monotonic() - probed < 1.5  # it does not wait longer than for that

@@ -15,6 +15,7 @@ from tests.stores.faulty_proxy import FAULTS
 from tests.stores.s3_server import BUCKET
 from tests.stores.webhdfs_server import webhdfs_server
 from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.storage import object_copy
 from tfdist.storage.copies import copies
 from tfdist.storage.data_cache import DataCache
 from tfdist.storage.front_to_back import FrontToBack
@@ -157,6 +158,21 @@ def test_what_was_used_longest_ago_makes_room_and_nothing_that_is_needed(s3, dat
         assert bytes_there(cache) <= 5 * SIZE
     assert set(brought(cache)) == {"train-5", "train-6", "train-7"}
     assert set(brought(needed)) == {"train-0", "train-1"}
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_a_copy_counts_until_its_record_does(data, tmp_path, monkeypatch, growing):
+    """Else others that come meanwhile are given its room, and all together take more than is allowed."""
+    cache, counted, told = DataCache(URL, str(tmp_path), limit=4.5 * SIZE), [], object_copy.written_whole
+
+    def slowly(path):
+        counted.append(sum(cache._coming.values()))
+        return told(path)
+
+    monkeypatch.setattr(object_copy, "written_whole", slowly)
+    for path in cache.glob("train-*"):
+        cache.copy(path).bring(wait=True, growing=growing)
+    assert counted == [SIZE] * len(data) and bytes_there(cache) <= 4.5 * SIZE
 
 
 def test_those_ahead_come_meanwhile(data, tmp_path):
