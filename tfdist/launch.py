@@ -45,6 +45,7 @@ from tfdist.control.machine_shares import visible_gpus
 from tfdist.control.processes import Standbys
 from tfdist.control.ray_cluster import RayPlacements, connect
 from tfdist.control.ray_job import RayJob
+from tfdist.control.signals import on_hangup
 from tfdist.control.strategies import STRATEGIES, asked_for
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
 from tfdist.control.terminal import say_at_once
@@ -245,9 +246,9 @@ def run(supervisor: Supervisor, logs: Path) -> int:
         if supervisor.job:
             supervisor.job.request_stop() if requests == 1 else supervisor.job.kill()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    on_hangup(on_signal)
     signal.signal(signal.SIGUSR1, lambda *_: supervisor.job and supervisor.job.forward(signal.SIGUSR1))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was ignored, exit codes would be lost
     result = supervisor.run()

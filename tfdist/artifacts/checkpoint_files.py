@@ -18,7 +18,8 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tfdist.artifacts.direct_file import DirectFile
 from tfdist.artifacts.manifest import CRC
 from tfdist.compat.checkpoint_index import Box, Written, index
-from tfdist.compat.leveldb_table import masked, number
+from tfdist.compat.leveldb_table import number
+from tfdist.compat.tensorflow_checksums import masked
 
 SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of a variable's name in a checkpoint, behind its key
 _COUNTER = "save_counter"  # of tf.train.Checkpoint; here always 1

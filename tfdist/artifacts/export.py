@@ -12,6 +12,7 @@ import keras
 
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
+from tfdist.control.user_errors import first_line
 
 KERAS_FILE, SAVED_MODEL_FOLDER = "model.keras", "saved_model"
 
@@ -28,7 +29,7 @@ def load_export(path: str) -> keras.Model:
                 " model with a layer of its own class in place of the Lambda."
             ) from None
         raise CheckpointError(
-            f"The model file {path} cannot be loaded: {next(iter(str(error).splitlines()), type(error).__name__)[:300]}"
+            f"The model file {path} cannot be loaded: {(first_line(error) or type(error).__name__)[:300]}"
         ) from None
 
 

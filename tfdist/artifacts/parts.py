@@ -30,6 +30,7 @@ from tfdist.artifacts.checkpoint_arrays import read_boxes
 from tfdist.artifacts.checkpoint_files import SUFFIX, Entry
 from tfdist.artifacts.store import SnapshotStore, measure
 from tfdist.compat.checkpoint_index import Box, is_whole
+from tfdist.control.user_errors import first_line
 
 _POLL_SECONDS = 0.02
 
@@ -130,7 +131,7 @@ class PartedStore(SnapshotStore):
                 with contextlib.suppress(OSError):  # the chief may have given up before
                     self._tell(
                         folder,
-                        {"error": f"rank {self.rank}: {next(iter(str(error).splitlines()), type(error).__name__)}"},
+                        {"error": f"rank {self.rank}: {first_line(error) or type(error).__name__}"},
                     )
             raise
 

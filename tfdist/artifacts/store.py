@@ -29,6 +29,7 @@ from tfdist.artifacts.checkpoint_files import SUFFIX
 from tfdist.artifacts.manifest import CRC, FORMAT, MANIFEST, SHA, parse, sealed
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
+from tfdist.control.user_errors import first_line
 
 _NAME = re.compile(r"^step-([0-9]{8}|[1-9][0-9]{8,18})$")  # up to what a variable can count to
 _TEMPORARY = (".writing-", ".deleting-")
@@ -122,7 +123,7 @@ class SnapshotStore:
         self, folder: str, written: Mapping[str, dict[str, Any]], names: Iterable[str]
     ) -> dict[str, dict[str, Any]]:
         """The manifest's entries of files, all of which are on the disk then. written: what is known of some."""
-        known = written if self.checksum == CRC else {}
+        known = written if self.direct else {}
         return {name: known.get(name) or measure(f"{folder}/{name}", self.checksum, flush=True) for name in names}
 
     def _seal(self, folder: str, step: int, files: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]) -> None:
@@ -151,7 +152,7 @@ class SnapshotStore:
             self._write_text(temporary, text)
             tf.io.gfile.rename(temporary, f"{self.directory}/checkpoint", overwrite=True)
         except (OSError, tf.errors.OpError) as error:
-            self.not_pointed = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            self.not_pointed = f"{type(error).__name__}: {first_line(error)}"
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
 

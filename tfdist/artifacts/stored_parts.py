@@ -26,6 +26,7 @@ from tfdist.artifacts.sender import Sender
 from tfdist.artifacts.store import SnapshotStore, measure
 from tfdist.artifacts.stored_snapshots import step_folder
 from tfdist.control.own_files import remove_tree, written_whole
+from tfdist.control.user_errors import first_line
 from tfdist.storage.object_store import ObjectStore
 
 PARTS = "parts"  # the folder in the working copy
@@ -97,7 +98,7 @@ class StoredParts(SnapshotStore):
             note = whole
             return written["data"]["bytes"]
         except Exception as error:  # whatever it is, the others must be told
-            note["error"] = f"rank {self.rank}: {next(iter(str(error).splitlines()), type(error).__name__)}"
+            note["error"] = f"rank {self.rank}: {first_line(error) or type(error).__name__}"
             raise
         finally:
             self._tell(step, note)

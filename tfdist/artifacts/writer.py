@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
+from tfdist.control.user_errors import first_line
 
 
 @dataclass
@@ -145,7 +146,7 @@ class SnapshotWriter:
             try:
                 return self.store.write(step, arrays, fields)
             except Exception as error:  # noqa: BLE001 - whatever it is, it must be told, not end this thread
-                self.last_failure = f"step {step}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                self.last_failure = f"step {step}: {type(error).__name__}: {first_line(error)}"
                 if attempt < self.attempts:
                     time.sleep(self.retry_after)
         return None

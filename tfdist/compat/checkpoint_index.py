@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from tensorflow.core.protobuf import tensor_bundle_pb2
 
 from tfdist.compat import leveldb_table
+from tfdist.compat.tensorflow_checksums import masked
 
 Box = tuple[tuple[int, int], ...]
 
@@ -37,7 +38,7 @@ class Stored:
         found = size = 0
         for piece in content:
             found, size = google_crc32c.extend(found, piece), size + len(piece)
-        return size == self.size and leveldb_table.masked(found) == self.checksum
+        return size == self.size and masked(found) == self.checksum
 
 
 class CheckpointIndex:
@@ -99,7 +100,7 @@ def index(written: Iterable[Written]) -> bytes:
     rows: dict[bytes, tensor_bundle_pb2.BundleEntryProto] = {}
     for each in written:
         place = tensor_bundle_pb2.BundleEntryProto(
-            dtype=each.dtype, offset=each.offset, size=each.size, crc32c=leveldb_table.masked(each.checksum)
+            dtype=each.dtype, offset=each.offset, size=each.size, crc32c=masked(each.checksum)
         )
         if each.box is None:
             rows[each.name.encode()] = _of_shape(place, each.shape)

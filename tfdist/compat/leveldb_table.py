@@ -12,17 +12,13 @@ from collections.abc import Iterable, Iterator
 
 import google_crc32c
 
+from tfdist.compat.tensorflow_checksums import masked
+
 _FOOTER_BYTES = 48
 _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 _TRAILER_BYTES = 5  # of a block: how it is compressed, and its checksum
-_MASK = 0xA282EAD8
 _BLOCK_BYTES = 1 << 18  # from which on another block begins
 _RESTART_INTERVAL = 16  # entries after which a key is written whole again
-
-
-def masked(checksum: int) -> int:
-    """A CRC-32C as TensorFlow stores it beside what it is of."""
-    return ((checksum >> 15 | checksum << 17) + _MASK) & 0xFFFFFFFF
 
 
 def number(value: int) -> bytes:

@@ -10,11 +10,18 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.terminal import say_at_once
 
 _SAME_REQUEST_SECONDS = 1.0  # some engines signal the process and its group, and so twice
+
+
+def on_hangup(handler: Callable[..., Any]) -> None:
+    """Takes over SIGHUP, which comes when a terminal is closed, unless it is ignored (nohup). In the main thread."""
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, handler)
 
 
 class SignalRequests:
@@ -33,8 +40,7 @@ class SignalRequests:
         """
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGUSR1, self._on_usr1)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, self._on_hup)
+        on_hangup(self._on_hup)
         return self
 
     def _on_term(self, *_) -> None:

@@ -39,6 +39,11 @@ def said(error: BaseException) -> str:
         return ""
 
 
+def first_line(error: BaseException) -> str:
+    """Of what it says; "" if that is nothing."""
+    return next(iter(said(error).splitlines()), "")
+
+
 def failure_in_text(text: str) -> str:
     """The same of an error that TensorFlow tells as text with a traceback in it; "" if it has no line of the user's
     own.

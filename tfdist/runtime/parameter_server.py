@@ -20,6 +20,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
 from tfdist.control.liveness_probe import Watch, await_all
 from tfdist.control.packet_filter import own_address_only
+from tfdist.control.signals import on_hangup
 from tfdist.control.terminal import say_at_once
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.one_device import OneDevice
@@ -165,8 +166,7 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
             _spec(cluster), job_name=cluster.role, task_index=cluster.index, protocol="grpc", config=options
         )
     signal.signal(signal.SIGTERM, on_term)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: say_at_once("tfdist: SIGHUP: ending when the chief has ended."))
+    on_hangup(lambda *_: say_at_once("tfdist: SIGHUP: ending when the chief has ended."))
     print(
         f"tfdist: {cluster.describe()}, at {cluster.spec[cluster.role][cluster.index]}; waiting for the chief.",
         flush=True,

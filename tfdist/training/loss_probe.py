@@ -138,14 +138,14 @@ class Probe:
     def judged(self, training: bool) -> dict[Key, str]:
         """Of each added loss MEAN, SUM, or why it is neither."""
         found: dict[Key, str] = {}
-        for weights, kept, noise in (
-            (self.weights, 1.0, 0.0),
-            (disturbed(self.weights, 0.3), 1.0, 0.0),
-            (disturbed(self.weights, 1.0), 1.0, 1.0),
+        for by, kept, noise in (
+            (0.0, 1.0, 0.0),
+            (0.3, 1.0, 0.0),
+            (1.0, 1.0, 1.0),
             # Rows far from 0 may all drive a layer to the same limit: then its largest value is its mean.
-            (disturbed(self.weights, 1.0), 0.0, 1.0),
+            (1.0, 0.0, 1.0),
         ):
-            judged = self._judged(weights, kept, noise, training)
+            judged = self._judged(disturbed(self.weights, by), kept, noise, training)
             for key, scales in judged.items():
                 before = found.get(key, UNKNOWN)
                 settled = {scales, before} - {UNKNOWN, _WEAK} or ({_WEAK} & {scales, before}) or {UNKNOWN}
@@ -158,18 +158,22 @@ class Probe:
         x = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), self._take(self.x, self.rows))
         batches = [[place] for place in range(ROWS)] + [list(range(ROWS)), [0, 0, 1]]
         batches = [self._take(x, batch) for batch in batches]
-        if not self.values(batches[ROWS], weights, 0, training):
+        whole = self.values(batches[ROWS], weights, 0, training)
+        if not whole:
             return {}  # as most models
 
         def look(draw: int) -> list[dict[Key, float]]:
-            return [self.values(batch, weights, draw, training) for batch in batches]
+            return [
+                whole if (draw, place) == (0, ROWS) else self.values(batch, weights, draw, training)
+                for place, batch in enumerate(batches)
+            ]
 
         first, redrawn = look(0), self.values(batches[ROWS], weights, 1, training)
-        keys = first[ROWS].keys()
+        keys = whole.keys()
         if any(one.keys() != keys for one in first):
             return dict.fromkeys(keys, OTHER)
         result = {key: _verdict([one[key] for one in first], self.tolerance) for key in keys}
-        random = [key for key in keys if redrawn.get(key) != first[ROWS][key] and result[key] == OTHER]
+        random = [key for key in keys if redrawn.get(key) != whole[key] and result[key] == OTHER]
         if random:
             draws = [first, *(look(draw) for draw in range(1, _DRAWS))]
             result |= {
@@ -202,8 +206,10 @@ def _verdict_of_draws(draws: np.ndarray) -> str:
     return OTHER
 
 
-def disturbed(weights: Sequence[np.ndarray], by: float) -> list[np.ndarray]:
-    """Other weights: an initial 0 can hide what a loss depends on."""
+def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
+    """Other weights: an initial 0 can hide what a loss depends on. The same if `by` is 0."""
+    if not by:
+        return weights
     random = np.random.default_rng(0)
     scales = [by * (float(np.std(weight, dtype=np.float64)) or 0.1) for weight in weights]
     return [

@@ -88,7 +88,7 @@ def mixes(model: keras.Model, x: Any, take: Take = take_rows, count: int | None 
     modes = (False, True) if keras_layers.takes_training(model) and probe.training_matters() else (False,)
     with probe.watching(), batch_norm.each_alone():
         for by, kept, noise in _ATTEMPTS[share.index :: share.number]:
-            weights = disturbed(probe.weights, by) if by else probe.weights
+            weights = disturbed(probe.weights, by)
             rows = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), take(x, probe.rows))  # noqa: B023
             for training in modes:
                 if _depends_on_others(lambda x: probe.outputs(x, weights, 0, training), rows, take):  # noqa: B023

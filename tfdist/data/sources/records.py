@@ -24,6 +24,7 @@ import google_crc32c
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_checksums import masked
 from tfdist.control.exit_codes import DataError
 
 Rows = Sequence[int] | np.ndarray  # numbers of records
@@ -147,8 +148,7 @@ def checked(path: str, offset: int, data: bytes, length: int, named: Callable[[s
 
 
 def _masked_crc(data: bytes) -> int:
-    crc = google_crc32c.value(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return masked(google_crc32c.value(data))
 
 
 def _cache_path(paths: list[str]) -> str:

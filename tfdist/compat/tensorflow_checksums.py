@@ -1,0 +1,12 @@
+"""CRC-32C as TensorFlow stores it beside what it is of, in checkpoints and TFRecord files.
+
+Relies on tensorflow/core/lib/hash/crc32c.h, for which there is no public function; without it neither could be read in
+pieces, nor checkpoints written here.
+"""
+
+from __future__ import annotations
+
+
+def masked(checksum: int) -> int:
+    """What is stored for a CRC-32C."""
+    return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
