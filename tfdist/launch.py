@@ -45,7 +45,7 @@ from tfdist.control.machine_shares import visible_gpus
 from tfdist.control.processes import Standbys
 from tfdist.control.ray_cluster import RayPlacements, connect
 from tfdist.control.ray_job import RayJob
-from tfdist.control.signals import on_hangup
+from tfdist.control.signals import StopSignals, on_hangup
 from tfdist.control.strategies import STRATEGIES, asked_for
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
 from tfdist.control.terminal import say_at_once
@@ -234,17 +234,21 @@ def same_batch(config: Config, options: LaunchOptions) -> list[str]:
 
 def run(supervisor: Supervisor, logs: Path) -> int:
     """Runs a supervised job to its end, with signals passed on. Returns its exit code."""
-    requests = 0
+    signals, asked, at_once = StopSignals(), False, False
 
     def on_signal(number: int, _) -> None:
-        nonlocal requests
-        requests += 1
-        supervisor.stop()
-        if requests == 1:
+        nonlocal asked, at_once
+        if signals.is_second(number):
+            at_once = True
+            if supervisor.job:
+                supervisor.job.kill()
+        elif not asked:
+            asked = True
+            supervisor.stop()
             name = signal.Signals(number).name
             say_at_once(f"tfdist: {name}: the workers save and end; a second signal ends them at once.")
-        if supervisor.job:
-            supervisor.job.request_stop() if requests == 1 else supervisor.job.kill()
+            if supervisor.job:
+                supervisor.job.request_stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
@@ -257,7 +261,7 @@ def run(supervisor: Supervisor, logs: Path) -> int:
     if result.cause:
         hint = "tfdist: a SIGKILL that nobody sent means that memory ran out\n" if "(SIGKILL)" in result.cause else ""
         print(f"tfdist: {result.cause}\n{hint}tfdist: logs are in {logs}", file=sys.stderr)
-    if requests > 1:
+    if at_once:
         print("tfdist: ended at once by a second signal.", file=sys.stderr)
         return ExitCode.INTERRUPTED
     return result.code

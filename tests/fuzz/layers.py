@@ -64,6 +64,33 @@ class Counter(keras.layers.Layer):
         return x
 
 
+class Louder(keras.layers.Layer):
+    """Computes something else in training."""
+
+    supports_masking = True
+
+    def call(self, x, training=False):
+        return 1.25 * x if training else x
+
+
+class Around(keras.layers.Layer):
+    """Calls a layer, and leaves it to Keras to tell it whether it is training."""
+
+    def __init__(self, inner: keras.layers.Layer, **options):
+        super().__init__(**options)
+        self.inner, self.supports_masking = inner, True
+
+    def call(self, x):
+        return self.inner(x)
+
+
+class Withheld(keras.Model):
+    """A model with a call of its own, which leaves it to Keras to tell the layers whether they are in training."""
+
+    def call(self, inputs, training=False, mask=None):
+        return super().call(inputs, mask=mask)
+
+
 class RunningMean(keras.layers.Layer):
     """State of its own that hangs on the rows which a worker sees."""
 

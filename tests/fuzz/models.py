@@ -46,6 +46,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     ),
     "counter": ("rows steps grid", 'x = own.Counter(name="{name}")(x)'),
     "centered": ("rows grid steps", 'x = own.centered(x, {width}, "{name}")'),
+    "louder": ("rows grid steps", 'x = own.Around(own.Louder(name="{name}_inner"), name="{name}")(x)'),
     "running_mean": ("rows", 'x = own.RunningMean(name="{name}")(x)'),
     "dropout": ("rows grid steps", 'x = layers.Dropout(0.3, name="{name}")(x)'),
     "positions": ("steps", 'x = own.Positions({length}, {width}, name="{name}")(x)'),
@@ -157,7 +158,8 @@ def source(model: Mapping[str, Any], double: bool = False) -> str:
         for line in ([] if model["head"] == "tokens" else TO_ROWS[model["inputs"]]) + HEADS[model["head"]]
     ]
     kind = model.get("class")  # of train_steps.py
-    lines.append(f"return {f'train_steps.{kind}' if kind else 'keras.Model'}(inputs, outputs)")
+    made = f"train_steps.{kind}" if kind else "own.Withheld" if model.get("withheld") else "keras.Model"
+    lines.append(f"return {made}(inputs, outputs)")
     return "def model():\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 

@@ -251,7 +251,7 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
         if shape != "steps"
         else ["classes", "values", "tokens", "tokens", "dict"]
     )
-    model = {"inputs": inputs, "blocks": blocks, "head": head}
+    model = {"inputs": inputs, "blocks": blocks, "head": head, **_maybe(chance, 0.15, {"withheld": True}, {})}
     if inputs in ("steps", "both"):
         # Of the large table few rows are looked up, which then travel and are updated alone.
         weights = [3 if name == "embedding_large" else 1 for name in models.EMBEDDINGS]
@@ -415,6 +415,7 @@ def features(case: Mapping[str, Any]) -> list[str]:
     model = case["model"]
     found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
+    found += ["model:withheld"] if "withheld" in model else []
     for data in (case["data"], *case.get("again", ())):
         found += [f"data:{name}" for name in data if name not in ("size", "source", "weights", "draw")] + [
             f"source:{data['source']}",

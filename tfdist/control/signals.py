@@ -15,13 +15,30 @@ from typing import Any
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.terminal import say_at_once
 
-_SAME_REQUEST_SECONDS = 1.0  # some engines signal the process and its group, and so twice
+_SAME_REQUEST_SECONDS = 1.0
 
 
 def on_hangup(handler: Callable[..., Any]) -> None:
     """Takes over SIGHUP, which comes when a terminal is closed, unless it is ignored (nohup). In the main thread."""
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, handler)
+
+
+class StopSignals:
+    """Tells a second request to stop from the first that comes twice, with which nobody wants to lose what is saved."""
+
+    def __init__(self) -> None:
+        self._asked_at = 0.0  # the first SIGTERM or SIGINT; 0: none yet
+
+    def is_second(self, number: int) -> bool:
+        """SIGHUP never is: a closed terminal may send it twice, and SIGTERM may follow. SIGTERM is if it does not come
+        at once, as some engines signal a process and its group; SIGINT, which somebody has typed, always.
+        """
+        if number == signal.SIGHUP:
+            return False
+        now, before = time.monotonic(), self._asked_at
+        self._asked_at = before or now
+        return bool(before) and (number == signal.SIGINT or now - before >= _SAME_REQUEST_SECONDS)
 
 
 class SignalRequests:
@@ -32,36 +49,27 @@ class SignalRequests:
         self.stop = False
         self.on_stop: Callable[[], None] = lambda: None  # called once, in the handler
         self._signalled = False  # `stop` may have been set without a signal, by the platform's notice
-        self._terminated_at = 0.0  # the first SIGTERM; 0: none yet
+        self._signals = StopSignals()
 
     def install(self) -> SignalRequests:
         """Takes over SIGTERM, SIGUSR1 and, unless it is ignored (nohup), SIGHUP; only in the main thread. A second
         SIGTERM ends the process at once.
         """
-        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGTERM, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_usr1)
-        on_hangup(self._on_hup)
+        on_hangup(self._on_stop)
         return self
 
-    def _on_term(self, *_) -> None:
-        if self._terminated_at and time.monotonic() - self._terminated_at < _SAME_REQUEST_SECONDS:
-            return
-        if self._terminated_at:
+    def _on_stop(self, number: int, *_) -> None:
+        if self._signals.is_second(number):
             say_at_once("tfdist: second SIGTERM: ending at once, without saving.")
             os._exit(128 + signal.SIGTERM)
-        self._terminated_at = time.monotonic()
-        self._stop("SIGTERM")
-
-    def _on_hup(self, *_) -> None:
-        self._stop("SIGHUP, its terminal was closed")
-
-    def _stop(self, why: str) -> None:
         if self._signalled:
             return
         self._signalled = self.stop = True
         self.on_stop()
         what = "saving at the next boundary, if all workers answer, then ending with exit code"
-        say_at_once(f"tfdist: {why}: {what} {ExitCode.PREEMPTED.value}.")
+        say_at_once(f"tfdist: {signal.Signals(number).name}: {what} {ExitCode.PREEMPTED.value}.")
 
     def _on_usr1(self, *_) -> None:
         self.save = True

@@ -13,12 +13,14 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.compat.tensorflow_variables import writes_undone
+from tfdist.training.stateless_call import stateless_call
 
 MEAN, SUM = "mean", "sum"
 UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"
 ROWS = 4  # that are tried, each alone and all together
 _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
+_OF_WEIGHTS = ("_initializer", "_constraint", "_regularizer")  # functions of Keras' layers that see no rows
 _CLEAR = 0.15  # a random mean must be known as well as that
 
 Key = tuple[
@@ -92,17 +94,8 @@ class Probe:
             for variable, value in zip(self.model.non_trainable_variables, self.states, strict=True)
         ]
         self._added = []
-        options = {"training": training} if keras_layers.takes_training(self.model) else {}
-        return self.model.stateless_call([*map(tf.constant, weights)], [*map(tf.constant, states)], x, **options)[0]
-
-    def training_matters(self) -> bool:
-        """Whether outputs in training may be others than in inference while it is watched: Keras' own layers then work
-        as in inference.
-        """
-        return any(
-            keras_layers.takes_training(layer) and not is_of_keras(layer) and not _is_calmed(layer)
-            for layer in self.layers
-        )
+        given = [*map(tf.constant, weights)], [*map(tf.constant, states)]
+        return stateless_call(self.model, *given, x, training).outputs
 
     def _run(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> list[tuple[Key, tf.Tensor]]:
         self.outputs(x, weights, draw, training)
@@ -138,6 +131,9 @@ class Probe:
     def judged(self, training: bool) -> dict[Key, str]:
         """Of each added loss MEAN, SUM, or why it is neither."""
         found: dict[Key, str] = {}
+        rows = self._take(self.x, self.rows)
+        if not any(self.values(rows, self.weights, draw, training) for draw in range(2)):
+            return {}  # as of most models; twice, as some add none in their first call
         for by, kept, noise in (
             (0.0, 1.0, 0.0),
             (0.3, 1.0, 0.0),
@@ -158,22 +154,16 @@ class Probe:
         x = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), self._take(self.x, self.rows))
         batches = [[place] for place in range(ROWS)] + [list(range(ROWS)), [0, 0, 1]]
         batches = [self._take(x, batch) for batch in batches]
-        whole = self.values(batches[ROWS], weights, 0, training)
-        if not whole:
-            return {}  # as most models
 
         def look(draw: int) -> list[dict[Key, float]]:
-            return [
-                whole if (draw, place) == (0, ROWS) else self.values(batch, weights, draw, training)
-                for place, batch in enumerate(batches)
-            ]
+            return [self.values(batch, weights, draw, training) for batch in batches]
 
         first, redrawn = look(0), self.values(batches[ROWS], weights, 1, training)
-        keys = whole.keys()
+        keys = first[ROWS].keys()
         if any(one.keys() != keys for one in first):
             return dict.fromkeys(keys, OTHER)
         result = {key: _verdict([one[key] for one in first], self.tolerance) for key in keys}
-        random = [key for key in keys if redrawn.get(key) != whole[key] and result[key] == OTHER]
+        random = [key for key in keys if redrawn.get(key) != first[ROWS][key] and result[key] == OTHER]
         if random:
             draws = [first, *(look(draw) for draw in range(1, _DRAWS))]
             result |= {
@@ -238,10 +228,28 @@ def is_of_keras(layer: keras.Layer) -> bool:
     return type(layer).__module__.partition(".")[0] == "keras"
 
 
+def holds_own_function(layer: keras.Layer) -> bool:
+    """Such as an activation of the user's own, or the function of a Lambda."""
+    return any(
+        callable(value) and not isinstance(value, type) and not _is_from_keras(value) and not name.endswith(_OF_WEIGHTS)
+        for name, value in vars(layer).items()
+    )
+
+
+def _is_from_keras(function: Any) -> bool:
+    """Also, of a method, the object whose it is."""
+    bound_to = getattr(function, "__self__", None)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    modules = [module] if bound_to is None else [module, type(bound_to).__module__]
+    return all(each.partition(".")[0] in ("keras", "tfdist") for each in modules)
+
+
 def _is_calmed(layer: keras.Layer) -> bool:
     """Keras' own layers, and what derives from BatchNormalization: its rows are those of all workers in training."""
     inside = keras_layers.all_layers(layer)
-    return isinstance(layer, keras.layers.BatchNormalization) or all(map(is_of_keras, inside))
+    return isinstance(layer, keras.layers.BatchNormalization) or all(
+        is_of_keras(each) and not holds_own_function(each) for each in inside
+    )
 
 
 def _not_training(call: Callable) -> Callable:

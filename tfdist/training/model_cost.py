@@ -37,6 +37,8 @@ def trace(model: Any, objective: Any, specs: tuple, batch: int, precision: str) 
     """
     import tensorflow as tf
 
+    from tfdist.training.stateless_call import stateless_call
+
     graph = tf.Graph()
     with graph.as_default():
 
@@ -50,7 +52,8 @@ def trace(model: Any, objective: Any, specs: tuple, batch: int, precision: str) 
         x, y = (tf.nest.map_structure(placeholder, spec) for spec in specs[:2])
         w = placeholder(specs[2]) if len(specs) == 3 else tf.ones([batch])
         inputs = set(graph.get_operations())
-        output, _ = model.stateless_call(*values, x, training=True)
+        trainable, non_trainable = values
+        output = stateless_call(model, trainable, non_trainable, x, training=True).outputs
         in_model = set(graph.get_operations())
         scores = objective(output, y, w)
         loss = tf.reduce_sum(scores.losses * scores.weights)

@@ -8,7 +8,7 @@ it: its output for that row must not change. The same shapes run the same kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -20,12 +20,23 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.training.added_losses import take_rows
-from tfdist.training.loss_probe import ROWS, Probe, Take, disturbed, is_of_keras, sound
+from tfdist.training.loss_probe import ROWS, Probe, Take, disturbed, holds_own_function, is_of_keras, sound
 
 _TOLERANCE = 1e-5  # of the largest output
-# By how much weights are disturbed, how much of the rows is kept, and how much noise is added to them.
-_ATTEMPTS = ((0.0, 1.0, 0.0), (0.3, 1.0, 1.0), (1.0, 0.0, 1.0))
-_OF_WEIGHTS = ("_initializer", "_constraint", "_regularizer")  # functions of Keras' layers that see no rows
+
+
+class Attempt(NamedTuple):
+    """By how much weights are disturbed, how much of the rows is kept, how much noise is added to them."""
+
+    disturbed: float
+    kept: float
+    noise: float
+    training: bool
+
+
+_ATTEMPTS = [
+    Attempt(*how, training) for how in ((0.0, 1.0, 0.0), (0.3, 1.0, 1.0), (1.0, 0.0, 1.0)) for training in (False, True)
+]
 
 
 def may_mix(model: keras.Model) -> bool:
@@ -38,7 +49,7 @@ def may_mix(model: keras.Model) -> bool:
 
 
 def _is_suspect(layer: keras.Layer) -> bool:
-    return not is_of_keras(layer) or _works_along_rows(layer) or _holds_own_function(layer)
+    return not is_of_keras(layer) or _works_along_rows(layer) or holds_own_function(layer)
 
 
 def _works_along_rows(layer: keras.Layer) -> bool:
@@ -50,19 +61,6 @@ def _works_along_rows(layer: keras.Layer) -> bool:
 def _has_common_scale(layer: keras.Layer) -> bool:
     """Of float8: from the largest number of all rows, of this step and those before, which no single call shows."""
     return getattr(layer, "quantization_mode", None) == "float8"
-
-
-def _holds_own_function(layer: keras.Layer) -> bool:
-    """Such as an activation of the user's own, or the function of a Lambda."""
-    return any(
-        callable(value) and not isinstance(value, type) and not _is_from_keras(value) and not name.endswith(_OF_WEIGHTS)
-        for name, value in vars(layer).items()
-    )
-
-
-def _is_from_keras(function: Any) -> bool:
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return module.partition(".")[0] in ("keras", "tfdist")
 
 
 class Share(NamedTuple):
@@ -85,15 +83,19 @@ def mixes(model: keras.Model, x: Any, take: Take = take_rows, count: int | None 
         return True
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
     probe = Probe(model, x, take, count)
-    modes = (False, True) if keras_layers.takes_training(model) and probe.training_matters() else (False,)
+    attempts = _ATTEMPTS[share.index :: share.number]
+    weights = {by: disturbed(probe.weights, by) for by in {attempt.disturbed for attempt in attempts}}
     with probe.watching(), batch_norm.each_alone():
-        for by, kept, noise in _ATTEMPTS[share.index :: share.number]:
-            weights = disturbed(probe.weights, by)
-            rows = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), take(x, probe.rows))  # noqa: B023
-            for training in modes:
-                if _depends_on_others(lambda x: probe.outputs(x, weights, 0, training), rows, take):  # noqa: B023
-                    return True
-    return False
+        return any(_tells(attempt, probe, weights[attempt.disturbed], x, take) for attempt in attempts)
+
+
+def _tells(attempt: Attempt, probe: Probe, weights: Sequence[np.ndarray], x: Any, take: Take) -> bool:
+    """Whether it tells that rows are mixed. One that fails tells nothing."""
+    rows = keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise), take(x, probe.rows))
+    try:
+        return _depends_on_others(lambda x: probe.outputs(x, weights, 0, attempt.training), rows, take)
+    except Exception:  # noqa: BLE001 - of the user's own making
+        return False
 
 
 def _depends_on_others(outputs_of: Callable[[Any], Any], rows: Any, take: Take) -> bool:

@@ -598,6 +598,16 @@ def test_ctrl_c_twice_ends_at_once(tmp_path):
     assert launched.ends()[0] == ExitCode.INTERRUPTED
 
 
+@pytest.mark.parametrize("first, again", [("SIGHUP", "SIGHUP"), ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGTERM")])
+def test_a_request_that_comes_twice_lets_the_workers_save(tmp_path, first, again):
+    """A shell passes SIGHUP on beside the terminal's; some engines signal a process and its group."""
+    launched = Launched(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(42)))")
+    for name in (first, again):
+        launched.process.send_signal(getattr(signal, name))
+        time.sleep(0.1)
+    assert launched.ends()[0] == 42
+
+
 def test_sigusr1_is_passed_on(tmp_path):
     launched = Launched(tmp_path, "signal.signal(signal.SIGUSR1, lambda *_: print('saved', flush=True))")
     launched.process.send_signal(signal.SIGUSR1)

@@ -30,13 +30,13 @@ def requests(clock):
 
 
 def test_a_second_sigterm_ends_at_once_unless_it_is_the_same(requests, clock):
-    requests._on_term()
+    requests._on_stop(signal.SIGTERM)
     assert requests.stop and not clock.ended
     clock.seconds += 0.5
-    requests._on_term()
+    requests._on_stop(signal.SIGTERM)
     assert not clock.ended
     clock.seconds += 1
-    requests._on_term()
+    requests._on_stop(signal.SIGTERM)
     assert clock.ended == [128 + signal.SIGTERM] and requests.told == [100.0]
 
 
@@ -46,18 +46,18 @@ def test_the_first_sigterm_is_no_second_one_whatever_came_before(requests, clock
     if first == "notice":
         requests.stop = True
     else:
-        requests._on_hup()
+        requests._on_stop(signal.SIGHUP)
     clock.seconds += 10
-    requests._on_term()
+    requests._on_stop(signal.SIGTERM)
     assert requests.stop and not clock.ended and requests.told == [110.0 if first == "notice" else 100.0]
     clock.seconds += 10
-    requests._on_term()
+    requests._on_stop(signal.SIGTERM)
     assert clock.ended
 
 
 def test_a_closed_terminal_asks_once_more_in_vain(requests, clock):
     for _ in range(3):
-        requests._on_hup()
+        requests._on_stop(signal.SIGHUP)
         clock.seconds += 10
     assert requests.stop and requests.told == [100.0] and not clock.ended
 

@@ -229,3 +229,19 @@ def test_a_model_for_batches_of_one_size():
 def test_all_workers_refuse_what_the_chief_refuses():
     with pytest.raises(ConfigError, match="loss number 1"):
         found_by_the_chief(OneDevice(), model_of(Adds(the_largest)), lambda: X)
+
+
+def test_what_a_subclassed_model_adds_in_training_alone():
+    """It leaves it to Keras to tell its layers that they are training."""
+
+    class Subclassed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = Adds(lambda x, _: ops.sum(x * x), only_training=True), layers.Dense(2)
+
+        def call(self, x, training=False):
+            return self.last(self.inner(x))
+
+    model = Subclassed()
+    model(X)
+    assert scales(model) == [SUM]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -28,6 +28,7 @@ from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.parameter_server.contained_batch import ContainedBatch
 from tfdist.training.parameter_server.parameters import Parameters
 from tfdist.training.seeds import seed_values
+from tfdist.training.stateless_call import stateless_call
 from tfdist.training.step_output import FIRST_SUMS, Fields
 from tfdist.training.total_loss import SummedLoss, expected_weight, rows_of
 from tfdist.training.update import scaled
@@ -189,8 +190,7 @@ class RemoteStep:
         share = rows_of(w) / self.options.plan.global_batch
         with self.added.counting(1.0 / share), tf.GradientTape() as tape:
             tape.watch(weights)
-            found: Any = self.model.stateless_call(weights, non_trainable, x, training=True, return_losses=True)
-            outputs, updated, losses = found
+            outputs, updated, losses = stateless_call(self.model, weights, non_trainable, x, training=True)
             summed = self._summed(outputs, y, w, losses)
             # Of a whole batch, or of one without weights, this is as one device has it.
             total = summed.weighted_mean(self._expected_weight)

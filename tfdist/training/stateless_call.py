@@ -1,0 +1,33 @@
+"""A model that is called with given values in place of its variables, which stay as they are.
+
+Keras' own `model.stateless_call` runs the model's `call`, not the model: layers inside, which learn from the call
+around them whether it is training, then take it for inference. A Dropout in a subclassed model drops nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+
+class Called(NamedTuple):
+    """outputs: as the model gave them. states: new values of its non-trainable variables. losses: `model.losses`."""
+
+    outputs: Any
+    states: list[Any]
+    losses: list[Any]
+
+
+def stateless_call(
+    model: keras.Model, trainable: Sequence[Any], non_trainable: Sequence[Any], x: Any, training: bool
+) -> Called:
+    """trainable, non_trainable: tensors for the variables of these lists. Raises ValueError if there are other ones."""
+    mapping = [
+        *zip(model.trainable_variables, trainable, strict=True),
+        *zip(model.non_trainable_variables, non_trainable, strict=True),
+    ]
+    with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+        outputs, losses = model(x, training=training), model.losses
+    return Called(outputs, [scope.get_current_value(variable) for variable in model.non_trainable_variables], losses)
