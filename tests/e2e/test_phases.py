@@ -17,7 +17,7 @@ from tfdist.telemetry.run_log import RunLog
 
 pytestmark = pytest.mark.slow
 
-FLAGS = [*CLUSTERS, "--eval_every=-1", "--nosave_final", "--phase_every=1", "--scaling_baseline=1e4"]
+FLAGS = [*CLUSTERS, "--eval_every=-1", "--nosave_final", "--phase_every=1", "--log_every=5", "--scaling_baseline=1e4"]
 CASES = {
     "source": (
         [
@@ -76,8 +76,8 @@ def test_the_verdict_names_what_holds_the_job_up(case):
 
 
 def test_phases_add_up_to_the_wall_time(case):
-    """Against the times at which the events were told, which nothing in the account knows of. The median: on a busy
-    machine a worker may be kept from its core between the account and the event.
+    """Against the times at which the events were told, which nothing in the account knows of. The median of many: on a
+    busy machine a worker may be kept from its core between the account and the event, which two intervals show.
     """
     _, folder, _ = case
     for rank in (0, 1):
@@ -87,7 +87,7 @@ def test_phases_add_up_to_the_wall_time(case):
             missing = wall - sums(after["values"]) * after["values"]["phase_steps"]
             beyond.append(abs(missing) - max(0.02 * wall, 0.002))
             assert after["values"]["phase_steps"] == after["step"] - before["step"]
-        assert len(beyond) > 1 and statistics.median(beyond) <= 0, (rank, beyond, told)
+        assert len(beyond) > 4 and statistics.median(beyond) <= 0, (rank, beyond, told)
 
 
 def test_what_else_a_train_event_tells(case):

@@ -6,10 +6,12 @@ what one layer owns without the layers in it.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 
 
 def all_layers(model: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
@@ -79,6 +81,19 @@ def is_inside_a_call() -> bool:
     layer sets in its forward pass is not noticed, and a copy of it would be trained.
     """
     return get_global_attribute("current_call_ctx") is not None
+
+
+@contextlib.contextmanager
+def outside_the_call() -> Iterator[None]:
+    """Within it a model can be called as if no layer were being called. Relies on the same attribute; without it a
+    model that is tried while it is called ends that call: the layers that come after it take training for inference.
+    """
+    around = get_global_attribute("current_call_ctx")
+    set_global_attribute("current_call_ctx", None)
+    try:
+        yield
+    finally:
+        set_global_attribute("current_call_ctx", around)
 
 
 def keep_message(error: Exception) -> Exception:

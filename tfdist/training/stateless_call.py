@@ -2,6 +2,7 @@
 
 Keras' own `model.stateless_call` runs the model's `call`, not the model: layers inside, which learn from the call
 around them whether it is training, then take it for inference. A Dropout in a subclassed model drops nothing there.
+A call of the same model that is under way is neither told of nor ended.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
+
+from tfdist.compat import keras_layers
 
 
 class Called(NamedTuple):
@@ -28,6 +31,7 @@ def stateless_call(
         *zip(model.trainable_variables, trainable, strict=True),
         *zip(model.non_trainable_variables, non_trainable, strict=True),
     ]
-    with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+    scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+    with keras_layers.outside_the_call(), scope:
         outputs, losses = model(x, training=training), model.losses
     return Called(outputs, [scope.get_current_value(variable) for variable in model.non_trainable_variables], losses)

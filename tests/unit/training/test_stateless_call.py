@@ -54,6 +54,25 @@ def test_as_the_model_itself(kind, training):
     np.testing.assert_array_equal(called.losses, model.losses)
 
 
+class TriedInItsCall(Model):
+    """As tfdist.fit tries a model at its first batch."""
+
+    def call(self, x, training=False):
+        if training:
+            given = [variable.value for variable in self.trainable_variables]
+            stateless_call(self, given, [variable.value for variable in self.non_trainable_variables], x, False)
+        return super().call(x)
+
+
+def test_a_call_that_is_under_way_goes_on():
+    """Its layers still learn from it that it is training: the moving mean of BatchNormalization moves."""
+    model = TriedInItsCall()
+    model(X)
+    before = model.inner[1].moving_mean.numpy()
+    model(X, training=True)
+    assert np.abs(model.inner[1].moving_mean.numpy() - before).max() > 1e-3
+
+
 def test_other_variables_are_refused():
     model = Model()
     model(X)
