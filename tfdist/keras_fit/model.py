@@ -33,7 +33,7 @@ from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.optimizer import updates_rows
-from tfdist.training.update import rows_once
+from tfdist.training.table_rows import rows_once, subtracting_rows, takes_repeated_rows
 
 _KEPT_AS = "_tfdist_distributed"  # on the model itself: what was traced lives as long as it
 
@@ -87,7 +87,7 @@ class DistributedModel:
             stack.enter_context(self._gradients.installed())
             stack.enter_context(self._random_numbers.installed())
             if optimizer is not None:
-                stack.enter_context(rows_are_added_once(optimizer))
+                stack.enter_context(rows_in_one_order(optimizer))
             for layer in keras_layers.all_layers(model):
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
@@ -151,16 +151,23 @@ def build_optimizer(model: keras.Model) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def rows_are_added_once(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager:
-    """An optimizer that updates only the rows of a table that were looked up adds up their duplicates first, in one
-    order, or the workers would drift apart. As the last thing: clipping before it sees the duplicates, as in plain
-    Keras."""
+@contextlib.contextmanager
+def rows_in_one_order(optimizer: keras.Optimizer) -> Iterator[None]:
+    """An optimizer that updates only the rows of a table that were looked up takes their duplicates in one order, or
+    the workers would drift apart. As the last thing: clipping before it sees the duplicates, as in plain Keras."""
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
     if not updates_rows(inner):
-        return contextlib.nullcontext()
-    update = inner.update_step
+        yield
+        return
+    update, with_xla = inner.update_step, not tf.config.list_logical_devices("GPU")
 
     def update_step(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable, learning_rate: tf.Tensor) -> None:
-        update(rows_once(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient, variable, learning_rate)
+        if isinstance(gradient, tf.IndexedSlices) and not (with_xla and takes_repeated_rows(variable)):
+            gradient = rows_once(gradient)
+        update(gradient, variable, learning_rate)
 
-    return replaced(inner, "update_step", update_step)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(inner, "update_step", update_step))
+        if with_xla:
+            stack.enter_context(replaced(inner, "assign_sub", subtracting_rows(inner)))
+        yield

@@ -159,23 +159,6 @@ def updates_rows(optimizer: keras.Optimizer) -> bool:
     return type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
 
 
-def subtract_by_assignment(optimizer: keras.Optimizer) -> None:
-    """Makes an optimizer that updates rows read those of a table, subtract, and write them: the same bits as
-    TensorFlow's scatter_sub in half its time. For gradients with no row twice, and once per optimizer."""
-    whole = optimizer.assign_sub
-
-    def assign_sub(variable: keras.Variable | tf.Variable, value: tf.Tensor | tf.IndexedSlices) -> None:
-        if not isinstance(value, tf.IndexedSlices):
-            whole(variable, value)
-            return
-        table = variable.value if isinstance(variable, keras.Variable) else variable
-        table.scatter_update(
-            tf.IndexedSlices(tf.gather(table, value.indices) - tf.cast(value.values, table.dtype), value.indices)
-        )
-
-    optimizer.assign_sub = assign_sub
-
-
 def ema_variables(optimizer: keras.Optimizer) -> list:
     """The moving averages of the trainable variables, in their order; empty without --ema."""
     return keras_optimizers.moving_averages(optimizer)

@@ -18,9 +18,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.runtime.base import Runtime
-from tfdist.runtime.host import on_host
 from tfdist.training.dtypes import Gradient, global_norm
-from tfdist.training.optimizer import ema_variables, subtract_by_assignment, swapped_in, updates_rows
+from tfdist.training.optimizer import ema_variables, swapped_in, updates_rows
+from tfdist.training.table_rows import rows_once, subtracting_rows, takes_repeated_rows
 
 
 class Update(Protocol):
@@ -93,7 +93,7 @@ class DataParallel:
         self.runtime, self.model, self.optimizer, self.slices = runtime, model, optimizer, slices
         self.bfloat16 = bfloat16 and runtime.replicas > 1
         if slices and updates_rows(optimizer):
-            subtract_by_assignment(optimizer)
+            optimizer.assign_sub = subtracting_rows(optimizer)
         self._sent_bytes = self._whole_bytes = 0  # of a step's gradients by a replica; known once `reduce` was traced
 
     @property
@@ -128,11 +128,16 @@ class DataParallel:
         ]
         self._sent_bytes, self._whole_bytes = self._count(travel), self._count(kept)
         reduced = self.runtime.all_reduce([*travel, tf.concat([sums, signals], 0)])
-        summed = rows_once if updates_rows(self.optimizer) else tf.convert_to_tensor
         return [
-            summed(piece) if isinstance(piece, tf.IndexedSlices) else tf.cast(piece, own.dtype)
-            for piece, own in zip(reduced[:-1], kept, strict=True)
+            self._summed(piece, source) if isinstance(piece, tf.IndexedSlices) else tf.cast(piece, own.dtype)
+            for piece, own, source in zip(reduced[:-1], kept, self.sources(), strict=True)
         ], reduced[-1]
+
+    def _summed(self, slices: tf.IndexedSlices, table: tf.Variable) -> Gradient:
+        """As the optimizer takes it."""
+        if not updates_rows(self.optimizer):
+            return tf.convert_to_tensor(slices)
+        return slices if takes_repeated_rows(table) else rows_once(slices)
 
     def _count(self, pieces: Sequence[Gradient]) -> int:
         """Bytes of gradients; of slices, of the rows that are there and their numbers."""
@@ -146,7 +151,7 @@ class DataParallel:
         )
 
     def norm(self, pieces: Sequence) -> tf.Tensor:
-        return global_norm(pieces)
+        return global_norm([rows_once(piece) if isinstance(piece, tf.IndexedSlices) else piece for piece in pieces])
 
     def apply(self, pieces: list) -> None:
         self.optimizer.apply(pieces, self.model.trainable_variables)
@@ -210,16 +215,3 @@ def scaled(piece: Gradient, factor: tf.Tensor) -> Gradient:
     if isinstance(piece, tf.IndexedSlices):
         return tf.IndexedSlices(piece.values * factor, piece.indices, piece.dense_shape)
     return piece * factor
-
-
-def rows_once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same gradient with no row twice, added up in one order, on a CPU.
-
-    TensorFlow's update of single rows takes rows that are there several times in the order in which its threads come:
-    each replica would round in its own way, and they would drift apart.
-    """
-    with tf.name_scope("rows_once"), on_host():
-        rows, place = tf.unique(slices.indices)
-        return tf.IndexedSlices(
-            tf.math.unsorted_segment_sum(slices.values, place, tf.size(rows)), rows, slices.dense_shape
-        )

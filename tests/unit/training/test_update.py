@@ -21,9 +21,9 @@ OPTIMIZERS = {
 }
 
 
-def make_update(optimizer="sgd", rows=8, replicas=1, slices=True, bfloat16=False):
+def make_update(optimizer="sgd", rows=8, replicas=1, slices=True, bfloat16=False, dtype="float32"):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.layers.Input([3], dtype="int32"), keras.layers.Embedding(rows, 2)])
+    model = keras.Sequential([keras.layers.Input([3], dtype="int32"), keras.layers.Embedding(rows, 2, dtype=dtype)])
     runtime, rule = OneDevice(), switch_off_reduction(OPTIMIZERS[optimizer]())
     runtime.replicas = replicas
     rule.build(model.trainable_variables)
@@ -97,6 +97,15 @@ def test_the_update_is_that_of_the_tensor(optimizer):
         sparse.apply([scaled(piece, 0.5) for piece in reduced(sparse)])
         dense.apply([0.5 * tf.convert_to_tensor(gradient())])
     np.testing.assert_allclose(sparse.model.get_weights()[0], dense.model.get_weights()[0], rtol=1e-6, atol=1e-7)
+
+
+def test_a_table_of_a_short_type_is_rounded_once():
+    """64 times a 64th of what can be told from 1."""
+    update = make_update(dtype="bfloat16")
+    update.sources()[0].assign(tf.ones([8, 2], tf.bfloat16))
+    many = tf.IndexedSlices(tf.fill([64, 2], 10 * 2.0**-14), tf.ones([64], tf.int32), tf.constant([8, 2]))
+    update.apply(update.reduce([many], tf.zeros([1]), tf.zeros([1]))[0])
+    np.testing.assert_array_equal(update.model.get_weights()[0][1].astype("float32"), [1 - 2.0**-8] * 2)
 
 
 @pytest.mark.parametrize(

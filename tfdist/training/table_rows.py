@@ -1,0 +1,55 @@
+"""Updates of single rows of a table, on a CPU: the same bits on every replica, whatever the number of threads.
+
+TensorFlow's own update (`scatter_sub`) takes rows that are there several times in the order in which its threads come:
+each replica would round in its own way, and they would drift apart. A loop compiled by XLA takes them in the order of
+the slices, in a ninth of the time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat.tensorflow_replicas import of_this_replica
+from tfdist.runtime.host import on_host
+
+
+def rows_once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The same gradient with no row twice, added up in one order."""
+    with tf.name_scope("rows_once"), on_host():
+        rows, place = tf.unique(slices.indices)
+        return tf.IndexedSlices(
+            tf.math.unsorted_segment_sum(slices.values, place, tf.size(rows)), rows, slices.dense_shape
+        )
+
+
+def takes_repeated_rows(table: keras.Variable | tf.Variable) -> bool:
+    """Whether `subtracting_rows` may be given rows that are there several times. In a shorter type than float32 each
+    subtraction would round.
+    """
+    return tf.as_dtype(table.dtype) == tf.float32
+
+
+def subtracting_rows(optimizer: keras.Optimizer) -> Callable:
+    """What shall stand for `optimizer.assign_sub`, of which slices are subtracted by XLA. On a GPU XLA, too, adds up in
+    any order."""
+    whole = optimizer.assign_sub
+
+    def assign_sub(variable: keras.Variable | tf.Variable, value: tf.Tensor | tf.IndexedSlices) -> None:
+        if not isinstance(value, tf.IndexedSlices):
+            whole(variable, value)
+            return
+        table = of_this_replica(variable.value if isinstance(variable, keras.Variable) else variable)
+
+        # The product with the learning rate was before: XLA may not make one operation of it and the subtraction, which
+        # rounds in another way.
+        @functools.partial(tf.function, jit_compile=True, autograph=False)
+        def subtract(values: tf.Tensor, rows: tf.Tensor) -> None:
+            table.scatter_sub(tf.IndexedSlices(tf.cast(values, table.dtype), rows))
+
+        subtract(value.values, value.indices)
+
+    return assign_sub
