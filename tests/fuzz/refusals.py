@@ -38,6 +38,7 @@ OTHER_SAMPLES = Refusal("DataError", r"hold different samples, or an order that 
 OTHER_BATCHES = Refusal("DataError", r"hold different batches")
 NO_MEAN_OR_SUM = Refusal("ConfigError", r"neither a mean nor a sum over the rows")
 MIXED_ROWS = Refusal("ConfigError", r"returns for a row depends on the other rows of its batch")
+OWN_CALL = Refusal("ConfigError", r"^--(recompute|mesh)\S*: Withheld \w+ has a call of its own")
 ALL_SKIPPED = Refusal("DivergedError", r"in each of the last \d+ steps up to step \d+, so all of them were skipped")
 DRIFT = Refusal("DivergedError", r"^The weights of (rank|replica) .* differ from")
 
@@ -66,6 +67,8 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
     workers = max(space.RUNTIMES[runtime][1] for runtime in runtimes)
     if "centered" in blocks and max(copies, workers, case["options"]["accumulation"]) > 1:
         return MIXED_ROWS
+    if "withheld" in case["model"] and (case["options"].get("recompute") or "pipe=" in case["options"].get("mesh", "")):
+        return OWN_CALL
     return DRIFT if "running_mean" in blocks and copies > 1 else None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
+from keras.src.models.functional import Functional
 
 
 def all_layers(model: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
@@ -19,6 +20,13 @@ def all_layers(model: keras.Layer, include_self: bool = True) -> list[keras.Laye
     has to be synchronised, cut, sharded or refused.
     """
     return model._flatten_layers(include_self=include_self)
+
+
+def has_own_call(model: keras.Model) -> bool:
+    """Whether it computes something else than its graph of layers, or has none. Relies on `Functional.call`; without it
+    what a subclass does around its layers would be left out where these are cut.
+    """
+    return "call" in vars(model) or type(model).call not in (Functional.call, keras.Sequential.call)
 
 
 def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.compat.keras_tensors import call_again, functional_of, node_of
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError, DataError
@@ -229,7 +230,7 @@ def _ends_in_softmax(model: keras.Model, x_spec: Any) -> bool:
 
 def _last_computation_of_layers(model: keras.Model) -> str:
     """The same from the last calls of layers alone: faster than to trace all. "" for other models than of layers."""
-    outputs = getattr(functional_of(model), "outputs", None) or ()
+    outputs = () if keras_layers.has_own_call(model) else getattr(functional_of(model), "outputs", None) or ()
     tensor = outputs[0] if len(outputs) == 1 else None
     while tensor is not None:
         call = node_of(tensor)

@@ -118,6 +118,18 @@ class Subclass(keras.Model):
         return keras.ops.reshape(self.last(x), (-1, 4))
 
 
+class AroundLayers(keras.Model):
+    """Of which its graph of layers does not tell all."""
+
+    def call(self, x):
+        return keras.ops.softmax(super().call(x))
+
+
+def around_layers():
+    x = keras.Input([8])
+    return AroundLayers(x, keras.layers.Dense(4)(x))
+
+
 def used_twice():
     layer = keras.layers.Dense(8, activation="softmax")
     x = keras.Input([8])
@@ -137,6 +149,7 @@ def built(made):
         (lambda: model(4, "softmax", [keras.layers.Activation("linear", dtype="float32")]), True),
         (lambda: built(Subclass("softmax")), True),
         (used_twice, True),
+        (around_layers, True),
         (lambda: model(4), False),
         (lambda: model(4, "sigmoid"), False),
         (lambda: built(Subclass(None)), False),

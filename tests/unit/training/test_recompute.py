@@ -284,3 +284,17 @@ def test_the_peak_is_lower():
         for kind in ("none", "block")
     }
     assert peaks["block"] < 0.8 * peaks["none"], peaks
+
+
+class AroundLayers(keras.Model):
+    def call(self, inputs, training=None, mask=None):
+        return 2.0 * super().call(inputs, training=training, mask=mask)
+
+
+def test_a_call_around_the_layers_is_not_left_out():
+    x = keras.Input([4])
+    hidden = keras.layers.LayerNormalization(name="block_00_norm_1")(x)
+    hidden = keras.layers.Dense(4, name="block_00_mlp_out")(hidden)
+    model = AroundLayers(x, keras.layers.Add(name="block_00_mlp_add")([x, hidden]), name="mine")
+    with pytest.raises(ConfigError, match="^--recompute=block: AroundLayers mine has a call of its own"):
+        recompute(model, "block", {})

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.compat.keras_tensors import carry_mask, functional_of, inputs_in_order, mask_of, node_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.parallel.assigned_weights import refuse_assigned
@@ -41,13 +42,18 @@ class Cut(NamedTuple):
 def blocks(model: keras.Model, flag: str) -> list[str]:
     """The names of the model's blocks, in order: "block_00", ...
 
-    Raises ConfigError, which names `flag`, if there are none.
+    Raises ConfigError, which names `flag`, if there are none, or if the model is more than its layers.
     """
     found = sorted({match[1] for layer in model.layers if (match := re.fullmatch(r"(block_\d+)_norm_1", layer.name))})
     if not found or not isinstance(model, keras.models.Model) or not hasattr(model, "inputs"):
         raise ConfigError(
             f"{flag}: {model.name} has no layers called block_00_norm_1 to block_NN_mlp_add to cut it at: use"
             " --model=transformer or vit, or drop the flag."
+        )
+    if keras_layers.has_own_call(model):
+        raise ConfigError(
+            f"{flag}: {type(model).__name__} {model.name} has a call of its own, which is not there any more once its"
+            " layers are cut into blocks: make it a layer of the model, or drop the flag."
         )
     return found
 
