@@ -18,7 +18,7 @@ from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
-from tfdist.keras_fit.model import DistributedModel, build_optimizer
+from tfdist.keras_fit.model import DistributedModel, build_optimizer, rows_in_one_order
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.runtime.errors import cause, message_of
 from tfdist.runtime.one_device import OneDevice
@@ -234,6 +234,9 @@ def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Cal
     if not has_peers(runtime):
         if purpose == "fit" and not keras_trainer.built_under_a_strategy(model):
             build_optimizer(model)  # as with several workers: Keras' ScheduleFreeAdamW is another one otherwise
+            if not tf.config.list_logical_devices("GPU"):  # where Keras' own update is faster
+                with rows_in_one_order(model.optimizer):
+                    return loop()
         return loop()
     refuse_unsupported(model)
     if runtime.rank == 0:

@@ -8,6 +8,7 @@ the slices, in a ninth of the time.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import keras
@@ -38,18 +39,31 @@ def subtracting_rows(optimizer: keras.Optimizer) -> Callable:
     any order."""
     whole = optimizer.assign_sub
 
+    # The product with the learning rate was before: XLA may not make one operation of it and the subtraction, which
+    # rounds in another way.
+    @functools.partial(tf.function, jit_compile=True, autograph=False)
+    def subtract(table: tf.Variable, values: tf.Tensor, rows: tf.Tensor) -> None:
+        table.scatter_sub(tf.IndexedSlices(tf.cast(values, table.dtype), rows))
+
     def assign_sub(variable: keras.Variable | tf.Variable, value: tf.Tensor | tf.IndexedSlices) -> None:
         if not isinstance(value, tf.IndexedSlices):
             whole(variable, value)
             return
         table = of_this_replica(variable.value if isinstance(variable, keras.Variable) else variable)
-
-        # The product with the learning rate was before: XLA may not make one operation of it and the subtraction, which
-        # rounds in another way.
-        @functools.partial(tf.function, jit_compile=True, autograph=False)
-        def subtract(values: tf.Tensor, rows: tf.Tensor) -> None:
-            table.scatter_sub(tf.IndexedSlices(tf.cast(values, table.dtype), rows))
-
-        subtract(value.values, value.indices)
+        values, rows = value.values, value.indices
+        if tf.executing_eagerly() or values.shape[0] is None:
+            values, rows = filled_up(values, rows, table.shape.rank)
+        subtract(table, values, rows)
 
     return assign_sub
+
+
+def filled_up(values: tf.Tensor, rows: tf.Tensor, rank: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Slices that change a table of `rank` dims as these do, filled up by zeros for its first row to a multiple of an
+    eighth of a power of two: XLA compiles once for each length.
+    """
+    length = tf.shape(rows)[0]
+    power = tf.math.floor(tf.math.log(tf.cast(tf.maximum(length, 1), tf.float64)) / math.log(2.0))
+    unit = tf.cast(2.0 ** tf.maximum(power - 3.0, 0.0), tf.int32)
+    more = -length % unit
+    return tf.pad(values, [[0, more], *[[0, 0]] * (rank - 1)]), tf.pad(rows, [[0, more]])
