@@ -117,7 +117,7 @@ WORKLOADS = {
         _cnn("cnn", 64, 25),
         _resnet("resnet", 32, 6),
         _embedding("embedding", 1024, 10, rows=2_000_000, width=16),
-        _transformer("transformer50m", 4, 1, layers=10, width=640, heads=10),
+        _transformer("transformer50m", 4, 2, layers=10, width=640, heads=10),
     )
 }
 
