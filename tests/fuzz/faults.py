@@ -41,9 +41,9 @@ FAULTS: dict[str, Fault] = {
         "the samples that are left over when a batch does not divide are trained on by nobody",
     ),
     "duplicates": Fault(
-        "training/update.py",
-        "unsorted_segment_sum(",
-        "unsorted_segment_max(",
+        "training/table_rows.py",
+        "table.scatter_sub(tf.IndexedSlices(tf.cast(values, table.dtype), rows))",
+        "table.scatter_update(tf.IndexedSlices(tf.gather(table, rows) - tf.cast(values, table.dtype), rows))",
         "fit:2,mirrored:2,sockets:2",
         "of the gradients of a row that is looked up twice one is lost",
     ),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.own_files import remove_tree
-from tfdist.control.user_errors import first_line
+from tfdist.control.user_errors import first_line, first_paragraph
 
 KERAS_FILE, SAVED_MODEL_FOLDER = "model.keras", "saved_model"
 
@@ -30,6 +31,19 @@ def load_export(path: str) -> keras.Model:
             ) from None
         raise CheckpointError(
             f"The model file {path} cannot be loaded: {(first_line(error) or type(error).__name__)[:300]}"
+        ) from None
+
+
+def check_exportable(model: keras.Model, formats: Container[str]) -> None:
+    """Raises ConfigError if a `.keras` file cannot hold it, which is known before it is trained."""
+    if "keras" not in formats:
+        return
+    try:
+        keras.saving.serialize_keras_object(model)
+    except Exception as error:  # noqa: BLE001 - Keras', or of the user's own get_config
+        raise ConfigError(
+            f"--export=keras cannot write the model ({first_paragraph(error) or type(error).__name__}): give what is"
+            " named a get_config, or train with --export=saved_model or --export=none."
         ) from None
 
 

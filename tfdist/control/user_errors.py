@@ -41,7 +41,12 @@ def said(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """Of what it says; "" if that is nothing."""
-    return next(iter(said(error).splitlines()), "")
+    return next(iter(said(error).strip().splitlines()), "")
+
+
+def first_paragraph(error: BaseException) -> str:
+    """Likewise, as one line: Keras breaks its sentences into lines."""
+    return " ".join(said(error).strip().partition("\n\n")[0].split())
 
 
 def failure_in_text(text: str) -> str:

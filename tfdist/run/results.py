@@ -12,10 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import state
-from tfdist.artifacts.export import export_model
+from tfdist.artifacts.export import check_exportable, export_model
 from tfdist.build import Job
+from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.run_address import is_url
+from tfdist.control.user_errors import first_paragraph
 from tfdist.models.build_model import build_model
 from tfdist.run.recovery import Recovery
 from tfdist.runtime.errors import cause, message_of
@@ -72,12 +74,12 @@ def leave_results(
     unwritten: why the last snapshot could not be written; "" if it was.
     """
     config, info = job.config, source_info(job)
-    formats = tuple(form for form in config.export.export.split(",") if form != "none")
+    formats = _formats(config)
     if formats:
         try:
             export_model(_plain_model(job, weights), folder / "export", formats)
-        except (OSError, tf.errors.OpError) as error:
-            words = cause(message_of(error)) if isinstance(error, tf.errors.OpError) else str(error)
+        except Exception as error:  # noqa: BLE001 - also of the user's own, while Keras traces and saves the model
+            words = _in_words(error)
             saved = (
                 f"nor could the last snapshot be written ({unwritten})" if unwritten else "the training itself is saved"
             )
@@ -112,6 +114,22 @@ def leave_results(
     except OSError as error:
         observer(Event("warning", step, {"message": f"The summary could not be written ({error})."}))
     summary.print_summary(table)
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, tf.errors.OpError):
+        return cause(message_of(error))
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {first_paragraph(error)}"
+
+
+def _formats(config: Config) -> tuple[str, ...]:
+    return tuple(form for form in config.export.export.split(",") if form != "none")
+
+
+def exportable(job: Job) -> Job:
+    """The job, if its model can be exported as it is asked for. Raises ConfigError."""
+    check_exportable(job.model, _formats(job.config))
+    return job
 
 
 def source_info(job: Job) -> dict[str, Any]:

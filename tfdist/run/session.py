@@ -144,7 +144,7 @@ class Session:
         limits = build.memory_limits(cluster)
         if config.model.jit_tune:
             config, self.announcement.xla = tuned(config, self.runtime, self.folder, limits)
-        self.job = build.compose(config, self.runtime, limits)
+        self.job = results.exportable(build.compose(config, self.runtime, limits))
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
         self._agree_on(self.config)

@@ -64,6 +64,6 @@ def filled_up(values: tf.Tensor, rows: tf.Tensor, rank: int) -> tuple[tf.Tensor,
     """
     length = tf.shape(rows)[0]
     power = tf.math.floor(tf.math.log(tf.cast(tf.maximum(length, 1), tf.float64)) / math.log(2.0))
-    unit = tf.cast(2.0 ** tf.maximum(power - 3.0, 0.0), tf.int32)
-    more = -length % unit
-    return tf.pad(values, [[0, more], *[[0, 0]] * (rank - 1)]), tf.pad(rows, [[0, more]])
+    unit = tf.cast(tf.pow(tf.constant(2.0, tf.float64), tf.maximum(power - 3.0, 0.0)), tf.int32)
+    more = tf.stack([[0, tf.math.floormod(-length, unit)]])  # of the first dim: before it, behind it
+    return tf.pad(values, tf.concat([more, tf.zeros([rank - 1, 2], tf.int32)], 0)), tf.pad(rows, more)

@@ -8,11 +8,11 @@ import pytest
 import tensorflow as tf
 
 from tfdist.artifacts.backup import BackupAndRestore
-from tfdist.artifacts.export import export_model, load_export
+from tfdist.artifacts.export import check_exportable, export_model, load_export
 from tfdist.artifacts.run_folder import run_folder
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.config import Config
-from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 
 def test_export(tmp_path):
@@ -60,3 +60,25 @@ def test_what_a_run_makes_others_cannot_write(tmp_path):
         assert not [path for path in folder.rglob("*") if path.stat().st_mode & 0o002]
     finally:
         os.umask(before)
+
+
+class Scaled(keras.layers.Layer):
+    """As many write them: without get_config."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def call(self, x):
+        return self.scale * x
+
+
+def test_what_cannot_be_exported_is_told_before():
+    inputs = keras.Input((4,))
+    own = keras.Model(inputs, Scaled(tf.constant(2.0))(inputs))
+    check_exportable(own, ("saved_model",))
+    with pytest.raises(
+        ConfigError, match=r"^--export=keras cannot write the model \(Object Scaled was .*get_config.*\)"
+    ):
+        check_exportable(own, ("keras", "saved_model"))
+    check_exportable(keras.Model(inputs, Scaled(2.0)(inputs)), ("keras",))
