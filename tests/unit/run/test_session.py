@@ -77,6 +77,7 @@ class World:
         put("write_status", lambda folder, status, run_id: self.say(f"status {status}"))
         put("train", lambda *_: self.at("train") or self.result)
         put("leave_results", self.note("results"), session.results)
+        put("exportable", lambda job: job, session.results)
         put("run_summary", lambda *_: {}, session.results)
         announcement = SimpleNamespace(built=lambda: None, restored=lambda messages: None, events=self.announce)
         put("Announcement", lambda: announcement)
