@@ -17,7 +17,7 @@ from tfdist.telemetry.run_log import RunLog
 
 pytestmark = pytest.mark.slow
 
-FLAGS = [*CLUSTERS, "--eval_every=-1", "--nosave_final", "--phase_every=1", "--log_every=5", "--scaling_baseline=1e4"]
+FLAGS = [*CLUSTERS, "--eval_every=-1", "--nosave_final", "--phase_every=1", "--scaling_baseline=1e4"]
 CASES = {
     "source": (
         [
@@ -25,22 +25,23 @@ CASES = {
             "--reader_threads=1",
             "--model_args=widths=(16,),num_outputs=4",
             "--steps=40",
+            "--log_every=5",
         ],
         "input-bound: ",
         "data_wait",
     ),
     "optimizer": (
-        ["--model=tests.e2e.faults:slow_optimizer_on_rank_1", "--model_args=", "--steps=60"],
+        ["--model=tests.e2e.faults:slow_optimizer_on_rank_1", "--model_args=", "--steps=80"],
         "a slow rank: ",
         "optimizer",
     ),
     "network": (
-        ["--model=tests.e2e.faults:slow_network", "--model_args=", "--steps=40"],
+        ["--model=tests.e2e.faults:slow_network", "--model_args=", "--steps=40", "--log_every=5"],
         "communication-bound: ",
         "gradient_sync",
     ),
     "storage": (
-        ["--model=tests.e2e.faults:slow_storage", "--model_args=", "--steps=40", "--save_every=5"],
+        ["--model=tests.e2e.faults:slow_storage", "--model_args=", "--steps=40", "--save_every=5", "--log_every=5"],
         "stalled on storage: ",
         "checkpoint",
     ),
@@ -65,9 +66,7 @@ def test_the_verdict_names_what_holds_the_job_up(case):
     assert verdict.startswith(words), verdict
     assert f"verdict: {verdict}" in output and verdict in as_text(RunLog(folder))
     if name == "optimizer":
-        assert (
-            re.search(r"for rank 1, since step (5|10|15|20); rank 1 takes ", verdict) and "for the optimizer" in verdict
-        )
+        assert "for rank 1, since step 20; rank 1 takes " in verdict and "for the optimizer" in verdict
         assert float(re.search(r"rank 1 takes ([\d.]+) ms", verdict)[1]) >= 40
     # The phase that is slow takes most of the time of the worker that has it. (A slow source: whichever is last.)
     rank = int(re.search(r"rank (\d)", verdict)[1]) if "rank" in verdict else 0

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from tfdist.control.terminal import as_line, open_closed_streams, outlive_reader
-from tfdist.control.user_errors import first_paragraph
+from tfdist.control.user_errors import first_line
 
 _SAYING_SECONDS = 5.0
 
@@ -148,7 +148,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
         say_last_words(error_line(as_line(_sentence(error)), error.exit_code))
         code = error.exit_code
     except BaseException as error:  # noqa: BLE001 - the last resort
-        what = f"unexpected {type(error).__name__}: {as_line(first_paragraph(error))}"
+        what = f"unexpected {type(error).__name__}: {as_line(first_line(error))}"
         say_last_words(f"{traceback.format_exc()}{error_line(what, ExitCode.INTERNAL)}")
         code = ExitCode.INTERNAL
     decided.append(code)

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.control.user_errors import first_line
+
 _WIDTH = 256
 # Products of `_WIDTH` numbers near 1 differ by rounding; a wrong kernel differs by much more. Of the largest result.
 _TOLERANCE = {"float32": 1e-2, "bfloat16": 5e-2, "float16": 1e-2}  # float32: GPUs may round to TensorFloat-32
@@ -37,7 +39,7 @@ def main() -> None:
                     try:
                         tell({"name": name, "seconds": _tried(operation, precision, jit, device)})
                     except Exception as error:  # noqa: BLE001 - whatever TensorFlow raises is what is looked for
-                        tell({"name": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]})
+                        tell({"name": name, "error": f"{type(error).__name__}: {first_line(error)}"[:300]})
     if cudnn := _loaded_cudnn():
         tell({"cudnn": cudnn})
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.user_errors import first_line
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.added_losses import added_losses
@@ -86,6 +87,6 @@ class Scales:
             return (
                 f"{type(self._model).__name__} adds losses in its call, and tfdist could not try it on a few rows"
                 f" to find out whether they are means or sums over rows ({type(error).__name__}:"
-                f" {(str(error).strip().splitlines() or [''])[0][:200]}): add the losses in compute_loss, or train"
+                f" {first_line(error)[:200]}): add the losses in compute_loss, or train"
                 " in one process."
             )

@@ -22,6 +22,7 @@ from tfdist.control.exit_codes import PeerLostError, StartupError, UnsupportedEr
 from tfdist.control.horovod_env import PORT, WRITTEN, Placement, placement
 from tfdist.control.packet_filter import bind_address
 from tfdist.control.preflight import bind_everywhere, bind_shared
+from tfdist.control.user_errors import first_line
 
 _PAUSE_SECONDS = 0.1
 # Horovod 0.28.1 writes past the end of a vector when it is started again in a process in which these were set.
@@ -44,8 +45,9 @@ def load() -> ModuleType:
         ) from None
     except Exception as error:  # whatever the loader says of a library of another TensorFlow
         raise UnsupportedError(
-            f"--strategy=horovod: the installed Horovod does not fit this TensorFlow ({_first_line(error)}): run"
-            " scripts/install_horovod.sh --force, which builds it anew."
+            "--strategy=horovod: the installed Horovod does not fit this TensorFlow"
+            f" ({(first_line(error) or type(error).__name__)[:200]}): run scripts/install_horovod.sh --force, which"
+            " builds it anew."
         ) from None
     return hvd
 
@@ -74,8 +76,8 @@ def start(cluster: Cluster, config: Config) -> tuple[ModuleType, Placement]:
             hvd.init()
         except ValueError as error:
             raise StartupError(
-                f"Horovod did not start ({_first_line(error)}): its own lines above say why; on machines with several"
-                " networks set HOROVOD_GLOO_IFACE to the one between the workers."
+                f"Horovod did not start ({(first_line(error) or type(error).__name__)[:200]}): its own lines above say"
+                " why; on machines with several networks set HOROVOD_GLOO_IFACE to the one between the workers."
             ) from None
     return hvd, place
 
@@ -211,7 +213,3 @@ def _interface(host: str, port: int) -> str:
         (name for name, addresses in psutil.net_if_addrs().items() for address in addresses if address.address == own),
         "",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.optional_packages import optional_module
+from tfdist.control.user_errors import first_line
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.jsonl import read_jsonl
 from tfdist.telemetry.trackers import Run, numbers
@@ -38,7 +39,7 @@ class WandbTracker:
             )
         except wandb.errors.UsageError as error:
             raise ConfigError(
-                f"--trackers=wandb: {str(error).splitlines()[0]} Set WANDB_API_KEY, or WANDB_MODE=offline."
+                f"--trackers=wandb: {first_line(error)} Set WANDB_API_KEY, or WANDB_MODE=offline."
             ) from error
         if self._run.resumed:
             told = self._run.step - 1

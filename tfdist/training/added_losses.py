@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.user_errors import first_line
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.training.dtypes import at_least_float32
@@ -129,9 +130,7 @@ def _as_json(model: keras.Model, layers: Sequence[keras.Layer], x: Any) -> dict[
     except Exception as error:  # noqa: BLE001 - such as of a model that takes batches of one size; it may add nothing
         return {
             "found": [],
-            "failed": (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
-            ),
+            "failed": f"{type(error).__name__}: {first_line(error)[:200]}",
         }
     return {
         "found": [

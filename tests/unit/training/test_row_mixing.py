@@ -156,11 +156,10 @@ def test_an_attempt_that_fails_tells_nothing_and_others_do():
             raise ValueError("only for training")
         return x - ops.mean(x, axis=0)
 
-    keras.utils.set_random_seed(0)
-    x = layers.Input((5,))
-    model = keras.Model(x, layers.Dense(3)(own := Own(lambda x, training, seeds: x)(x)))
-    next(layer for layer in model.layers if isinstance(layer, Own)).function = centered
-    assert own is not None and row_mixing.mixes(model, X)
+    own = Own(lambda x, training, seeds: x)
+    model = model_of(own)
+    own.function = centered
+    assert row_mixing.mixes(model, X)
 
 
 @pytest.mark.parametrize("name", APART)

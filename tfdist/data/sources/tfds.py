@@ -32,6 +32,7 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError, UnsupportedError
+from tfdist.control.user_errors import first_line
 from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
 from tfdist.data.sources.records import RecordFiles, Rows, read_in_graph
@@ -207,9 +208,7 @@ def _builder(tfds: Any, data_dir: str, options: dict[str, Any]) -> Any:
     try:
         builder = tfds.builder(name, data_dir=data_dir or None) if name else tfds.builder_from_directory(data_dir)
     except (tfds.core.DatasetNotFoundError, FileNotFoundError, ValueError) as error:
-        raise DataError(
-            f"--source=tfds found no data set {name or data_dir!r}: {str(error).splitlines()[0][:200]}"
-        ) from error
+        raise DataError(f"--source=tfds found no data set {name or data_dir!r}: {first_line(error)[:200]}") from error
     if options["download"]:
         builder.download_and_prepare()
     if not builder.is_prepared():
