@@ -136,6 +136,27 @@ class Positions(keras.layers.Layer):
         return x + ops.cast(self.table(ops.arange(self.length)), x.dtype)
 
 
+class Some(keras.layers.Layer):
+    """Looks up what is not 0, which gives 0."""
+
+    def __init__(self, rows: int, width: int, **options):
+        super().__init__(**options)
+        self.width, self.table = width, keras.layers.Embedding(rows, width, name="some")
+
+    def build(self, shape):
+        self.table.build(shape)
+
+    def call(self, ids):
+        if isinstance(ids, keras.KerasTensor):
+            return keras.KerasTensor((*ids.shape, self.width), self.compute_dtype)
+        import tensorflow as tf
+
+        places = tf.where(ids > 0)
+        shape = tf.concat([tf.shape(ids, tf.int64), [self.width]], 0)
+        found = tf.scatter_nd(places, self.table(tf.gather_nd(ids, places)), shape)
+        return tf.reshape(found, [-1, *ids.shape[1:], self.width])
+
+
 class Twice(keras.layers.Layer):
     """Looks its table up twice: the numbers, and other numbers made of them."""
 

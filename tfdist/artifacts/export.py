@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import uuid
 from collections.abc import Container
@@ -39,7 +40,7 @@ def check_exportable(model: keras.Model, formats: Container[str]) -> None:
     if "keras" not in formats:
         return
     try:
-        keras.saving.serialize_keras_object(model)
+        json.dumps(keras.saving.serialize_keras_object(model))  # as the file will hold it
     except Exception as error:  # noqa: BLE001 - Keras', or of the user's own get_config
         raise ConfigError(
             f"--export=keras cannot write the model ({first_paragraph(error) or type(error).__name__}): give what is"

@@ -26,7 +26,9 @@ def has_own_call(model: keras.Model) -> bool:
     """Whether it computes something else than its graph of layers, or has none. Relies on `Functional.call`; without it
     what a subclass does around its layers would be left out where these are cut.
     """
-    return "call" in vars(model) or type(model).call not in (Functional.call, keras.Sequential.call)
+    kind = type(model)
+    of_keras = kind.call in (Functional.call, keras.Sequential.call) and kind.__call__ is keras.Layer.__call__
+    return "call" in vars(model) or not of_keras
 
 
 def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:

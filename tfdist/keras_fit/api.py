@@ -234,7 +234,8 @@ def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Cal
     if not has_peers(runtime):
         if purpose == "fit" and not keras_trainer.built_under_a_strategy(model):
             build_optimizer(model)  # as with several workers: Keras' ScheduleFreeAdamW is another one otherwise
-            if not tf.config.list_logical_devices("GPU"):  # where Keras' own update is faster
+            # Keras' own is as good where XLA compiles the whole step, and faster on a GPU.
+            if not model.jit_compile and not tf.config.list_logical_devices("GPU"):
                 with rows_in_one_order(model.optimizer):
                     return loop()
         return loop()

@@ -23,6 +23,10 @@ _PEER_ERRORS = (
 _HOROVOD_DOWN = re.compile(r"Horovod has been shut down|gloo/.*(Connection|[Tt]imed? ?out|peer)")
 # What our own tf.debugging.assert_equal say, and errors of ours that are raised in Python which TensorFlow calls.
 _OWN_ASSERTION = re.compile(r"\[tfdist: t(he [^\]]*\.)\]")
+_ROW = re.compile(
+    r"(indices|segment_ids)\[[\d, ]+\] = -?\d+ is (not in|out of range) \[0, \d+\)"
+    r"|rows of table \S+ are not in \[0, \d+\)"
+)
 _OWN_ERRORS = {error.__name__: error for error in (ConfigError, DataError, StartupError)}
 _OWN_ERROR = re.compile(rf"\b({'|'.join(_OWN_ERRORS)}): (.*)")
 # How runtime/collectives.py names its operations.
@@ -110,6 +114,11 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return DataError(f"A record of the data cannot be read: {cause(text)}")
     if label := bad_label(error):
         return DataError(label.sentence)
+    if found := _ROW.search(text):
+        return DataError(
+            f"A row is looked up that is not there ({found[0]}): mend the numbers in the data, or give the table more"
+            " rows."
+        )
     if told := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
         return DataError(f"A function of your own, which TensorFlow called, {told}")
     if _KERAS_DATA.search(text):

@@ -51,6 +51,14 @@ def subtracting_rows(optimizer: keras.Optimizer) -> Callable:
             return
         table = of_this_replica(variable.value if isinstance(variable, keras.Variable) else variable)
         values, rows = value.values, value.indices
+        # XLA looks up another row, and would leave this one out here, without a word; see runtime/errors.py.
+        told = tf.debugging.assert_equal(
+            tf.reduce_all(tf.logical_and(rows >= 0, rows < table.shape[0])),
+            True,
+            f"rows of table {getattr(variable, 'path', variable.name)} are not in [0, {table.shape[0]})",
+        )
+        with tf.control_dependencies([] if told is None else [told]):
+            rows = tf.identity(rows)
         if tf.executing_eagerly() or values.shape[0] is None:
             values, rows = filled_up(values, rows, table.shape.rank)
         subtract(table, values, rows)

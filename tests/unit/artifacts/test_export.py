@@ -73,6 +73,16 @@ class Scaled(keras.layers.Layer):
         return self.scale * x
 
 
+class TupleKeys(keras.layers.Layer):
+    """With a configuration that no JSON can hold."""
+
+    def call(self, x):
+        return x
+
+    def get_config(self):
+        return {**super().get_config(), "table": {(1, 2): 3}}
+
+
 def test_what_cannot_be_exported_is_told_before():
     inputs = keras.Input((4,))
     own = keras.Model(inputs, Scaled(tf.constant(2.0))(inputs))
@@ -81,4 +91,6 @@ def test_what_cannot_be_exported_is_told_before():
         ConfigError, match=r"^--export=keras cannot write the model \(Object Scaled was .*get_config.*\)"
     ):
         check_exportable(own, ("keras", "saved_model"))
+    with pytest.raises(ConfigError, match=r"^--export=keras cannot write the model \(keys must be str"):
+        check_exportable(keras.Model(inputs, TupleKeys()(inputs)), ("keras",))
     check_exportable(keras.Model(inputs, Scaled(2.0)(inputs)), ("keras",))

@@ -244,6 +244,38 @@ def test_one_process_is_keras(monkeypatch):
         tfdist.fit(x, x)
 
 
+class LooksUpSome(keras.Model):
+    """How many rows of its table, only a run tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = keras.layers.Embedding(30, 4), keras.layers.Dense(1)
+
+    def call(self, x):
+        places = tf.where(x > 2)
+        return self.last(
+            tf.math.unsorted_segment_sum(self.table(tf.gather_nd(x, places)), places[:, 0], tf.shape(x)[0])
+        )
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_one_process_updates_rows_as_keras(monkeypatch, jit_compile):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setattr(joining, "_runtime", None)
+    x = np.random.default_rng(0).integers(0, 9, (20, 6))
+
+    def weights(fit):
+        keras.utils.set_random_seed(0)
+        model = LooksUpSome()
+        model(x)
+        model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=jit_compile)
+        fit(model, x, np.ones([20, 1], "float32"), batch_size=8, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for one, other in zip(weights(tfdist.fit), weights(keras.Model.fit), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_an_optimizer_that_copies_the_weights_copies_them_before_the_first_step(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.setattr(joining, "_runtime", None)

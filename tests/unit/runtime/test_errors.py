@@ -1,5 +1,7 @@
 """TensorFlow's errors in our words."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -190,3 +192,17 @@ def test_of_a_record_that_does_not_fit_the_cause_alone():
     )
     assert cause(f"Graph execution error:\n\n{where}") == "the cause"
     assert cause("") == ""
+
+
+@pytest.mark.parametrize("how", ["lookup", "gradient"])
+def test_a_row_that_is_not_there(how):
+    """Of a table that a model looks up; XLA finds it in the gradient alone."""
+    rows = tf.constant([[0, 12]])
+    with pytest.raises(tf.errors.InvalidArgumentError) as found:
+        if how == "lookup":
+            tf.gather(tf.zeros([11, 2]), rows)
+        else:
+            tf.convert_to_tensor(tf.IndexedSlices(tf.ones([2, 3]), rows[0], tf.constant([11, 3])))
+    error = explain(found.value, Cluster())
+    assert isinstance(error, DataError)
+    assert re.match(r"A row is looked up that is not there \(\w+\[[\d,]+\] = 12 is .* \[0, 11\)\): mend", str(error))

@@ -1,10 +1,15 @@
 """Rows of tables that are subtracted by XLA, against NumPy's `subtract.at`."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.control.cluster import Cluster
+from tfdist.control.exit_codes import DataError
+from tfdist.runtime.errors import explain
 from tfdist.training.table_rows import filled_up, subtracting_rows
 
 LENGTHS = [0, 1, 7, 8, 9, 16, 17, 31, 100, 257]
@@ -32,6 +37,21 @@ def test_as_numpy(shape, how):
         update(tf.constant(values), tf.constant(rows))
         np.subtract.at(expected, rows, values)
         np.testing.assert_array_equal(table, expected)
+
+
+@pytest.mark.parametrize("wrong", [-1, 11])
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_row_that_is_not_there(wrong, eager):
+    table, assign_sub = tf.Variable(tf.zeros([11, 2])), subtracting_rows(keras.optimizers.SGD(0.1))
+
+    def update():
+        assign_sub(table, tf.IndexedSlices(tf.ones([3, 2]), tf.constant([0, wrong, 10])))
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as found:
+        (update if eager else tf.function(update, autograph=False))()
+    error = explain(found.value, Cluster())
+    assert isinstance(error, DataError) and re.search(r"\(rows of table \S+ are not in \[0, 11\)\): mend", str(error))
+    assert not table.numpy().any()
 
 
 def test_xla_compiles_for_few_lengths():
