@@ -88,6 +88,7 @@ def run(
         model = _model(case, double)
         if shaken:
             shake(model, np.random.default_rng(shaken), case["compile"].get("precision", "float32"))
+        eager = eager or bool(case["compile"].get("run_eagerly"))
         _compile(case, model, eager)
         if "loop" in case:
             return [_looped(part, model, functions, double, eager) for part in space.parts(case)]

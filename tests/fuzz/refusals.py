@@ -38,6 +38,7 @@ OTHER_SAMPLES = Refusal("DataError", r"hold different samples, or an order that 
 OTHER_BATCHES = Refusal("DataError", r"hold different batches")
 NO_MEAN_OR_SUM = Refusal("ConfigError", r"neither a mean nor a sum over the rows")
 MIXED_ROWS = Refusal("ConfigError", r"returns for a row depends on the other rows of its batch")
+EAGER_POSITIONS = Refusal("ConfigError", r"looks up rows of \S+ whatever the batch is")
 OWN_CALL = Refusal("ConfigError", r"^--(recompute|mesh)\S*: Withheld \w+ has a call of its own")
 ALL_SKIPPED = Refusal("DivergedError", r"in each of the last \d+ steps up to step \d+, so all of them were skipped")
 DRIFT = Refusal("DivergedError", r"^The weights of (rank|replica) .* differ from")
@@ -58,6 +59,8 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
     if case["kind"] == "fit":
         if "centered" in blocks:
             return MIXED_ROWS
+        if "positions" in blocks and case["compile"].get("run_eagerly"):
+            return EAGER_POSITIONS
         # What differs in the first batch does no harm: all take the chief's.
         return OTHER_BATCHES if "differs_at" in data else None
     if "differs" in data:

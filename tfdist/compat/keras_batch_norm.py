@@ -24,6 +24,19 @@ def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     return axes
 
 
+def takes_keras_moments(layer: keras.Layer) -> bool:
+    """Whether it is a BatchNormalization with Keras' own moments, or those that have been put in their place. Relies on
+    `BatchNormalization._moments`; without it what derives from the layer is said to mix rows.
+    """
+    moments = getattr(keras.layers.BatchNormalization, MOMENTS, None)
+    return isinstance(layer, keras.layers.BatchNormalization) and getattr(type(layer), MOMENTS, None) is moments
+
+
+def moving_moments(layer: keras.layers.BatchNormalization, dtype: str) -> tuple:
+    """(mean, variance), those that it takes in inference, in the place of a batch's."""
+    return keras.ops.cast(layer.moving_mean, dtype), keras.ops.cast(layer.moving_variance, dtype)
+
+
 def replace_moments(with_mask: Callable[[Moments], Moments], synchronized: Moments) -> None:
     """From now on every BatchNormalization of the process takes its moments from `with_mask(Keras' own method)`, and
     what Keras itself asks for, if `synchronized=True` and there is no mask, is `synchronized(x, axes, keepdims)`.

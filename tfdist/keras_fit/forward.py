@@ -59,8 +59,7 @@ class DistributedCall:
             taken = part.take((args, kwargs))
             outputs, losses = together(self._runtime, part, lambda: self._forward(*taken))
         for layer in keras_layers.all_layers(self._model):
-            keras_layers.recorded_losses(layer).clear()
-        keras_layers.recorded_losses(self._model).extend(losses)
+            keras_layers.record_losses(layer, losses if layer is self._model else [])
         return outputs
 
     def _refuse_mixed_rows(self, args: tuple, kwargs: dict) -> None:
@@ -145,7 +144,7 @@ class DistributedCall:
                 yield
         finally:
             for layer, before in zip(layers, losses, strict=True):
-                keras_layers.recorded_losses(layer)[:] = before
+                keras_layers.record_losses(layer, before)
 
     def _forward(self, args: tuple, kwargs: dict) -> Forward:
         """Over this worker's rows."""

@@ -22,6 +22,7 @@ from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.lookups import mark
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
+from tfdist.runtime.host import as_list
 from tfdist.training.added_losses import SUM
 
 _ELEMENTS = 1024  # of a row that are compared
@@ -159,7 +160,7 @@ def total(runtime: PeerRuntime, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]
 
         return runtime.all_reduce(list(tensors)), gradient
 
-    return _list(total(*tensors))
+    return as_list(total(*tensors))
 
 
 def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
@@ -185,7 +186,7 @@ def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence
 
         return rows, gradient
 
-    return _list(gather(*tensors))
+    return as_list(gather(*tensors))
 
 
 def _own_rows(
@@ -221,10 +222,6 @@ def _used_by_all(runtime: PeerRuntime, whole: tf.Tensor) -> tf.Tensor:
 def with_rows(structure: Any) -> list[tf.Tensor]:
     """The tensors in a structure that are no scalars."""
     return [leaf for leaf in keras.tree.flatten(structure) if _has_rows(leaf)]
-
-
-def _list(result: Any) -> list:
-    return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
 def _has_rows(value: Any) -> bool:

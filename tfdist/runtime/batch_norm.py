@@ -92,8 +92,21 @@ def moments(
     share = tf.math.divide_no_nan(rows[:, :1], tf.reduce_sum(rows[:, :1]))
     means, variances = tf.split(rows[:, 1:], 2, axis=1)
     all_mean = tf.reduce_sum(share * means, 0)
-    all_variance = tf.reduce_sum(share * (variances + tf.square(means - all_mean)), 0)
+    apart = means - all_mean
+    between = tf.square(apart) if mask is not None else _square_of_first_order(apart, means)
+    all_variance = tf.reduce_sum(share * (variances + between), 0)
     return tf.reshape(all_mean, tf.shape(mean)), tf.reshape(all_variance, tf.shape(variance))
+
+
+def _square_of_first_order(apart: tf.Tensor, means: tf.Tensor) -> tf.Tensor:
+    """apart^2, with its first derivative by the means, and no second one.
+
+    `tf.nn.moments`, and so Keras without a mask, holds the mean in sum (x - mean)^2 constant: the first derivative is
+    the same, the second one is not. With this between workers, whoever differentiates a gradient (a penalty on it, say)
+    gets what one process gets.
+    """
+    fixed = tf.stop_gradient(apart)
+    return tf.square(fixed) + 2.0 * fixed * (means - tf.stop_gradient(means))
 
 
 def _masked(
@@ -101,12 +114,13 @@ def _masked(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """(count, mean, variance) of where the mask is true; zeros, and no gradient, where it is true nowhere. What stands
     at the other places may be NaN."""
+    # Keras' own moments with a mask hold no mean constant.
     chosen = tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(x))
     x = tf.where(chosen, x, tf.zeros_like(x))
     count = tf.reduce_sum(tf.cast(chosen, x.dtype), axes, keepdims=True)
     divisor = tf.maximum(count, 1.0)
     mean = tf.reduce_sum(x, axes, keepdims=True) / divisor
-    difference = tf.where(chosen, x - tf.stop_gradient(mean), tf.zeros_like(x))
+    difference = tf.where(chosen, x - mean, tf.zeros_like(x))
     variance = tf.reduce_sum(tf.square(difference), axes, keepdims=True) / divisor
     one = tf.reshape(count, [-1])[0]
     return (one, mean, variance) if keepdims else (one, tf.squeeze(mean, list(axes)), tf.squeeze(variance, list(axes)))

@@ -39,6 +39,13 @@ def on_host() -> AbstractContextManager:
     return tf.device(HOST)
 
 
+def as_list(results: Any) -> list:
+    """What `tf.numpy_function` and functions with a custom gradient return, which is no list where it is one tensor
+    (and, of the first, outside of a graph).
+    """
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
 def timestamp() -> tf.Tensor:
     """float64 []: Unix seconds, by TensorFlow's clock, of which there is none on GPUs."""
     with on_host():

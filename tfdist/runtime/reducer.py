@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.runtime.bucketing import in_buckets
-from tfdist.runtime.host import on_host
+from tfdist.runtime.host import as_list, on_host
 from tfdist.runtime.ring import Ring
 
 _SUM, _HALVED, _ROWS = "sum", "sum of what travels as bfloat16", "rows of all workers"
@@ -84,7 +84,7 @@ class RingReducer:
                 for number, members in enumerate(site.buckets)
             ]
         with tf.control_dependencies(started), on_host():
-            reduced = tf.numpy_function(functools.partial(self._finish, site), [], [tf.float32] * len(tensors))
+            reduced = as_list(tf.numpy_function(functools.partial(self._finish, site), [], [tf.float32] * len(tensors)))
         for index, value in enumerate(reduced):
             value.set_shape(site.result_shape(index))
         return reduced

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tfdist.control import wire
 from tfdist.control.cluster import Cluster
 from tfdist.control.packet_filter import bind_address
@@ -108,7 +110,7 @@ class RingConnections:
             self._pass_on(outgoing, memoryview(theirs), all_sent=False, distance=distance)
             found = [bytes(theirs[start : start + _BLOCK.size]) for start in range(0, len(theirs), _BLOCK.size)]
             lengths = [self._length_of(header, name, distance) for header in found]
-            received = memoryview(bytearray(sum(lengths)))
+            received = np.empty(sum(lengths), np.uint8).data  # not zeroed before, as a bytearray is
             self._pass_on(outgoing, received, distance=distance)
             ends = list(itertools.accumulate(lengths))
             headers += found

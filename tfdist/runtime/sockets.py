@@ -19,8 +19,9 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime.all_reduce_choice import Travel
+from tfdist.runtime.array_bytes import to_bytes
 from tfdist.runtime.control_ring import ControlRing
-from tfdist.runtime.host import on_host
+from tfdist.runtime.host import as_list, on_host
 from tfdist.runtime.operations import OUR_RING, Collective
 from tfdist.runtime.peers import Peers, combined_stamp
 from tfdist.runtime.reducer import RingReducer, suits
@@ -64,12 +65,12 @@ class Sockets(Peers):
                 [*tensors, *same],
                 [tensor.dtype for tensor in tensors],
             )
-        rows = rows if isinstance(rows, (list, tuple)) else [rows]
+        rows = as_list(rows)
         if not tf.executing_eagerly():
             self._last = rows[0].op
         for row, tensor in zip(rows, tensors, strict=True):
             row.set_shape([None, *tensor.shape[1:]])
-        return list(rows)
+        return rows
 
     def _previous(self) -> list[tf.Operation]:
         """The gather before, if it is of the graph that is being traced."""
@@ -79,7 +80,7 @@ class Sockets(Peers):
     def _exchange_rows(self, count: int, stamp_of: Callable[[], int], *arrays: np.ndarray) -> list[np.ndarray]:
         arrays, same = arrays[:count], arrays[count:]
         lengths = np.array([len(array) for array in arrays], np.int64)
-        data = b"".join([lengths.tobytes(), *(array.tobytes() for array in arrays)])
+        data = to_bytes([lengths, *arrays])
         blocks = self._control.gather(data, "batches", combined_stamp(stamp_of, same))
         parts: list[list[np.ndarray]] = [[] for _ in arrays]
         for block in blocks:

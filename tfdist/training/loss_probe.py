@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_layers
+from tfdist.compat import keras_batch_norm, keras_layers
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.stateless_call import stateless_call
 
@@ -63,19 +63,20 @@ class Probe:
             for variable in tf.train.TrackableView(self.model).descendants()
             if isinstance(variable, tf.Variable)
         ]
-        changed: list[tuple[keras.Layer, str]] = []
+        changed: list[tuple[keras.Layer, str, Any]] = []
         try:
             for number, layer in enumerate(self.layers):
-                layer.add_loss = self._recorder(number)
-                changed.append((layer, "add_loss"))
-                if keras_layers.takes_training(layer) and "call" not in vars(layer) and _is_calmed(layer):
-                    layer.call = _not_training(layer.call)
-                    changed.append((layer, "call"))
+                for name, function in {"add_loss": self._recorder(number), **_calming(layer)}.items():
+                    changed.append((layer, name, vars(layer).get(name)))
+                    setattr(layer, name, function)
             with writes_undone():
                 yield
         finally:
-            for layer, name in changed:
-                delattr(layer, name)
+            for layer, name, before in changed:
+                if before is None:
+                    delattr(layer, name)
+                else:
+                    setattr(layer, name, before)
             for variable, value in kept:
                 variable.assign(value)
 
@@ -244,12 +245,17 @@ def _is_from_keras(function: Any) -> bool:
     return all(each.partition(".")[0] in ("keras", "tfdist") for each in modules)
 
 
-def _is_calmed(layer: keras.Layer) -> bool:
-    """Keras' own layers, and what derives from BatchNormalization: its rows are those of all workers in training."""
+def _calming(layer: keras.Layer) -> dict[str, Callable]:
+    """Attributes with which a layer neither draws random numbers nor looks at other rows: Keras' own work as in
+    inference. Of what derives from BatchNormalization only the moments, which are those of all workers in training, do;
+    what it does beside them is looked at."""
     inside = keras_layers.all_layers(layer)
-    return isinstance(layer, keras.layers.BatchNormalization) or all(
-        is_of_keras(each) and not holds_own_function(each) for each in inside
-    )
+    is_known = all(is_of_keras(each) and not holds_own_function(each) for each in inside)
+    if is_known and keras_layers.takes_training(layer) and "call" not in vars(layer):
+        return {"call": _not_training(layer.call)}
+    if keras_batch_norm.takes_keras_moments(layer):
+        return {keras_batch_norm.MOMENTS: lambda inputs, mask: keras_batch_norm.moving_moments(layer, inputs.dtype)}
+    return {}
 
 
 def _not_training(call: Callable) -> Callable:

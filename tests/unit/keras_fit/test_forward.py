@@ -182,3 +182,26 @@ def test_which_lookups_depend_on_the_rows():
         "read": [False],
         "together": [False, True, True],
     }
+
+
+def test_what_layers_have_added_outlives_a_look_at_the_model(distribute):
+    """A further trace, which asks what a model looks up, leaves the losses of the step that is being traced."""
+
+    class Penalized(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.mean(x))
+            return x
+
+    ids = keras.Input((4,), dtype="int32")
+    model = keras.Model(ids, Penalized()(keras.layers.Embedding(7, 3)(ids)))
+    distribute(model)
+
+    @tf.function(autograph=False)
+    def step(x):
+        model(x)
+        before = list(model.losses)
+        assert model.call.shared_lookups() == {} and len(before) == 1
+        assert [id(loss) for loss in model.losses] == [id(loss) for loss in before]
+        return before[0]
+
+    step.get_concrete_function(tf.TensorSpec([6, 4], tf.int32))

@@ -33,6 +33,21 @@ class Doubled(layers.BatchNormalization):
         return super().call(2 * inputs, training=training, mask=mask)
 
 
+class Centered(layers.BatchNormalization):
+    """Of which only a part is synchronised."""
+
+    def call(self, inputs, training=None, mask=None):
+        outputs = super().call(inputs, training=training, mask=mask)
+        return outputs - ops.mean(inputs, axis=0) if training else outputs
+
+
+class OwnMoments(layers.BatchNormalization):
+    """Nobody synchronises its moments."""
+
+    def _moments(self, inputs, mask):
+        return ops.moments(inputs, axes=[0])
+
+
 def model_of(*parts, inputs=None):
     keras.utils.set_random_seed(0)
     x = y = layers.Input((5,)) if inputs is None else inputs
@@ -176,6 +191,19 @@ def test_batch_normalization_is_synchronised_and_no_mixing(layer):
     row_mixing.mixes(model, X)
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable, value)
+
+
+@pytest.mark.parametrize("layer", [Centered, OwnMoments])
+def test_what_derives_from_batch_normalization_and_does_more(layer):
+    assert row_mixing.mixes(model_of(layer()), X)
+    assert row_mixing.mixes(model_of(layers.Dense(4), layers.BatchNormalization(), layer()), X)
+
+
+def test_batch_normalization_that_holds_a_function_of_the_users():
+    layer = layers.BatchNormalization()
+    layer.hook = lambda x: x
+    model = model_of(layer)
+    assert not row_mixing.mixes(model, X) and "_moments" not in vars(layer)
 
 
 def test_places_in_a_table_and_several_inputs():
