@@ -45,6 +45,24 @@ def with_label_below_zero(split: str) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
+def with_a_row_too_many(split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of rows for `lookups`, one of them (of sample 70) past its table."""
+    _, y = clean(split)
+    ids = np.arange(6 * len(y), dtype=np.int32).reshape(-1, 6) % 10
+    if split == "train":
+        ids[70, 3] = 10
+    return ids, y
+
+
+def lookups(frozen: bool = False):
+    """A model with a table of 10 rows."""
+    import keras
+
+    ids = keras.Input((6,), dtype="int32")
+    rows = keras.layers.Embedding(10, 8, trainable=not frozen)(ids)
+    return keras.Model(ids, keras.layers.Dense(4)(keras.layers.Flatten()(rows)))
+
+
 def all_nan(split: str) -> tuple[np.ndarray, np.ndarray]:
     """Nothing but not-a-numbers to train on."""
     x, y = clean(split)

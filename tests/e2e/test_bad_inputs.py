@@ -19,6 +19,8 @@ def tf_config(**changes):
     }
 
 
+LOOKUPS = ["--source=tests.e2e.sources:with_a_row_too_many", "--model=tests.e2e.sources:lookups", "--model_args="]
+ROW_TOO_MANY = ["Sample 70 of tests.e2e.sources:with_a_row_too_many/train has 10 in x at [3]", "rows 0 to 9"]
 # name -> (flags after CLUSTERS, environment, exit code, words of the message)
 CASES = {
     "TF_CONFIG: bad JSON": ([], {"TF_CONFIG": "{cluster: worker}"}, 3, ["TF_CONFIG", "JSON"]),
@@ -62,6 +64,18 @@ CASES = {
         {},
         4,
         ["Sample 70 of tests.e2e.sources:with_label_below_zero/train", "-1", "0 to 3"],
+    ),
+    "a row that a table does not have": (
+        [*LOOKUPS, "--steps=25"],
+        {},
+        4,
+        ["A row is looked up that is not there", *ROW_TOO_MANY],
+    ),
+    "a row that a table does not have, with XLA, which does not say so": (
+        [*LOOKUPS, "--steps=25", "--jit_compile", "--model_args=frozen=True"],
+        {},
+        8,
+        ["became NaN or infinite", *ROW_TOO_MANY],
     ),
     "too few outputs": (["--model_args=widths=(16,),num_outputs=2"], {}, 2, ["--model=mlp has 2 outputs", "4 classes"]),
     "a function that is no objective": (

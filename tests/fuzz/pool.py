@@ -50,10 +50,22 @@ class Group:
                 servers=servers,
             )
             self._job.start()
-            listener._listener._socket.settimeout(START_SECONDS)
-            connections = [listener.accept() for _ in range(1 if servers else workers)]  # of servers, the chief
+            listener._listener._socket.settimeout(1.0)
+            # Of servers, the chief's.
+            connections = [self._accepted(listener) for _ in range(1 if servers else workers)]
         ranks = {connection.recv(): connection for connection in connections}
         self._connections: list[Connection] = [ranks[rank] for rank in sorted(ranks)]
+
+    def _accepted(self, listener: Listener) -> Connection:
+        """To a process that has started. Raises RuntimeError if one has ended before, or none comes."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return listener.accept()
+            except TimeoutError:
+                ended = [rank for rank, worker in enumerate(self._job.workers) if worker.process.poll() is not None]
+                if ended or time.monotonic() > deadline:
+                    raise RuntimeError(f"no worker has started: {self._last_words(ended[0] if ended else 0)}") from None
 
     def run(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         """The answers of all ranks; of one that is gone or hangs {"failed": ..., "gone": True}: the group is then of no

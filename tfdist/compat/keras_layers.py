@@ -22,6 +22,13 @@ def all_layers(model: keras.Layer, include_self: bool = True) -> list[keras.Laye
     return model._flatten_layers(include_self=include_self)
 
 
+def inputs_of(layer: keras.Layer) -> list[keras.KerasTensor]:
+    """Symbolic tensors with which the layer was called. Relies on `Layer._inbound_nodes`; without it a sample is not
+    named that looks up a row which is not there.
+    """
+    return [tensor for node in getattr(layer, "_inbound_nodes", ()) for tensor in node.input_tensors]
+
+
 def has_own_call(model: keras.Model) -> bool:
     """Whether it computes something else than its graph of layers, or has none. Relies on `Functional.call`; without it
     what a subclass does around its layers would be left out where these are cut.

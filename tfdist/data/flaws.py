@@ -1,4 +1,5 @@
 """What is wrong with samples, when a loss was not finite or a label fitted no output: which sample, part and value.
+What is not finite is wrong, and so is a number that is none of a part's `Choices`.
 
 Looked for when it has happened, among the samples that were just trained on or evaluated: looking at all of them all
 the time would cost too much, and a NaN that no loss depends on does no harm.
@@ -7,7 +8,8 @@ the time would cost too much, and a NaN that no loss depends on does no harm.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +23,27 @@ _SECONDS = 20.0  # a slow source is not read for longer
 _NAMED = 3
 
 
+class Choices(NamedTuple):
+    """What the whole numbers of a part of a sample may be. `words`: of another one."""
+
+    least: int
+    largest: int
+    words: str
+
+
+def classes(count: int) -> Choices:
+    """Of labels."""
+    return Choices(0, count - 1, f"which is no class of 0 to {count - 1}")
+
+
+def rows(count: int) -> Choices:
+    """Of what is looked up in a table: as in Keras, -1 is its last row."""
+    return Choices(-count, count - 1, f"where its table has the rows 0 to {count - 1}")
+
+
+NONE: Mapping[str, Choices] = {}  # by place: see data/sources/split.py
+
+
 def find_trained(
     split: Split,
     plan: BatchPlan,
@@ -30,7 +53,7 @@ def find_trained(
     cut: int,
     first: int,
     count: int,
-    classes: int | None = None,
+    choices: Mapping[str, Choices] = NONE,
 ) -> str:
     """Looks at `count` samples of the training order from position `first` on. See `_sentence`."""
     if split.size is None:
@@ -41,27 +64,27 @@ def find_trained(
                 (np.arange(first, first + count)[at : at + 1], tf.nest.map_structure(lambda t: t[None], sample))
                 for at, (_, sample) in enumerate(numbered)
             ),
-            classes,
+            choices,
         )
     return _sentence(
         split,
         _read(
             split, order.sample_of(tf.range(first, first + count, dtype=tf.int64), split.size, seed, shuffle).numpy()
         ),
-        classes,
+        choices,
     )
 
 
-def find_evaluated(split: Split, *, limit: int = 0, classes: int | None = None) -> str:
+def find_evaluated(split: Split, *, limit: int = 0, choices: Mapping[str, Choices] = NONE) -> str:
     """Looks at the samples of an evaluation."""
     if split.size is None:
         samples = split.stream(0, 1).take(limit or -1)
         return _sentence(
             split,
             ((np.array([at]), tf.nest.map_structure(lambda t: t[None], sample)) for at, sample in enumerate(samples)),
-            classes,
+            choices,
         )
-    return _sentence(split, _read(split, np.arange(min(limit or split.size, split.size))), classes)
+    return _sentence(split, _read(split, np.arange(min(limit or split.size, split.size))), choices)
 
 
 def _read(split: Split, samples: np.ndarray) -> Iterator[tuple[np.ndarray, Sample]]:
@@ -70,38 +93,32 @@ def _read(split: Split, samples: np.ndarray) -> Iterator[tuple[np.ndarray, Sampl
         yield chunk, split.fetch(tf.constant(chunk, tf.int64))
 
 
-def _sentence(split: Split, chunks: Iterator[tuple[np.ndarray, Sample]], classes: int | None) -> str:
-    """Says "Sample 70 of NAME has NaN in x at [3]." and perhaps two more; an empty text if nothing was found.
-
-    classes: of y, if it is one.
-    """
+def _sentence(split: Split, chunks: Iterator[tuple[np.ndarray, Sample]], choices: Mapping[str, Choices]) -> str:
+    """Says "Sample 70 of NAME has NaN in x at [3]." and perhaps two more; an empty text if nothing was found."""
     word = "Sample" if split.size is not None else "The sample at position"
     found: dict[int, str] = {}
     began = time.monotonic()
     for numbers, sample in chunks:
         for place, part in zip(places(sample), tf.nest.flatten(sample), strict=True):
-            for row, value in _bad(part.numpy(), classes if place == "y" else None):
+            for row, value in _bad(part.numpy(), choices.get(place)):
                 found.setdefault(int(numbers[row]), f"{value.format(place)}")
         if len(found) >= _NAMED or time.monotonic() - began > _SECONDS:
             break
     return " ".join(f"{word} {number} of {split.name} has {what}." for number, what in sorted(found.items())[:_NAMED])
 
 
-def _bad(values: np.ndarray, classes: int | None) -> Iterator[tuple[int, str]]:
+def _bad(values: np.ndarray, choices: Choices | None) -> Iterator[tuple[int, str]]:
     """(row, what is wrong in it) of a part of several samples."""
-    if values.dtype.kind == "f":
+    none = ""
+    if choices and values.dtype.kind in "iu":
+        wrong = (values < choices.least) | (values > choices.largest)
+        none = f", {choices.words}"
+    elif values.dtype.kind == "f":
         wrong = ~np.isfinite(values)
-    elif values.dtype.kind in "iu" and classes:
-        wrong = (values < 0) | (values >= classes)
     else:
         return
     for row in np.flatnonzero(wrong.reshape(len(values), -1).any(axis=1)):
         at = tuple(np.argwhere(wrong[row])[0].tolist())
         value = values[row][at]
-        what = f"{value}" if values.dtype.kind in "iu" else "NaN" if np.isnan(value) else "an infinite value"
-        yield (
-            int(row),
-            f"{what} in {{}}"
-            + (f" at {list(at)}" if at else "")
-            + (f", which is no class of 0 to {classes - 1}" if classes and values.dtype.kind in "iu" else ""),
-        )
+        what = f"{value}" if none else "NaN" if np.isnan(value) else "an infinite value"
+        yield int(row), f"{what} in {{}}" + (f" at {list(at)}" if at else "") + none

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_variables
 from tfdist.compat.tensorflow_replicas import of_this_replica
+from tfdist.models import missing_rows
 
 
 def read_rows(model: keras.Model) -> None:
@@ -36,6 +37,6 @@ def _read_rows(layer: Any) -> None:
         rows = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
         rows = tf.where(rows < 0, rows + layer.input_dim, rows)  # as Keras has it
         table = of_this_replica(keras_variables.value_without_autocast(layer.embeddings))
-        return tf.cast(tf.gather(table, rows), layer.compute_dtype)
+        return missing_rows.told(tf.cast(tf.gather(table, rows), layer.compute_dtype), inputs, layer.input_dim)
 
     layer.call = call

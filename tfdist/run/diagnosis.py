@@ -12,8 +12,9 @@ import tensorflow as tf
 from tfdist.build import Job
 from tfdist.control.exit_codes import DataError, DivergedError
 from tfdist.data import flaws
+from tfdist.models.missing_rows import table_sizes
 from tfdist.run.recovery import Recovery
-from tfdist.runtime.errors import bad_label
+from tfdist.runtime.errors import bad_label, missing_row
 from tfdist.telemetry.events import Event
 
 
@@ -36,21 +37,26 @@ class Diagnosis:
             raise DivergedError(f"{error} {found}") from error
         except tf.errors.InvalidArgumentError as error:
             label = bad_label(error)
-            if not label:
+            sentence = label.sentence if label else missing_row(error)
+            if not sentence:
                 raise
-            raise DataError(f"{label.sentence} {self.flaws(evaluated, label.classes)}".strip()) from error
+            found = self.flaws(evaluated, label.classes if label else None, failed=True)
+            raise DataError(f"{sentence} {found}".strip()) from error
 
-    def flaws(self, evaluated: bool = False, classes: int | None = None, first: int | None = None) -> str:
+    def flaws(
+        self, evaluated: bool = False, classes: int | None = None, first: int | None = None, failed: bool = False
+    ) -> str:
         """Sentences about the samples since step `first` (None: of the last call), or those that are evaluated on; or
-        "".
+        "". `failed`: the step after the last one has, and its samples count.
         """
         config, job = self.job.config, self.job
+        choices = {place: flaws.rows(count) for place, count in table_sizes(job.model).items()}
+        if classes is not None:
+            choices["y"] = flaws.classes(classes)
         if evaluated and job.eval_split:
-            return flaws.find_evaluated(job.eval_split, limit=config.data.eval_samples, classes=classes)
+            return flaws.find_evaluated(job.eval_split, limit=config.data.eval_samples, choices=choices)
         first = self.called_at if first is None else first
-        steps = max(
-            1, int(job.step.counter.numpy()) - first + (classes is not None)
-        )  # the counter stands before a step that failed
+        steps = max(1, int(job.step.counter.numpy()) - first + failed)
         return flaws.find_trained(
             job.train_split,
             job.plan,
@@ -59,7 +65,7 @@ class Diagnosis:
             cut=self.recovery.stream_cut,
             first=self.recovery.position(first),
             count=steps * job.plan.global_batch,
-            classes=classes,
+            choices=choices,
         )
 
     def evaluated(self, means: Mapping[str, float]) -> None:

@@ -72,6 +72,16 @@ def bad_label(error: BaseException) -> BadLabel | None:
     return BadLabel(int(found[1]), int(found[2])) if found else None
 
 
+def missing_row(error: BaseException) -> str:
+    """A sentence, if TensorFlow's error is about a row that a table does not have."""
+    found = _ROW.search(str(error)) if isinstance(error, tf.errors.InvalidArgumentError) else None
+    if not found:
+        return ""
+    return (
+        f"A row is looked up that is not there ({found[0]}): mend the numbers in the data, or give the table more rows."
+    )
+
+
 def message_of(error: tf.errors.OpError) -> str:
     """What TensorFlow says, without its class."""
     return str(error.message)  # pyright: ignore[reportAttributeAccessIssue] - TensorFlow's types do not know it
@@ -114,11 +124,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return DataError(f"A record of the data cannot be read: {cause(text)}")
     if label := bad_label(error):
         return DataError(label.sentence)
-    if found := _ROW.search(text):
-        return DataError(
-            f"A row is looked up that is not there ({found[0]}): mend the numbers in the data, or give the table more"
-            " rows."
-        )
+    if sentence := missing_row(error):
+        return DataError(sentence)
     if told := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
         return DataError(f"A function of your own, which TensorFlow called, {told}")
     if _KERAS_DATA.search(text):

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.models import missing_rows
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective, scores_spec
 
@@ -67,7 +68,8 @@ class Evaluator:
         )[1]
 
     def _sums(self, x, y, w: tf.Tensor) -> tf.Tensor:
-        scores = self.objective(self.model(x, training=False), y, w)
+        with missing_rows.as_nan(missing_rows.are_silent()):
+            scores = self.objective(self.model(x, training=False), y, w)
         weights = tf.cast(scores.weights, tf.float64)
         values = [scores.losses, *(scores.metrics[name] for name in self._names)]
         # A padding row may well have an infinite loss: select, do not multiply by 0.

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models import missing_rows
 from tfdist.runtime.base import Runtime
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.backward_order import weights_first
@@ -51,6 +52,7 @@ class ReplicaGradients:
         self.pipeline, self.added = parallelism.pipeline, parallelism.added or SumsAsMeans(())
         self.seeds = seed_states(model)
         self.begin_backward: Callable[[Total], tf.Tensor] = ones_of
+        self._lookups_are_silent = missing_rows.are_silent(options.jit_compile)
         self._differentiate = compiled(self._gradients, update) if options.jit_compile else self._gradients
 
     def of_micro_batch(self, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor, batch: tuple) -> Accumulated:
@@ -70,7 +72,7 @@ class ReplicaGradients:
         """Of all micro-batches of a step, at once."""
         assert self.pipeline is not None
         replica = self.runtime.replica_id()
-        with self._counting(batches[0][2]):
+        with self._counting(batches[0][2]), missing_rows.as_nan(self._lookups_are_silent):
             gradients, sums = self.pipeline(
                 batches,
                 lambda micro: reseed(self.seeds, self.options.seed, step, tf.constant(micro), replica),
@@ -91,7 +93,7 @@ class ReplicaGradients:
         """Of a micro-batch, as the tape gives them."""
         sources = self.update.sources()
         with self._counting(w):
-            with tf.GradientTape(persistent=True) as tape:
+            with tf.GradientTape(persistent=True) as tape, missing_rows.as_nan(self._lookups_are_silent):
                 total = self.total(self.model(x, training=True), y, w, scale)
             begin = self.begin_backward(total)
             found = [

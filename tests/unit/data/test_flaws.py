@@ -55,7 +55,7 @@ def test_only_what_was_trained_on():
 
 def test_labels_and_parts():
     labels = with_value([3, 4, 8, 9], [-1, 4, 5, -7], np.arange(50) % 4)
-    assert flaws.find_evaluated(split(y=labels), classes=4) == " ".join(
+    assert flaws.find_evaluated(split(y=labels), choices={"y": flaws.classes(4)}) == " ".join(
         f"Sample {number} of mine:data/train has {label} in y, which is no class of 0 to 3."
         for number, label in ((3, -1), (4, 4), (8, 5))
     )
@@ -68,6 +68,15 @@ def test_labels_and_parts():
         flaws.find_evaluated(nested)
         == "Sample 5 of mine:data/train has NaN in x['b'] at [0, 1]. Sample 6 of mine:data/train has an infinite value"
         " in w."
+    )
+
+
+def test_rows_of_a_table():
+    tokens = np.arange(100).reshape(50, 2) % 7
+    tokens[3, 1], tokens[5, 0], tokens[9, 0] = 7, -7, -8
+    assert flaws.find_evaluated(split(x={"ids": tokens, "other": tokens}), choices={"x['ids']": flaws.rows(7)}) == (
+        "Sample 3 of mine:data/train has 7 in x['ids'] at [1], where its table has the rows 0 to 6."
+        " Sample 9 of mine:data/train has -8 in x['ids'] at [0], where its table has the rows 0 to 6."
     )
 
 

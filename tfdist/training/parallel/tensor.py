@@ -27,6 +27,7 @@ from keras import ops
 from tfdist.compat import keras_layers, keras_variables
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models import missing_rows
 from tfdist.runtime.collectives import Group
 from tfdist.training.objectives import Objective, Scores, weights_like
 
@@ -167,10 +168,13 @@ def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
         def call(x: tf.Tensor, reverse: bool = False) -> tf.Tensor:
             if reverse:
                 return inner(enter(x, group), reverse=True)
-            local = tf.cast(x, tf.int32) - int(places[0])
+            rows = tf.cast(x, tf.int32)
+            local = tf.where(rows < 0, rows + layer.input_dim, rows) - int(places[0])  # as Keras has it
             inside = tf.logical_and(local >= 0, local < len(places))
             found = inner(tf.where(inside, local, 0))
-            return leave(tf.where(tf.expand_dims(inside, -1), found, tf.zeros_like(found)), group)
+            found = tf.where(tf.expand_dims(inside, -1), found, tf.zeros_like(found))
+            # What no rank has would be zeros, without a word.
+            return leave(missing_rows.nan_for_missing(found, rows, layer.input_dim), group)
 
         layer.call = call
         return parts
