@@ -80,6 +80,8 @@ def _inputs(
         ids = random.integers(1, table, (size, LENGTH))
         if data.get("padded"):
             ids[np.arange(LENGTH) >= random.integers(1, LENGTH + 1, size)[:, None]] = 0
+        if data.get("negative"):  # as in Keras, -1 is the last row of a table
+            ids[:, ::3] -= np.where(ids[:, ::3] > 0, table, 0)
         x["ids"] = ids.astype("int32")
     return x
 

@@ -78,7 +78,12 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
     while True:
         case = _fit(chance, runtime) if runtime.startswith("fit") else _train(chance, runtime)
         if not conflicts(case):
-            return _with_again(chance, case, again) | ({"optimized": True} if chance.random() < 0.15 else {})
+            break
+    case = _with_again(chance, case, again) | ({"optimized": True} if chance.random() < 0.15 else {})
+    # Drawn apart, so that all else of a case is as without it.
+    if "embedding" in case["model"] and random.Random(f"{seed}/{number}/negative").random() < 0.2:
+        case["data"]["negative"] = True
+    return case
 
 
 def strategy_flags(runtime: str) -> dict[str, str]:
