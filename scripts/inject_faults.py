@@ -91,6 +91,20 @@ FAULTS: dict[str, Fault] = {
         "synchronized=lambda x, axes, keepdims: tf.nn.moments(x, axes, keepdims=keepdims)",
         ("tests/parity/test_replicas.py", "tests/parity/test_parity.py", "tests/fuzz"),
     ),
+    "second derivative": Fault(
+        "a gradient of a gradient through moments of several workers is not that of one process",
+        "runtime/batch_norm.py",
+        "    fixed = tf.stop_gradient(apart)\n",
+        "    fixed = apart\n",
+        ("tests/unit/runtime/test_batch_norm.py",),
+    ),
+    "missing row": Fault(
+        "a row that a table does not have is another one under XLA, without a word",
+        "models/embedding_rows.py",
+        "missing_rows.told(tf.cast(tf.gather(table, rows), layer.compute_dtype), inputs, layer.input_dim)",
+        "tf.cast(tf.gather(table, rows), layer.compute_dtype)",
+        ("tests/unit/models/test_missing_rows.py",),
+    ),
     "bucket": Fault(
         "two gradients of one shape come out of a bucket in each other's place",
         "runtime/reducer.py",
