@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 
-_wanted = False
+_thread = threading.local()  # replicas are traced by threads, each of which waits for others in the middle of a model
 
 
 def are_silent(jit_compile: bool = False) -> bool:
@@ -28,19 +29,24 @@ def are_silent(jit_compile: bool = False) -> bool:
 @contextlib.contextmanager
 def as_nan(wanted: bool) -> Iterator[None]:
     """While a model is traced inside, its Embedding layers look up NaN for rows that are not there, if `wanted`."""
-    global _wanted
-    before, embedding, of_keras = _wanted, keras.layers.Embedding, keras.layers.Embedding.call
-    if wanted:
-        _wanted, embedding.call = True, _with_nan(of_keras)
+    if not wanted:
+        yield
+        return
+    _watch_embeddings()
+    before, _thread.wanted = _is_wanted(), True
     try:
         yield
     finally:
-        _wanted, embedding.call = before, of_keras
+        _thread.wanted = before
+
+
+def _is_wanted() -> bool:
+    return getattr(_thread, "wanted", False)
 
 
 def told(found: tf.Tensor, rows: tf.Tensor, count: int) -> tf.Tensor:
     """found [..., D], the `rows` [...] of a table of `count`; NaN for those that are not there, inside `as_nan`."""
-    return nan_for_missing(found, rows, count) if _wanted else found
+    return nan_for_missing(found, rows, count) if _is_wanted() else found
 
 
 def nan_for_missing(found: tf.Tensor, rows: tf.Tensor, count: int) -> tf.Tensor:
@@ -66,12 +72,17 @@ def table_sizes(model: keras.Model) -> dict[str, int]:
     return found
 
 
-def _with_nan(of_keras: Callable) -> Callable:
+@functools.cache
+def _watch_embeddings() -> None:
+    """From now on what Keras' Embedding looks up goes through `told`."""
+    embedding: Any = keras.layers.Embedding
+    of_keras: Callable = embedding.call
+
     @functools.wraps(of_keras)
     def call(layer: keras.layers.Embedding, inputs: Any, *args: Any, **options: Any) -> Any:
         found = of_keras(layer, inputs, *args, **options)
         if not isinstance(inputs, tf.Tensor) or not isinstance(found, tf.Tensor):  # sparse ones
             return found
-        return nan_for_missing(found, inputs, int(layer.input_dim))
+        return told(found, inputs, int(layer.input_dim))
 
-    return call
+    embedding.call = call

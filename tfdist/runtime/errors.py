@@ -74,7 +74,7 @@ def bad_label(error: BaseException) -> BadLabel | None:
 
 def missing_row(error: BaseException) -> str:
     """A sentence, if TensorFlow's error is about a row that a table does not have."""
-    found = _ROW.search(str(error)) if isinstance(error, tf.errors.InvalidArgumentError) else None
+    found = _ROW.search(str(error)) if isinstance(error, tf.errors.OpError) else None
     if not found:
         return ""
     return (
