@@ -114,7 +114,9 @@ class TensorflowPeers(Peers):
             return run
         if run.__name__ not in self._functions:
             self._functions[run.__name__] = tf.function(run, autograph=False)
-        return self._functions[run.__name__]
+        function = self._functions[run.__name__]
+        # A tape that saw it would ask for its gradient, which it does not have: whoever calls has one of his own.
+        return lambda tensors: function(tf.nest.map_structure(tf.stop_gradient, list(tensors), expand_composites=True))
 
     def _previous(self) -> list[tf.Operation]:
         """What an exchange must wait for of the graph that is being traced."""

@@ -1,6 +1,7 @@
 """Parts of the runtime of plain processes over TensorFlow's collectives: types on the wire, lengths, the watch."""
 
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.runtime.peer_watch import PeerWatch
 from tfdist.runtime.row_exchange import RowExchange, _rounded_up
+from tfdist.runtime.tensorflow_peers import TensorflowPeers
 from tfdist.runtime.wire_types import of_one_type, off_wire, on_wire
 
 WIDTHS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
@@ -94,3 +96,18 @@ def test_the_watch_ends_what_waits_for_a_lost_peer_and_nothing_else():
     waits.set()
     assert ended.wait(60) and said == ["gone"]
     watch.stop()
+
+
+def test_an_exchange_outside_of_a_graph_needs_no_gradient_of_its_own():
+    """A tape that sees a function asks for the gradients of all operations in it, used or not."""
+    peers = types.SimpleNamespace(_functions={})
+    x = tf.constant([1.0, 2.0])
+
+    def exchanged(tensors):
+        return [tf.bitcast(tf.bitcast(tf.convert_to_tensor(tensor), tf.float16), tf.float32) for tensor in tensors]
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        slices = tf.IndexedSlices(x, tf.constant([1, 0]), tf.constant([2]))
+        found = TensorflowPeers._here(peers, exchanged)([x, slices])
+    np.testing.assert_array_equal(found, [[1.0, 2.0], [2.0, 1.0]])
