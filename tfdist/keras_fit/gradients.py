@@ -28,11 +28,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import tensorflow_autograph
+from tfdist.compat.temporary_attributes import replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import Lookup, lookups
 from tfdist.keras_fit.rows import every_row, total
 from tfdist.keras_fit.scopes import Once, ThreadScope
-from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime.base import PeerRuntime
 
 if TYPE_CHECKING:

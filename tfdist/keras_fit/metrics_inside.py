@@ -14,9 +14,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_variables
+from tfdist.compat.temporary_attributes import replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows
-from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 

@@ -23,13 +23,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_tensors, keras_trainer
+from tfdist.compat.temporary_attributes import replaced
 from tfdist.data.tuning import untuned
 from tfdist.keras_fit import variables
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.step_function import Loop, Replacements, StepFunction
-from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.optimizer import updates_rows

@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_random, tensorflow_random
+from tfdist.compat.temporary_attributes import replaced
 from tfdist.keras_fit.lookups import mark
 from tfdist.keras_fit.scopes import Once, ThreadScope
-from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.keras_fit.variables import take_the_chiefs
 from tfdist.runtime.base import PeerRuntime
 

@@ -35,7 +35,7 @@ def _read_rows(layer: Any) -> None:
         if not isinstance(inputs, tf.Tensor):  # sparse, ragged
             return whole(inputs)
         rows = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
-        rows = tf.where(rows < 0, rows + layer.input_dim, rows)  # as Keras has it
+        rows = missing_rows.from_the_front(rows, layer.input_dim)
         table = of_this_replica(keras_variables.value_without_autocast(layer.embeddings))
         return missing_rows.told(tf.cast(tf.gather(table, rows), layer.compute_dtype), inputs, layer.input_dim)
 

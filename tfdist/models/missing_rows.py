@@ -49,6 +49,11 @@ def told(found: tf.Tensor, rows: tf.Tensor, count: int) -> tf.Tensor:
     return nan_for_missing(found, rows, count) if _is_wanted() else found
 
 
+def from_the_front(rows: tf.Tensor, count: int) -> tf.Tensor:
+    """Numbers of rows as they count from the first row of a table."""
+    return tf.where(rows < 0, rows + count, rows)
+
+
 def nan_for_missing(found: tf.Tensor, rows: tf.Tensor, count: int) -> tf.Tensor:
     """The same, always."""
     rows = tf.cast(rows, tf.int64)  # a uint8 holds no 300

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_batch_norm, keras_layers
+from tfdist.compat.temporary_attributes import replaced
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.stateless_call import stateless_call
 
@@ -63,20 +64,14 @@ class Probe:
             for variable in tf.train.TrackableView(self.model).descendants()
             if isinstance(variable, tf.Variable)
         ]
-        changed: list[tuple[keras.Layer, str, Any]] = []
         try:
-            for number, layer in enumerate(self.layers):
-                for name, function in {"add_loss": self._recorder(number), **_calming(layer)}.items():
-                    changed.append((layer, name, vars(layer).get(name)))
-                    setattr(layer, name, function)
-            with writes_undone():
+            with contextlib.ExitStack() as stack:
+                for number, layer in enumerate(self.layers):
+                    for name, function in {"add_loss": self._recorder(number), **_calming(layer)}.items():
+                        stack.enter_context(replaced(layer, name, function))
+                stack.enter_context(writes_undone())
                 yield
         finally:
-            for layer, name, before in changed:
-                if before is None:
-                    delattr(layer, name)
-                else:
-                    setattr(layer, name, before)
             for variable, value in kept:
                 variable.assign(value)
 

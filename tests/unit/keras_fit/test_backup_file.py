@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.compat import keras_epochs
+from tfdist.compat.temporary_attributes import replaced
 from tfdist.control import lease
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import Patience
@@ -17,7 +18,6 @@ from tfdist.data.tuning import untuned
 from tfdist.keras_fit import backup_file
 from tfdist.keras_fit.backup_place import FILE
 from tfdist.keras_fit.epoch_backup import EpochBackup, _plain_state
-from tfdist.keras_fit.temporary_attributes import replaced
 from tfdist.runtime.one_device import OneDevice
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.compat.temporary_attributes import replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import lookups
 from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
-from tfdist.keras_fit.temporary_attributes import replaced
 
 
 class Mirror:

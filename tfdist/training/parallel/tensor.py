@@ -169,7 +169,7 @@ def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
             if reverse:
                 return inner(enter(x, group), reverse=True)
             rows = tf.cast(x, tf.int32)
-            local = tf.where(rows < 0, rows + layer.input_dim, rows) - int(places[0])  # as Keras has it
+            local = missing_rows.from_the_front(rows, layer.input_dim) - int(places[0])
             inside = tf.logical_and(local >= 0, local < len(places))
             found = inner(tf.where(inside, local, 0))
             found = tf.where(tf.expand_dims(inside, -1), found, tf.zeros_like(found))
