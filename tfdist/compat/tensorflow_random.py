@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -27,6 +31,25 @@ def state_digest() -> int:
     """
     seed = context.global_seed()
     return 0 if seed is None else zlib.crc32(repr((seed, _context()._rng.getstate())).encode())
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Python's, NumPy's and TensorFlow's global generators are as before when it ends, whatever was drawn. Relies on
+    `Context._rng` and `Context.clear_kernel_cache`; without them workers that try a model, and those that do not, would
+    draw different numbers later.
+    """
+    is_seeded = context.global_seed() is not None
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_tensorflow = _context()._rng.getstate() if is_seeded else None
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        if is_seeded:
+            _context()._rng.setstate(of_tensorflow)
+            _context().clear_kernel_cache()  # each kernel has a generator of its own, which goes on where it was left
 
 
 def holder_of_the_seed() -> tuple[object, str]:

@@ -70,7 +70,7 @@ class DistributedCall:
         with tf.init_scope(), self.alone():
             x = self.example.like(args[0])
             take, count = taking(x, self.of_the_batch(((x,), {})))
-            if self._runtime.broadcast_object(row_mixing.tried(self._model, x, take, count), "mixed rows"):
+            if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count):
                 fix = (
                     "mix them in compute_loss or train_step, which see the outputs of all rows, take statistics over"
                     " rows with keras.layers.BatchNormalization, or train in one process"

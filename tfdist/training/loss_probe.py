@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_batch_norm, keras_layers
 from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.tensorflow_random import generators_kept
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.stateless_call import stateless_call
 
@@ -22,6 +23,7 @@ ROWS = 4  # that are tried, each alone and all together
 _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
 _OF_WEIGHTS = ("_initializer", "_constraint", "_regularizer")  # functions of Keras' layers that see no rows
+_NOISE = 100_003  # numbers that are drawn, at most, for each weight; prime, so that no two rows of a table get the same
 _CLEAR = 0.15  # a random mean must be known as well as that
 
 Key = tuple[
@@ -70,6 +72,8 @@ class Probe:
                     for name, function in {"add_loss": self._recorder(number), **_calming(layer)}.items():
                         stack.enter_context(replaced(layer, name, function))
                 stack.enter_context(writes_undone())
+                # Workers try a different number of times; a layer may draw from these when the step is traced.
+                stack.enter_context(generators_kept())
                 yield
         finally:
             for variable, value in kept:
@@ -83,8 +87,8 @@ class Probe:
 
         return add_loss
 
-    def outputs(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> Any:
-        """What the model returns; `draw`: of its random numbers."""
+    def outputs(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], draw: int, training: bool) -> Any:
+        """What the model returns; `draw`: of its random numbers. Tensors as weights are not copied."""
         states = [
             value + draw if variable.path.endswith("seed_generator_state") else value
             for variable, value in zip(self.model.non_trainable_variables, self.states, strict=True)
@@ -197,11 +201,17 @@ def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
     if not by:
         return weights
     random = np.random.default_rng(0)
-    scales = [by * (float(np.std(weight, dtype=np.float64)) or 0.1) for weight in weights]
-    return [
-        (weight + np.float32(scale) * random.standard_normal(weight.shape, np.float32)).astype(weight.dtype)
-        for weight, scale in zip(weights, scales, strict=True)
-    ]
+    result = []
+    for weight in weights:
+        scale = by * (float(np.std(_some_of(weight), dtype=np.float64)) or 0.1)
+        noise = np.float32(scale) * random.standard_normal(min(weight.size, _NOISE), np.float32)
+        result.append((weight + np.resize(noise, weight.shape)).astype(weight.dtype))
+    return result
+
+
+def _some_of(weight: np.ndarray) -> np.ndarray:
+    """Enough of its numbers to know their spread."""
+    return weight.reshape(-1)[:: max(1, weight.size // _NOISE)]
 
 
 def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:

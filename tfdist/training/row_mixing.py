@@ -8,6 +8,7 @@ it: its output for that row must not change. The same shapes run the same kernel
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -84,12 +85,15 @@ def mixes(model: keras.Model, x: Any, take: Take = take_rows, count: int | None 
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
     probe = Probe(model, x, take, count)
     attempts = _ATTEMPTS[share.index :: share.number]
-    weights = {by: disturbed(probe.weights, by) for by in {attempt.disturbed for attempt in attempts}}
     with probe.watching(), batch_norm.each_alone():
-        return any(_tells(attempt, probe, weights[attempt.disturbed], x, take) for attempt in attempts)
+        for by, alike in itertools.groupby(attempts, lambda attempt: attempt.disturbed):
+            weights = [tf.constant(weight) for weight in disturbed(probe.weights, by)]
+            if any(_tells(attempt, probe, weights, x, take) for attempt in alike):
+                return True
+    return False
 
 
-def _tells(attempt: Attempt, probe: Probe, weights: Sequence[np.ndarray], x: Any, take: Take) -> bool:
+def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], x: Any, take: Take) -> bool:
     """Whether it tells that rows are mixed. One that fails tells nothing."""
     rows = keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise), take(x, probe.rows))
     try:
@@ -124,17 +128,22 @@ def _differs(one: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> bool:
 
 def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> None:
     """Raises ConfigError on all workers if one finds that it mixes x = `rows()`. A collective, if it may."""
-    if not may_mix(model):
-        return
-    workers = min(runtime.size, len(_ATTEMPTS))
-    share = Share(workers - 1 - runtime.rank, workers)  # the fewest for the chief, which has more to do
-    found = share.index >= 0 and tried(model, rows(), share=share)
-    if runtime.all_gather(np.array([found], np.int64)).any():
+    if may_mix(model) and found_together(runtime, model, rows):
         fix = (
             "take statistics over rows with keras.layers.BatchNormalization, train on one device with"
             " --accumulation=1, or let such layers mix the rows of their micro-batch with --row_mixing=replica"
         )
         raise ConfigError(sentence(model, fix))
+
+
+def found_together(
+    runtime: Runtime, model: keras.Model, rows: Callable[[], Any], take: Take = take_rows, count: int | None = None
+) -> bool:
+    """Whether one of the workers, which share the attempts, finds that it mixes x = `rows()`. A collective."""
+    workers = min(runtime.size, len(_ATTEMPTS))
+    share = Share(workers - 1 - runtime.rank, workers)  # the fewest for the chief, which has more to do
+    found = share.index >= 0 and tried(model, rows(), take, count, share)
+    return bool(runtime.all_gather(np.array([found], np.int64)).any())
 
 
 def tried(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None, share: Share = _ALL) -> bool:

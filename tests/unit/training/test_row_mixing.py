@@ -1,5 +1,6 @@
 """Whether a model's output for a row depends on other rows, found out by running it on a few."""
 
+import random
 from types import SimpleNamespace
 
 import keras
@@ -8,9 +9,10 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from tfdist.compat import tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
-from tfdist.training import row_mixing
+from tfdist.training import added_losses, row_mixing
 
 X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
 
@@ -248,6 +250,26 @@ def spectrum():
 def test_layers_of_keras_that_mix(made):
     model = made()
     assert row_mixing.may_mix(model) and row_mixing.mixes(model, X * np.logspace(0, -5, 6)[:, None].astype("float32"))
+
+
+def test_what_a_layer_draws_while_it_is_tried_is_not_missed_later():
+    """Workers try different numbers of times; what they draw when they trace must stay the same on all."""
+
+    def draw():
+        return random.random() + np.random.normal() + tf.random.normal([])
+
+    keras.utils.set_random_seed(3)
+    wanted = float(draw())
+    keras.utils.set_random_seed(3)
+    model = model_of(Own(lambda x, training, seeds: x * draw()))
+    states = random.getstate(), np.random.get_state()[2], tensorflow_random.state_digest()
+    row_mixing.mixes(model, X)
+    added_losses.added_losses(model, X)
+    assert states == (random.getstate(), np.random.get_state()[2], tensorflow_random.state_digest())
+    keras.utils.set_random_seed(3)
+    with tensorflow_random.generators_kept():
+        assert float(draw()) == wanted
+    assert float(draw()) == wanted
 
 
 def float8(model):
