@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -34,22 +32,20 @@ def state_digest() -> int:
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Python's, NumPy's and TensorFlow's global generators are as before when it ends, whatever was drawn. Relies on
-    `Context._rng` and `Context.clear_kernel_cache`; without them workers that try a model, and those that do not, would
-    draw different numbers later.
+def state_kept() -> Iterator[None]:
+    """The global state is as before when it ends, whatever was drawn. With a seed every kernel that draws begins anew.
+    Relies on `Context._rng` and `Context.clear_kernel_cache`; without them workers that try a model, and those that do
+    not, would draw different numbers later.
     """
-    is_seeded = context.global_seed() is not None
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    of_tensorflow = _context()._rng.getstate() if is_seeded else None
+    if context.global_seed() is None:
+        yield
+        return
+    before = _context()._rng.getstate()
     try:
         yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        if is_seeded:
-            _context()._rng.setstate(of_tensorflow)
-            _context().clear_kernel_cache()  # each kernel has a generator of its own, which goes on where it was left
+        _context()._rng.setstate(before)
+        _context().clear_kernel_cache()  # each kernel has a generator of its own, which goes on where it was left
 
 
 def holder_of_the_seed() -> tuple[object, str]:

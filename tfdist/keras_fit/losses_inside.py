@@ -16,6 +16,7 @@ from tfdist.control.user_errors import first_line
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.added_losses import added_losses
+from tfdist.training.loss_probe import generators_kept
 
 Key = tuple[int, int]  # number of a layer, and which of its losses
 
@@ -62,7 +63,7 @@ class Scales:
                 " tfdist cannot find out whether they are means or sums over rows: give it one structure of tensors,"
                 " or add the losses in compute_loss."
             )
-        with tf.init_scope():
+        with tf.init_scope(), generators_kept():
             x = self._example.like(args[0])
             found = self._probed(x, of_the_batch(x))
             found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random

@@ -30,7 +30,7 @@ from tfdist.control.user_errors import first_line
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.training.dtypes import at_least_float32
-from tfdist.training.loss_probe import MEAN, OTHER, SUM, UNKNOWN, Probe, Take, is_of_keras
+from tfdist.training.loss_probe import MEAN, OTHER, SUM, UNKNOWN, Probe, Take, generators_kept, is_of_keras
 
 _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of one value for each row"
 
@@ -108,8 +108,9 @@ def found_by_the_chief(runtime: Runtime, model: keras.Model, rows: Callable[[], 
     if not may_add(model):
         return SumsAsMeans(())
     message, layers = b"", list(keras_layers.all_layers(model))
-    if runtime.rank == 0:
-        message = json.dumps(_as_json(model, layers, rows())).encode()
+    with generators_kept():
+        if runtime.rank == 0:
+            message = json.dumps(_as_json(model, layers, rows())).encode()
     length = int(runtime.broadcast([np.array(len(message), np.int64)])[0])
     found = json.loads(runtime.broadcast([np.frombuffer(message.ljust(length), np.uint8)])[0].tobytes())
     if "refused" in found:

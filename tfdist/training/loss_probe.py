@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_batch_norm, keras_layers
+from tfdist.artifacts import state
+from tfdist.compat import keras_batch_norm, keras_layers, tensorflow_random
 from tfdist.compat.temporary_attributes import replaced
-from tfdist.compat.tensorflow_random import generators_kept
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.stateless_call import stateless_call
 
@@ -23,13 +23,26 @@ ROWS = 4  # that are tried, each alone and all together
 _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
 _OF_WEIGHTS = ("_initializer", "_constraint", "_regularizer")  # functions of Keras' layers that see no rows
-_NOISE = 100_003  # numbers that are drawn, at most, for each weight; prime, so that no two rows of a table get the same
+_NOISE = 100_003  # numbers drawn at most for a weight, then again from the first; prime: rows next to each other differ
 _CLEAR = 0.15  # a random mean must be known as well as that
 
 Key = tuple[
     int, int
 ]  # (place of a layer among all of the model, which of the losses that it adds in a call of the model)
 Take = Callable[[Any, Sequence[int]], Any]
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """What is drawn inside from Python's, NumPy's and TensorFlow's global generators is not missed later. To be entered
+    by all workers, also by those that try nothing: a layer may draw from them when the step is traced.
+    """
+    before = state.generator_states()
+    try:
+        with tensorflow_random.state_kept():
+            yield
+    finally:
+        state.restore_generator_states(before)
 
 
 class Probe:
@@ -72,8 +85,6 @@ class Probe:
                     for name, function in {"add_loss": self._recorder(number), **_calming(layer)}.items():
                         stack.enter_context(replaced(layer, name, function))
                 stack.enter_context(writes_undone())
-                # Workers try a different number of times; a layer may draw from these when the step is traced.
-                stack.enter_context(generators_kept())
                 yield
         finally:
             for variable, value in kept:
@@ -211,7 +222,7 @@ def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
 
 def _some_of(weight: np.ndarray) -> np.ndarray:
     """Enough of its numbers to know their spread."""
-    return weight.reshape(-1)[:: max(1, weight.size // _NOISE)]
+    return weight.reshape(-1)[:: weight.size // _NOISE | 1]  # odd, so as not to stay in one column
 
 
 def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:

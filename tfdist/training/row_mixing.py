@@ -21,7 +21,16 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.training.added_losses import take_rows
-from tfdist.training.loss_probe import ROWS, Probe, Take, disturbed, holds_own_function, is_of_keras, sound
+from tfdist.training.loss_probe import (
+    ROWS,
+    Probe,
+    Take,
+    disturbed,
+    generators_kept,
+    holds_own_function,
+    is_of_keras,
+    sound,
+)
 
 _TOLERANCE = 1e-5  # of the largest output
 
@@ -86,11 +95,16 @@ def mixes(model: keras.Model, x: Any, take: Take = take_rows, count: int | None 
     probe = Probe(model, x, take, count)
     attempts = _ATTEMPTS[share.index :: share.number]
     with probe.watching(), batch_norm.each_alone():
-        for by, alike in itertools.groupby(attempts, lambda attempt: attempt.disturbed):
-            weights = [tf.constant(weight) for weight in disturbed(probe.weights, by)]
-            if any(_tells(attempt, probe, weights, x, take) for attempt in alike):
-                return True
-    return False
+        return any(
+            _one_tells(list(alike), probe, disturbed(probe.weights, by), x, take)
+            for by, alike in itertools.groupby(attempts, lambda attempt: attempt.disturbed)
+        )
+
+
+def _one_tells(attempts: Sequence[Attempt], probe: Probe, weights: Sequence[np.ndarray], x: Any, take: Take) -> bool:
+    """Of attempts with the same weights, which are on the device once, and no longer than these last."""
+    there = [tf.constant(weight) for weight in weights]
+    return any(_tells(attempt, probe, there, x, take) for attempt in attempts)
 
 
 def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], x: Any, take: Take) -> bool:
@@ -142,7 +156,8 @@ def found_together(
     """Whether one of the workers, which share the attempts, finds that it mixes x = `rows()`. A collective."""
     workers = min(runtime.size, len(_ATTEMPTS))
     share = Share(workers - 1 - runtime.rank, workers)  # the fewest for the chief, which has more to do
-    found = share.index >= 0 and tried(model, rows(), take, count, share)
+    with generators_kept():
+        found = share.index >= 0 and tried(model, rows(), take, count, share)
     return bool(runtime.all_gather(np.array([found], np.int64)).any())
 
 

@@ -12,7 +12,7 @@ from keras import layers, ops
 from tfdist.compat import tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
-from tfdist.training import added_losses, row_mixing
+from tfdist.training import added_losses, loss_probe, row_mixing
 
 X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
 
@@ -252,24 +252,39 @@ def test_layers_of_keras_that_mix(made):
     assert row_mixing.may_mix(model) and row_mixing.mixes(model, X * np.logspace(0, -5, 6)[:, None].astype("float32"))
 
 
+def drawn(**options):
+    return random.random() + np.random.normal() + tf.random.normal([], **options)
+
+
 def test_what_a_layer_draws_while_it_is_tried_is_not_missed_later():
     """Workers try different numbers of times; what they draw when they trace must stay the same on all."""
-
-    def draw():
-        return random.random() + np.random.normal() + tf.random.normal([])
-
     keras.utils.set_random_seed(3)
-    wanted = float(draw())
+    wanted = float(drawn())
     keras.utils.set_random_seed(3)
-    model = model_of(Own(lambda x, training, seeds: x * draw()))
+    model = model_of(Own(lambda x, training, seeds: x * drawn()))
     states = random.getstate(), np.random.get_state()[2], tensorflow_random.state_digest()
-    row_mixing.mixes(model, X)
-    added_losses.added_losses(model, X)
+    assert not row_mixing.found_together(OneDevice(), model, lambda: X)
+    added_losses.found_by_the_chief(OneDevice(), model, lambda: X)
     assert states == (random.getstate(), np.random.get_state()[2], tensorflow_random.state_digest())
     keras.utils.set_random_seed(3)
-    with tensorflow_random.generators_kept():
-        assert float(draw()) == wanted
-    assert float(draw()) == wanted
+    with loss_probe.generators_kept():
+        assert float(drawn()) == wanted
+    assert float(drawn()) == wanted
+
+
+def test_workers_that_try_and_workers_that_do_not_draw_the_same_later():
+    """Also by operations with a seed of their own, of which TensorFlow counts how often they have drawn."""
+    later = []
+    for rank in (0, 5, 7):  # of eight workers, six try
+        keras.utils.set_random_seed(3)
+        drawn(seed=1)
+        model = model_of(Own(lambda x, training, seeds: x * drawn(seed=1)))
+        worker = SimpleNamespace(rank=rank, size=8, all_gather=np.atleast_2d, broadcast=lambda arrays: arrays)
+        row_mixing.found_together(worker, model, lambda: X)
+        if rank == 0:
+            added_losses.found_by_the_chief(worker, model, lambda: X)
+        later.append([float(drawn(seed=1)) for _ in range(2)])
+    assert later[0] == later[1] == later[2]
 
 
 def float8(model):
