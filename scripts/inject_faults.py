@@ -100,10 +100,17 @@ FAULTS: dict[str, Fault] = {
     ),
     "missing row": Fault(
         "a row that a table does not have is another one under XLA, without a word",
-        "models/embedding_rows.py",
-        "missing_rows.told(tf.cast(tf.gather(table, rows), layer.compute_dtype), inputs, layer.input_dim)",
-        "tf.cast(tf.gather(table, rows), layer.compute_dtype)",
+        "models/missing_rows.py",
+        "            return _where(there, found, float(\"nan\"))\n",
+        "            return found\n",
         ("tests/unit/models/test_missing_rows.py",),
+    ),
+    "missing number": Fault(
+        "a whole number that a table does not have is another one under XLA, without a word",
+        "keras_fit/silent_lookups.py",
+        "missing_rows.told(call(*args, **kwargs))",
+        "call(*args, **kwargs)",
+        ("tests/unit/keras_fit/test_silent_lookups.py",),
     ),
     "bucket": Fault(
         "two gradients of one shape come out of a bucket in each other's place",

@@ -72,10 +72,16 @@ CASES = {
         ["A row is looked up that is not there", *ROW_TOO_MANY],
     ),
     "a row that a table does not have, with XLA, which does not say so": (
-        [*LOOKUPS, "--steps=25", "--jit_compile", "--model_args=frozen=True"],
+        [*LOOKUPS, "--steps=25", "--jit_compile", "--model_args=kind='frozen embedding'"],
         {},
         8,
         ["became NaN or infinite", *ROW_TOO_MANY],
+    ),
+    "the same in a table of whole numbers of the user's own": (
+        [*LOOKUPS, "--steps=25", "--jit_compile", "--model_args=kind='whole numbers'"],
+        {},
+        8,
+        ["became NaN or infinite"],
     ),
     "too few outputs": (["--model_args=widths=(16,),num_outputs=2"], {}, 2, ["--model=mlp has 2 outputs", "4 classes"]),
     "a function that is no objective": (

@@ -146,6 +146,8 @@ def test_refusals(end, tmp_path):
         assert "unbuilt: (40, 1)" in output and "no rows: 1" in output
         assert "twice the rows: ConfigError: " in output
         assert "toggled: ConfigError: A layer's `trainable` was changed after the model had been compiled" in output
+        for kind in ("frozen embedding", "take", "whole numbers"):
+            assert f"missing rows, {kind}: [True, True, True]" in output, kind
         if end == "order":
             for name in ("order", "targets", "weights", "own rows", "evaluate", "predict"):
                 assert re.search(

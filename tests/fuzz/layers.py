@@ -170,3 +170,23 @@ class Twice(keras.layers.Layer):
 
     def call(self, ids):
         return self.table(ids) - 0.5 * self.table((ids * 3 + 1) % self.rows)
+
+
+class Looked(keras.layers.Layer):
+    """Looks its tables up by itself: one of whole numbers, one that is not trained, and one in two ways."""
+
+    def __init__(self, rows: int, width: int, **options):
+        super().__init__(**options)
+        self.rows, self.width = rows, width
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(self.rows, self.width), initializer="uniform", name="table")
+        self.fixed = self.add_weight(shape=(self.rows, self.width), initializer="ones", trainable=False, name="fixed")
+
+    def call(self, ids):
+        import tensorflow as tf
+
+        ids = tf.gather(tf.range(self.rows)[::-1], tf.cast(ids, "int32") % self.rows)  # -1: the last row
+        by_row = ops.take(self.table, ids, axis=0)
+        by_place = tf.gather_nd(ops.convert_to_tensor(self.table), tf.cast(ids, "int64")[..., None])
+        return 2.0 * by_row - 0.5 * by_place * tf.gather(ops.convert_to_tensor(self.fixed), ids)

@@ -83,6 +83,7 @@ EMBEDDINGS = {
     "embedding_masked": 'x = layers.Embedding({vocabulary}, {width}, mask_zero=True, name="table")(x)',
     "embedding_twice": 'x = own.Twice({vocabulary}, {width}, name="table")(x)',
     "embedding_large": 'x = layers.Embedding(300, {width}, name="table")(x)',  # of which few rows are looked up
+    "embedding_looked": 'x = own.Looked({vocabulary}, {width}, name="table")(x)',
     "embedding_some": 'x = own.Some({vocabulary}, {width}, name="table")(x)',  # how many rows, only a run tells
     "embedding_shared": (
         'table = layers.Embedding({vocabulary}, {width}, name="table")\nx = layers.Subtract()([table(x),'

@@ -4,7 +4,8 @@
 
 plain: Keras' own; the others: tfdist's, by this way of communication.
 
-Writes OUT_DIR/rank-K.json. One process runs all cases, because starting TensorFlow takes longer than most of them.
+Writes OUT_DIR/CASE-K.json for rank K. One process runs all cases, because starting TensorFlow takes longer than most of
+them.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ def main(out: Path, which: str, names: list[str]) -> None:
         return lambda *args, **kwargs: function(*args, **{"verbose": 0, **kwargs})
 
     lean.prepare(oracle=which == "plain")
-    found = {}
     for number, name in enumerate(names or CASES):
         lean.next_model(collect=number % 20 == 19)
         keras.utils.set_random_seed(1)
         folder = out / f"{name}-{rank}"
         folder.mkdir()
-        found[name] = CASES[name](quiet(fit), quiet(evaluate), quiet(predict), str(folder))
+        found = CASES[name](quiet(fit), quiet(evaluate), quiet(predict), str(folder))
+        unfinished = out / f"{name}-{rank}.unfinished"
+        unfinished.write_text(json.dumps(found, default=lambda value: np.asarray(value).tolist()))
+        unfinished.rename(out / f"{name}-{rank}.json")
         print(f"case {name} done", flush=True)
-    (out / f"rank-{rank}.json").write_text(json.dumps(found, default=lambda value: np.asarray(value).tolist()))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -58,30 +59,56 @@ IN_DEFAULT_SUITE = ("2", "2, TensorFlow's")
 PLAIN_RUNS = {"2, TensorFlow's": "2"}  # run -> another whose cases in plain Keras are these, too
 
 
+class Results:
+    """What the processes of a run find, case by case while they run: each test has its own time to wait.
+
+    Args: run, of RUNS; way, see fit_worker.py.
+    """
+
+    def __init__(self, run, way, out):
+        workers, _, names = RUNS[run]
+        self._out, self._names, self._ended = out, names, None
+        self._ranks = range(1 if way == "plain" else workers)
+        self._job = LocalJob(
+            [sys.executable, "-m", "tests.parity.fit_worker", str(out), way, *names],
+            len(self._ranks),
+            out / "logs",
+            pin=False,
+            environment=ENVIRONMENT,
+        )
+        self._job.start()
+
+    def of(self, name):
+        """[what each rank found]"""
+        files = [self._out / f"{name}-{rank}.json" for rank in self._ranks]
+        while not all(file.exists() for file in files):
+            assert self._ended is None, (name, self._ended.cause, self._ended.last_lines)
+            time.sleep(0.05)
+            self._ended = self._job.poll()
+        return [json.loads(file.read_text()) for file in files]
+
+    def end(self):
+        """Raises AssertionError if the processes fail after the last case."""
+        if all(any(self._out.glob(f"{name}-*.json")) for name in self._names):
+            ended = self._job.wait()
+            assert ended.code == 0, (ended.cause, ended.last_lines)
+        self._job.kill()  # not all cases were asked for
+        self._job.wait()
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """(run, way: see fit_worker.py) -> [what each rank found]"""
+    """(run, way: see fit_worker.py) -> Results"""
     found = {}
 
     def result(run, way):
         if (run, way) not in found:
-            out = tmp_path_factory.mktemp("fit")
-            workers, _, names = RUNS[run]
-            workers = 1 if way == "plain" else workers
-            job = LocalJob(
-                [sys.executable, "-m", "tests.parity.fit_worker", str(out), way, *names],
-                workers,
-                out / "logs",
-                pin=False,
-                environment=ENVIRONMENT,
-            )
-            job.start()
-            ended = job.wait()
-            assert ended.code == 0, (ended.cause, ended.last_lines)
-            found[run, way] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(workers)]
+            found[run, way] = Results(run, way, tmp_path_factory.mktemp("fit"))
         return found[run, way]
 
-    return result
+    yield result
+    for each in found.values():
+        each.end()
 
 
 def differences(path, found, wanted):
@@ -112,13 +139,14 @@ def differences(path, found, wanted):
     ],
 )
 def test_like_keras_in_one_process(results, run, name):
-    wanted, ranks = results(PLAIN_RUNS.get(run, run), "plain")[0][name], results(run, RUNS[run][1])
+    plain, spread = results(PLAIN_RUNS.get(run, run), "plain"), results(run, RUNS[run][1])  # at the same time
+    [wanted], ranks = plain.of(name), spread.of(name)
     problems = []
     for rank, found in enumerate(ranks):
         expected = dict(wanted)
         if rank:  # what only the chief writes
             expected.pop("chief", None)
-            files = found[name].pop("chief", None)
+            files = found.pop("chief", None)
             assert not files or not any(files.values()), f"rank {rank} wrote {files}"
-        problems += differences(f"rank {rank}", found[name], expected)
+        problems += differences(f"rank {rank}", found, expected)
     assert not problems, "\n".join(problems[:20])

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import ConfigError, TfdistError
 from tfdist.control.user_errors import failure
+from tfdist.keras_fit import silent_lookups
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held
 from tfdist.keras_fit.epoch_backup import EpochBackup
@@ -232,13 +233,8 @@ def _over_workers(
 
 def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     if not has_peers(runtime):
-        if purpose == "fit" and not keras_trainer.built_under_a_strategy(model):
-            build_optimizer(model)  # as with several workers: Keras' ScheduleFreeAdamW is another one otherwise
-            # Keras' own is as good where XLA compiles the whole step, and faster on a GPU.
-            if not model.jit_compile and not tf.config.list_logical_devices("GPU"):
-                with rows_in_one_order(model.optimizer):
-                    return loop()
-        return loop()
+        with silent_lookups.told(model):
+            return _alone(model, purpose, loop)
     refuse_unsupported(model)
     if runtime.rank == 0:
         print(
@@ -249,3 +245,13 @@ def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Cal
         )
     with DistributedModel.of(model, runtime).installed(training=purpose == "fit"):
         return loop()
+
+
+def _alone(model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
+    if purpose == "fit" and not keras_trainer.built_under_a_strategy(model):
+        build_optimizer(model)  # as with several workers: Keras' ScheduleFreeAdamW is another one otherwise
+        # Keras' own is as good where XLA compiles the whole step, and faster on a GPU.
+        if not model.jit_compile and not tf.config.list_logical_devices("GPU"):
+            with rows_in_one_order(model.optimizer):
+                return loop()
+    return loop()

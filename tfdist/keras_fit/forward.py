@@ -23,6 +23,7 @@ from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together
 from tfdist.keras_fit.scopes import ThreadScope
+from tfdist.models import missing_rows
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training import row_mixing
 from tfdist.training.added_losses import SUM
@@ -156,8 +157,13 @@ class DistributedCall:
 
         def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list, list]:
             args, kwargs = rebuild(tensors)
-            with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), additions.collected():
-                outputs = self._call(*args, **kwargs)
+            with (
+                self._gradients.of_own_rows(),
+                self._random_numbers.of_own_rows(),
+                additions.collected(),
+                missing_rows.as_nan(missing_rows.are_silent(compiles)),
+            ):
+                outputs = missing_rows.told(self._call(*args, **kwargs))
             return (
                 outputs,
                 recorded(layers),
@@ -167,7 +173,8 @@ class DistributedCall:
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         find_shared = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
-        if not self._compiles(kwargs) or find_shared():
+        compiles = self._compiles(kwargs) and not find_shared()
+        if not compiles:
             outputs, losses, _, _ = forward(tensors)
         else:
             outputs, losses, masks, additions.values = tf.function(forward, jit_compile=True, autograph=False)(tensors)

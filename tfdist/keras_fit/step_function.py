@@ -23,6 +23,7 @@ from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Part
+from tfdist.models import missing_rows
 from tfdist.runtime.base import PeerRuntime
 
 
@@ -120,7 +121,7 @@ class StepFunction:
 
         @tf.autograph.experimental.do_not_convert
         def one_step(data: Any) -> Any:
-            with self._with.random_numbers.in_lockstep():
+            with self._with.random_numbers.in_lockstep(), missing_rows.as_nan(missing_rows.are_silent()):
                 return self._step(data)
 
         functions: list[tuple[Any, Callable]] = []  # with the spec of the iterator that each is for

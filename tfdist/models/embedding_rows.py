@@ -37,6 +37,6 @@ def _read_rows(layer: Any) -> None:
         rows = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
         rows = missing_rows.from_the_front(rows, layer.input_dim)
         table = of_this_replica(keras_variables.value_without_autocast(layer.embeddings))
-        return missing_rows.told(tf.cast(tf.gather(table, rows), layer.compute_dtype), inputs, layer.input_dim)
+        return tf.cast(tf.gather(table, rows), layer.compute_dtype)
 
     layer.call = call

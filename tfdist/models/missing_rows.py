@@ -2,13 +2,13 @@
 
 On a CPU TensorFlow's lookup is an error. XLA takes the first or last row in their place, a GPU zeros, without a word.
 Here they are NaN, and so are the loss and the gradients: the step is one that --on_nan is about, and run/diagnosis.py
-names the sample. As in Keras, -1 is the last row of a table.
+names the sample. It does not matter what looks them up (a layer of Keras, tf.gather, tf.gather_nd), nor whether
+something is to be put there (tf.scatter_nd, sums over segments). As in Keras, -1 is the last row of an Embedding.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_layers
+from tfdist.compat import keras_layers, tensorflow_lookups
+from tfdist.compat.keras_tensors import carry_mask, mask_of
 
 _thread = threading.local()  # replicas are traced by threads, each of which waits for others in the middle of a model
+_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
 
 
 def are_silent(jit_compile: bool = False) -> bool:
@@ -26,27 +28,84 @@ def are_silent(jit_compile: bool = False) -> bool:
     return jit_compile or bool(tf.config.list_logical_devices("GPU"))
 
 
+class _Lookups:
+    """Those of a part of a program, while it is traced or run."""
+
+    def __init__(self) -> None:
+        self._of_numbers: list[tf.Tensor] = []  # of lookups that cannot hold a NaN: whether rows were missing
+
+    def checked(self, found: tf.Tensor, there: tf.Tensor) -> tf.Tensor:
+        """`found` where rows were `there`, else NaN. Whole numbers become the first of their dtype, which in turn is no
+        row of a table, and are remembered."""
+        if found.dtype in _FLOATS:
+            return _where(there, found, float("nan"))
+        self._of_numbers.append(~tf.reduce_all(there))
+        return _where(there, found, found.dtype.min) if found.dtype in (tf.int32, tf.int64) else found
+
+    def told_in(self, outputs: Any) -> Any:
+        """See `told`."""
+        here = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        missing = [each for each in self._of_numbers if getattr(each, "graph", None) is here]
+        return keras.tree.map_structure(_poisoned_by(~tf.reduce_any(missing)), outputs) if missing else outputs
+
+
 @contextlib.contextmanager
 def as_nan(wanted: bool) -> Iterator[None]:
-    """While a model is traced inside, its Embedding layers look up NaN for rows that are not there, if `wanted`."""
+    """While a model is traced or run inside, it looks up NaN for rows that are not there, if `wanted`."""
     if not wanted:
         yield
         return
-    _watch_embeddings()
-    before, _thread.wanted = _is_wanted(), True
+    tensorflow_lookups.watch(_checked)
+    with _watched_by(_Lookups()):
+        yield
+
+
+def told(outputs: Any) -> Any:
+    """A structure of a model's outputs; NaN if it looked up whole numbers or bools, inside `as_nan`, that are not
+    there. (Not of lookups in a tf.cond, tf.while_loop or tf.function of the model's, whose tensors do not come out.)"""
+    lookups = _watching()
+    with _watched_by(None):
+        return outputs if lookups is None else lookups.told_in(outputs)
+
+
+@contextlib.contextmanager
+def _watched_by(lookups: _Lookups | None) -> Iterator[None]:
+    before, _thread.lookups = _watching(), lookups
     try:
         yield
     finally:
-        _thread.wanted = before
+        _thread.lookups = before
 
 
-def _is_wanted() -> bool:
-    return getattr(_thread, "wanted", False)
+def _watching() -> _Lookups | None:
+    return getattr(_thread, "lookups", None)
 
 
-def told(found: tf.Tensor, rows: tf.Tensor, count: int) -> tf.Tensor:
-    """found [..., D], the `rows` [...] of a table of `count`; NaN for those that are not there, inside `as_nan`."""
-    return nan_for_missing(found, rows, count) if _is_wanted() else found
+def _checked(found: tf.Tensor, mask: Callable[[], tf.Tensor | None]) -> tf.Tensor:
+    lookups = _watching()
+    if lookups is None:
+        return found
+    with _watched_by(None):
+        there = mask()
+        return found if there is None else lookups.checked(found, there)
+
+
+def _poisoned_by(there: tf.Tensor) -> Callable[[Any], Any]:
+    def poisoned(output: Any) -> Any:
+        if not isinstance(output, tf.Tensor) or output.dtype not in _FLOATS:
+            return output
+        chosen = _where(there, output, float("nan"))
+        if (mask := mask_of(output)) is not None:
+            carry_mask(chosen, mask)
+        return chosen
+
+    return poisoned
+
+
+def _where(there: tf.Tensor, found: tf.Tensor, other: float) -> tf.Tensor:
+    chosen = tf.where(there, found, tf.constant(other, found.dtype))
+    chosen.set_shape(found.shape)
+    return chosen
 
 
 def from_the_front(rows: tf.Tensor, count: int) -> tf.Tensor:
@@ -55,10 +114,10 @@ def from_the_front(rows: tf.Tensor, count: int) -> tf.Tensor:
 
 
 def nan_for_missing(found: tf.Tensor, rows: tf.Tensor, count: int) -> tf.Tensor:
-    """The same, always."""
+    """found [..., D], the `rows` [...] of a table of `count`, as they come out of it; NaN for those that are not there,
+    always."""
     rows = tf.cast(rows, tf.int64)  # a uint8 holds no 300
-    there = tf.expand_dims((rows >= -count) & (rows < count), -1)
-    return tf.where(there, found, tf.constant(float("nan"), found.dtype))
+    return _where(tf.expand_dims((rows >= -count) & (rows < count), -1), found, float("nan"))
 
 
 def table_sizes(model: keras.Model) -> dict[str, int]:
@@ -75,19 +134,3 @@ def table_sizes(model: keras.Model) -> dict[str, int]:
                 for name in (*(["x"] if len(inputs) == 1 else []), f"x[{place}]", f"x[{each.name!r}]"):
                     found[name] = min(count, found.get(name, count))
     return found
-
-
-@functools.cache
-def _watch_embeddings() -> None:
-    """From now on what Keras' Embedding looks up goes through `told`."""
-    embedding: Any = keras.layers.Embedding
-    of_keras: Callable = embedding.call
-
-    @functools.wraps(of_keras)
-    def call(layer: keras.layers.Embedding, inputs: Any, *args: Any, **options: Any) -> Any:
-        found = of_keras(layer, inputs, *args, **options)
-        if not isinstance(inputs, tf.Tensor) or not isinstance(found, tf.Tensor):  # sparse ones
-            return found
-        return told(found, inputs, int(layer.input_dim))
-
-    embedding.call = call

@@ -94,7 +94,7 @@ class ReplicaGradients:
         sources = self.update.sources()
         with self._counting(w):
             with tf.GradientTape(persistent=True) as tape, missing_rows.as_nan(self._lookups_are_silent):
-                total = self.total(self.model(x, training=True), y, w, scale)
+                total = self.total(missing_rows.told(self.model(x, training=True)), y, w, scale)
             begin = self.begin_backward(total)
             found = [
                 [] if part is None else tape.gradient(part, sources, [begin])  # None: it does not depend on that source

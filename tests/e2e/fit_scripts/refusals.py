@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from tests.e2e.sources import lookups
 from tfdist.control.exit_codes import TfdistError
 from tfdist.keras_fit import own_rows
 
@@ -142,6 +143,21 @@ toggled = dense()
 tfdist.fit(toggled, x, x, verbose=0)
 toggled.layers[0].trainable = False
 refused("toggled", lambda: tfdist.fit(toggled, x, x, verbose=0))
+ids = np.arange(48, dtype="int32").reshape(8, 6) % 10
+ids[3, 3], ids[6, 1] = 10, -11  # of each worker's rows one is missing
+for kind in ("frozen embedding", "take", "whole numbers"):
+    looking_up = lookups(kind)
+    looking_up.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True)
+    found = [
+        float(tfdist.evaluate(looking_up, ids, ids[:, 0] % 4, verbose=0)),
+        tfdist.predict(looking_up, ids, verbose=0),
+    ]
+    try:
+        found += tfdist.fit(looking_up, ids, ids[:, 0] % 4, verbose=0).history["loss"]
+    except TfdistError as error:
+        found.append(np.nan)
+        print(f"missing rows: {type(error).__name__}: {error}", flush=True)
+    print(f"missing rows, {kind}:", [bool(np.isnan(each).any()) for each in found], flush=True)
 if sys.argv[1] == "length":
     shorter = tf.data.Dataset.from_tensor_slices((x, x)).batch(4).take(5 - rank)
     refused("length", lambda: tfdist.fit(dense(), shorter.filter(lambda *_: True), verbose=0))

@@ -1,5 +1,6 @@
 """Rows that a table does not have: NaN where XLA would look up another one, and bit for bit Keras' rows elsewhere."""
 
+import functools
 import threading
 
 import keras
@@ -52,6 +53,74 @@ def test_rows_that_are_there_keep_their_bits(dtype):
         *(looked_up(layer, np.clip(IDS, 0, 9).astype(dtype), wanted) for wanted in (True, False)), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
+
+
+TABLE = np.random.default_rng(0).normal(size=(10, 6, 4)).astype(np.float32)
+NUMBERS = np.arange(10, dtype=np.int32)[::-1].copy()  # where each row is to be looked up
+# name -> (what is computed of numbers [2, 3], 0 to 9 are in range; how it ends outside of its range)
+LOOKUPS = {
+    "gather": lambda n: tf.gather(TABLE, n),
+    "gather of a variable": lambda n: tf.gather(held(), n),
+    "gather on another axis": lambda n: tf.gather(TABLE.transpose(1, 2, 0), n, axis=2),
+    "gather in each row": lambda n: tf.gather(
+        TABLE[:2].transpose(0, 2, 1)[..., :1].repeat(10, -1), n, axis=2, batch_dims=1
+    ),
+    "gather in each row, the last axis": lambda n: tf.gather(TABLE[:2, :, 0].repeat(2, -1)[:, :10], n, batch_dims=-1),
+    "gather of complex numbers": lambda n: tf.math.real(tf.gather(tf.complex(TABLE, TABLE), n)),
+    "gather of half precision": lambda n: tf.cast(tf.gather(tf.cast(TABLE, tf.bfloat16), n), tf.float32),
+    "take of Keras": lambda n: keras.ops.take(TABLE, n, axis=0),
+    "take_along_axis of Keras": lambda n: keras.ops.take_along_axis(TABLE[:2].repeat(2, 1)[:, :10, 0], n, axis=1),
+    "embedding_lookup": lambda n: tf.nn.embedding_lookup(held(), n),
+    "gather_nd": lambda n: tf.gather_nd(TABLE, tf.stack([n, n % 6], -1)),
+    "whole numbers": lambda n: tf.cast(tf.gather(NUMBERS, n), tf.float32),
+    "whole numbers, by gather_nd": lambda n: tf.cast(tf.gather_nd(NUMBERS.astype(np.int64), n[..., None]), tf.float32),
+    "bools": lambda n: tf.cast(tf.gather(NUMBERS > 5, n), tf.float32),
+    "a row by way of whole numbers": lambda n: tf.gather(TABLE, tf.gather(NUMBERS, n)),
+    "scatter_nd": lambda n: tf.scatter_nd(n[..., None], tf.ones([2, 3]), [10]),
+    "scatter of Keras": lambda n: keras.ops.scatter(tf.reshape(n, [-1, 1]), tf.ones([6]), (10,)),
+    "tensor_scatter_nd_update": lambda n: tf.tensor_scatter_nd_update(TABLE, n[1:, 1:2], TABLE[:1]),
+    "unsorted_segment_sum": lambda n: tf.math.unsorted_segment_sum(TABLE[:6, 0], tf.reshape(n, [-1]), 10),
+    "segment_max of Keras": lambda n: keras.ops.segment_max(TABLE[:6, 0], tf.reshape(n, [-1]), 10),
+}
+INSIDE = {
+    "the model": lambda f, n: f(n),
+    "a function": lambda f, n: tf.function(f, autograph=False)(n),
+    "cond": lambda f, n: tf.cond(tf.reduce_sum(n) > -1000, lambda: f(n), lambda: f(n - n)),
+    "map_fn": lambda f, n: tf.map_fn(lambda _: f(n), tf.zeros([2]), fn_output_signature=tf.float32),
+    "recompute_grad": lambda f, n: tf.recompute_grad(f)(n),
+}
+NOT_TOLD_THERE = {"bools", "whole numbers", "whole numbers, by gather_nd"}  # where their tensors do not come out
+
+
+@functools.cache
+def held():
+    return tf.Variable(TABLE)
+
+
+def computed(lookup, inside, numbers, wanted, xla=True):
+    @tf.function(jit_compile=xla, autograph=False)
+    def step(numbers):
+        with missing_rows.as_nan(wanted):
+            return missing_rows.told(INSIDE[inside](LOOKUPS[lookup], numbers))
+
+    return step(tf.constant(numbers)).numpy()
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_whatever_looks_up(lookup):
+    there = np.array([[0, 9, 3], [5, 2, 2]], np.int32)
+    for number in (10, 1000):
+        missing = np.array([[0, 9, 3], [5, number, 2]], np.int32)
+        with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+            computed(lookup, "the model", missing, False, xla=False)
+        assert np.isfinite(computed(lookup, "the model", missing, False)).all()  # else this needs nothing of ours
+        for inside in INSIDE:
+            found = computed(lookup, inside, missing, True)
+            if inside not in ("the model", "recompute_grad") and lookup in NOT_TOLD_THERE:
+                continue
+            assert np.isnan(found).any(), (inside, found)
+    for inside in INSIDE:
+        np.testing.assert_array_equal(*(computed(lookup, inside, there, wanted) for wanted in (True, False)))
 
 
 def test_only_inside_and_in_this_thread(table):

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
+from tfdist.models import missing_rows
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.dtypes import as_summands, global_norm
 from tfdist.training.gradient_scale import clipping, unscaling
@@ -188,10 +189,11 @@ class RemoteStep:
         others = iter(states)
         non_trainable = [next(seeds) if is_seed else next(others) for is_seed in self._seeds]
         share = rows_of(w) / self.options.plan.global_batch
-        with self.added.counting(1.0 / share), tf.GradientTape() as tape:
+        silent = missing_rows.are_silent()  # of any worker: the cluster's devices are listed here
+        with self.added.counting(1.0 / share), tf.GradientTape() as tape, missing_rows.as_nan(silent):
             tape.watch(weights)
             outputs, updated, losses = stateless_call(self.model, weights, non_trainable, x, training=True)
-            summed = self._summed(outputs, y, w, losses)
+            summed = self._summed(missing_rows.told(outputs), y, w, losses)
             # Of a whole batch, or of one without weights, this is as one device has it.
             total = summed.weighted_mean(self._expected_weight)
         self._check(losses)

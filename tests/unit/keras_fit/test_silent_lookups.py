@@ -1,0 +1,53 @@
+"""Rows that a table does not have under XLA: NaN in tfdist.fit and its kin; with rows that are there, Keras' bits."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tests.e2e.sources import OWN_LOOKUPS, lookups
+
+KINDS = ("embedding", "frozen embedding", *OWN_LOOKUPS)
+IDS = np.arange(48, dtype=np.int32).reshape(8, 6) % 10
+MISSING = np.where(np.arange(48).reshape(8, 6) == 21, 10, IDS).astype(np.int32)  # in row 3
+LABELS = np.arange(8) % 4
+
+
+def compiled(kind):
+    keras.utils.set_random_seed(0)
+    model = lookups(kind)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, jit_compile=True)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_in_one_process(kind):
+    model = compiled(kind)
+    predicted = tfdist.predict(model, MISSING, batch_size=4, verbose=0)
+    assert np.isfinite(predicted[4:]).all() and np.isnan(predicted[3]).all()
+    assert kind in ("whole numbers", "bools") or np.isfinite(predicted[:3]).all()
+    assert np.isnan(tfdist.evaluate(model, MISSING, LABELS, batch_size=4, verbose=0))
+    history = tfdist.fit(model, MISSING, LABELS, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+    assert np.isnan(history["loss"]).all()
+    assert np.isfinite(keras.Model.evaluate(compiled(kind), MISSING, LABELS, verbose=0))  # else this needs nothing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_there_give_what_keras_gives(kind):
+    found = []
+    for fit, predict in ((tfdist.fit, tfdist.predict), (keras.Model.fit, keras.Model.predict)):
+        model = compiled(kind)
+        history = fit(model, IDS, LABELS, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+        found.append([np.asarray(history), predict(model, IDS, verbose=0), *model.get_weights()])
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_stays_behind():
+    model = compiled("take")
+    tfdist.predict(model, IDS, verbose=0)
+    assert not {"call", "train_step", "test_step", "predict_step"} & set(model.__dict__)
+    model = compiled("take")
+    keras.Model.predict(model, MISSING, verbose=0)
+    assert np.isfinite(keras.Model.predict(model, MISSING, verbose=0)).all()

@@ -1,0 +1,161 @@
+"""Operations of TensorFlow that take numbers of rows, wherever they are called from: by models, Keras, or TensorFlow.
+
+On a CPU each is an error for a number that is out of range. XLA takes another row in its place, or leaves out what
+should go there; a GPU takes zeros, or leaves it out as well. Neither says so. (x[i] and tf.slice are errors there, too,
+but in a loop that XLA compiles.)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import gen_array_ops, gen_math_ops, gen_resource_variable_ops, handle_data_util
+
+# What an operation was given, by the names of its arguments.
+Given = dict[str, Any]
+# Of what an operation returns: bool, where it comes of numbers in range, to be broadcast; None: all of it does.
+Mask = tf.Tensor | None
+# (what an operation returns, makes its mask) -> what is returned in its place
+Check = Callable[[tf.Tensor, Callable[[], Mask]], tf.Tensor]
+
+
+@functools.cache
+def watch(check: Check) -> None:
+    """From now on, and in all threads, `check` sees what these operations return. Relies on the functions of
+    `tensorflow.python.ops.gen_*_ops`, through which TensorFlow makes its operations; without them rows that are not
+    there are looked up without a word under XLA and on GPUs.
+    """
+    for module, masks in _MASKS.items():
+        for name, mask in masks.items():
+            original = getattr(module, name)
+            _replace_everywhere(original, _watched(original, mask, check))
+
+
+def _watched(original: Callable, mask: Callable[[Given], Mask], check: Check) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    @tf.autograph.experimental.do_not_convert
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        found = original(*args, **kwargs)
+        if given.arguments.get("bad_indices_policy") == "IGNORE":
+            return found
+        return check(found, lambda: mask(given.arguments))
+
+    return operation
+
+
+def _replace_everywhere(original: Callable, by: Callable) -> None:
+    """Also where a module holds it under a name of its own, as tf.scatter_nd."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None) or {}
+        for name, held in list(names.items()):
+            if held is original:
+                names[name] = by
+
+
+# -- which of the numbers are in range ---------------------------------------------------------------------------------
+
+
+def _static(value: Any) -> np.ndarray | None:
+    """If it is known while a program is traced. (What an eager tensor holds may still have to come from a GPU.)"""
+    known = None if isinstance(value, tf.Tensor) and hasattr(value, "numpy") else tf.get_static_value(value)
+    return None if known is None else np.asarray(known)
+
+
+def _inside(numbers: Any, limit: Any) -> Mask:
+    """Whether they are in [0, limit), element by element."""
+    known, end = _static(numbers), _static(limit)
+    if known is not None and end is not None and bool(np.all((known >= 0) & (known < end))):
+        return None  # as dims that are taken from a shape
+    numbers = tf.cast(numbers, tf.int64)  # GPUs compare no int32
+    return (numbers >= 0) & (numbers < tf.cast(limit, tf.int64))
+
+
+def _all(mask: Mask) -> Mask:
+    return None if mask is None else tf.reduce_all(mask)
+
+
+def _shape(given: Given) -> tuple[tf.TensorShape, Any]:
+    """(what is known of it, all of it) of the table of a lookup."""
+    if "resource" not in given:
+        table = tf.convert_to_tensor(given["params" if "params" in given else "tensor"])
+        return table.shape, table.shape.as_list() if table.shape.is_fully_defined() else tf.shape(table)
+    handle = given["resource"]
+    data = getattr(handle, "_handle_data", None) or handle_data_util.get_resource_handle_data(handle)
+    static = tf.TensorShape(data.shape_and_type[0].shape)
+    if static.is_fully_defined():
+        return static, static.as_list()
+    return static, gen_resource_variable_ops.variable_shape(handle)
+
+
+def _of_rows(given: Given) -> Mask:
+    """Of gather: numbers [batch_dims..., looked up...] of places on an axis."""
+    static, shape = _shape(given)
+    indices = tf.convert_to_tensor(given["indices"])
+    axis = _static(given.get("axis", given.get("batch_dims", 0)))
+    if axis is None or static.rank is None or indices.shape.rank is None:
+        return _all(_inside(indices, tf.gather(shape, given["axis"] if axis is None else axis)))
+    axis = int(axis) % static.rank
+    batch_dims = given.get("batch_dims", 0)
+    batch_dims += indices.shape.rank if batch_dims < 0 else 0
+    mask = _inside(indices, shape[axis])
+    if mask is None:
+        return None
+    for _ in range(axis - batch_dims):
+        mask = tf.expand_dims(mask, batch_dims)
+    for _ in range(static.rank - axis - 1):
+        mask = tf.expand_dims(mask, -1)
+    return mask
+
+
+def _of_places(given: Given) -> Mask:
+    """Of gather_nd: [..., K] numbers, those of a place on the first K axes."""
+    static, shape = _shape(given)
+    indices = tf.convert_to_tensor(given["indices"])
+    depth = indices.shape[-1]
+    if depth is None or static.rank is None:
+        return _all(_inside(indices, shape[: tf.shape(indices)[-1]]))
+    mask = _inside(indices, shape[:depth])
+    if mask is None:
+        return None
+    mask = tf.reduce_all(mask, -1)
+    for _ in range(static.rank - depth):
+        mask = tf.expand_dims(mask, -1)
+    return mask
+
+
+def _of_targets(given: Given) -> Mask:
+    """Of a scatter into `tensor` or into zeros of `shape`: all of it, as what was left out belongs nowhere."""
+    indices = tf.convert_to_tensor(given["indices"])
+    shape = given["shape"] if "shape" in given else _shape(given)[1]
+    depth = tf.shape(indices)[-1] if indices.shape[-1] is None else indices.shape[-1]
+    return _all(_inside(indices, shape[:depth]))
+
+
+def _of_segments(given: Given) -> Mask:
+    """Of sums and the like over segments, where TensorFlow leaves out negative numbers as documented."""
+    limit = given["num_segments"]
+    return _all(_inside(tf.maximum(given["segment_ids"], 0), limit))
+
+
+_SEGMENTS = ("unsorted_segment_sum", "unsorted_segment_max", "unsorted_segment_min", "unsorted_segment_prod")
+_SCATTERS = ("scatter_nd", *(f"tensor_scatter_{how}" for how in ("update", "add", "sub", "max", "min")))
+_MASKS: dict[Any, dict[str, Callable[[Given], Mask]]] = {
+    gen_array_ops: {
+        "gather": _of_rows,
+        "gather_v2": _of_rows,
+        "gather_nd": _of_places,
+        **dict.fromkeys(_SCATTERS, _of_targets),
+    },
+    gen_math_ops: dict.fromkeys(_SEGMENTS, _of_segments),
+    gen_resource_variable_ops: {"resource_gather": _of_rows, "resource_gather_nd": _of_places},
+}
