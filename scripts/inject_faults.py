@@ -101,7 +101,7 @@ FAULTS: dict[str, Fault] = {
     "missing row": Fault(
         "a row that a table does not have is another one under XLA, without a word",
         "models/missing_rows.py",
-        "            return _where(there, found, float(\"nan\"))\n",
+        '            return _where(there, found, float("nan"))\n',
         "            return found\n",
         ("tests/unit/models/test_missing_rows.py",),
     ),
