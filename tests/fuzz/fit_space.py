@@ -156,7 +156,7 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "Keras' accumulation is enough beside one of them"
     if data["source"] == "dataset" and fit.get("shuffle") and "steps_per_epoch" in fit:
         return "iterators of one shuffled dataset share a generator of seeds"
-    if compiled.get("jit_compile") and {"batch_norm", "lstm"} & set(blocks):
+    if compiled.get("jit_compile") and "batch_norm" in blocks:
         return "slow to compile"
     if compiled.get("run_eagerly") and ({"jit_compile", "steps_per_execution"} & set(compiled)):
         return "Keras takes one of both"

@@ -243,3 +243,38 @@ def layers_that_mix_rows(fit, evaluate, predict, folder):
         "in_a_loop": is_refused(in_a_loop, words),
         "apart": fit(model(layers.Lambda(lambda t: t / ops.max(t, axis=1, keepdims=True))), x, y, epochs=2).history,
     }
+
+
+class Branching(layers.Layer):
+    """Looks rows up in one of two branches."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(10, shape[-1]), name="table")
+
+    def call(self, x):
+        rows = tf.cast(tf.abs(x[..., 0] * 10) % 10, tf.int32)
+        looked_up = tf.cond(
+            tf.reduce_sum(tf.abs(x)) > 1e9,
+            lambda: 2.0 * tf.gather(self.table.value, rows),
+            lambda: tf.gather(self.table.value, rows),
+        )
+        return x + looked_up
+
+
+@case
+def compiled_loops_and_branches(fit, evaluate, predict, folder):
+    x, y = samples(24)
+    steps, found = x[:, :6].reshape(24, 2, 3), {}  # plain Keras compiles all of a step, and several workers less of it
+    for name, layer in {
+        "lstm": layers.LSTM(3),
+        "map_fn": layers.Lambda(lambda t: tf.map_fn(lambda row: tf.tanh(tf.reduce_sum(row, 0)), t)),
+        "branches": Branching(),
+    }.items():
+        model = keras.Sequential([keras.Input((2, 3)), layers.Dense(3), layer, layers.Flatten(), layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True)
+        found[name] = [
+            fit(model, steps, y, batch_size=10, epochs=2, shuffle=False).history,
+            evaluate(model, steps, y, batch_size=10),
+            predict(model, steps, batch_size=10),
+        ]
+    return found

@@ -17,7 +17,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
-from tfdist.keras_fit.lookups import shared_in
+from tfdist.keras_fit.lookups import Traced, traced
 from tfdist.keras_fit.losses_inside import Scales, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
@@ -44,7 +44,7 @@ class DistributedCall:
         self._scales = Scales(model, runtime, self.example)
         self._is_tried = not row_mixing.may_mix(model)
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
-        self._finders: dict[str, Callable[[], dict]] = {}  # by the inputs of a forward pass
+        self._finders: dict[str, Callable[[], Traced]] = {}  # by the inputs of a forward pass
         self.calls = 0
         gradients.calls.add(self)
 
@@ -172,8 +172,8 @@ class DistributedCall:
             )
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-        find_shared = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
-        compiles = self._compiles(kwargs) and not find_shared()
+        find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
+        compiles = self._compiles(kwargs, find)
         if not compiles:
             outputs, losses, _, _ = forward(tensors)
         else:
@@ -188,30 +188,33 @@ class DistributedCall:
 
     def shared_lookups(self) -> dict[int, str]:
         """See lookups.py: those of all forward passes so far."""
-        return {table: name for find in self._finders.values() for table, name in find().items()}
+        return {table: name for find in self._finders.values() for table, name in find().shared.items()}
 
-    def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], dict]:
-        """What finds the shared lookups of a forward pass when it is asked, as that takes another trace."""
+    def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], Traced]:
+        """What tells of a forward pass when it is asked, as that takes another trace."""
 
         def forward(tensors: list[tf.Tensor]) -> Any:
             args, kwargs = rebuild(tensors)
             return self._call(*args, **kwargs)
 
         @functools.cache
-        def find() -> dict[int, str]:
+        def find() -> Traced:
             with self._without_a_trace():
-                return shared_in(forward, specs)
+                return traced(forward, specs)
 
         return find
 
-    def _compiles(self, kwargs: dict) -> bool:
-        """XLA compiles the pass over the own rows; but not collectives inside it. (And not lookups that do not depend
-        on the batch, which cannot be told from others any more when their gradients come out of it.)"""
-        model = self._model
-        inside = kwargs.get("training") and any(
-            isinstance(layer, keras.layers.BatchNormalization) for layer in keras_layers.all_layers(model)
-        )
-        return bool(model.jit_compile) and not inside and not tf.executing_eagerly()
+    def _compiles(self, kwargs: dict, find: Callable[[], Traced]) -> bool:
+        """XLA compiles the pass over the own rows; but not collectives inside it, nor what its gradient would have to
+        take out of it: what a loop or a branch computes, and lookups that do not depend on the batch, which cannot be
+        told from others any more then."""
+        if not self._model.jit_compile or tf.executing_eagerly():
+            return False
+        layers = keras_layers.all_layers(self._model)
+        if kwargs.get("training") and any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
+            return False
+        known = find()
+        return not known.shared and not (known.branches and kwargs.get("training") is not False)
 
 
 def _tensors_of(structure: Any) -> tuple[list[tf.Tensor], Callable[[list], Any]]:

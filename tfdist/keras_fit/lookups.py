@@ -14,6 +14,7 @@ their count, or from random numbers of the worker.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -26,6 +27,7 @@ _READS = (
     "ResourceGatherNd",
 )  # of variables: the same on all workers
 _LOOKUPS = ("GatherV2", "ResourceGather")
+_BRANCHES = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "TensorListReserve")
 _own: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()  # names of operations
 
 
@@ -98,24 +100,38 @@ def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
         yield numbers
 
 
-def shared_in(function: Callable, arguments: list[tf.TensorSpec]) -> dict[int, str]:
-    """The lookups in `function` that do not depend on its arguments, which are of this worker's rows: id of the table's
-    handle -> name. The function is traced, and not run."""
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What a forward pass is known to do.
+
+    Attributes: shared, the lookups that do not depend on the batch: id of the table's handle -> name; branches, whether
+    it has loops (of RNNs, tf.map_fn) or tf.cond, whose gradients XLA takes only where it compiles these, too.
+    """
+
+    shared: dict[int, str]
+    branches: bool
+
+
+def traced(function: Callable, arguments: list[tf.TensorSpec]) -> Traced:
+    """Of `function`, whose arguments are of this worker's rows. It is traced, and not run."""
 
     def trace(*arguments: tf.Tensor) -> list:
         outputs = tf.nest.flatten(function([mark(argument) for argument in arguments]))
         return [output for output in outputs if isinstance(output, tf.Tensor)]
 
-    operations = tf.function(trace, autograph=False).get_concrete_function(*arguments).graph.get_operations()
+    graph = tf.function(trace, autograph=False).get_concrete_function(*arguments).graph
     found = [
         op
-        for op in operations
+        for op in graph.get_operations()
         if op.type in _LOOKUPS
         and op.outputs[0].dtype.is_floating
         and not is_own(op.inputs[1])
         and not is_own(op.inputs[0])
     ]
-    return {id(handle): op.name for op in found for handle in _handles(op.inputs[0])}
+    shared = {id(handle): op.name for op in found for handle in _handles(op.inputs[0])}
+    definition = graph.as_graph_def()
+    nodes = itertools.chain(definition.node, *(inner.node_def for inner in definition.library.function))
+    return Traced(shared, any(node.op in _BRANCHES for node in nodes))
 
 
 def _handles(table: tf.Tensor) -> Iterator[tf.Tensor]:

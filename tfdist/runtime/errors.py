@@ -176,7 +176,10 @@ def _first_line(text: str) -> str:
     return cause(text)[:300] or "nothing"
 
 
-_PLACE = re.compile(r"^Graph execution error:|^Detected at node .*|\[Op:\w+\].*$|^\s*File \".*\", line \d+, in .*")
+_PLACE = re.compile(
+    r"^Graph execution error:|^Detected at node .*|^<stack traces unavailable>|\[Op:\w+\].*$"
+    r"|^\s*File \".*\", line \d+, in .*"
+)
 
 
 def cause(text: str) -> str:

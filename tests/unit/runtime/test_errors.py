@@ -191,6 +191,7 @@ def test_of_a_record_that_does_not_fit_the_cause_alone():
         ' "a b.py", line 1, in f\n\nthe cause'
     )
     assert cause(f"Graph execution error:\n\n{where}") == "the cause"
+    assert cause("Detected at node A defined at (most recent call last):\n<stack traces unavailable>\nit") == "it"
     assert cause("") == ""
 
 

@@ -1,0 +1,58 @@
+"""python scripts/acceptance/lookups.py OUT [--rehearse]: rows that no table has, with XLA and without: NaN or an error.
+
+Beside it what TensorFlow itself gives there: on a GPU zeros, with XLA another row.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.acceptance.training import fail, gpus, write_rows
+
+
+def main(out: Path, rehearse: bool) -> None:
+    if not gpus() and not rehearse:
+        fail("TensorFlow may use no GPU here: without one it finds such rows by itself.")
+    from tests.unit.models.test_missing_rows import INSIDE, LOOKUPS, NOT_TOLD_THERE, computed
+
+    there, missing = (np.array([[0, 9, 3], [5, number, 2]], np.int32) for number in (2, 12))
+    rows: list[dict[str, Any]] = []
+    for lookup in LOOKUPS:
+        for xla in (False, True):
+            row = {"looked up by": lookup, "XLA": "yes" if xla else "no"}
+            row["TensorFlow"] = _named(lambda: computed(lookup, "the model", missing, False, xla))  # noqa: B023
+            for inside in INSIDE:
+                if inside in ("the model", "recompute_grad") or lookup not in NOT_TOLD_THERE:
+                    row[f"in {inside}"] = _named(lambda: computed(lookup, inside, missing, True, xla))  # noqa: B023
+                plain, ours = (computed(lookup, inside, there, wanted, xla) for wanted in (False, True))
+                if not np.array_equal(plain, ours):
+                    row[f"in {inside}"] = "other bits of rows that are there"
+            rows.append(row)
+            write_rows(out, rows)
+    wrong = {
+        row["looked up by"]
+        for row in rows
+        for name, found in row.items()
+        if name.startswith("in ") and found not in ("NaN", "an error")
+    }
+    silent = sum(row["TensorFlow"] == "a number" for row in rows)
+    if wrong:
+        fail(f"{len(wrong)} of {len(LOOKUPS)} kinds of lookup are silent: {', '.join(sorted(wrong))}")
+    print(f"{len(rows)} lookups of a row that is not there are NaN or an error; {silent} are silent in TensorFlow")
+
+
+def _named(compute: Any) -> str:
+    import tensorflow as tf
+
+    try:
+        return "NaN" if np.isnan(compute()).any() else "a number"
+    except (tf.errors.InvalidArgumentError, ValueError):
+        return "an error"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "--rehearse" in sys.argv)
