@@ -14,7 +14,7 @@ from typing import Any
 
 from tfdist.comm import CommOptions
 from tfdist.completion import parsers_before_dashes
-from tfdist.config import COMPONENTS
+from tfdist.config import COMPONENTS, is_switch
 from tfdist.doctor import DoctorOptions
 from tfdist.flags import format_flag
 from tfdist.run.snapshot_evaluation import EvaluateOptions
@@ -66,7 +66,7 @@ def _option(field: dataclasses.Field) -> Iterator[str]:
 
 
 def _default(field: dataclasses.Field) -> str:
-    if isinstance(field.default, bool):
+    if is_switch(field):
         return f"--{field.name}, --no{field.name}"
     return f"{format_flag(field.name, field.default)}"
 

@@ -1,6 +1,6 @@
 """GPT-2 124M and ResNet-50 on one GPU, in bfloat16: tfdist beside the PyTorch and the JAX that are on the machine.
 
-    python scripts/bench_gpu.py [--models=gpt2,resnet50] [--engines=tfdist,tfdist-xla,torch,torch-compile,jax]
+    python scripts/bench_gpu.py [--models=gpt2,resnet50] [--engines=tfdist,tfdist-no-xla,torch,torch-compile,jax]
     [--windows=5] [--rehearse]
                                 [--tfdist_python=PATH] [--torch_python=PATH] [--jax_python=PATH] [--out=runs/gpu]
 
@@ -63,7 +63,7 @@ MODELS = {
 PARAMETER_TOLERANCE = 0.005  # Keras' ResNet-50 has biases in its convolutions, 0.3 % more parameters
 ENGINES = {
     "tfdist": "tfdist",
-    "tfdist-xla": "tfdist",
+    "tfdist-no-xla": "tfdist",
     "torch": "torch",
     "torch-compile": "torch",
     "jax": "jax",
@@ -145,7 +145,7 @@ def main() -> None:
         )
     arguments = parser.parse_args()
     if arguments.rehearse:
-        arguments.models, arguments.engines, arguments.peak_tflops = ",".join(REHEARSED), "tfdist,tfdist-xla", 1.0
+        arguments.models, arguments.engines, arguments.peak_tflops = ",".join(REHEARSED), "tfdist,tfdist-no-xla", 1.0
         MODELS.update(REHEARSED)
         TFDIST.update(REHEARSED_FLAGS)
     gpu = "rehearsal on the CPU" if arguments.rehearse else gpu_name()
@@ -244,7 +244,7 @@ def measure(model: str, engine: str, arguments: argparse.Namespace, out: Path) -
             "--progress=none",
             "--trackers=none",
             f"--run_dir={folder / 'run'}",
-            *(["--jit_compile"] if engine == "tfdist-xla" else []),
+            *(["--nojit_compile"] if engine == "tfdist-no-xla" else []),
         ]
     else:
         command = [

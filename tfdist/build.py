@@ -153,7 +153,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     batch_norm.synchronize_with(runtime)
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
-        composition_checks.check_compiled(config, runtime, model)
+        config = composition_checks.with_xla(config, runtime, model)
         options = _step_options(config, plan, train_split)
         composition_checks.check_added(runtime, model, options.weighted, spec[0])
         warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch, spec)
@@ -203,7 +203,7 @@ def _step_options(config: Config, plan: BatchPlan, split: Split) -> StepOptions:
         plan=plan,
         seed=config.run.seed,
         clip_norm=config.optimizer.clip_norm,
-        jit_compile=config.model.jit_compile,
+        jit_compile=bool(config.model.jit_compile),
         skip_non_finite=config.loop.on_nan == "skip",
         timed=not config.run.deterministic,
         phase_every=config.telemetry.phase_every,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from tfdist import comm, doctor, plan, report
 from tfdist.__main__ import COMMANDS
-from tfdist.config import COMPONENTS
+from tfdist.config import COMPONENTS, is_switch
 from tfdist.control import exit_codes
 from tfdist.control.command_parser import CommandParser, FlagValues
 from tfdist.control.exit_codes import ConfigError
@@ -82,7 +82,7 @@ def flags_of(components: Iterable[type]) -> Iterator[FlagValues]:
     yield from (FlagValues(name, switch=True) for name in ("--help", "--helpfull", "--version"))
     for kind in components:
         for field in dataclasses.fields(kind):
-            switch = isinstance(field.default, bool)
+            switch = is_switch(field)
             yield FlagValues(f"--{field.name}", NAMES.get(field.name, field.metadata["choices"]), switch)
             if switch:
                 yield FlagValues(f"--no{field.name}", switch=True)

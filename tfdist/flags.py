@@ -25,7 +25,7 @@ optional_packages.end_without_packages()  # before the first import of a package
 from absl import flags as absl_flags  # noqa: E402
 
 from tfdist import __version__  # noqa: E402
-from tfdist.config import COMPONENTS, Config, check_option  # noqa: E402
+from tfdist.config import COMPONENTS, Config, check_option, is_switch  # noqa: E402
 from tfdist.control.exit_codes import ConfigError  # noqa: E402
 from tfdist.control.own_files import written_whole  # noqa: E402
 
@@ -152,13 +152,21 @@ def write_flagfile(config: Config, path: Path, command: str = "") -> None:
         for field in dataclasses.fields(kind):
             if field.name == "dry_run":
                 continue
-            lines.append(format_flag(field.name, getattr(getattr(config, component), field.name)))
+            if (value := getattr(getattr(config, component), field.name)) is not None:
+                lines.append(format_flag(field.name, value))
     with written_whole(path, flushed=True) as file:
         file.write("\n".join(lines) + "\n")
 
 
+def as_arguments(config: Config) -> list[str]:
+    """The command line that gives this configuration."""
+    return [format_flag(name, value) for name, value in config.flat().items() if value is not None]
+
+
 def format_flag(name: str, value: Any) -> str:
-    """One flag as it is written on a command line."""
+    """One flag as it is written on a command line; None: a switch that is not given."""
+    if value is None:
+        return f"--[no]{name}"
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no{name}"
     return f"--{name}={value!r}" if isinstance(value, float) else f"--{name}={value}"
@@ -208,7 +216,9 @@ def _define(components: dict[str, type]) -> absl_flags.FlagValues:
     }
     for kind in components.values():
         for field in dataclasses.fields(kind):
-            makers[type(field.default)](field.name, field.default, field.metadata["help"], flag_values=values)
+            makers[bool if is_switch(field) else type(field.default)](
+                field.name, field.default, field.metadata["help"], flag_values=values
+            )
     return values
 
 

@@ -52,7 +52,9 @@ def main(argv: list[str]) -> int:
     if options.calibrate:
         runs = [read_run(folder) for folder in options.calibrate]
         hardware = calibrate(
-            hardware, runs, lambda other: model_shape(other, _as_flags(other), options.input_shape, options.outputs)
+            hardware,
+            runs,
+            lambda other: model_shape(other, flags.as_arguments(other), options.input_shape, options.outputs),
         )
     plan = Plan(
         config=config,
@@ -130,10 +132,6 @@ def model_shape(config: Config, train: list[str], input_shape: str = "", outputs
     return shapes.from_json(
         json.loads(result.stdout.splitlines()[-1]), config.data.sequence_length if config.data.source == "text" else 1
     )
-
-
-def _as_flags(config: Config) -> list[str]:
-    return [flags.format_flag(name, value) for name, value in config.flat().items()]
 
 
 def _samples(config: Config, options: argparse.Namespace, model: ModelShape) -> float:

@@ -93,7 +93,7 @@ def _check_early(config: Config) -> None:
 def dry_run(config: Config, cluster: Cluster) -> str:
     """The resolved configuration and the batch arithmetic, as text; imports no TensorFlow."""
     local = config.strategy.virtual_devices or 1
-    lines = [flags.format_flag(name, value) for name, value in config.flat().items() if name != "dry_run"]
+    lines = [line for line in flags.as_arguments(config) if line != "--dry_run"]
     lines += ["", f"cluster: {cluster.describe()}", f"configuration digest: {config.digest()}"]
     try:
         plan = plan_batch(config.batch, cluster.size * local)

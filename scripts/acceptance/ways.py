@@ -30,7 +30,7 @@ def main(out: Path, rehearse: bool) -> None:
             flags += [
                 "--save_minutes=0",
                 f"--{'' if fused else 'no'}fused_batchnorm",
-                *(["--jit_compile"] if jit else []),
+                f"--{'' if jit else 'no'}jit_compile",
             ]
             folder = out / name.replace(", ", "-").replace(" ", "-")
             if code := train(flags, folder):

@@ -13,7 +13,7 @@ import pytest
 import tfdist
 from tfdist import completion, flags
 from tfdist.__main__ import COMMANDS, MODULES
-from tfdist.config import iter_options
+from tfdist.config import is_switch, iter_options
 from tfdist.control.exit_codes import ExitCode
 
 
@@ -162,7 +162,7 @@ def test_help_shows_twenty_flags_and_helpfull_all():
         assert short.returncode == full.returncode == 0 and "--helpfull shows all" in short.stdout
         shown = re.findall(r"^  --(?:no)?(\w+)(?==|$)", short.stdout, re.MULTILINE)
         assert len([name for name in shown if name in names]) == 20 and all(flag in short.stdout for flag in own)
-        assert all(re.search(rf"^  --(no)?{name}\b", full.stdout, re.MULTILINE) for name in names)
+        assert all(re.search(rf"^  --(no|\[no\])?{name}\b", full.stdout, re.MULTILINE) for name in names)
         assert all(flag in full.stdout for flag in own)
 
 
@@ -182,7 +182,7 @@ def test_bash_completes_commands_flags_and_values():
     every = complete(script, "tfdist train --")
     for _, field in iter_options():
         name = f"--{field.name}"
-        assert {name, f"--no{field.name}"} <= set(every) if isinstance(field.default, bool) else f"{name}=" in every
+        assert {name, f"--no{field.name}"} <= set(every) if is_switch(field) else f"{name}=" in every
     for line, offered in {
         "tfdist train --precision=": ["float32", "bfloat16", "float16"],
         "tfdist train --strategy=mi": ["mirrored"],

@@ -7,7 +7,7 @@ configuration.py puts them together; checks.py holds the checks across fields. N
 
 from tfdist.config.cluster_options import ClusterConfig, ParallelConfig, ParameterServerConfig, StrategyConfig
 from tfdist.config.configuration import COMPONENTS, Config, iter_options
-from tfdist.config.options import check_option, option, parse_args, parse_profile_steps
+from tfdist.config.options import check_option, is_switch, option, parse_args, parse_profile_steps
 from tfdist.config.run_options import CheckpointConfig, ExportConfig, LoopConfig, RunConfig, TelemetryConfig
 from tfdist.config.training_options import (
     BatchConfig,
@@ -37,6 +37,7 @@ __all__ = [
     "StrategyConfig",
     "TelemetryConfig",
     "check_option",
+    "is_switch",
     "iter_options",
     "option",
     "parse_args",

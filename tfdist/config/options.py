@@ -36,6 +36,11 @@ def option(
     )
 
 
+def is_switch(field: dataclasses.Field) -> bool:
+    """Whether an option is on or off. (None, as a default: what suits the machine.)"""
+    return field.default is None or isinstance(field.default, bool)
+
+
 _LARGEST = 2**63 - 1  # what a tensor can hold
 
 

@@ -95,7 +95,9 @@ class ModelConfig:
         True,
         "BatchNormalization of images is one operation of TensorFlow, where its statistics are a replica's own.",
     )
-    jit_compile: bool = option(False, "Compile the forward and backward pass with XLA.")
+    jit_compile: bool | None = option(
+        None, "Compile the forward and backward pass with XLA; by default on GPUs, where it can, and not on CPUs."
+    )
     jit_tune: bool = option(
         False,
         "Measure at the start whether --jit_compile and --nofused_batchnorm make steps faster, and set them so; the run"

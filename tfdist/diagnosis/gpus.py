@@ -35,7 +35,7 @@ class Build:
     """What TensorFlow was made for and what it found, as the trial tells (trial.py)."""
 
     cuda: str = ""  # "": a build for CPUs
-    capabilities: tuple[str, ...] = ()  # "sm_80": kernels; "compute_90": code that the driver compiles
+    capabilities: tuple[str, ...] = ()  # "sm_80": kernels; "compute_90": these, and code that the driver compiles
     devices: int = 0  # GPUs that TensorFlow sees
     cudnn: str = ""  # the version that it has loaded; "": none
 
@@ -134,9 +134,8 @@ def _of_one(gpu: Gpu, build: Build) -> list[Finding]:
 def _capability(gpu: Gpu, capabilities: Sequence[str]) -> Finding | None:
     """Kernels run on GPUs of their own major number and the same minor number or a higher one; code for the driver's
     compiler on all later ones (CUDA C++ Programming Guide, "Binary Compatibility", "PTX Compatibility")."""
-    kernels = [_version(each) for each in capabilities if each.startswith("sm_")]
-    compiled = [_version(each) for each in capabilities]
-    if any(major == gpu.capability[0] and minor <= gpu.capability[1] for major, minor in kernels):
+    compiled = [_version(each) for each in capabilities]  # "compute_90": kernels as well as code for later ones
+    if any(major == gpu.capability[0] and minor <= gpu.capability[1] for major, minor in compiled):
         return None
     name, number = f"compute capability of {gpu.name}", ".".join(map(str, gpu.capability))
     if gpu.capability < min(compiled):
@@ -176,9 +175,10 @@ def _cudnn(found: Sequence[Gpu], cudnn: str) -> Finding:
             'pip install "nvidia-cudnn-cu12<9.11", without --jit_compile.',
         )
     if version < _LEAST_CUDNN and not any(gpu.capability == (7, 0) for gpu in found):
-        return wrong(
+        return warning(
             "cuDNN",
-            f"{cudnn}: convolutions under XLA (--jit_compile) fail with this TensorFlow.",
+            f"{cudnn}: others saw convolutions fail under XLA (--jit_compile) with this TensorFlow; see whether those"
+            " tried here are right (arithmetic).",
             f'pip install -U "nvidia-cudnn-cu12>={_LEAST_CUDNN[0]}.{_LEAST_CUDNN[1]}".',
         )
     return fine("cuDNN", cudnn)

@@ -38,9 +38,10 @@ class Announcement:
         """The "start" event, and what there is to say beside it."""
         runtime, parameters = job.runtime, job.model.count_params()
         stored = f"{job.config.run.run_dir}, working copy " if is_url(job.config.run.run_dir) else ""
+        xla = self.xla or ("XLA compiles steps (--nojit_compile: not)" if job.config.model.jit_compile else "")
         message = (
             f"{cluster.describe()}; {runtime.name}; {job.plan.describe()}; {parameters:,} parameters;{_travel(job)}"
-            f" run folder {stored}{folder}{self.xla and '; '}{self.xla}"
+            f" run folder {stored}{folder}{xla and '; '}{xla}"
         )
         values = {
             "message": message,

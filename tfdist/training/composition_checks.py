@@ -30,16 +30,34 @@ def check_best(config: Config, metrics: Sequence[str] | None) -> None:
         )
 
 
+def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
+    """The configuration in which --jit_compile is on or off. Where it was not given it is on if the devices are GPUs
+    and XLA can compile the step, as in Keras: there is no machine on which that pays more (docs/gpus.md).
+    """
+    if config.model.jit_compile is not None:
+        check_compiled(config, runtime, model)
+        return config
+    mesh = runtime.mesh
+    divided = mesh is not None and (config.parallel.zero == 3 or mesh.degree("pipe", "expert", "model") > 1)
+    can = (
+        bool(tf.config.list_logical_devices("GPU"))
+        and not (divided or config.run.deterministic or _is_synchronized(model) and runtime.replicas > 1)
+        and all(getattr(layer, "supports_jit", True) for layer in keras_layers.all_layers(model))
+    )
+    return config.replace(jit_compile=can)
+
+
 def check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
     """XLA cannot compile the collectives of a synchronised BatchNormalization; a frozen one has none."""
-    synchronized = any(
-        getattr(layer, "synchronized", False) and layer.trainable for layer in keras_layers.all_layers(model)
-    )
-    if config.model.jit_compile and synchronized and runtime.replicas > 1:
+    if config.model.jit_compile and _is_synchronized(model) and runtime.replicas > 1:
         raise ConfigError(
             "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"
             " --nosync_batchnorm, or drop --jit_compile."
         )
+
+
+def _is_synchronized(model: keras.Model) -> bool:
+    return any(getattr(layer, "synchronized", False) and layer.trainable for layer in keras_layers.all_layers(model))
 
 
 def check_added(runtime: Runtime, model: keras.Model, weighted: bool, x: Any) -> None:
