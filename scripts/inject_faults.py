@@ -108,8 +108,8 @@ FAULTS: dict[str, Fault] = {
     "missing number": Fault(
         "a whole number that a table does not have is another one under XLA, without a word",
         "keras_fit/silent_lookups.py",
-        "missing_rows.told(call(*args, **kwargs))",
-        "call(*args, **kwargs)",
+        "missing_rows.told(function(*args, **kwargs))",
+        "function(*args, **kwargs)",
         ("tests/unit/keras_fit/test_silent_lookups.py",),
     ),
     "bucket": Fault(

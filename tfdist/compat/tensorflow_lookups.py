@@ -15,31 +15,42 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.ops import gen_array_ops, gen_math_ops, gen_resource_variable_ops, handle_data_util
 
 # What an operation was given, by the names of its arguments.
 Given = dict[str, Any]
 # Of what an operation returns: bool, where it comes of numbers in range, to be broadcast; None: all of it does.
 Mask = tf.Tensor | None
-# (what an operation returns, makes its mask) -> what is returned in its place
-Check = Callable[[tf.Tensor, Callable[[], Mask]], tf.Tensor]
+# (whether an operation has looked rows up, and not put them somewhere, what it returns, makes its mask) -> what is
+# returned in its place
+Check = Callable[[bool, tf.Tensor, Callable[[], Mask]], tf.Tensor]
 
 
 @functools.cache
-def watch(check: Check) -> None:
-    """From now on, and in all threads, `check` sees what these operations return. Relies on the functions of
-    `tensorflow.python.ops.gen_*_ops`, through which TensorFlow makes its operations; without them rows that are not
-    there are looked up without a word under XLA and on GPUs.
+def watch(check: Check, is_watching: Callable[[], bool]) -> None:
+    """From now on, and in all threads, `check` sees what these operations return. What tf.functions have traced while
+    it was not watching they do not use while it is. Relies on the functions of `tensorflow.python.ops.gen_*_ops`,
+    through which TensorFlow makes its operations, and on `make_function_context` of its traces; without them rows that
+    are not there are looked up without a word under XLA and on GPUs.
     """
     for module, masks in _MASKS.items():
         for name, mask in masks.items():
-            original = getattr(module, name)
-            _replace_everywhere(original, _watched(original, mask, check))
+            function = getattr(module, name)
+            raw = getattr(module, "".join(part.capitalize() for part in name.split("_")))  # of tf.raw_ops
+            signature, looks_up = inspect.signature(function), mask in (_of_rows, _of_places)
+            for original in (function, raw):
+                _replace_everywhere(original, _watched(original, signature, functools.partial(check, looks_up), mask))
+    traced_for = function_context.make_function_context
+
+    def make_function_context(scope_type: Any = None) -> Any:
+        made = traced_for(scope_type)
+        return made._replace(context=(made.context, "watched")) if is_watching() else made
+
+    function_context.make_function_context = make_function_context
 
 
-def _watched(original: Callable, mask: Callable[[Given], Mask], check: Check) -> Callable:
-    signature = inspect.signature(original)
-
+def _watched(original: Callable, signature: inspect.Signature, check: Callable, mask: Callable) -> Callable:
     @functools.wraps(original)
     @tf.autograph.experimental.do_not_convert
     def operation(*args: Any, **kwargs: Any) -> Any:
@@ -121,9 +132,9 @@ def _of_places(given: Given) -> Mask:
     """Of gather_nd: [..., K] numbers, those of a place on the first K axes."""
     static, shape = _shape(given)
     indices = tf.convert_to_tensor(given["indices"])
-    depth = indices.shape[-1]
-    if depth is None or static.rank is None:
-        return _all(_inside(indices, shape[: tf.shape(indices)[-1]]))
+    depth = _depth(indices)
+    if not isinstance(depth, int) or static.rank is None:
+        return _all(_inside(indices, shape[:depth]))
     mask = _inside(indices, shape[:depth])
     if mask is None:
         return None
@@ -133,12 +144,17 @@ def _of_places(given: Given) -> Mask:
     return mask
 
 
+def _depth(indices: tf.Tensor) -> int | tf.Tensor:
+    """How many numbers make a place."""
+    known = None if indices.shape.rank is None else indices.shape[-1]
+    return tf.shape(indices)[-1] if known is None else known
+
+
 def _of_targets(given: Given) -> Mask:
     """Of a scatter into `tensor` or into zeros of `shape`: all of it, as what was left out belongs nowhere."""
     indices = tf.convert_to_tensor(given["indices"])
-    shape = given["shape"] if "shape" in given else _shape(given)[1]
-    depth = tf.shape(indices)[-1] if indices.shape[-1] is None else indices.shape[-1]
-    return _all(_inside(indices, shape[:depth]))
+    shape = tf.convert_to_tensor(given["shape"]) if "shape" in given else _shape(given)[1]
+    return _all(_inside(indices, shape[: _depth(indices)]))
 
 
 def _of_segments(given: Given) -> Mask:

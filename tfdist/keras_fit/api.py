@@ -207,7 +207,8 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
         raise ConfigError(f"tfdist.spread takes a keras optimizer, not {optimizer!r:.80}: give the object.")
     agree_on(runtime, "spread", {})
     if not has_peers(runtime):
-        yield
+        with silent_lookups.told(model):
+            yield
         return
     refuse_unsupported(model)
     if not model.built:

@@ -10,37 +10,47 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_trainer
 from tfdist.compat.temporary_attributes import replaced
 from tfdist.models import missing_rows
 
-_STEPS = ("train_step", "test_step", "predict_step")
+_LOOPS = ("train", "test", "predict")
+_KEPT_AS = "_tfdist_looking_up_nan"  # on the model itself: what was traced lives as long as it
 
 
 @contextlib.contextmanager
 def told(model: keras.Model) -> Iterator[None]:
-    """The steps that Keras traces inside look up NaN for such rows; those that it has traced before stay as they are.
-    (Not the whole loop: data is prepared on the CPU, which finds them by itself.)"""
+    """The steps that Keras makes inside look up NaN for such rows. (Not the whole loop: data is prepared on the CPU,
+    which finds them by itself.)"""
     if not missing_rows.are_silent(bool(model.jit_compile)):
         yield
         return
+    # What Keras has traced outside is not used inside, nor the other way round.
+    functions = _kept(model)
     with contextlib.ExitStack() as stack:
-        for name in _STEPS:
-            stack.enter_context(replaced(model, name, _looking_up_nan(getattr(model, name))))
-        stack.enter_context(replaced(model, "call", _telling(model.call)))
+        for loop in _LOOPS:
+            step = f"{loop}_step"
+            stack.enter_context(replaced(model, step, _looking_up_nan(getattr(model, step))))
+            stack.enter_context(replaced(model, f"{loop}_function", functions.get(loop)))
+        stack.enter_context(replaced(model, "call", _looking_up_nan(model.call)))
         yield
+        functions.update({loop: getattr(model, f"{loop}_function") for loop in _LOOPS})
 
 
-def _looking_up_nan(step: Callable) -> Callable:
+def _kept(model: keras.Model) -> dict[str, Any]:
+    """The functions that were made inside before, while the model was compiled as it is now."""
+    made_for = (keras_trainer.compile_identity(model), model.run_eagerly, bool(model.jit_compile))
+    kept = model.__dict__.get(_KEPT_AS)
+    if kept is None or kept[0] != made_for:
+        kept = made_for, {}
+        object.__setattr__(model, _KEPT_AS, kept)
+    return kept[1]
+
+
+def _looking_up_nan(function: Callable) -> Callable:
     @tf.autograph.experimental.do_not_convert
     def called(*args: Any, **kwargs: Any) -> Any:
         with missing_rows.as_nan(True):
-            return step(*args, **kwargs)
+            return missing_rows.told(function(*args, **kwargs))
 
-    return functools.update_wrapper(called, step)
-
-
-def _telling(call: Callable) -> Callable:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return missing_rows.told(call(*args, **kwargs))
-
-    return functools.update_wrapper(called, call)
+    return functools.update_wrapper(called, function)

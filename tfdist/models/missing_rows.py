@@ -32,21 +32,30 @@ class _Lookups:
     """Those of a part of a program, while it is traced or run."""
 
     def __init__(self) -> None:
-        self._of_numbers: list[tf.Tensor] = []  # of lookups that cannot hold a NaN: whether rows were missing
+        self._graph = _graph()
+        self._missing: list[tf.Tensor] = []  # of each lookup in this graph whether some of its rows are
 
-    def checked(self, found: tf.Tensor, there: tf.Tensor) -> tf.Tensor:
-        """`found` where rows were `there`, else NaN. Whole numbers become the first of their dtype, which in turn is no
-        row of a table, and are remembered."""
+    def checked(self, looks_up: bool, found: tf.Tensor, there: tf.Tensor) -> tf.Tensor:
+        """What `found` is in whose mask rows are `there`: NaN elsewhere. Whole numbers become the first of their dtype,
+        which in turn is no row of a table."""
+        if getattr(found, "graph", None) is self._graph:
+            self._missing.append(~tf.reduce_all(there))
+            if not looks_up:  # `told` does: another pass over the whole table where something was to be put
+                return found
         if found.dtype in _FLOATS:
             return _where(there, found, float("nan"))
-        self._of_numbers.append(~tf.reduce_all(there))
         return _where(there, found, found.dtype.min) if found.dtype in (tf.int32, tf.int64) else found
 
-    def told_in(self, outputs: Any) -> Any:
+    def told_in(self, results: Any) -> Any:
         """See `told`."""
-        here = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        missing = [each for each in self._of_numbers if getattr(each, "graph", None) is here]
-        return keras.tree.map_structure(_poisoned_by(~tf.reduce_any(missing)), outputs) if missing else outputs
+        if not self._missing:
+            return results
+        missing = tf.reduce_any(self._missing)
+        return keras.tree.map_structure(lambda result: _spoilt(result, missing), results)
+
+
+def _graph() -> tf.Graph | None:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 @contextlib.contextmanager
@@ -55,17 +64,18 @@ def as_nan(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    tensorflow_lookups.watch(_checked)
+    tensorflow_lookups.watch(_checked, _is_watching)
     with _watched_by(_Lookups()):
         yield
 
 
-def told(outputs: Any) -> Any:
-    """A structure of a model's outputs; NaN if it looked up whole numbers or bools, inside `as_nan`, that are not
-    there. (Not of lookups in a tf.cond, tf.while_loop or tf.function of the model's, whose tensors do not come out.)"""
+def told(results: Any) -> Any:
+    """A structure of what a model computed inside `as_nan`; NaN if a row was missing in any lookup so far. What comes
+    of that row need not be NaN: XLA's maximum over numbers passes NaN over, and whole numbers have none. (Not if it was
+    in a tf.cond, tf.while_loop or tf.function of the model's, whose tensors do not come out.)"""
     lookups = _watching()
     with _watched_by(None):
-        return outputs if lookups is None else lookups.told_in(outputs)
+        return results if lookups is None else lookups.told_in(results)
 
 
 @contextlib.contextmanager
@@ -81,29 +91,35 @@ def _watching() -> _Lookups | None:
     return getattr(_thread, "lookups", None)
 
 
-def _checked(found: tf.Tensor, mask: Callable[[], tf.Tensor | None]) -> tf.Tensor:
+def _is_watching() -> bool:
+    return _watching() is not None
+
+
+def _checked(looks_up: bool, found: tf.Tensor, mask: Callable[[], tf.Tensor | None]) -> tf.Tensor:
     lookups = _watching()
     if lookups is None:
         return found
     with _watched_by(None):
         there = mask()
-        return found if there is None else lookups.checked(found, there)
+        return found if there is None else lookups.checked(looks_up, found, there)
 
 
-def _poisoned_by(there: tf.Tensor) -> Callable[[Any], Any]:
-    def poisoned(output: Any) -> Any:
-        if not isinstance(output, tf.Tensor) or output.dtype not in _FLOATS:
-            return output
-        chosen = _where(there, output, float("nan"))
-        if (mask := mask_of(output)) is not None:
-            carry_mask(chosen, mask)
-        return chosen
-
-    return poisoned
+def _spoilt(result: Any, missing: tf.Tensor) -> Any:
+    """NaN if `missing`, and so is its gradient; else the same bits."""
+    if not isinstance(result, tf.Tensor) or result.dtype not in _FLOATS:
+        return result
+    if result.dtype.is_complex:
+        spoilt = _where(tf.logical_not(missing), result, float("nan"))
+    else:
+        spoilt = result * tf.where(missing, tf.constant(float("nan"), result.dtype), tf.constant(1.0, result.dtype))
+    if (mask := mask_of(result)) is not None:
+        carry_mask(spoilt, mask)
+    return spoilt
 
 
 def _where(there: tf.Tensor, found: tf.Tensor, other: float) -> tf.Tensor:
-    chosen = tf.where(there, found, tf.constant(other, found.dtype))
+    constant: Any = complex(other, other) if found.dtype.is_complex else other
+    chosen = tf.where(there, found, tf.constant(constant, found.dtype))
     chosen.set_shape(found.shape)
     return chosen
 

@@ -69,9 +69,10 @@ class Evaluator:
 
     def _sums(self, x, y, w: tf.Tensor) -> tf.Tensor:
         with missing_rows.as_nan(missing_rows.are_silent()):
-            scores = self.objective(missing_rows.told(self.model(x, training=False)), y, w)
-        weights = tf.cast(scores.weights, tf.float64)
-        values = [scores.losses, *(scores.metrics[name] for name in self._names)]
-        # A padding row may well have an infinite loss: select, do not multiply by 0.
-        sums = [tf.reduce_sum(tf.where(weights > 0, tf.cast(value, tf.float64) * weights, 0)) for value in values]
+            scores = self.objective(self.model(x, training=False), y, w)
+            weights = tf.cast(scores.weights, tf.float64)
+            values = [scores.losses, *(scores.metrics[name] for name in self._names)]
+            # A padding row may well have an infinite loss: select, do not multiply by 0.
+            sums = [tf.reduce_sum(tf.where(weights > 0, tf.cast(value, tf.float64) * weights, 0)) for value in values]
+            sums = missing_rows.told(sums)
         return tf.stack([sums[0], tf.reduce_sum(weights), *sums[1:]])

@@ -92,20 +92,21 @@ class ReplicaGradients:
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> Accumulated:
         """Of a micro-batch, as the tape gives them."""
         sources = self.update.sources()
-        with self._counting(w):
-            with tf.GradientTape(persistent=True) as tape, missing_rows.as_nan(self._lookups_are_silent):
+        with self._counting(w), missing_rows.as_nan(self._lookups_are_silent):
+            with tf.GradientTape(persistent=True) as tape:
                 total = self.total(missing_rows.told(self.model(x, training=True)), y, w, scale)
-            begin = self.begin_backward(total)
+            begin = missing_rows.told(self.begin_backward(total))
             found = [
                 [] if part is None else tape.gradient(part, sources, [begin])  # None: it does not depend on that source
                 for part in (total.differentiated, total.added)
             ]
             del tape
+            sums = missing_rows.told(total.sums)
         _check_connected([*found[0], *found[1]])
         gradients, of_added = (as_summands(_with_zeros(part, sources), sources) if part else [] for part in found)
         if not self.options.jit_compile:
             weights_first(gradients, begin)
-        return Accumulated(gradients, of_added, total.sums)
+        return Accumulated(gradients, of_added, sums)
 
 
 def _check_connected(gradients: list[Gradient | None]) -> None:

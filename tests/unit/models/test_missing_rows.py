@@ -76,6 +76,10 @@ LOOKUPS = {
     "whole numbers, by gather_nd": lambda n: tf.cast(tf.gather_nd(NUMBERS.astype(np.int64), n[..., None]), tf.float32),
     "bools": lambda n: tf.cast(tf.gather(NUMBERS > 5, n), tf.float32),
     "a row by way of whole numbers": lambda n: tf.gather(TABLE, tf.gather(NUMBERS, n)),
+    "raw_ops": lambda n: tf.raw_ops.GatherV2(params=TABLE, indices=n, axis=0),
+    "imaginary parts": lambda n: tf.math.imag(tf.gather(tf.complex(TABLE, TABLE), n)),
+    "what has no NaN": lambda n: tf.cast(tf.argmax(tf.gather(TABLE, n), -1), tf.float32),
+    "scatter_nd into a shape of data": lambda n: tf.scatter_nd(n[..., None], tf.ones([2, 3]), [8 + tf.shape(n)[0]]),
     "scatter_nd": lambda n: tf.scatter_nd(n[..., None], tf.ones([2, 3]), [10]),
     "scatter of Keras": lambda n: keras.ops.scatter(tf.reshape(n, [-1, 1]), tf.ones([6]), (10,)),
     "tensor_scatter_nd_update": lambda n: tf.tensor_scatter_nd_update(TABLE, n[1:, 1:2], TABLE[:1]),
@@ -89,7 +93,12 @@ INSIDE = {
     "map_fn": lambda f, n: tf.map_fn(lambda _: f(n), tf.zeros([2]), fn_output_signature=tf.float32),
     "recompute_grad": lambda f, n: tf.recompute_grad(f)(n),
 }
-NOT_TOLD_THERE = {"bools", "whole numbers", "whole numbers, by gather_nd"}  # where their tensors do not come out
+NOT_TOLD_THERE = {
+    "bools",
+    "whole numbers",
+    "whole numbers, by gather_nd",
+    "what has no NaN",
+}  # where their tensors do not come out
 
 
 @functools.cache
@@ -121,6 +130,33 @@ def test_whatever_looks_up(lookup):
             assert np.isnan(found).any(), (inside, found)
     for inside in INSIDE:
         np.testing.assert_array_equal(*(computed(lookup, inside, there, wanted) for wanted in (True, False)))
+
+
+def test_gradients_of_what_is_sorted():
+    """They put rows in places, of a shape that is a list with tensors in it."""
+
+    @tf.function(jit_compile=True, autograph=False)
+    def gradient(x, wanted):
+        with missing_rows.as_nan(wanted), tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(tf.math.top_k(x, 2).values * keras.ops.sort(x)[:, :2])
+        return tape.gradient(y, x)
+
+    x = tf.constant(np.random.default_rng(1).normal(size=(3, 5)).astype(np.float32))
+    np.testing.assert_array_equal(gradient(x, True), gradient(x, False))
+
+
+def test_the_gradient_is_nan_too_where_a_maximum_passes_over_it():
+    @tf.function(jit_compile=True, autograph=False)
+    def gradient(numbers):
+        weight = tf.ones([4])
+        with missing_rows.as_nan(True), tf.GradientTape() as tape:
+            tape.watch(weight)
+            y = missing_rows.told(tf.reduce_sum(weight * tf.reduce_max(tf.gather(TABLE[:, 0], numbers), [0, 1])))
+        return y, tape.gradient(y, weight)
+
+    assert not any(np.isfinite(each).any() for each in gradient(tf.constant([[0, 12]])))
+    assert all(np.isfinite(each).all() for each in gradient(tf.constant([[0, 2]])))
 
 
 def test_only_inside_and_in_this_thread(table):

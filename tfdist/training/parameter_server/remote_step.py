@@ -193,9 +193,10 @@ class RemoteStep:
         with self.added.counting(1.0 / share), tf.GradientTape() as tape, missing_rows.as_nan(silent):
             tape.watch(weights)
             outputs, updated, losses = stateless_call(self.model, weights, non_trainable, x, training=True)
-            summed = self._summed(missing_rows.told(outputs), y, w, losses)
+            summed = self._summed(outputs, y, w, losses)
             # Of a whole batch, or of one without weights, this is as one device has it.
-            total = summed.weighted_mean(self._expected_weight)
+            total = missing_rows.told(summed.weighted_mean(self._expected_weight))
+            sums = missing_rows.told(summed.sums)
         self._check(losses)
         gradients = as_summands(
             tape.gradient(total, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO), weights
@@ -207,7 +208,7 @@ class RemoteStep:
                 (new for new, is_seed in zip(updated, self._seeds, strict=True) if not is_seed), states, strict=True
             )
         ]
-        return gradients, states, summed.sums
+        return gradients, states, sums
 
     def _check(self, losses: Sequence[tf.Tensor]) -> None:
         plan = self.options.plan
