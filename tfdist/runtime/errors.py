@@ -43,6 +43,7 @@ _LABEL_DETERMINISTIC = re.compile(  # the same, of what TensorFlow computes it w
     r"indices\[[\d, ]*\] = (-?\d+) is not in \[0, (\d+)\)\s.*SparseSoftmaxCrossEntropyWithLogits/GatherV2"
 )
 # What TensorFlow's placer says (core/common_runtime/colocation_graph.cc) where soft placement is off.
+_NOT_COMPILED = re.compile(r"Detected unsupported operations when trying to compile graph .*? on \S+: (\w+)")
 _NO_KERNEL = re.compile(
     r"Cannot assign a device for operation (?:\{\{node )?([^\s:}]+).*no supported kernel for", re.DOTALL
 )
@@ -113,6 +114,11 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return user_error(text)
     if found := _OWN_ASSERTION.search(text):
         return ConfigError(f"T{found[1]}".replace("\\'", "'"))
+    if found := _NOT_COMPILED.search(text):
+        return ConfigError(
+            f"XLA cannot compile the operation {found[1]}: train with --nojit_compile (tfdist.fit: compile the model"
+            " with jit_compile=False), or replace it in the model or objective."
+        )
     if found := _NO_KERNEL.search(text):
         return ConfigError(
             f"The operation {found[1]} has no kernel for GPUs: replace it in the model or objective, place it on the"

@@ -84,6 +84,16 @@ CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
             ["The operation model/AsString has no kernel for GPUs", "--soft_placement"],
         ),
         (
+            tf.errors.InvalidArgumentError(
+                None,
+                None,
+                "Detected unsupported operations when trying to compile graph __inference_step_11[_XlaMustCompile=true]"
+                " on XLA_GPU_JIT: AsString (No registered 'AsString' OpKernel for XLA_GPU_JIT devices)\nat: ",
+            ),
+            ConfigError,
+            ["XLA cannot compile the operation AsString", "--nojit_compile", "jit_compile=False"],
+        ),
+        (
             tf.errors.InvalidArgumentError(None, None, "DataError: record 7 of x.tfrecord is damaged.\n stack"),
             DataError,
             ["record 7 of x.tfrecord is damaged."],
