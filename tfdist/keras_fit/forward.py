@@ -188,7 +188,11 @@ class DistributedCall:
 
     def shared_lookups(self) -> dict[int, str]:
         """See lookups.py: those of all forward passes so far."""
-        return {table: name for find in self._finders.values() for table, name in find().shared.items()}
+        shared: dict[int, str] = {}
+        for find in self._finders.values():
+            with contextlib.suppress(Exception):  # a pass that failed when it was made; nothing was computed with it
+                shared |= find().shared
+        return shared
 
     def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], Traced]:
         """What tells of a forward pass when it is asked, as that takes another trace."""

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.strategies import asked_for
 from tfdist.planner import memory_check
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory_check import MemoryLimits
@@ -41,6 +42,7 @@ def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
     divided = mesh is not None and (config.parallel.zero == 3 or mesh.degree("pipe", "expert", "model") > 1)
     can = (
         bool(tf.config.list_logical_devices("GPU"))
+        and not asked_for(config.strategy.strategy).parameter_servers
         and not (divided or config.run.deterministic or _is_synchronized(model) and runtime.replicas > 1)
         and all(getattr(layer, "supports_jit", True) for layer in keras_layers.all_layers(model))
     )

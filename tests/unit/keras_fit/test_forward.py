@@ -205,3 +205,17 @@ def test_what_layers_have_added_outlives_a_look_at_the_model(distribute):
         return before[0]
 
     step.get_concrete_function(tf.TensorSpec([6, 4], tf.int32))
+
+
+def test_a_pass_that_failed_does_not_disturb_other_models(distribute):
+    """They ask all distributed models which rows they look up whatever the batch is."""
+
+    class Fails(keras.Model):
+        def call(self, x):
+            raise ValueError("as_list() is not defined on an unknown TensorShape.")
+
+    model = Fails()
+    distribute(model)
+    with pytest.raises(ValueError):
+        tf.function(model, autograph=False).get_concrete_function(tf.TensorSpec([6, 3]))
+    assert model.call._finders and model.call.shared_lookups() == {}

@@ -13,7 +13,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.runtime.one_device import OneDevice
-from tfdist.training.composition_checks import check_compiled
+from tfdist.training.composition_checks import check_compiled, with_xla
 from tfdist.training.dtypes import as_summands, global_norm
 from tfdist.training.objectives import classification
 from tfdist.training.optimizer import switch_off_reduction
@@ -174,6 +174,22 @@ def test_xla_refuses_only_synchronised_batch_normalization_that_is_trained():
     check(trainable=False)
     with pytest.raises(ConfigError, match="synchronised BatchNormalization"):
         check(trainable=True)
+
+
+def test_xla_is_the_default_on_gpus_where_it_can(monkeypatch):
+    def used(*layers, devices=("GPU:0",), replicas=1, **flags):
+        monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: list(devices) if kind == "GPU" else [])
+        runtime = OneDevice()
+        runtime.replicas = replicas
+        model = keras.Sequential([keras.layers.Input((4, 3)), *layers, keras.layers.Dense(2)])
+        return with_xla(Config().replace(**flags), runtime, model).model.jit_compile
+
+    synchronized = keras.layers.BatchNormalization(synchronized=True)
+    assert used() is True and used(devices=()) is False
+    assert used(jit_compile=False) is False and used(devices=(), jit_compile=True) is True
+    assert used(deterministic=True) is False and used(strategy="parameter_server") is False
+    assert used(synchronized, replicas=2) is False and used(synchronized) is True
+    assert used(keras.layers.LSTM(3)) is keras.layers.LSTM(3).supports_jit
 
 
 def test_recomputed_layers_keep_their_statistics_in_their_dtype():
