@@ -40,7 +40,8 @@ def watch(check: Check, is_watching: Callable[[], bool]) -> None:
             raw = getattr(module, "".join(part.capitalize() for part in name.split("_")))  # of tf.raw_ops
             signature, looks_up = inspect.signature(function), mask in (_of_rows, _of_places)
             for original in (function, raw):
-                _replace_everywhere(original, _watched(original, signature, functools.partial(check, looks_up), mask))
+                watched = _watched(original, signature, functools.partial(check, looks_up), mask)
+                _replace_everywhere(original, _where_it_counts(original, watched, is_watching))
     traced_for = function_context.make_function_context
 
     def make_function_context(scope_type: Any = None) -> Any:
@@ -51,8 +52,6 @@ def watch(check: Check, is_watching: Callable[[], bool]) -> None:
 
 
 def _watched(original: Callable, signature: inspect.Signature, check: Callable, mask: Callable) -> Callable:
-    @functools.wraps(original)
-    @tf.autograph.experimental.do_not_convert
     def operation(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
@@ -60,6 +59,15 @@ def _watched(original: Callable, signature: inspect.Signature, check: Callable, 
         if given.arguments.get("bad_indices_policy") == "IGNORE":
             return found
         return check(found, lambda: mask(given.arguments))
+
+    return operation
+
+
+def _where_it_counts(original: Callable, watched: Callable, is_watching: Callable[[], bool]) -> Callable:
+    @functools.wraps(original)
+    @tf.autograph.experimental.do_not_convert
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        return (watched if is_watching() else original)(*args, **kwargs)
 
     return operation
 

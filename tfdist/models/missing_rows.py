@@ -97,8 +97,7 @@ def _is_watching() -> bool:
 
 def _checked(looks_up: bool, found: tf.Tensor, mask: Callable[[], tf.Tensor | None]) -> tf.Tensor:
     lookups = _watching()
-    if lookups is None:
-        return found
+    assert lookups is not None  # `watch` asks first
     with _watched_by(None):
         there = mask()
         return found if there is None else lookups.checked(looks_up, found, there)

@@ -33,7 +33,7 @@ def check_best(config: Config, metrics: Sequence[str] | None) -> None:
 
 def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
     """The configuration in which --jit_compile is on or off. Where it was not given it is on if the devices are GPUs
-    and XLA can compile the step, as in Keras: there is no machine on which that pays more (docs/gpus.md).
+    and XLA can compile the step, as in Keras (what that brings: docs/gpus.md).
     """
     if config.model.jit_compile is not None:
         check_compiled(config, runtime, model)
