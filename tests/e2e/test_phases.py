@@ -67,7 +67,7 @@ def test_the_verdict_names_what_holds_the_job_up(case):
     assert f"verdict: {verdict}" in output and verdict in as_text(RunLog(folder))
     if name == "optimizer":
         assert "for rank 1, since step 20; rank 1 takes " in verdict and "for the optimizer" in verdict
-        assert float(re.search(r"rank 1 takes ([\d.]+) ms", verdict)[1]) >= 40
+        assert float(re.search(r"rank 1 takes ([\d.]+) ms", verdict)[1]) >= 120
     # The phase that is slow takes most of the time of the worker that has it. (A slow source: whichever is last.)
     rank = int(re.search(r"rank (\d)", verdict)[1]) if "rank" in verdict else 0
     told = [record["values"] for record in records(folder, rank=rank, kind="phases")]
