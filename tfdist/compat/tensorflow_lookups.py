@@ -34,14 +34,29 @@ def watch(check: Check, is_watching: Callable[[], bool]) -> None:
     through which TensorFlow makes its operations, and on `make_function_context` of its traces; without them rows that
     are not there are looked up without a word under XLA and on GPUs.
     """
+
+    def watched(original: Callable, signature: inspect.Signature, looks_up: bool, mask: Callable) -> Callable:
+        @functools.wraps(original)
+        @tf.autograph.experimental.do_not_convert
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            if not is_watching():
+                return found
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            if given.arguments.get("bad_indices_policy") == "IGNORE":
+                return found
+            return check(looks_up, found, lambda: mask(given.arguments))
+
+        return operation
+
     for module, masks in _MASKS.items():
         for name, mask in masks.items():
             function = getattr(module, name)
             raw = getattr(module, "".join(part.capitalize() for part in name.split("_")))  # of tf.raw_ops
             signature, looks_up = inspect.signature(function), mask in (_of_rows, _of_places)
             for original in (function, raw):
-                watched = _watched(original, signature, functools.partial(check, looks_up), mask)
-                _replace_everywhere(original, _where_it_counts(original, watched, is_watching))
+                _replace_everywhere(original, watched(original, signature, looks_up, mask))
     traced_for = function_context.make_function_context
 
     def make_function_context(scope_type: Any = None) -> Any:
@@ -49,27 +64,6 @@ def watch(check: Check, is_watching: Callable[[], bool]) -> None:
         return made._replace(context=(made.context, "watched")) if is_watching() else made
 
     function_context.make_function_context = make_function_context
-
-
-def _watched(original: Callable, signature: inspect.Signature, check: Callable, mask: Callable) -> Callable:
-    def operation(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        found = original(*args, **kwargs)
-        if given.arguments.get("bad_indices_policy") == "IGNORE":
-            return found
-        return check(found, lambda: mask(given.arguments))
-
-    return operation
-
-
-def _where_it_counts(original: Callable, watched: Callable, is_watching: Callable[[], bool]) -> Callable:
-    @functools.wraps(original)
-    @tf.autograph.experimental.do_not_convert
-    def operation(*args: Any, **kwargs: Any) -> Any:
-        return (watched if is_watching() else original)(*args, **kwargs)
-
-    return operation
 
 
 def _replace_everywhere(original: Callable, by: Callable) -> None:

@@ -38,15 +38,23 @@ def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
     if config.model.jit_compile is not None:
         check_compiled(config, runtime, model)
         return config
-    mesh = runtime.mesh
-    divided = mesh is not None and (config.parallel.zero == 3 or mesh.degree("pipe", "expert", "model") > 1)
     can = (
         bool(tf.config.list_logical_devices("GPU"))
         and not asked_for(config.strategy.strategy).parameter_servers
-        and not (divided or config.run.deterministic or _is_synchronized(model) and runtime.replicas > 1)
+        and not (config.run.deterministic or _is_synchronized(model) and runtime.replicas > 1)
+        and not (runtime.mesh and not_compiled_on(runtime.mesh, config))
         and all(getattr(layer, "supports_jit", True) for layer in keras_layers.all_layers(model))
     )
     return config.replace(jit_compile=can)
+
+
+def not_compiled_on(mesh: Mesh, config: Config) -> str:
+    """What of a mesh XLA cannot compile; "": nothing."""
+    if (degree := mesh.degree("pipe")) > 1:
+        return f"what the stages of pipe={degree} send each other"
+    if mesh.size > 1 and (config.parallel.zero == 3 or mesh.degree("expert", "model") > 1):  # in the forward pass
+        return "the collectives of --zero=3 or an expert or model axis"
+    return ""
 
 
 def check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:

@@ -15,6 +15,7 @@ from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.composition_checks import not_compiled_on
 from tfdist.training.objectives import Objective
 from tfdist.training.optimizer import ELEMENTWISE
 from tfdist.training.parallel import segments
@@ -153,11 +154,8 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
 
 
 def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
-    communicates = config.parallel.zero == 3 or runtime.mesh.degree("expert", "model") > 1  # inside the forward pass
-    if config.model.jit_compile and communicates and runtime.size > 1:
-        raise ConfigError(
-            "--jit_compile cannot compile the collectives of --zero=3 or an expert or model axis: drop it."
-        )
+    if config.model.jit_compile and (what := not_compiled_on(runtime.mesh, config)):
+        raise ConfigError(f"--jit_compile cannot compile {what}: drop it.")
     _check_compression(config, runtime)
     if config.parallel.offload != "none" and config.parallel.zero not in (1, 2):
         raise ConfigError(
@@ -203,8 +201,6 @@ def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
         )
     if config.parallel.recompute == "attention":
         raise ConfigError(f"--recompute=attention does not go with pipe={degree}: use --recompute=block.")
-    if config.model.jit_compile:
-        raise ConfigError(f"--jit_compile cannot compile what the stages of pipe={degree} send each other: drop it.")
 
 
 def _check_slots(optimizer: keras.Optimizer, update: MeshUpdate, runtime: MeshRuntime) -> None:
