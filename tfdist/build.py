@@ -106,7 +106,10 @@ class Job:
             replica = self.runtime.first_replica + index
             return train_dataset(self.config, self.train_split, self.plan, replica, consumed, cut)
 
-        return [iter(dataset(index)) for index in range(self.runtime.local_replicas)]
+        datasets = [dataset(index) for index in range(self.runtime.local_replicas)]
+        if devices := self.runtime.batch_devices():
+            datasets = [input_pipeline.ahead_on(*each) for each in zip(datasets, devices, strict=True)]
+        return [iter(each) for each in datasets]
 
     def evaluator(self, model: keras.Model | None = None) -> Evaluator | None:
         """Evaluates on the evaluation split; None if the source has none.
@@ -154,7 +157,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
         config = composition_checks.with_xla(config, runtime, model)
-        options = _step_options(config, plan, train_split)
+        options = _step_options(config, runtime, plan, train_split)
         composition_checks.check_added(runtime, model, options.weighted, spec[0])
         warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch, spec)
         if limits:
@@ -198,12 +201,14 @@ def _build_whole(config: Config, runtime: Runtime, model: keras.Model, optimizer
         segments.recompute(model, config.parallel.recompute, {})
 
 
-def _step_options(config: Config, plan: BatchPlan, split: Split) -> StepOptions:
+def _step_options(config: Config, runtime: Runtime, plan: BatchPlan, split: Split) -> StepOptions:
+    jit_compile = bool(config.model.jit_compile)
     return StepOptions(
         plan=plan,
         seed=config.run.seed,
         clip_norm=config.optimizer.clip_norm,
-        jit_compile=bool(config.model.jit_compile),
+        jit_compile=jit_compile,
+        compiled_update=jit_compile and runtime.compiles_updates and bool(tf.config.list_logical_devices("GPU")),
         skip_non_finite=config.loop.on_nan == "skip",
         timed=not config.run.deterministic,
         phase_every=config.telemetry.phase_every,

@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
     cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
     versions.check()
     versions.quiet()
+    versions.prefer_cublas()
     if cluster.role == "evaluator":
         from tfdist.run.snapshot_evaluation import follow
 

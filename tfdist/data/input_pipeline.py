@@ -38,6 +38,15 @@ def train_dataset(split: Split, reading: Reading, *, plan: BatchPlan, replica: i
     return untuned(dataset.prefetch(tf.data.AUTOTUNE).with_options(_options()))
 
 
+def ahead_on(dataset: tf.data.Dataset, device: str) -> tf.data.Dataset:
+    """The same, brought to a device ahead of use: one element waits there while the next is on its way.
+
+    Copied by the step itself, a batch of 154 MB took 20 of a step's 73 ms on an H200.
+    """
+    with tf.device(device):
+        return untuned(dataset.apply(tf.data.experimental.prefetch_to_device(device, buffer_size=1)))
+
+
 def batch_fetch(split: Split, reading: Reading) -> Callable[[tf.Tensor], Sample]:
     """positions int64 [n] in the data order -> the batch (x, y, w) there, as `train_dataset` makes it.
 

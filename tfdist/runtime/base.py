@@ -39,6 +39,7 @@ class Runtime(Protocol):
     # What it can do. What must be known before TensorFlow is imported is in control/strategies.py.
 
     holds_whole_model: bool  # whether a worker's graph has all of a replica's model
+    compiles_updates: bool  # whether XLA may compile what `run` does to variables
     sums_slices: bool  # whether `all_reduce` takes tf.IndexedSlices
     compute_workers: int  # other processes that share the batch of a replica; 1: it is computed here
 
@@ -62,6 +63,11 @@ class Runtime(Protocol):
 
     def local(self, value: Any) -> tuple:
         """The inverse of `per_replica`: the local replicas' values."""
+        ...
+
+    def batch_devices(self) -> Sequence[str]:
+        """The device of each local replica, onto which its batches are brought while the one before is computed; none:
+        the step copies them."""
         ...
 
     def replica_id(self) -> tf.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +24,12 @@ class RuntimeDefaults:
     leads = True
     mesh: Mesh | None = None
     holds_whole_model = True
+    compiles_updates = True
     sums_slices = True
     compute_workers = 1
+
+    def batch_devices(self) -> Sequence[str]:
+        return ()
 
     def collectives(self) -> dict[str, Collective]:
         return {}

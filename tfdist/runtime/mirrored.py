@@ -27,6 +27,7 @@ class StrategyRuntime(RuntimeDefaults):
     """A tf.distribute.Strategy as a Runtime; see runtime/base.py."""
 
     name = "tf.distribute"
+    compiles_updates = False  # those of Keras' optimizers leave the replica
 
     def __init__(
         self,
@@ -150,6 +151,9 @@ class Mirrored(StrategyRuntime):
     """All local GPUs, or K virtual CPU devices."""
 
     name = "mirrored"
+
+    def batch_devices(self) -> Sequence[str]:
+        return [gpu.name for gpu in tf.config.list_logical_devices("GPU")[: self.local_replicas]]
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> Mirrored:

@@ -47,6 +47,9 @@ class OneDevice(RuntimeDefaults):
     def local(self, value: Any) -> tuple:
         return (value,)
 
+    def batch_devices(self) -> Sequence[str]:
+        return [gpu.name for gpu in tf.config.list_logical_devices("GPU")[:1]]
+
     def replica_id(self) -> tf.Tensor:
         return tf.constant(0)
 

@@ -38,7 +38,7 @@ from tfdist.training.step_options import ALL_ON_EVERY_REPLICA, Parallelism, Step
 from tfdist.training.step_output import Layout, StepOutput
 from tfdist.training.step_totals import Totals, shown_sums
 from tfdist.training.total_loss import SummedLoss, TotalLoss, expected_weight
-from tfdist.training.update import DataParallel, Gradient, Update, scaled
+from tfdist.training.update import DataParallel, Gradient, Update, in_xla, scaled
 
 
 class Reduced(NamedTuple):
@@ -58,10 +58,7 @@ class Results(NamedTuple):
 
 
 class TrainStep:
-    """n optimizer steps as one call. Owns the step counter.
-
-    `batch_spec`: the spec of a micro-batch (x, y, w), a dataset's `element_spec`.
-    """
+    """n optimizer steps as one call. Owns the step counter. `batch_spec`: a dataset's `element_spec`, (x, y, w)."""
 
     def __init__(
         self,
@@ -89,6 +86,9 @@ class TrainStep:
         total = TotalLoss(model, summed, self._expected_weight, options.weighted)
         self.replica = ReplicaGradients(runtime, model, total, self.update, options, parallelism)
         self.added = self.replica.added
+        self._norm_of, self._apply_by = self.update.norm, self._apply_replica
+        if options.compiled_update and not parallelism.update:
+            self._norm_of, self._apply_by = in_xla(self._norm_of), in_xla(self._apply_by)
         self._forward_state = ForwardState(runtime, model)
         if runtime.local_replicas > 1:
             separate_replicas(model)
@@ -250,9 +250,9 @@ class TrainStep:
     def _norm(self, reduced: Reduced, factor: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
         """float32 []: of the gradient of the mean loss."""
         if self._needs_norm:
-            return self.update.norm(reduced.gradients) * factor
+            return self._norm_of(reduced.gradients) * factor
         # Only shown, so computed once a call: a pass over all gradients is not free.
-        return tf.cond(last, lambda: self.update.norm(reduced.gradients) * factor, lambda: tf.constant(0.0))
+        return tf.cond(last, lambda: self._norm_of(reduced.gradients) * factor, lambda: tf.constant(0.0))
 
     def _is_finite(self, reduced: Reduced, norm: tf.Tensor) -> tf.Tensor:
         """bool []: a norm is finite exactly if every element of the gradient is."""
@@ -266,18 +266,18 @@ class TrainStep:
     def _apply(self, reduced: Reduced, factor: tf.Tensor, finite: tf.Tensor, before: Any) -> None:
         """`before`: of the forward state, which a step that is skipped leaves as it was."""
 
-        def apply(gradients: list, _: tf.Tensor) -> None:
-            if self.options.weighted or self._needs_norm:  # else the factor is 1
-                gradients = [scaled(gradient, factor) for gradient in gradients]
-            self.update.apply(gradients)
-
         def update() -> None:
-            self.runtime.run(apply, reduced.per_replica)
+            self.runtime.run(lambda gradients, _: self._apply_by(gradients, factor), reduced.per_replica)
 
         if self._may_skip:
             tf.cond(finite, update, lambda: self._forward_state.put_back(before))
         else:
             update()
+
+    def _apply_replica(self, gradients: list, factor: tf.Tensor) -> None:
+        if self.options.weighted or self._needs_norm:  # else the factor is 1
+            gradients = [scaled(gradient, factor) for gradient in gradients]
+        self.update.apply(gradients)
 
     # What comes out
 

@@ -18,6 +18,7 @@ class StepOptions:
     seed: int
     clip_norm: float = 0.0
     jit_compile: bool = False
+    compiled_update: bool = False  # XLA compiles what comes after the reduction, too
     skip_non_finite: bool = False
     # Measure compute seconds; TensorFlow refuses to look at the clock where operations must be deterministic.
     timed: bool = True

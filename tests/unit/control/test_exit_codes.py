@@ -75,6 +75,24 @@ def test_versions():
             check(python, **changes)
 
 
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (None, "--xla_gpu_enable_triton_gemm=false"),
+        ("--xla_dump_to=/tmp/x", "--xla_dump_to=/tmp/x --xla_gpu_enable_triton_gemm=false"),
+        ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=true"),
+        ("flags.txt", "flags.txt"),  # a file of flags
+    ],
+)
+def test_how_xla_multiplies_on_gpus_is_the_users_choice(given, expected, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if given:
+        monkeypatch.setenv("XLA_FLAGS", given)
+    versions.prefer_cublas()
+    versions.prefer_cublas()  # a worker that starts another
+    assert os.environ["XLA_FLAGS"] == expected
+
+
 def test_an_error_within_a_users_tf_function_stays_as_it_is():
     import tensorflow as tf
 

@@ -351,3 +351,33 @@ def test_iterates_inside_a_tf_function():
 
     expected = itertools.islice(dataset.as_numpy_iterator(), 20)
     assert total(iter(dataset), tf.constant(20)).numpy() == sum(x.sum() for x, _, _ in expected)
+
+
+@pytest.mark.parametrize("make", [numbered, stream])
+def test_batches_brought_to_a_device_ahead_of_use_are_the_same(make):
+    dataset = input_pipeline.train_dataset(
+        make(97), input_pipeline.Reading(seed=3, shuffle=True), plan=BatchPlan(10, 1, 1), replica=0, consumed=20
+    )
+    ahead = input_pipeline.ahead_on(dataset, "/device:CPU:0")
+    assert ahead.element_spec == dataset.element_spec and not ahead.options().autotune.enabled
+
+    @tf.function
+    def batch(iterator):
+        return next(iterator)
+
+    iterators = iter(ahead), iter(dataset)
+    for _ in range(30):
+        for found, expected in zip(*map(batch, iterators), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_errors_and_ends_come_through_from_ahead():
+    def row(number):
+        with tf.control_dependencies([tf.debugging.assert_less(number, tf.constant(2, tf.int64), "row 2 is bad")]):
+            return tf.identity(number)
+
+    found = iter(input_pipeline.ahead_on(tf.data.Dataset.range(3).map(row), "/device:CPU:0"))
+    assert [int(next(found)), int(next(found))] == [0, 1]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="row 2 is bad"):
+        next(found)
+    assert list(input_pipeline.ahead_on(tf.data.Dataset.range(2), "/device:CPU:0").as_numpy_iterator()) == [0, 1]

@@ -11,7 +11,7 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import classification
-from tfdist.training.optimizer import FusedAdam, make_optimizer
+from tfdist.training.optimizer import OPTIMIZERS, FusedAdam, make_optimizer
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.requests import Requests
 from tfdist.training.schedule import Schedule
@@ -131,6 +131,21 @@ def test_clipping_is_of_the_whole_gradient():
     assert clipped(batches(8), 1).gradient_norm == pytest.approx(norm, rel=1e-5)
     assert np.linalg.norm(weights(free) - start) == pytest.approx(0.1 * norm, rel=1e-4)
     assert np.linalg.norm(weights(clipped) - start) == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("number, optimizer", enumerate(OPTIMIZERS))
+def test_an_update_compiled_by_xla_is_the_same(number, optimizer):
+    """As on GPUs."""
+    clip_norm, precision = [(0.0, "float32"), (0.1, "float16")][number % 2]
+    found = []
+    for compiled in (False, True):
+        step = make_step(
+            optimizer=optimizer, precision=precision, clip_norm=clip_norm, jit_compile=True, compiled_update=compiled
+        )
+        output = step(batches(16), 5)
+        found.append((weights(step), output.means["loss"], output.gradient_norm))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[1][1:], found[0][1:], rtol=1e-5)
 
 
 def test_any_n_is_one_trace():
