@@ -13,6 +13,7 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
+from tests.gpu import graph_audit
 from tests.gpu.graph_audit import Audit, audit
 from tfdist import flags
 from tfdist.build import Job, compose, start_runtime
@@ -104,6 +105,12 @@ def of_step(job: Job) -> Audit:
     return _audit(job, job.step, lambda: job.step(job.iterators(0), 1))
 
 
+def waits_of_training(command_line: tuple[str, ...]) -> list[str]:
+    """Where its training step waits for the GPU."""
+    with job_of(command_line) as job:
+        return graph_audit.waits(_traced(job, job.step, lambda: job.step(job.iterators(0), 1)), HOST)
+
+
 def of_evaluation(command_line: tuple[str, ...]) -> Audit:
     """The evaluation of a command line."""
     with job_of(command_line) as job:
@@ -112,10 +119,14 @@ def of_evaluation(command_line: tuple[str, ...]) -> Audit:
 
 
 def _audit(job: Job, owner: Any, call: Callable[[], object]) -> Audit:
+    return audit(_traced(job, owner, call), HOST)
+
+
+def _traced(job: Job, owner: Any, call: Callable[[], object]) -> Any:
     tracer = owner._function = _Tracer(owner._function)
     with contextlib.suppress(_Traced), as_on_gpu(in_scope=job.runtime.local_replicas == 1):
         call()
-    return audit(tracer.traced, HOST)
+    return tracer.traced
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from tensorflow.python.framework import kernels, op_def_registry
 
 LARGE_BYTES = 64 * 2**10
 _PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+_CALLS = ("StatefulPartitionedCall", "PartitionedCall", "While", "StatelessWhile")
 _TRIVIAL = ("NoOp", "Const", "Placeholder", "Identity")
 
 # Operations without a kernel for GPUs that no device runs, or that cost a GPU nothing.
@@ -177,6 +178,62 @@ def _bytes(tensor: tf.Tensor) -> int:
 
 def _described(tensor: tf.Tensor) -> str:
     return f"{tensor.dtype.base_dtype.name} {tensor.shape}, {_bytes(tensor)} bytes"
+
+
+def waits(function: tf.types.experimental.ConcreteFunction, host: str = "CPU:0") -> list[str]:
+    """Where the host waits for the GPU, and the GPU then for the host, which has launched nothing meanwhile: what lies
+    in the GPU's memory and is wanted in the host's, and what the host does once the GPU has done something. However
+    little it is. Not within what XLA compiles, nor in branches, which a step need not take."""
+    return [line for graph in _taken(function.graph) for line in _waits(graph, host)]
+
+
+def _taken(graph: tf.Graph) -> Iterator[tf.Graph]:
+    """The graph and those that it runs each time: loops and calls."""
+    known = _functions(graph)
+    yield graph
+    for operation in graph.get_operations():
+        if operation.type in _CALLS and not _is_compiled(operation):
+            called = {
+                operation.get_attr(name).name for name in ("f", "body", "cond") if name in operation.node_def.attr
+            }
+            for name in called & set(known):
+                yield from _taken(known[name].graph)
+
+
+def _is_compiled(operation: tf.Operation) -> bool:
+    return "_XlaMustCompile" in operation.node_def.attr and operation.get_attr("_XlaMustCompile")
+
+
+def _waits(graph: tf.Graph, host: str) -> Iterator[str]:
+    for operation in graph.get_operations():
+        for tensor in _wanted_on_host(operation, host):
+            if not _lies_on_host(tensor, host):
+                yield f"{operation.type} ({operation.name}) takes {tensor.name} ({tensor.op.type})"
+        for before in operation.control_inputs if _pinned(operation, host) else ():
+            if not _pinned(before, host) and before.type != "NoOp":
+                yield f"{operation.type} ({operation.name}) comes after {before.name} ({before.type})"
+
+
+def _wanted_on_host(operation: tf.Operation, host: str) -> list[tf.Tensor]:
+    if _pinned(operation, host):
+        return list(operation.inputs)
+    if operation.type in ("If", "StatelessIf"):
+        return [operation.inputs[0]]
+    if operation.type in _CALLS:
+        return [] if _is_compiled(operation) else [each for each in operation.inputs if each.dtype == tf.int32]
+    kernel = _kernel(operation)
+    inputs = {id(tensor) for tensor in operation.inputs}
+    return [each for each in _host_tensors(operation, kernel) if id(each) in inputs] if kernel else []
+
+
+def _lies_on_host(tensor: tf.Tensor, host: str) -> bool:
+    operation = tensor.op
+    if operation.type == "Const" or _pinned(operation, host):
+        return True
+    if operation.type in (*_CALLS, "Placeholder", "If", "StatelessIf"):
+        return tensor.dtype.base_dtype in (tf.int32, tf.resource, tf.variant, tf.string)
+    kernel = _kernel(operation)
+    return kernel is not None and any(tensor is each for each in _host_tensors(operation, kernel))
 
 
 def summary(audits: Iterable[tuple[str, Audit]]) -> str:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.gpu.combinations import COMBINATIONS, IMAGES, of_evaluation, of_training
+from tests.gpu import graph_audit
+from tests.gpu.combinations import COMBINATIONS, IMAGES, of_evaluation, of_training, waits_of_training
 from tests.gpu.graph_audit import Audit, audit
 from tests.gpu.launch_order import problems
 from tests.gpu.mesh_reports import of_fits, of_meshes
@@ -26,6 +27,36 @@ def test_a_step_has_kernels_for_gpus(name):
     assert set(found.on_host) <= {"Timestamp", "Cast", "Sum"}, (
         found.on_host
     )  # the clock, and one element that it waits for
+
+
+# Without dropout: TensorFlow's generators want their seeds in the host's memory, once a step.
+@pytest.mark.parametrize(
+    "command_line",
+    [
+        (*IMAGES, "--model=cnn", "--precision=bfloat16"),
+        (*IMAGES, "--model=mlp", "--nojit_compile", "--phase_every=0"),
+        pytest.param((*IMAGES, "--model=cnn", "--nojit_compile", "--accumulation=2"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_does_not_wait_for_the_gpu(command_line):
+    assert not waits_of_training(command_line)
+
+
+def test_what_waits_for_the_gpu_is_found():
+    def function(x):
+        def body(i, y):
+            y = tf.cond(tf.reduce_sum(y) > 0, lambda: y + 1, lambda: y)
+            with tf.control_dependencies([y]), tf.device("CPU:0"):
+                now = tf.timestamp()
+            y = tf.reshape(y, tf.cast(y[0, :2], tf.int32))
+            return i + 1, tf.ensure_shape(y, x.shape) + tf.cast(now, tf.float32)
+
+        return tf.while_loop(lambda i, _: i < 3, body, (tf.constant(0), x))
+
+    with tf.device("GPU:0"):
+        traced = tf.function(function, autograph=False).get_concrete_function(LARGE)
+    found = [line.split()[0] for line in graph_audit.waits(traced)]
+    assert found == ["StatelessIf", "Timestamp", "Reshape"], graph_audit.waits(traced)
 
 
 def test_an_evaluation_has_kernels_for_gpus():

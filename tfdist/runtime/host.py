@@ -39,6 +39,12 @@ def on_host() -> AbstractContextManager:
     return tf.device(HOST)
 
 
+def onto_gpu(tensor: tf.Tensor) -> tf.Tensor:
+    """A copy on the GPU; of int32 the tensor itself: TensorFlow's copy would be in the host's memory, and if it comes
+    from the GPU wait for all that this was given before."""
+    return tensor if tensor.dtype == tf.int32 else tf.identity(tensor)
+
+
 def as_list(results: Any) -> list:
     """What `tf.numpy_function` and functions with a custom gradient return, which is no list where it is one tensor
     (and, of the first, outside of a graph).

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.runtime.host import onto_gpu
 from tfdist.training import phase_marks
 from tfdist.training.phase_marks import Marks, MarkSums, MarkTimes
 from tfdist.training.replica_gradients import ones_of
@@ -39,7 +40,8 @@ class MeasuredStep(TrainStep):
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        self._mark = Marks(tf.constant(0.0, tf.float64), False, self._copies)  # of what is traced apart from the steps
+        # Of what is traced apart from the steps.
+        self._mark = Marks(tf.constant(0.0, tf.float64), tf.constant(0), False, self._copies)
         if self.splits:
             self.replica.begin_backward = self._begin_backward
         self._function = tf.function(self._marked_steps, autograph=False)
@@ -55,16 +57,17 @@ class MeasuredStep(TrainStep):
         return dataclasses.replace(output, call=dataclasses.replace(output.call, phases_s=phases_s))
 
     def _run(self, iterators: list, n: tf.Tensor, signals: tf.Tensor) -> Results:
-        results, self._times = self._function(iterators, n, signals, tf.constant(self._base, tf.float64))
+        base, sampled = tf.constant(self._base, tf.float64), tf.constant(int(self._base > 0))
+        results, self._times = self._function(iterators, n, signals, base, sampled)
         return results
 
     # -- inside the tf.function ------------------------------------------------------------------------------------
 
     def _marked_steps(
-        self, iterators: list, n: tf.Tensor, signals: tf.Tensor, base: tf.Tensor
+        self, iterators: list, n: tf.Tensor, signals: tf.Tensor, base: tf.Tensor, sampled: tf.Tensor
     ) -> tuple[Results, tf.Tensor]:
         """The results of n steps, and `MarkTimes`."""
-        self._mark, self._sums = Marks(base, self.options.timed, self._copies), MarkSums.none()
+        self._mark, self._sums = Marks(base, sampled, self.options.timed, self._copies), MarkSums.none()
         begin = self._mark([n])
         with tf.control_dependencies([begin]):  # else the first START may be looked at before
             results = self._steps(iterators, n, signals)
@@ -99,7 +102,7 @@ class MeasuredStep(TrainStep):
         batches = super()._next_batches(iterators, after)
         self._data = self._mark([self._sums.of_micro_batches, *tf.nest.flatten(batches)])
         with tf.control_dependencies([self._data]):
-            return tf.nest.map_structure(tf.identity, batches)
+            return tf.nest.map_structure(onto_gpu if self._copies else tf.identity, batches)
 
     def _on_devices(self, batches: list[list]) -> list:
         placed = super()._on_devices(batches)

@@ -34,7 +34,8 @@ def classification(label_smoothing: float = 0.0) -> Objective:
             # (1 - e) * CE(y) + e * mean over classes of CE(class): Szegedy et al. 2016, arXiv:1512.00567
             uniform = tf.reduce_logsumexp(logits, -1) - tf.reduce_mean(logits, -1)
             losses = (1 - label_smoothing) * losses + label_smoothing * uniform
-        correct = tf.cast(tf.equal(tf.argmax(logits, -1, output_type=tf.int32), tf.cast(y, tf.int32)), tf.float32)
+        # As int64: of int32 GPUs compare none.
+        correct = tf.cast(tf.equal(tf.argmax(logits, -1), tf.cast(y, tf.int64)), tf.float32)
         return Scores(losses, weights_like(w, losses), {"accuracy": correct})
 
     return objective

@@ -8,6 +8,8 @@ Where TensorFlow's clock tells the truth, looking at it costs less than asking w
 marks. On a GPU an operation counts as done when it has been handed to the device. There a mark copies one element of
 the last tensor to the host, which waits for all that the device was given before; so the marks sleep in calls that are
 not sampled. So they do with deterministic operations, which bar TensorFlow's clock: Python's is slower.
+Whether they sleep must be known to the host without asking the device, or it would wait all the same: it is an int32,
+which TensorFlow keeps in the host's memory, and its comparison as well.
 
 The marks of a step, in order; with several micro-batches those from DATA to BACKWARD come once for each:
 
@@ -61,14 +63,14 @@ class Marks:
     """The marks of one call.
 
     Args:
-      base: float64 [], Unix seconds near to the call's begin: differences from it stay exact. 0: the call is not
-      sampled.
+      base: float64 [], Unix seconds near to the call's begin: differences from it stay exact.
+      sampled: int32 [], 1 if the call is, else 0.
       timed: whether TensorFlow's own clock may be used.
       on_device: whether the tensors are on a GPU.
     """
 
-    def __init__(self, base: tf.Tensor, timed: bool, on_device: bool):
-        self.base, self.timed, self.on_device = base, timed, on_device
+    def __init__(self, base: tf.Tensor, sampled: tf.Tensor, timed: bool, on_device: bool):
+        self.base, self.sampled, self.timed, self.on_device = base, sampled, timed, on_device
         self.always = timed and not on_device
 
     def __call__(self, after: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -78,7 +80,7 @@ class Marks:
         with tf.control_dependencies(after):
             if self.always:
                 return timestamp()
-            sampled = tf.greater(self.base, 0.0)
+            sampled = tf.greater(self.sampled, 0)  # in every graph anew: as an argument it would go to the device
 
         def look() -> tf.Tensor:
             there = tf.constant(0.0, tf.float64)

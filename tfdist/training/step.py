@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.runtime.base import Runtime
-from tfdist.runtime.host import timestamp
+from tfdist.runtime.host import onto_gpu, timestamp
 from tfdist.runtime.layer_records import separate_replicas
 from tfdist.telemetry.phases import Call
 from tfdist.training.forward_state import ForwardState
@@ -78,6 +78,8 @@ class TrainStep:
         self.runtime, self.loss_scale, self.options = runtime, loss_scale, options
         self.model, self.optimizer = model, optimizer
         self._copies = bool(tf.config.list_logical_devices("GPU"))  # batches, to a device
+        # A worker that is alone compares its seconds with nobody's, and on a GPU would have to wait for them.
+        self._timed = options.timed and not (self._copies and runtime.size == 1)
         slices = options.plan.accumulation == 1 and not self._copies
         self.update: Update = parallelism.update or DataParallel(
             runtime, model, optimizer, slices=slices, bfloat16=options.bfloat16_gradients
@@ -99,12 +101,8 @@ class TrainStep:
         self._may_skip = loss_scale.dynamic or options.skip_non_finite
         self._needs_norm = bool(options.clip_norm) or self._may_skip
         with runtime.scope():
-            self.counter = tf.Variable(
-                tf.constant(0, tf.int64),
-                trainable=False,
-                name="step",
-                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-            )
+            first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+            self.counter = tf.Variable(tf.constant(0, tf.int64), trainable=False, name="step", aggregation=first)
         # Without AutoGraph: rewriting what is below took two thirds of the time to the first step.
         self._function = tf.function(self._steps, autograph=False)
 
@@ -209,7 +207,7 @@ class TrainStep:
         batches = [self.runtime.per_replica(batch) for batch in batches]
         if not self._copies:
             return batches
-        return [self.runtime.run(lambda batch: tf.nest.map_structure(tf.identity, batch), (each,)) for each in batches]
+        return [self.runtime.run(lambda batch: tf.nest.map_structure(onto_gpu, batch), (each,)) for each in batches]
 
     def _seconds_since(self, begun: tf.Tensor, accumulated: Any) -> tf.Tensor:
         """float64 []: until the last gradient of each replica is there; a stage without variables has none."""
@@ -218,7 +216,7 @@ class TrainStep:
             return self._now() - begun
 
     def _now(self) -> tf.Tensor:
-        return timestamp() if self.options.timed else tf.constant(0.0, tf.float64)
+        return timestamp() if self._timed else tf.constant(0.0, tf.float64)
 
     # Reduce
 
