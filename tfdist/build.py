@@ -27,6 +27,7 @@ from tfdist.data.sources.split import SPLITS, Split
 from tfdist.models.build_model import build_model
 from tfdist.models.embedding_rows import read_rows
 from tfdist.models.fused_batch_norm import fuse_batch_norm
+from tfdist.models.short_softmax import keep_softmax_short
 from tfdist.planner import memory_check
 from tfdist.planner.memory_check import MemoryLimits
 from tfdist.runtime import batch_norm
@@ -195,6 +196,8 @@ def _build_whole(config: Config, runtime: Runtime, model: keras.Model, optimizer
     read_rows(model)
     if config.model.fused_batchnorm and (runtime.replicas == 1 or not config.model.sync_batchnorm):
         fuse_batch_norm(model)
+    if tf.config.list_logical_devices("GPU"):  # unlike a CPU it is held up by memory
+        keep_softmax_short(model)
     with runtime.scope():
         optimizer.build(model.trainable_variables)
     if config.parallel.recompute != "none":
@@ -292,9 +295,6 @@ def memory_limits(cluster: Cluster) -> MemoryLimits:
 
 
 def start_runtime(config: Config, cluster: Cluster, began: float | None = None) -> Runtime:
-    """The environment, then the runtime.
-
-    `began`: since when peers have been waited for (control/startup_deadline.py).
-    """
+    """The environment, then the runtime. `began`: since when peers have been waited for (startup_deadline.py)."""
     prepare_environment(config)
     return create_runtime(config, cluster, began)

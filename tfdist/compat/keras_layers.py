@@ -13,6 +13,8 @@ from typing import Any
 import keras
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 from keras.src.models.functional import Functional
+from keras.src.ops.core import Cast
+from keras.src.ops.nn import Softmax
 
 
 def all_layers(model: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
@@ -27,6 +29,29 @@ def inputs_of(layer: keras.Layer) -> list[keras.KerasTensor]:
     named that looks up a row which is not there.
     """
     return [tensor for node in getattr(layer, "_inbound_nodes", ()) for tensor in node.input_tensors]
+
+
+def softmaxes_cast(model: keras.Model) -> list[tuple[Any, str]]:
+    """The softmaxes of a functional model whose result goes to one cast and nowhere else, each with the dtype of that.
+    Relies on `Functional.operations`, `Operation._inbound_nodes` and the classes of `ops.softmax` and `ops.cast`;
+    without them none is found.
+    """
+    if not isinstance(model, Functional):
+        return []
+    takers: dict[int, list[Any]] = {}
+    for operation in model.operations:
+        for node in operation._inbound_nodes:
+            for tensor in node.input_tensors:
+                takers.setdefault(id(tensor), []).append(operation)
+    results = {id(tensor) for tensor in keras.tree.flatten(model.outputs)}
+    found = []
+    for operation in model.operations:
+        outputs = [tensor for node in operation._inbound_nodes for tensor in node.output_tensors]
+        if type(operation) is Softmax and len(outputs) == 1 and id(outputs[0]) not in results:
+            mine = takers.get(id(outputs[0]), [])
+            if len(mine) == 1 and type(mine[0]) is Cast:
+                found.append((operation, mine[0].dtype))
+    return found
 
 
 def has_own_call(model: keras.Model) -> bool:
