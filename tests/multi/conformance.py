@@ -16,6 +16,7 @@ def check(runtime) -> None:
 
     from tfdist.control.exit_codes import ConfigError
     from tfdist.control.strategies import STRATEGIES
+    from tfdist.data import input_pipeline
 
     rank, size = runtime.rank, runtime.size
     assert (
@@ -191,6 +192,18 @@ def check(runtime) -> None:
     for copies, wanted in ((variable, [0.0] * 4), (twice, [1.0] * 4), (count, 0)):
         for found in runtime.local(tf.function(lambda: runtime.run(copies.read_value), autograph=False)()):  # noqa: B023
             assert found.numpy().tolist() == wanted, (found, wanted)
+
+    # What is brought to a device ahead of use comes from this worker, though it may know the others' devices, too. (As
+    # `batch_devices` has it on GPUs.)
+    assert not runtime.batch_devices()
+    own = runtime.strategy.extended.worker_devices if hasattr(runtime, "strategy") else ["/device:CPU:0"]
+    assert len(own) == runtime.local_replicas
+    for device in own:
+        ahead = input_pipeline.ahead_on(
+            tf.data.Dataset.range(3).map(lambda i: (10 * i + rank, tf.cast(i, tf.int32))), device
+        )
+        found = tf.function(lambda iterator: [next(iterator) for _ in range(3)], autograph=False)(iter(ahead))
+        assert [(int(a), int(b)) for a, b in found] == [(10 * i + rank, i) for i in range(3)]
 
     # Workers that make other variables are refused, all of them: also where one makes more than another.
     for count, dtype in ((1 + rank, tf.float32), (2, tf.float64 if rank else tf.float32)):

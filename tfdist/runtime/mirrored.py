@@ -54,6 +54,9 @@ class StrategyRuntime(RuntimeDefaults):
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
         return self.watched(self.strategy.run, fn, args)
 
+    def batch_devices(self) -> Sequence[str]:
+        return [device for device in self.strategy.extended.worker_devices if "GPU" in device]
+
     def watched(self, run: Callable, fn: Callable, args: Sequence) -> Any:
         """`run(fn, args)`, under the watch over collectives that do not end, if there is one."""
         return self._overdue.watched(run, fn, args) if self._overdue else run(fn, tuple(args))
@@ -151,9 +154,6 @@ class Mirrored(StrategyRuntime):
     """All local GPUs, or K virtual CPU devices."""
 
     name = "mirrored"
-
-    def batch_devices(self) -> Sequence[str]:
-        return [gpu.name for gpu in tf.config.list_logical_devices("GPU")[: self.local_replicas]]
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> Mirrored:

@@ -48,7 +48,8 @@ class OneDevice(RuntimeDefaults):
         return (value,)
 
     def batch_devices(self) -> Sequence[str]:
-        return [gpu.name for gpu in tf.config.list_logical_devices("GPU")[:1]]
+        own = [gpu.name for gpu in tf.config.list_logical_devices("GPU") if "/job:" not in gpu.name]
+        return own[:1]  # none where TensorFlow knows the other workers' devices, too
 
     def replica_id(self) -> tf.Tensor:
         return tf.constant(0)
