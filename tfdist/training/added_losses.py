@@ -191,11 +191,12 @@ class SumsAsMeans:
     def _refusing(self, plain: Callable, name: str, reason: str) -> Callable:
         def add_loss(loss: Any) -> None:
             if getattr(self._now, "factor", None) is not None:
-                raise ConfigError(
+                sentence = (
                     f"Layer {name} adds a loss, but whether that is a mean or a sum over rows could not be found out"
                     f" with batches of 1 and 4 rows ({reason}): let the model take batches of any size, or train with"
                     " one replica and --accumulation=1."
                 )
+                raise keras_layers.keep_message(ConfigError(sentence))
             plain(loss)
 
         return add_loss

@@ -221,7 +221,7 @@ def test_a_model_for_batches_of_one_size():
     loud = build(Adds(a_mean, name="loud"))
     with (
         found_by_the_chief(OneDevice(), loud, lambda: X).counting(1.0),
-        pytest.raises(ConfigError, match="loud adds a loss, but"),
+        pytest.raises(ConfigError, match="^Layer loud adds a loss, but"),  # and no words of Keras' around it
     ):
         loud(X, training=True)
 
