@@ -88,9 +88,9 @@ class TrainStep:
         total = TotalLoss(model, summed, self._expected_weight, options.weighted)
         self.replica = ReplicaGradients(runtime, model, total, self.update, options, parallelism)
         self.added = self.replica.added
-        self._norm_of, self._apply_by = self.update.norm, self._apply_replica
+        self._pieces_norm, self._apply_pieces = self.update.norm, self._scale_and_apply
         if options.compiled_update and not parallelism.update:
-            self._norm_of, self._apply_by = in_xla(self._norm_of), in_xla(self._apply_by)
+            self._pieces_norm, self._apply_pieces = in_xla(self._pieces_norm), in_xla(self._apply_pieces)
         self._forward_state = ForwardState(runtime, model)
         if runtime.local_replicas > 1:
             separate_replicas(model)
@@ -248,9 +248,9 @@ class TrainStep:
     def _norm(self, reduced: Reduced, factor: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
         """float32 []: of the gradient of the mean loss."""
         if self._needs_norm:
-            return self._norm_of(reduced.gradients) * factor
+            return self._pieces_norm(reduced.gradients) * factor
         # Only shown, so computed once a call: a pass over all gradients is not free.
-        return tf.cond(last, lambda: self._norm_of(reduced.gradients) * factor, lambda: tf.constant(0.0))
+        return tf.cond(last, lambda: self._pieces_norm(reduced.gradients) * factor, lambda: tf.constant(0.0))
 
     def _is_finite(self, reduced: Reduced, norm: tf.Tensor) -> tf.Tensor:
         """bool []: a norm is finite exactly if every element of the gradient is."""
@@ -265,14 +265,14 @@ class TrainStep:
         """`before`: of the forward state, which a step that is skipped leaves as it was."""
 
         def update() -> None:
-            self.runtime.run(lambda gradients, _: self._apply_by(gradients, factor), reduced.per_replica)
+            self.runtime.run(lambda gradients, _: self._apply_pieces(gradients, factor), reduced.per_replica)
 
         if self._may_skip:
             tf.cond(finite, update, lambda: self._forward_state.put_back(before))
         else:
             update()
 
-    def _apply_replica(self, gradients: list, factor: tf.Tensor) -> None:
+    def _scale_and_apply(self, gradients: list, factor: tf.Tensor) -> None:
         if self.options.weighted or self._needs_norm:  # else the factor is 1
             gradients = [scaled(gradient, factor) for gradient in gradients]
         self.update.apply(gradients)
