@@ -13,6 +13,7 @@ def stage(out, name, code, seconds=30.0):
     return Stage(name, f"{name} is shown", (sys.executable, "-c", code), seconds, out / name / "found.json")
 
 
+@pytest.mark.slow
 def test_every_stage_has_its_verdict_and_the_others_go_on(tmp_path):
     found = tmp_path / "good" / "found.json"
     rows = [{"step": "<cnn>", "difference": 0.5, "limit": 1.0, "bar": 0.5}, {"step": "b", "limit": 1.0, "bar": 2.0}]

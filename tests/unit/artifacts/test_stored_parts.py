@@ -119,6 +119,7 @@ def url(request) -> Iterator[str]:
         yield URL.replace("s3", request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 4])
 def test_parts_of_machines_of_their_own_become_a_snapshot_like_any_other(url, tmp_path, size):
     workers = Workers(tmp_path, size, url=url)

@@ -190,6 +190,7 @@ def test_an_endless_line_is_shown_in_pieces():
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, exit_code, words",
     [
@@ -727,6 +728,7 @@ def test_a_dead_parameter_server_stops_the_job(tmp_path):
     assert result.code == ExitCode.PEER_LOST and result.cause == "ps 0 was killed by signal 9 (SIGKILL)"
 
 
+@pytest.mark.slow
 def test_a_worker_that_breaks_again_and_again_stops_the_job(tmp_path):
     made, output = job(
         tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(1)\ntime.sleep(60)\n", workers=1, servers=1

@@ -41,6 +41,7 @@ def test_an_answer_that_was_lost_is_given_again():
     assert collect(worker) == (b"hello\n", 3)
 
 
+@pytest.mark.slow
 def test_signals_are_passed_on_and_descendants_do_not_survive():
     worker = started(
         "signal.signal(signal.SIGTERM, lambda *_: os._exit(42))\nif not os.fork(): time.sleep(60)\nprint('ready',"

@@ -33,6 +33,7 @@ def test_every_store_in_the_flags_is_tried_and_left_as_it_was(s3, tmp_path):
     assert found(run_dir=str(tmp_path), backup_dir=str(tmp_path / "backup")) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["run", "backup", "data"])
 def test_a_store_that_cannot_be_used_is_named_with_its_flag(s3, through_proxy, tmp_path, kind):
     flags = {"run_dir": str(tmp_path), f"{kind}_dir": "s3://nowhere/at-all"}

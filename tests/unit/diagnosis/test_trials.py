@@ -3,6 +3,8 @@
 import sys
 import time
 
+import pytest
+
 from tests.e2e.job import wait_for
 from tfdist.diagnosis.findings import State
 from tfdist.diagnosis.trial import cudnn_version
@@ -42,6 +44,7 @@ def test_one_that_dies():
     assert build is None and "exit code 1 after the import of TensorFlow" in said and "libcudart.so" in said
 
 
+@pytest.mark.slow
 def test_one_that_hangs(tmp_path):
     """With a child of its own, which must not live on."""
     child = f"import time, pathlib\nwhile True: pathlib.Path({str(tmp_path / 'alive')!r}).touch(); time.sleep(0.05)"

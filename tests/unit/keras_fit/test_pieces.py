@@ -258,6 +258,7 @@ class LooksUpSome(keras.Model):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [True, False])
 def test_one_process_updates_rows_as_keras(monkeypatch, jit_compile):
     monkeypatch.delenv("TF_CONFIG", raising=False)

@@ -6,6 +6,7 @@ import pytest
 
 import tfdist
 from tests.e2e.sources import OWN_LOOKUPS, lookups
+from tests.marks import slow_but
 
 KINDS = ("embedding", "frozen embedding", *OWN_LOOKUPS)
 IDS = np.arange(48, dtype=np.int32).reshape(8, 6) % 10
@@ -21,7 +22,7 @@ def compiled(kind):
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "embedding", "take"))
 def test_nan_in_one_process(kind):
     model = compiled(kind)
     predicted = tfdist.predict(model, MISSING, batch_size=4, verbose=0)
@@ -34,7 +35,7 @@ def test_nan_in_one_process(kind):
     assert np.isfinite(keras.Model.evaluate(compiled(kind), MISSING, LABELS, verbose=0))  # else this needs nothing
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "embedding"))
 def test_rows_that_are_there_give_what_keras_gives(kind):
     found = []
     for fit, predict in ((tfdist.fit, tfdist.predict), (keras.Model.fit, keras.Model.predict)):

@@ -47,6 +47,7 @@ def batch(spec: tf.TensorSpec, n: int = 2) -> np.ndarray:
     return random.random((n, *spec.shape), np.float32)
 
 
+@pytest.mark.slow
 def test_every_registered_model_is_covered_here():
     assert set(SMALL) | {"resnet50"} == set(MODELS)  # resnet50 is applications with a name, see test_images.py
 

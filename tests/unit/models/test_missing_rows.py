@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from tests.marks import slow_but
 from tfdist.models import missing_rows
 from tfdist.models.embedding_rows import read_rows
 
@@ -115,7 +116,7 @@ def computed(lookup, inside, numbers, wanted, xla=True):
     return step(tf.constant(numbers)).numpy()
 
 
-@pytest.mark.parametrize("lookup", LOOKUPS)
+@pytest.mark.parametrize("lookup", slow_but(LOOKUPS, "gather", "gather of a variable", "scatter of Keras"))
 def test_whatever_looks_up(lookup):
     there = np.array([[0, 9, 3], [5, 2, 2]], np.int32)
     for number in (10, 1000):

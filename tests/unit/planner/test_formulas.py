@@ -56,7 +56,7 @@ def counted():
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("mlp", "cnn") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name", [name if name == "mlp" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
 def test_formula_and_graph_agree(name, counted):
     config = flags.parse(MODELS[name]).config

@@ -19,6 +19,7 @@ WEIGHTS = [(Weight("kernel", (500, 1000)), 2)]
 BASE = Config().replace(steps=1, global_batch=8, optimizer="adamw", strategy="mesh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "zero, accumulation, expected",
     [

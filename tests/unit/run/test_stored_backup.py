@@ -69,6 +69,7 @@ def test_a_backup_is_gone_on_with_on_another_machine_and_deleted_at_the_end(s3, 
     assert not s3.names(BACKUP) and not second.files.backup.store.steps()
 
 
+@pytest.mark.slow
 def test_the_one_before_is_kept_too_if_asked_for_and_believed_if_the_newest_is_damaged(s3, tmp_path):
     first, *_ = opened(tmp_path, double_backup=True, delete_backup=False)
     backed_up(first, 2, 4, 6)
@@ -93,6 +94,7 @@ def test_what_is_half_sent_is_not_believed(s3, tmp_path):
     ended(second)
 
 
+@pytest.mark.slow
 def test_of_what_the_cache_holds_only_this_runs_counts(s3, tmp_path):
     first, *_ = opened(tmp_path)
     backed_up(first, 2, 4)

@@ -157,6 +157,7 @@ def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(thro
         assert time.monotonic() - ending < 15
 
 
+@pytest.mark.slow
 def test_an_error_of_the_run_is_not_hidden_by_the_store(through_proxy, tmp_path):
     away = []
     raised = pytest.raises(KeyError, match="of the run")

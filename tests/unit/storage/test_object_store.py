@@ -86,6 +86,7 @@ def test_an_object_is_created_once(url):
     assert objects.text("a") == "one"
 
 
+@pytest.mark.slow
 def test_of_many_that_create_an_object_at_once_one_has_made_it(url):
     """A lease begins so: of two jobs that both believed it, both would write."""
     objects = ObjectStore(url, patience=20)
@@ -161,6 +162,7 @@ def test_what_the_store_has_not_received_as_it_was_sent_is_sent_again(gcs, tmp_p
     assert ObjectStore(URL.replace("s3", "gs"), patience=10).piece("file", 0, len(content)) == content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["s3", "gs"], indirect=True)
 def test_a_store_that_makes_one_wait_leaves_the_users_random_numbers_alone(url, monkeypatch):
     """Its package draws how long to wait; Keras shuffles a PyDataset with Python's generator."""
@@ -281,6 +283,7 @@ def test_hdfs_without_its_library_is_told(monkeypatch):
         ObjectStore("hdfs://host/run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [301, 400])
 def test_a_bucket_of_another_region_is_told_with_its_region(s3, through_proxy, code):
     """As S3 answers: to HEAD without a word, but with the region among the headers."""
