@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 Rows = int | None  # of an input; None: not known while tracing, as in a batch of a dataset that may be smaller
+Returned = tuple[Rows, ...] | None  # of all outputs; None: inputs of such dims do not fit together
 
 
 def of_the_batch(
     dims: Sequence[Rows],
-    returned: Callable[[Sequence[Rows]], Rows],
+    returned: Callable[[Sequence[Rows]], Returned],
     runs: Callable[[Sequence[int]], bool] = lambda dims: True,
 ) -> list[bool]:
     """For each input whether it holds rows of the batch.
 
     Args:
       dims: first dims of the inputs.
-      returned: first dims -> that of the outputs; None if it cannot be told, -1 if inputs of such dims do not fit
-      together.
+      returned: first dims -> those of the outputs, of which each may have inputs of its own.
       runs: first dims -> whether the model can be run on such inputs.
     """
     if len(dims) < 2 or all(dim is None for dim in dims):
@@ -32,15 +32,16 @@ def of_the_batch(
     if len(known) < len(dims):
         return _beside_unknown(dims, returned)
     found = returned(known)
-    rows = found if found in known else known[0]
-    return _beside_known(known, rows, lambda dims: returned(dims) == rows and runs(dims))
+    rows = found[0] if found and found[0] in known else known[0]
+    tells = found is not None and None not in found
+    return _beside_known(known, rows, lambda dims: tells and returned(dims) == found and runs(dims))
 
 
-def _beside_unknown(dims: Sequence[Rows], returned: Callable[[Sequence[Rows]], Rows]) -> list[bool]:
+def _beside_unknown(dims: Sequence[Rows], returned: Callable[[Sequence[Rows]], Returned]) -> list[bool]:
     """What is of unknown length is the batch; a known one is, too, if it does not fit to another number of rows."""
     other = max(dim for dim in dims if dim is not None) + 1
     return [
-        dim is None or returned([dims[place] if place == this else other for place in range(len(dims))]) == -1
+        dim is None or returned([dims[place] if place == this else other for place in range(len(dims))]) is None
         for this, dim in enumerate(dims)
     ]
 

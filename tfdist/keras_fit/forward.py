@@ -14,7 +14,7 @@ from tfdist.compat import keras_layers
 from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit.batch_inputs import of_the_batch
+from tfdist.keras_fit.batch_inputs import Returned, of_the_batch
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.lookups import Traced, traced
@@ -112,7 +112,7 @@ class DistributedCall:
                 return False
             return True
 
-        def returned(dims: Sequence[int | None]) -> int | None:
+        def returned(dims: Sequence[int | None]) -> Returned:
 
             def trace(tensors: list[tf.Tensor]) -> list:
                 args, kwargs = rebuild(tensors)
@@ -126,9 +126,8 @@ class DistributedCall:
                 with self._without_a_trace():
                     traced = tf.function(trace, autograph=False).get_concrete_function(specs_of(dims))
             except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise for shapes that do not fit
-                return -1
-            outputs = traced.structured_outputs
-            return outputs[0].shape[0] if outputs and outputs[0].shape.rank else None
+                return None
+            return tuple(output.shape[0] if output.shape.rank != 0 else 0 for output in traced.structured_outputs)
 
         key = str(rebuild([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]))
         if key not in self._of_the_batch:

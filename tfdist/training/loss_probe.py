@@ -65,6 +65,7 @@ class Probe:
                 ),
             ]
         )
+        self._states_off: dict[float, Sequence[np.ndarray]] = {0.0: self.states}
         self._added: list[tuple[Key, tf.Tensor]] = []
 
     # -- running the model -----------------------------------------------------------------------------------------
@@ -98,29 +99,44 @@ class Probe:
 
         return add_loss
 
-    def outputs(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], draw: int, training: bool) -> Any:
-        """What the model returns; `draw`: of its random numbers. Tensors as weights are not copied."""
+    def outputs(
+        self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], draw: int, training: bool, states_off: float = 0.0
+    ) -> Any:
+        """What the model returns; `draw`: of its random numbers. Tensors as weights are not copied.
+
+        states_off: by how much variables that are not trained are larger than they are: what fades in with one that a
+        callback sets is not there yet.
+        """
         states = [
             value + draw if variable.path.endswith("seed_generator_state") else value
-            for variable, value in zip(self.model.non_trainable_variables, self.states, strict=True)
+            for variable, value in zip(self.model.non_trainable_variables, self._states(states_off), strict=True)
         ]
         self._added = []
         given = [*map(tf.constant, weights)], [*map(tf.constant, states)]
         return stateless_call(self.model, *given, x, training).outputs
 
-    def _run(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> list[tuple[Key, tf.Tensor]]:
-        self.outputs(x, weights, draw, training)
+    def _states(self, off: float) -> Sequence[np.ndarray]:
+        if off not in self._states_off:
+            self._states_off[off] = [
+                # Larger: a variance must not become negative.
+                value + abs(disturbed([value], off)[0] - value) if tf.as_dtype(value.dtype).is_floating else value
+                for value in self.states
+            ]
+        return self._states_off[off]
+
+    def _run(self, x: Any, weights: Sequence[np.ndarray], *how: Any) -> list[tuple[Key, tf.Tensor]]:
+        self.outputs(x, weights, *how)
         return self._added
 
-    def values(self, x: Any, weights: Sequence[np.ndarray], draw: int, training: bool) -> dict[Key, float]:
-        return {key: float(loss) for key, loss in self._run(x, weights, draw, training)}
+    def values(self, x: Any, weights: Sequence[np.ndarray], *how: Any) -> dict[Key, float]:
+        """Of the losses. how: as for `outputs`."""
+        return {key: float(loss) for key, loss in self._run(x, weights, *how)}
 
     def depends_on_rows(self, key: Key) -> bool:
         """Whether it is made of the rows at all; if not it is what weights, or nothing, give."""
+        rows = self._take(self.x, self.rows)
         with tf.Graph().as_default() as graph:
-            x = keras.tree.map_structure(
-                lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), self._take(self.x, self.rows)
-            )
+            x = keras.tree.map_structure(lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), rows)
             inputs = {leaf.op for leaf in keras.tree.flatten(x)}
             waiting = [
                 loss.op
@@ -152,7 +168,7 @@ class Probe:
             # Rows far from 0 may all drive a layer to the same limit: then its largest value is its mean.
             (1.0, 0.0, 1.0),
         ):
-            judged = self._judged(disturbed(self.weights, by), kept, noise, training)
+            judged = self._judged(disturbed(self.weights, by), kept, noise, (training, by))
             for key, scales in judged.items():
                 before = found.get(key, UNKNOWN)
                 settled = {scales, before} - {UNKNOWN, _WEAK} or ({_WEAK} & {scales, before}) or {UNKNOWN}
@@ -161,15 +177,17 @@ class Probe:
                 break
         return {key: MEAN if scales == _WEAK else scales for key, scales in found.items()}
 
-    def _judged(self, weights: Sequence[np.ndarray], kept: float, noise: float, training: bool) -> dict[Key, str]:
+    def _judged(
+        self, weights: Sequence[np.ndarray], kept: float, noise: float, how: tuple[bool, float]
+    ) -> dict[Key, str]:
         x = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), self._take(self.x, self.rows))
         batches = [[place] for place in range(ROWS)] + [list(range(ROWS)), [0, 0, 1]]
         batches = [self._take(x, batch) for batch in batches]
 
         def look(draw: int) -> list[dict[Key, float]]:
-            return [self.values(batch, weights, draw, training) for batch in batches]
+            return [self.values(batch, weights, draw, *how) for batch in batches]
 
-        first, redrawn = look(0), self.values(batches[ROWS], weights, 1, training)
+        first, redrawn = look(0), self.values(batches[ROWS], weights, 1, *how)
         keys = first[ROWS].keys()
         if any(one.keys() != keys for one in first):
             return dict.fromkeys(keys, OTHER)

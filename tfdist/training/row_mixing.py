@@ -4,6 +4,8 @@ A layer that takes the mean over the rows of its batch, say, takes it over the r
 another number than one process would have, and nothing tells. (BatchNormalization is synchronised and no such layer.)
 So the model is called with some rows, and again with one of them in the same place and all others replaced by copies of
 it: its output for that row must not change. The same shapes run the same kernels, so that rounding changes nothing.
+Nor may it change where the row stands elsewhere among fewer: a layer that divides by the number of rows of its batch
+divides by those of a worker. There rounding is allowed for.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from tfdist.training.loss_probe import (
 )
 
 _TOLERANCE = 1e-5  # of the largest output
+_ROUNDED = 10.0  # of the tolerance of the probe, where other shapes may run other kernels: 1e-3 in float32
 
 
 class Attempt(NamedTuple):
@@ -42,6 +45,11 @@ class Attempt(NamedTuple):
     kept: float
     noise: float
     training: bool
+
+    @property
+    def moves(self) -> bool:
+        """Whether rows are moved, too: once is enough."""
+        return 0.0 < self.disturbed < 1.0
 
 
 _ATTEMPTS = [
@@ -110,17 +118,20 @@ def _one_tells(attempts: Sequence[Attempt], probe: Probe, weights: Sequence[np.n
 def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], x: Any, take: Take) -> bool:
     """Whether it tells that rows are mixed. One that fails tells nothing."""
     rows = keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise), take(x, probe.rows))
+
+    def outputs(places: list[int], draw: int = 0) -> list[np.ndarray]:
+        found = probe.outputs(take(rows, places), weights, draw, attempt.training, attempt.disturbed)
+        leaves = [leaf for leaf in keras.tree.flatten(found) if leaf.shape.rank and leaf.shape[0] == len(places)]
+        return [tf.cast(leaf, tf.float64).numpy() for leaf in leaves]
+
     try:
-        return _depends_on_others(lambda x: probe.outputs(x, weights, 0, attempt.training), rows, take)
+        tolerance = _ROUNDED * probe.tolerance
+        return _depends_on_others(outputs) or (attempt.moves and _depends_on_its_place(outputs, tolerance))
     except Exception:  # noqa: BLE001 - of the user's own making
         return False
 
 
-def _depends_on_others(outputs_of: Callable[[Any], Any], rows: Any, take: Take) -> bool:
-    def outputs(places: list[int]) -> list[np.ndarray]:
-        flat = keras.tree.flatten(outputs_of(take(rows, places)))
-        return [tf.cast(leaf, tf.float64).numpy() for leaf in flat if leaf.shape.rank and leaf.shape[0] == ROWS]
-
+def _depends_on_others(outputs: Callable[[list[int]], list[np.ndarray]]) -> bool:
     together = outputs(list(range(ROWS)))
     found = any(
         _differs(with_others[place], with_itself[place], np.abs(with_others))
@@ -134,10 +145,23 @@ def _depends_on_others(outputs_of: Callable[[Any], Any], rows: Any, take: Take) 
     return not any(_differs(a, b, np.abs(a)) for a, b in zip(together, repeated, strict=True))
 
 
-def _differs(one: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> bool:
+def _depends_on_its_place(outputs: Callable[..., list[np.ndarray]], tolerance: float) -> bool:
+    """Whether the output for a row is another where it stands elsewhere, among fewer; of a model that draws no random
+    numbers, which are of a place."""
+    together, places = outputs(list(range(ROWS))), [ROWS - 1, 0]
+    moved = outputs(places)
+    if len(moved) != len(together) or not any(
+        _differs(a[places], b, np.abs(a), tolerance) for a, b in zip(together, moved, strict=True)
+    ):
+        return False
+    redrawn = outputs(list(range(ROWS)), 1)
+    return not any(_differs(a, b, np.abs(a)) for a, b in zip(together, redrawn, strict=True))
+
+
+def _differs(one: np.ndarray, other: np.ndarray, sizes: np.ndarray, tolerance: float = _TOLERANCE) -> bool:
     finite = np.isfinite(one) & np.isfinite(other)
     largest = np.max(sizes, where=np.isfinite(sizes), initial=0.0)
-    return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > _TOLERANCE * largest))
+    return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > tolerance * largest))
 
 
 def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> None:
@@ -176,7 +200,7 @@ def sentence(model: keras.Model, fix: str) -> str:
     own = [layer.name for layer in layers if _is_suspect(layer)]
     looked_at = f" (look at {', '.join(own[:5])})" if own else ""
     return (
-        f"What {type(model).__name__} {model.name} returns for a row depends on the other rows of its batch{looked_at},"
-        " but workers and micro-batches have some of the rows each, so that they would compute something else than one"
-        f" process: {fix}."
+        f"What {type(model).__name__} {model.name} returns for a row depends on the other rows of its batch, on their"
+        f" number or on its place among them{looked_at}, but workers and micro-batches have some of the rows each, so"
+        f" that they would compute something else than one process: {fix}."
     )

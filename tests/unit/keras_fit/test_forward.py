@@ -116,7 +116,7 @@ def test_which_inputs_hold_the_batch():
 
         def returned(dims):
             own = {dims[place] for place in batch}
-            return own.pop() if len(own) == 1 else -1
+            return (own.pop(),) if len(own) == 1 else None
 
         return returned
 
@@ -128,6 +128,10 @@ def test_which_inputs_hold_the_batch():
     assert of_the_batch([16, 16], fitting(1)) == [False, True]
     assert of_the_batch([16, 16, 100], lambda dims: None) == [True, True, False]  # shapes tell nothing
     assert of_the_batch([16, 16], fitting(1), lambda dims: False) == [True, True]  # it fits in no run
+    towers = lambda dims: (dims[0], dims[1])  # noqa: E731 - each with an output of its own
+    assert of_the_batch([16, 16], towers) == [True, True]
+    assert of_the_batch([16, 16, 16], towers) == [True, True, False]
+    assert of_the_batch([16, 16], lambda dims: (dims[0], None)) == [True, True]
 
 
 def test_an_input_whose_rows_tracing_does_not_know(distribute):

@@ -226,6 +226,28 @@ def test_a_model_for_batches_of_one_size():
         loud(X, training=True)
 
 
+class Annealed(layers.Layer):
+    """Adds a loss as far as a variable says that a callback sets."""
+
+    def __init__(self, total, start):
+        super().__init__()
+        self.total, self.start = total, start
+
+    def build(self, shape):
+        self.part = self.add_weight(shape=(), initializer=self.start, trainable=False)
+
+    def call(self, x):
+        self.add_loss(self.part * self.total(x**2))
+        return x
+
+
+@pytest.mark.parametrize("start", ["zeros", "ones"])
+@pytest.mark.parametrize("total, expected", [(ops.sum, SUM), (ops.mean, MEAN)])
+def test_a_loss_that_is_faded_in(total, expected, start):
+    """Whether it is a sum must be known before it is there."""
+    assert scales(model_of(Annealed(total, start))) == [expected]
+
+
 def test_all_workers_refuse_what_the_chief_refuses():
     with pytest.raises(ConfigError, match="loss number 1"):
         found_by_the_chief(OneDevice(), model_of(Adds(the_largest)), lambda: X)

@@ -66,6 +66,11 @@ MIXING = {
     "in inference": lambda x, training, seeds: x if training else x - ops.mean(x, axis=0),
     "attention over rows": lambda x, training, seeds: ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x),
     "shifted": lambda x, training, seeds: ops.roll(x, 1, axis=0),
+    "number of rows": lambda x, training, seeds: x / ops.cast(ops.shape(x)[0], "float32"),
+    "number of rows, in training": lambda x, training, seeds: (
+        x / ops.cast(ops.shape(x)[0], "float32") if training else x
+    ),
+    "place": lambda x, training, seeds: x + 0.1 * ops.cast(ops.arange(ops.shape(x)[0])[:, None], "float32"),
     "random and mixing": lambda x, training, seeds: keras.random.dropout(x, 0.3, seed=seeds) - ops.mean(x, axis=0),
 }
 APART = {
@@ -73,6 +78,8 @@ APART = {
     "normalized": lambda x, training, seeds: x - ops.mean(x, axis=1, keepdims=True),
     "rounded": lambda x, training, seeds: ops.round(10 * x),
     "dropout": lambda x, training, seeds: keras.random.dropout(x, 0.5, seed=seeds) if training else x,
+    "positions": lambda x, training, seeds: x + ops.cast(ops.arange(ops.shape(x)[1]), "float32"),
+    "dropout in inference": lambda x, training, seeds: keras.random.dropout(x, 0.5, seed=seeds),
     "noise of its own": lambda x, training, seeds: x + tf.random.normal(tf.shape(x)),
     "not finite": lambda x, training, seeds: ops.log(x),
 }
@@ -82,6 +89,21 @@ APART = {
 def test_what_looks_at_other_rows_is_found(name):
     assert row_mixing.mixes(model_of(Own(MIXING[name])), X)
     assert row_mixing.mixes(model_of(layers.Dense(8), layers.BatchNormalization(), Own(MIXING[name])), X)
+
+
+class FadedIn(layers.Layer):
+    """Centers its rows as far as a variable says that a callback sets."""
+
+    def build(self, shape):
+        self.part = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        return x - self.part * ops.mean(x, axis=0, keepdims=True)
+
+
+def test_what_is_not_faded_in_yet_is_found():
+    model = model_of(FadedIn())
+    assert row_mixing.mixes(model, X) and float(model.layers[1].part) == 0.0
 
 
 def centered_if_undisturbed(x, training, seeds):
@@ -306,7 +328,9 @@ def test_a_state_that_the_model_hides_from_keras_stays():
 
 def test_a_sentence_names_the_layers_and_what_to_do():
     model = model_of(Own(MIXING["centered"], name="my_centering"))
-    with pytest.raises(ConfigError, match=r"other rows of its batch \(look at my_centering\).*--row_mixing=replica"):
+    with pytest.raises(
+        ConfigError, match=r"other rows of its batch, .* \(look at my_centering\).*--row_mixing=replica"
+    ):
         row_mixing.refuse(OneDevice(), model, lambda: X)
 
 
