@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator as EpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfdist.control.exit_codes import UnsupportedError
@@ -20,16 +21,32 @@ _data_of_keras: Callable[[EpochIterator], Any] | None = getattr(EpochIterator, D
 
 
 def data_changed(change: Callable[[tf.data.Dataset], tf.data.Dataset]) -> Callable[[EpochIterator], Any]:
-    """For `EpochIterator.DATA`: what Keras would read, datasets changed. Relies on `TFEpochIterator._get_iterator`."""
+    """For `EpochIterator.DATA`: what Keras would read, datasets changed, and generators read no further than needed.
+    Relies on `TFEpochIterator._get_iterator`."""
     if _data_of_keras is None:
         raise UnsupportedError(f"This version of Keras reads data in another way: {DATA} of its epochs is gone.")
     keras_own = _data_of_keras
 
     def data(epochs: EpochIterator) -> Any:
         found = keras_own(epochs)
-        return change(found) if isinstance(found, tf.data.Dataset) else found
+        if not isinstance(found, tf.data.Dataset):
+            return found
+        return change(_not_ahead(found) if isinstance(epochs.data_adapter, GeneratorDataAdapter) else found)
 
     return data
+
+
+def _not_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Of a generator, without the batches that Keras has it make ahead: those left at the end of a validation are lost,
+    on each worker another number, and from then on they hold different batches. Relies on `_input_dataset` of what
+    `prefetch` returns; without it such workers are refused in the midst of a run.
+    """
+    inner = getattr(dataset, "_input_dataset", None)
+    if inner is None or "Prefetch" not in type(dataset).__name__:
+        return dataset
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return inner.with_options(options)
 
 
 def validation_iterator(model: keras.Model) -> EpochIterator | None:
