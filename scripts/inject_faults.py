@@ -151,6 +151,20 @@ FAULTS: dict[str, Fault] = {
         "runtime.rank == 0 and",
         ("tests/unit/training/test_row_mixing.py",),
     ),
+    "number of rows": Fault(
+        "a model that goes by the number of rows of its batch trains on a worker's part of them",
+        "training/row_mixing.py",
+        "or (attempt.moves and _depends_on_its_place(outputs, tolerance))",
+        "",
+        ("tests/unit/training/test_row_mixing.py",),
+    ),
+    "faded in": Fault(
+        "what a model does as far as a variable says that a callback sets is not seen when it is tried",
+        "training/loss_probe.py",
+        "self._states(states_off)",
+        "self.states",
+        ("tests/unit/training/test_row_mixing.py",),
+    ),
     "datagram hash": Fault(
         "whoever has seen a datagram can make others",
         "control/datagrams.py",

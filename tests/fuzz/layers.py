@@ -107,15 +107,19 @@ class RunningMean(keras.layers.Layer):
 
 
 def centered(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
-    """Less the mean over rows, in one of the ways in which a model can hide it: by `width`."""
+    """Less the mean over rows, or by their number, in one of the ways in which a model can hide it: by `width`."""
 
     def less_the_mean(v: Any) -> Any:
         return v - ops.mean(v, axis=0, keepdims=True)
 
+    def by_their_number(v: Any) -> Any:
+        return v * (1 + 2 / ops.cast(ops.shape(v)[0], v.dtype))
+
+    function = by_their_number if width % 2 else less_the_mean
     if width % 3 == 0:
-        return keras.layers.Lambda(less_the_mean, name=name)(x)
+        return keras.layers.Lambda(function, name=name)(x)
     if width % 3 == 1:
-        return keras.layers.Activation(less_the_mean, name=name)(x)
+        return keras.layers.Activation(function, name=name)(x)
     inner = keras.Input(x.shape[1:])
     return keras.Model(inner, less_the_mean(inner), name=name)(x)
 

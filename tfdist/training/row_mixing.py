@@ -35,7 +35,7 @@ from tfdist.training.loss_probe import (
 )
 
 _TOLERANCE = 1e-5  # of the largest output
-_ROUNDED = 10.0  # of the tolerance of the probe, where other shapes may run other kernels: 1e-3 in float32
+_ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half precision the tolerance of the probe
 
 
 class Attempt(NamedTuple):
@@ -125,7 +125,7 @@ def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], x: Any,
         return [tf.cast(leaf, tf.float64).numpy() for leaf in leaves]
 
     try:
-        tolerance = _ROUNDED * probe.tolerance
+        tolerance = max(_ROUNDED, probe.tolerance)
         return _depends_on_others(outputs) or (attempt.moves and _depends_on_its_place(outputs, tolerance))
     except Exception:  # noqa: BLE001 - of the user's own making
         return False
