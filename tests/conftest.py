@@ -30,6 +30,14 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is thorough is slow, too: `-m "not slow"` takes the place of the default `-m "not thorough"`."""
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """scripts/test.sh has whole files handed out: in turns.py's order."""
