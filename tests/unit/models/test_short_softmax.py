@@ -39,6 +39,7 @@ def own_calls(model):
     return [operation for operation in model.operations if "call" in vars(operation)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, bound", [("mixed_bfloat16", 0.02), ("mixed_float16", 0.003)])
 def test_the_result_is_the_same_and_the_gradient_as_half_precision_rounds(dtype, bound):
     model, plain = gpt(dtype), gpt(dtype)
