@@ -154,8 +154,8 @@ FAULTS: dict[str, Fault] = {
     "number of rows": Fault(
         "a model that goes by the number of rows of its batch trains on a worker's part of them",
         "training/row_mixing.py",
-        "or (attempt.moves and _depends_on_its_place(outputs, tolerance))",
-        "",
+        "attempt.moves and _depends_on_its_place",
+        "False and _depends_on_its_place",
         ("tests/unit/training/test_row_mixing.py",),
     ),
     "faded in": Fault(

@@ -40,6 +40,7 @@ USAGE = (
 def main(argv: list[str]) -> int:
     if STANDBY_VARIABLE in os.environ:  # a spare of the launcher: imports now, works when it is needed
         versions.quiet()
+        versions.prefer_cublas()
         versions.import_keras()
         from tfdist.run import session
 

@@ -35,6 +35,7 @@ class MeshRuntime(RuntimeDefaults):
     mesh: Mesh
     local_replicas = 1
     holds_whole_model = False
+    compiles_updates = False  # collectives are in them
     sums_slices = False
 
     def __init__(self, mesh: Mesh, cluster: Cluster, world: MultiWorker, timeout: float):

@@ -125,14 +125,15 @@ def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], x: Any,
         return [tf.cast(leaf, tf.float64).numpy() for leaf in leaves]
 
     try:
-        tolerance = max(_ROUNDED, probe.tolerance)
-        return _depends_on_others(outputs) or (attempt.moves and _depends_on_its_place(outputs, tolerance))
+        together, tolerance = outputs(list(range(ROWS))), max(_ROUNDED, probe.tolerance)
+        return _depends_on_others(outputs, together) or (
+            attempt.moves and _depends_on_its_place(outputs, together, tolerance)
+        )
     except Exception:  # noqa: BLE001 - of the user's own making
         return False
 
 
-def _depends_on_others(outputs: Callable[[list[int]], list[np.ndarray]]) -> bool:
-    together = outputs(list(range(ROWS)))
+def _depends_on_others(outputs: Callable[[list[int]], list[np.ndarray]], together: list[np.ndarray]) -> bool:
     found = any(
         _differs(with_others[place], with_itself[place], np.abs(with_others))
         for place in (0, ROWS - 1)
@@ -145,10 +146,12 @@ def _depends_on_others(outputs: Callable[[list[int]], list[np.ndarray]]) -> bool
     return not any(_differs(a, b, np.abs(a)) for a, b in zip(together, repeated, strict=True))
 
 
-def _depends_on_its_place(outputs: Callable[..., list[np.ndarray]], tolerance: float) -> bool:
+def _depends_on_its_place(
+    outputs: Callable[..., list[np.ndarray]], together: list[np.ndarray], tolerance: float
+) -> bool:
     """Whether the output for a row is another where it stands elsewhere, among fewer; of a model that draws no random
     numbers, which are of a place."""
-    together, places = outputs(list(range(ROWS))), [ROWS - 1, 0]
+    places = [ROWS - 1, 0]
     moved = outputs(places)
     if len(moved) != len(together) or not any(
         _differs(a[places], b, np.abs(a), tolerance) for a, b in zip(together, moved, strict=True)

@@ -89,7 +89,7 @@ class TrainStep:
         self.replica = ReplicaGradients(runtime, model, total, self.update, options, parallelism)
         self.added = self.replica.added
         self._pieces_norm, self._apply_pieces = self.update.norm, self._scale_and_apply
-        if options.compiled_update and not parallelism.update:
+        if options.compiled_update:
             self._pieces_norm, self._apply_pieces = in_xla(self._pieces_norm), in_xla(self._apply_pieces)
         self._forward_state = ForwardState(runtime, model)
         if runtime.local_replicas > 1:

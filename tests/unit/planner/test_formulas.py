@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.e2e.job import ENVIRONMENT
+from tests.marks import slow_but
 from tfdist import flags
 from tfdist.planner import formulas, shapes, transformer_formulas
 from tfdist.planner.memory import slot_elements
@@ -55,9 +56,7 @@ def counted():
     keras.config.set_dtype_policy("float32")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "mlp" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", slow_but(MODELS, "mlp"))
 def test_formula_and_graph_agree(name, counted):
     config = flags.parse(MODELS[name]).config
     by_formula, by_graph = formulas.shape_of(config, shapes.sample_of(config)), counted(MODELS[name])
