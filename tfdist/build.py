@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ClusterError, ConfigError
+from tfdist.control.exit_codes import ConfigError
 from tfdist.data import augment, contents, input_pipeline, streams
 from tfdist.data.batch_plan import BatchPlan, plan_batch
 from tfdist.data.sources.load_split import data_here, load_split
@@ -32,6 +31,7 @@ from tfdist.planner import memory_check
 from tfdist.planner.memory_check import MemoryLimits
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.environment import prepare_environment
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh_runtime import on_mesh
 from tfdist.training import compatibility, composition_checks, row_mixing
@@ -49,25 +49,6 @@ from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
 from tfdist.training.step import TrainStep
 from tfdist.training.step_options import Parallelism, StepOptions
-
-
-def prepare_environment(config: Config) -> None:
-    """Process-wide settings of TensorFlow and Keras; before anything touches a device."""
-    tf.get_logger().setLevel("ERROR")  # its warnings are about retracing and packing, which are as meant
-    for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
-        if (value := os.environ.get(name, "")) and not value.isdecimal():  # TensorFlow would abort
-            raise ClusterError(f"{name}={value} in the environment is no number of threads: unset it, or mend it.")
-    if config.cluster.intra_op_threads:
-        tf.config.threading.set_intra_op_parallelism_threads(config.cluster.intra_op_threads)
-    if config.cluster.inter_op_threads:
-        tf.config.threading.set_inter_op_parallelism_threads(config.cluster.inter_op_threads)
-    gpus = tf.config.list_physical_devices("GPU")
-    for gpu in gpus:
-        tf.config.experimental.set_memory_growth(gpu, True)
-    if gpus:  # else an operation without a kernel would make a run 500 times slower, and nothing would tell
-        tf.config.set_soft_device_placement(config.cluster.soft_placement)
-    if config.run.deterministic:
-        tf.config.experimental.enable_op_determinism()
 
 
 @dataclass

@@ -1,15 +1,19 @@
-"""Where operations go that no GPU can run."""
+"""Where operations go that no GPU can run, and where batches wait for a GPU."""
 
 from unittest import mock
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
-from tfdist import build, flags
+from tfdist import flags
+from tfdist.runtime.environment import prepare_environment
 
 
 @pytest.mark.parametrize(("gpus", "given", "soft"), [(1, "", False), (1, "--soft_placement", True), (0, "", True)])
-def test_soft_placement_is_off_on_gpus(gpus, given, soft):
+def test_soft_placement_is_off_on_gpus_and_host_memory_pinned(gpus, given, soft, monkeypatch):
+    monkeypatch.delenv("TF_GPU_HOST_MEM_LIMIT_IN_MB", raising=False)
+    monkeypatch.setattr(context.context(), "_config", None)
     config = flags.parse(["--steps=1", *filter(None, [given])]).config
     before = tf.config.get_soft_device_placement()
     assert before
@@ -18,7 +22,8 @@ def test_soft_placement_is_off_on_gpus(gpus, given, soft):
             mock.patch.object(tf.config, "list_physical_devices", lambda kind: ["a GPU"] * gpus),
             mock.patch.object(tf.config.experimental, "set_memory_growth"),
         ):
-            build.prepare_environment(config)
+            prepare_environment(config)
         assert tf.config.get_soft_device_placement() is soft
+        assert context.context().config.gpu_options.force_gpu_compatible is bool(gpus)
     finally:
         tf.config.set_soft_device_placement(before)

@@ -31,6 +31,7 @@ import keras
 from keras import initializers
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models import fused_attention
 from tfdist.models.experts import Experts, mixture
 from tfdist.models.inputs import dropout, rate
 from tfdist.models.keras_untyped import layers, ops
@@ -136,20 +137,23 @@ def _attention(
     length, per_head = x_BTD.shape[1], shape.width // shape.heads
 
     def by_head(x: keras.KerasTensor, which: str) -> keras.KerasTensor:
-        return ops.transpose(
-            layers.Reshape((length, shape.heads, per_head), name=f"{name}_attention_{which}")(x), (0, 2, 1, 3)
-        )
+        return layers.Reshape((length, shape.heads, per_head), name=f"{name}_attention_{which}")(x)
+
+    def joined(y_BTHK: keras.KerasTensor) -> keras.KerasTensor:
+        y_BTD = layers.Reshape((length, shape.width), name=f"{name}_attention_joined")(y_BTHK)
+        return layers.Dense(shape.width, kernel_initializer=residual, name=f"{name}_attention_out")(y_BTD)
 
     qkv = layers.Dense(3 * shape.width, kernel_initializer=normal(), name=f"{name}_attention_qkv")(x_BTD)
-    q_BHTK, k_BHTK, v_BHTK = (
+    q_BTHK, k_BTHK, v_BTHK = (
         by_head(part, which) for part, which in zip(ops.split(qkv, 3, axis=-1), ("query", "key", "value"), strict=True)
     )
+    if fused_attention.is_one_operation(shape.dropout):
+        return joined(ops.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=causal))
+    q_BHTK, k_BHTK, v_BHTK = (ops.transpose(x, (0, 2, 1, 3)) for x in (q_BTHK, k_BTHK, v_BTHK))
     scores_BHTT = ops.matmul(q_BHTK * per_head**-0.5, ops.transpose(k_BHTK, (0, 1, 3, 2)))
     scores_BHTT = ops.cast(scores_BHTT, "float32")
     if causal:
         scores_BHTT = ops.where(_causal_mask(qkv[:, :, 0]), scores_BHTT, _MASKED)
     weights_BHTT = ops.cast(ops.softmax(scores_BHTT), v_BHTK.dtype)
     weights_BHTT = dropout(weights_BHTT, shape.dropout, f"{name}_attention_weights_dropout")
-    y_BTHK = ops.transpose(ops.matmul(weights_BHTT, v_BHTK), (0, 2, 1, 3))
-    y_BTD = layers.Reshape((length, shape.width), name=f"{name}_attention_joined")(y_BTHK)
-    return layers.Dense(shape.width, kernel_initializer=residual, name=f"{name}_attention_out")(y_BTD)
+    return joined(ops.transpose(ops.matmul(weights_BHTT, v_BHTK), (0, 2, 1, 3)))

@@ -31,6 +31,16 @@ def keep_softmax_short(model: keras.Model) -> None:
 
 
 def _keeping(axis: int | None, dtype: tf.DType, composed: Callable) -> Callable:
+    def call(x: Any) -> Any:
+        is_plain = isinstance(x, tf.Tensor) and x.dtype == tf.float32
+        return short_softmax(x, axis, dtype) if is_plain and isinstance(axis, int) else composed(x)
+
+    return call
+
+
+def short_softmax(x: tf.Tensor, axis: int, dtype: tf.DType) -> tf.Tensor:
+    """The softmax of a float32 tensor, in float32, of which only the cast to `dtype` is kept for the gradient."""
+
     @tf.custom_gradient
     def softmax(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         y = tf.nn.softmax(x, axis)
@@ -42,8 +52,5 @@ def _keeping(axis: int | None, dtype: tf.DType, composed: Callable) -> Callable:
 
         return y, gradient
 
-    def call(x: Any) -> Any:
-        is_plain = isinstance(x, tf.Tensor) and x.dtype == tf.float32 and isinstance(axis, int)
-        return softmax(x) if is_plain else composed(x)
-
-    return call
+    weights: Any = softmax(x)  # without the gradient, which its type has beside it
+    return weights

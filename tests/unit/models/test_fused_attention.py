@@ -1,0 +1,200 @@
+"""Attention by cuDNN's kernel. Only a GPU has that: here what it is asked for is computed by NumPy-like operations in
+its place, from the operands and the configuration alone.
+"""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src import backend
+
+from tests.gpu.combinations import as_on_gpu
+from tfdist.compat import keras_attention, tensorflow_xla
+from tfdist.models import cudnn_attention, fused_attention
+from tfdist.models.transformer import transformer
+
+
+def computed(target, operands, config, results):
+    """What XLA says that these custom calls give, [B, N, T, H]."""
+    options = json.loads(config)["cudnn_fmha_backend_config"]
+    is_backward = target == "__cudnn$fmhaSoftmaxBackward"
+    assert is_backward or target == "__cudnn$fmhaSoftmax"
+    query, key, value = (tf.cast(x, tf.float64) for x in operands[:3])
+    assert options["intermediate_tensor_shape"]["dimensions"] == [str(n) for n in (*query.shape[:3], key.shape[2])]
+    scores = options["fmha_scale"] * tf.matmul(query, key, transpose_b=True)
+    if options["mask_type"] == "CAUSAL":
+        scores = tf.where(tf.linalg.band_part(tf.ones(scores.shape[2:], bool), -1, 0), scores, -np.inf)
+    weights = tf.nn.softmax(scores)
+    output, statistics = tf.matmul(weights, value), tf.reduce_logsumexp(scores, -1)
+    if is_backward:
+        given, upstream, given_output = (tf.cast(x, tf.float64) for x in operands[3:])
+        tf.debugging.assert_near(given, statistics, 1e-2, 1e-2)
+        tf.debugging.assert_near(given_output, output, 2e-2, 2e-2)
+        of_weights = tf.matmul(upstream, value, transpose_b=True)
+        of_scores = weights * (of_weights - tf.reduce_sum(weights * of_weights, -1, keepdims=True))
+        of_scores *= options["fmha_scale"]
+        found = [
+            tf.matmul(of_scores, key),
+            tf.matmul(of_scores, query, transpose_a=True),
+            tf.matmul(weights, upstream, transpose_a=True),
+        ]
+    else:
+        found = [output, statistics]
+    found.append(tf.zeros([0]))
+    assert [x.shape.as_list() for x in found] == [list(shape) for _, shape in results]
+    return [tf.cast(x, dtype) for x, (dtype, _) in zip(found, results, strict=True)]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """A GPU with the kernel. The list gets the target of each call."""
+    calls = []
+
+    def custom_call(target, *args):
+        calls.append(target)
+        return computed(target, *args)
+
+    monkeypatch.setattr(tensorflow_xla, "custom_call", custom_call)
+    monkeypatch.setattr(fused_attention, "_widest_head", lambda: 128)
+    monkeypatch.setattr(fused_attention, "_has_gpu", lambda: True)
+    fused_attention._is_right.cache_clear()
+    fused_attention.fuse_attention()
+    yield calls
+    fused_attention._is_right.cache_clear()
+
+
+def inputs(sizes, dtype):
+    batch, queries, keys, heads, width = sizes
+    rng = np.random.default_rng(0)
+    shapes = [(batch, n, heads, width) for n in (queries, keys, keys, queries)]
+    return [tf.cast(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    "sizes, is_causal", [((2, 6, 6, 3, 8), True), ((2, 6, 6, 3, 8), False), ((1, 3, 7, 2, 16), False)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_output_gradients_and_theirs_are_the_formulas(kernel, dtype, sizes, is_causal):
+    def all_of(attention, *tensors):
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            first = cudnn_attention.with_gradients(attention, 0.4, is_causal)(*tensors)
+            weighed = [tf.cast(each * each, tf.float32) for each in first[1:]]
+        return [*first, *tape.gradient(weighed, tensors)]
+
+    tensors = inputs(sizes, dtype)
+    found = all_of(cudnn_attention.cudnn_attention, *tensors)
+    assert len(kernel) == 2
+    expected = all_of(cudnn_attention.attention_by_formula, *(tf.cast(x, tf.float32) for x in tensors))
+    bound = 0.02 if dtype == "bfloat16" else 0.003
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype and np.linalg.norm(np.float32(one) - other) <= bound * np.linalg.norm(other)
+
+
+def loss_and_gradients(model, x, xla):
+    """In one vector."""
+
+    @tf.function(jit_compile=xla)
+    def compute(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.cast(model(x, training=True), tf.float32) ** 2)
+        return loss, tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+
+    return np.concatenate([np.ravel(np.float32(value)) for value in tf.nest.flatten(compute(tf.constant(x)))])
+
+
+def is_near(found, expected):
+    return np.linalg.norm(found - expected) <= 0.02 * np.linalg.norm(expected)
+
+
+def attending(layer):
+    """A model with the layer of Keras, made and called the same each time."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((8, 16), batch_size=4)
+    return keras.Model(inputs, layer()(inputs))
+
+
+LAYERS = {
+    "causal": lambda: (
+        lambda x: keras.layers.MultiHeadAttention(2, 8, dtype="mixed_bfloat16")(x, x, use_causal_mask=True)
+    ),
+    "grouped": lambda: lambda x: keras.layers.GroupQueryAttention(8, 4, 2, dtype="mixed_bfloat16")(x, x),
+    "float16": lambda: lambda x: keras.layers.MultiHeadAttention(2, 8, dtype="mixed_float16")(x, x),
+}
+X = np.random.default_rng(0).normal(size=(4, 8, 16)).astype("float32")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_of_keras_take_the_kernel_where_xla_compiles(kernel, layer, monkeypatch):
+    found = loss_and_gradients(attending(LAYERS[layer]), X, True)
+    assert set(kernel) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    kernel.clear()
+    without = loss_and_gradients(attending(LAYERS[layer]), X, False)  # by the formula
+    assert not kernel
+    monkeypatch.setattr(backend.nn, "dot_product_attention", keras_attention._of_keras)
+    expected = loss_and_gradients(attending(LAYERS[layer]), X, True)
+    assert is_near(found, expected) and is_near(without, expected)
+
+
+def masked(x):
+    return keras.layers.MultiHeadAttention(2, 8, dtype="mixed_bfloat16")(x, x, attention_mask=np.eye(8)[None] == 1)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        masked,
+        lambda x: keras.layers.MultiHeadAttention(2, 8, dtype="float32")(x, x),
+        lambda x: keras.layers.MultiHeadAttention(2, 6, dtype="mixed_bfloat16")(x, x),
+        lambda x: keras.layers.MultiHeadAttention(2, 136, dtype="mixed_bfloat16")(x, x),
+        lambda x: keras.layers.MultiHeadAttention(2, 8, dropout=0.1, dtype="mixed_bfloat16")(x, x),
+    ],
+    ids=["masked", "float32", "6 wide", "136 wide", "dropout"],
+)
+def test_others_do_not(kernel, layer):
+    loss_and_gradients(attending(lambda: layer), X, True)
+    assert not kernel
+
+
+def test_turned_off_by_kerass_own_switch(kernel):
+    keras.config.disable_flash_attention()
+    try:
+        loss_and_gradients(attending(LAYERS["causal"]), X, True)
+    finally:
+        keras.config.enable_flash_attention()
+    assert not kernel
+
+
+@pytest.mark.parametrize("wrong", ["numbers", "an error"])
+def test_a_kernel_that_fails_its_trial_is_not_used_and_named(kernel, wrong, monkeypatch, caplog):
+    def custom_call(target, *args):
+        if wrong == "an error":
+            raise tf.errors.InternalError(None, None, "no engine was found\nat line 7")
+        first, *others = computed(target, *args)
+        return [first * tf.cast(1.05, first.dtype), *others]
+
+    monkeypatch.setattr(tensorflow_xla, "custom_call", custom_call)
+    found = loss_and_gradients(attending(LAYERS["causal"]), X, True)
+    expected = loss_and_gradients(attending(LAYERS["causal"]), X, False)
+    assert is_near(found, expected)
+    said = "fails: no engine was found" if wrong == "an error" else "is 0.048 off the formula"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"cuDNN's attention of 8 x 8 positions, 8 wide, in bfloat16 {said}: the formula is taken, which is slower and"
+        " takes more memory."
+    ]
+
+
+def test_models_of_tfdist_call_kerass_operation_on_gpus_in_half_precision():
+    def attentions(policy, dropout):
+        keras.config.set_dtype_policy(policy)
+        try:
+            with as_on_gpu():
+                model = transformer(x_spec=tf.TensorSpec([8], tf.int32), num_outputs=9, layers=3, dropout=dropout)
+        finally:
+            keras.config.set_dtype_policy("float32")
+        return len(keras_attention.attentions(model))
+
+    assert attentions("mixed_bfloat16", 0.0) == attentions("mixed_float16", 0.0) == 3
+    assert attentions("float32", 0.0) == attentions("mixed_bfloat16", 0.1) == 0

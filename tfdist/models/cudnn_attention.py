@@ -1,0 +1,196 @@
+"""Attention by cuDNN's kernel in TensorFlow, the same by formula, and how far the two are from each other.
+
+XLA carries the kernel ("__cudnn$fmhaSoftmax", which JAX asks for by the same name): a function that XLA compiles can
+have it. It never writes the weights of [B, N, T, S] to memory (FlashAttention, Dao et al. 2022, arXiv:2205.14135).
+
+Shapes as in Keras: B batch, T queries, S keys, N heads, H numbers in each.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import tensorflow_xla
+from tfdist.models.short_softmax import short_softmax
+from tfdist.runtime.host import known_dims
+
+DTYPES = {tf.float16: "F16", tf.bfloat16: "BF16"}  # -> their names in XLA
+_MASKED = -1e9
+_WORKSPACE = (tf.uint8, [0])  # XLA finds out how much
+
+
+def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, is_causal: bool) -> tf.Tensor:
+    """softmax(scale * query key^T) value, [B, T, N, H], by cuDNN, with its gradient. Causal: query t sees keys 0..t.
+
+    Args: query [B, T, N, H], key and value [B, S, N, H], float16 or bfloat16, of static shapes. In a function that XLA
+    compiles for a GPU; elsewhere XLA says that it has no implementation.
+    """
+
+    @tf.custom_gradient
+    def attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        output, statistics = _forward(query, key, value, scale, is_causal)
+
+        @tf.custom_gradient
+        def gradient(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, upstream: tf.Tensor) -> tuple[list, Any]:
+            found = _backward(query, key, value, output, statistics, upstream, scale, is_causal)
+
+            def of_gradient(*upstreams: tf.Tensor) -> list[tf.Tensor]:
+                """Of which cuDNN has none: of a gradient penalty, for example."""
+                by_formula = with_gradients(attention_by_formula, scale, is_causal)
+                inputs = [query, key, value, upstream]
+                with tf.GradientTape() as tape:
+                    tape.watch(inputs)
+                    gradients = by_formula(*inputs)[1:]
+                second: Any = tape.gradient(gradients, inputs, output_gradients=list(upstreams))
+                return second
+
+            return found, of_gradient
+
+        return output, lambda upstream: gradient(query, key, value, upstream)
+
+    output: Any = attention(query, key, value)  # without the gradient, which its type has beside it
+    return output
+
+
+def _forward(
+    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, is_causal: bool
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The output [B, T, N, H], and of each row of scores what the backward pass needs: float32 [B, N, T]."""
+    by_head = [_swapped(x) for x in (query, key, value)]
+    batch, heads, queries, width = known_dims(by_head[0].shape)
+    output_BNTH, statistics, _ = tensorflow_xla.custom_call(
+        "__cudnn$fmhaSoftmax",
+        by_head,
+        _config(by_head[0], by_head[1], scale, is_causal, _FORWARD),
+        [(query.dtype, [batch, heads, queries, width]), (tf.float32, [batch, heads, queries]), _WORKSPACE],
+    )
+    return _swapped(output_BNTH), statistics
+
+
+def _backward(
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    output: tf.Tensor,
+    statistics: tf.Tensor,
+    upstream: tf.Tensor,
+    scale: float,
+    is_causal: bool,
+) -> list[tf.Tensor]:
+    """The gradients of query, key and value."""
+    by_head = [_swapped(x) for x in (query, key, value)]
+    *found, _ = tensorflow_xla.custom_call(
+        "__cudnn$fmhaSoftmaxBackward",
+        [*by_head, statistics, _swapped(upstream), _swapped(output)],
+        _config(by_head[0], by_head[1], scale, is_causal, _BACKWARD),
+        [*((x.dtype, known_dims(x.shape)) for x in by_head), _WORKSPACE],
+    )
+    return [_swapped(x) for x in found]
+
+
+def _swapped(x: tf.Tensor) -> tf.Tensor:
+    """[B, T, N, H] <-> [B, N, T, H]."""
+    return tf.transpose(x, (0, 2, 1, 3))
+
+
+# Which dims each product of two sums over, left and right; B and N they have in common (XLA's CudnnfMHABackendConfig,
+# as JAX fills it: jax/_src/cudnn/fused_attention_stablehlo.py).
+_FORWARD = {"bmm1": (3, 3), "bmm2": (3, 2)}
+_BACKWARD = {
+    "bmm1_grad_gemm1": (2, 2),
+    "bmm1_grad_gemm2": (3, 2),
+    "bmm2_grad_gemm1": (2, 2),
+    "bmm2_grad_gemm2": (3, 3),
+}
+
+
+def _config(
+    query: tf.Tensor, key: tf.Tensor, scale: float, is_causal: bool, products: dict[str, tuple[int, int]]
+) -> str:
+    dims = {
+        f"{name}_dot_dimension_numbers": {
+            "lhs_contracting_dimensions": [str(left)],
+            "rhs_contracting_dimensions": [str(right)],
+            "lhs_batch_dimensions": ["0", "1"],
+            "rhs_batch_dimensions": ["0", "1"],
+        }
+        for name, (left, right) in products.items()
+    }
+    scores = {
+        "element_type": DTYPES[query.dtype],
+        "dimensions": [str(size) for size in (*query.shape[:3], key.shape[2])],
+        "layout": {"minor_to_major": ["3", "2", "1", "0"]},
+        "is_dynamic_dimension": [False] * 4,
+    }
+    algorithm = {
+        "algo_id": "0",
+        "math_type": "TENSOR_OP_MATH",
+        "tuning_knobs": {"17": "1", "24": "0"},
+        "is_cudnn_frontend": True,
+        "workspace_size": "0",
+    }
+    return json.dumps(
+        {
+            "operation_queue_id": "0",
+            "cudnn_fmha_backend_config": {
+                "algorithm": algorithm,
+                "fmha_scale": scale,
+                "intermediate_tensor_shape": scores,
+                "is_flash_attention": True,
+                "mask_type": "CAUSAL" if is_causal else "NO_MASK",
+                "dropout_rate": 0.0,
+                "seed": 42,
+                "sliding_window_length": 0,
+                "max_seg_per_batch": 1,
+                "is_paged_attention": False,
+                **dims,
+            },
+        }
+    )
+
+
+def distance(dtype: tf.DType, sizes: tuple[int, int, int, int, int], scale: float, is_causal: bool) -> float:
+    """How far cuDNN's output and three gradients for random numbers are from the formula's in float32: the largest of
+    the norms of the differences, in parts of the norms. sizes: B, T, S, N, H.
+    """
+    batch, queries, keys, heads, width = sizes
+    positions = (queries, keys, keys, queries)  # of query, key, value and the gradient of the output
+    inputs = [
+        tf.cast(tf.random.stateless_normal((batch, each, heads, width), (7, number)), dtype)
+        for number, each in enumerate(positions)
+    ]
+    fused = tf.function(with_gradients(cudnn_attention, scale, is_causal), jit_compile=True, autograph=False)
+    found = fused(*inputs)
+    expected = with_gradients(attention_by_formula, scale, is_causal)(*(tf.cast(x, tf.float32) for x in inputs))
+    return max(
+        float(tf.norm(tf.cast(one, tf.float32) - other) / tf.norm(other))
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def with_gradients(attention: Any, scale: float, is_causal: bool) -> Any:
+    """(query, key, value, gradient of the output) -> [output, and the gradients of the three]."""
+
+    def compute(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, upstream: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch([query, key, value])
+            output = attention(query, key, value, scale, is_causal)
+        found: Any = tape.gradient([output], [query, key, value], output_gradients=[upstream])
+        return [output, *found]
+
+    return compute
+
+
+def attention_by_formula(
+    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, is_causal: bool
+) -> tf.Tensor:
+    """The same as `cudnn_attention` by TensorFlow's operations, in float16, bfloat16 or float32."""
+    scores_BNTS = scale * tf.cast(tf.einsum("btnh,bsnh->bnts", query, key), tf.float32)
+    if is_causal:
+        seen = tf.range(query.shape[1])[:, None] >= tf.range(key.shape[1])
+        scores_BNTS = tf.where(seen, scores_BNTS, _MASKED)
+    weights_BNTS = tf.cast(short_softmax(scores_BNTS, -1, value.dtype), value.dtype)
+    return tf.einsum("bnts,bsnh->btnh", weights_BNTS, value)

@@ -1,0 +1,126 @@
+"""Attention in half precision on GPUs: by one kernel of cuDNN's, which Keras has with JAX and PyTorch only.
+
+GPT-2 124M on an H100: 253,000 tokens a second without it, 418,000 with it; PyTorch's compiled 327,500 (docs/gpus.md).
+It also keeps less memory and rounds less: scores and weights stay in float32 within the kernel (cudnn_attention.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import keras_attention, tensorflow_xla
+from tfdist.models.cudnn_attention import DTYPES, attention_by_formula, cudnn_attention, distance
+from tfdist.runtime.host import known_dims
+
+TOLERANCE = 0.02  # of the norm; bfloat16 rounds to 0.004 of each number
+_TRIED_POSITIONS = 1024  # at most, as the trial writes the weights of [B, N, T, S]
+_log = logging.getLogger(__name__)
+
+
+def fuse_attention() -> None:
+    """From now on Keras' MultiHeadAttention and `keras.ops.dot_product_attention` take cuDNN's kernel in this process
+    where it can be had: on GPUs of compute capability 8.0 or newer, in a function that XLA compiles, in half precision,
+    without mask, bias or dropout of the weights, H a multiple of 8 up to 128 (from 9.0 on 256). On other GPUs the same
+    attention keeps half precision for its gradient (short_softmax.py); everything else is computed as before.
+    `keras.config.disable_flash_attention()` turns cuDNN's off.
+
+    Its first use for a shape is a trial against the formula in float32; where that fails a warning says so, and it is
+    not used.
+    """
+    keras_attention.replace_attention(_fused_where_possible)
+
+
+def is_one_operation(dropout: float) -> bool:
+    """Whether a model of tfdist's should call `keras.ops.dot_product_attention`, so that `fuse_attention` finds it: on
+    GPUs, in half precision and without dropout of the weights. (On a CPU Keras' formula is 2 % slower than that of
+    blocks.py.)
+    """
+    return _has_gpu() and not dropout and tf.as_dtype(keras.config.dtype_policy().compute_dtype) in DTYPES
+
+
+def _has_gpu() -> bool:
+    return bool(tf.config.list_logical_devices("GPU"))
+
+
+@functools.cache
+def _fused_where_possible(of_keras: keras_attention.Attention) -> keras_attention.Attention:
+    def dot_product_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        mask: Any = None,
+        scale: Any = None,
+        is_causal: bool = False,
+        **options: Any,  # flash_attention, attn_logits_soft_cap
+    ) -> Any:
+        is_plain = bias is None and mask is None and not any(options.values())
+        factor = _number(scale, query) if is_plain and _has_gpu() else None
+        if factor is not None and _are_alike(query, key, value, is_causal):
+            wants_cudnn = options.get("flash_attention") is None and not keras_attention.wants_none()
+            if wants_cudnn and tensorflow_xla.is_compiled_by_xla() and _is_had(query, key, factor, is_causal):
+                return cudnn_attention(query, key, value, factor, is_causal)
+            return attention_by_formula(query, key, value, factor, is_causal)
+        return of_keras(query, key, value, bias, mask, scale, is_causal, **options)
+
+    return dot_product_attention
+
+
+def _number(scale: Any, query: Any) -> float | None:
+    """The factor of the scores; None if only the step will know it."""
+    if scale is None:
+        return None if query.shape[-1] is None else query.shape[-1] ** -0.5
+    return float(scale) if isinstance(scale, (int, float, np.number)) else None
+
+
+def _are_alike(query: Any, key: Any, value: Any, is_causal: bool) -> bool:
+    """Whether they are three tensors in one half precision and of static shapes that fit each other."""
+    tensors = (query, key, value)
+    if not all(isinstance(x, tf.Tensor) and x.dtype in DTYPES and x.shape.is_fully_defined() for x in tensors):
+        return False
+    (batch, queries, heads, width), keys = query.shape, key.shape[1]
+    fits = key.shape == value.shape == (batch, keys, heads, width) and query.dtype == key.dtype == value.dtype
+    return fits and min(batch, queries, keys) > 0 and (queries == keys or not is_causal)
+
+
+def _is_had(query: tf.Tensor, key: tf.Tensor, scale: float, is_causal: bool) -> bool:
+    """Whether cuDNN has a kernel for these, and it is right."""
+    (_, queries, _, width), (_, keys, _, _) = known_dims(query.shape), known_dims(key.shape)
+    if width % 8 or width > _widest_head():
+        return False
+    return _is_right(query.dtype, min(queries, _TRIED_POSITIONS), min(keys, _TRIED_POSITIONS), width, scale, is_causal)
+
+
+@functools.cache
+def _widest_head() -> int:
+    """On this process's GPUs; 0 if there is one that has no such kernel, or none at all."""
+    gpus = tf.config.get_visible_devices("GPU")
+    found = [tf.config.experimental.get_device_details(gpu).get("compute_capability", (0, 0)) for gpu in gpus]
+    oldest = min(found, default=(0, 0))
+    return 256 if oldest >= (9, 0) else 128 if oldest >= (8, 0) else 0
+
+
+@functools.cache
+def _is_right(dtype: tf.DType, queries: int, keys: int, width: int, scale: float, is_causal: bool) -> bool:
+    """Tries the kernel: whether results and gradients are those of the formula up to rounding. Once for each of these,
+    about a second."""
+    try:
+        # In a thread of its own, as this one is tracing a step, with its graph, tape and place.
+        with ThreadPoolExecutor(1) as thread:
+            off = thread.submit(distance, dtype, (2, queries, keys, 2, width), scale, is_causal).result()
+        wrong = f"is {off:.2g} off the formula" if not off <= TOLERANCE else ""
+    except Exception as error:  # whatever cuDNN, XLA or TensorFlow say, there is another way
+        wrong = f"fails: {str(error).splitlines()[0]:.200}"
+    if wrong:
+        _log.warning(
+            f"cuDNN's attention of {queries} x {keys} positions, {width} wide, in {dtype.name} {wrong}: the formula is"
+            " taken, which is slower and takes more memory."
+        )
+    return not wrong
