@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.combinations import EXPERTS, IMAGES, TRANSFORMER, as_on_gpu
+from tests.gpu.cudnn_kernel import cudnn_kernel
 from tfdist import flags
 from tfdist.build import compose, start_runtime
 from tfdist.control.cluster import Cluster
@@ -53,5 +54,23 @@ def test_the_form_for_gpus_computes_the_same(command_line, bound):
     losses, change, options = trained((*command_line, "--jit_compile"), on_gpu=False)
     found_losses, found_change, found_options = trained(command_line, on_gpu=True)  # which compiles by default
     assert found_options.jit_compile and found_options.compiled_update and not options.compiled_update
+    np.testing.assert_allclose(found_losses, losses, rtol=bound)
+    assert np.linalg.norm(found_change - change) <= bound * np.linalg.norm(change)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, bound",
+    [
+        (("--precision=bfloat16", "--recompute=block", "--accumulation=2", "--clip_norm=1"), 0.01),
+        pytest.param(("--precision=float16", "--recompute=attention", "--ema=0.9"), 0.002, marks=pytest.mark.thorough),
+    ],
+)
+def test_with_cudnns_attention_it_computes_the_same(options, bound):
+    command_line = (*TRANSFORMER, NO_DROPOUT, "--optimizer=sgd", *options)
+    losses, change, _ = trained(command_line, on_gpu=True)
+    with cudnn_kernel() as calls:
+        found_losses, found_change, found_options = trained(command_line, on_gpu=True)
+    assert found_options.jit_compile and len(calls) > 4
     np.testing.assert_allclose(found_losses, losses, rtol=bound)
     assert np.linalg.norm(found_change - change) <= bound * np.linalg.norm(change)

@@ -1,8 +1,4 @@
-"""Attention by cuDNN's kernel. Only a GPU has that: here what it is asked for is computed by NumPy-like operations in
-its place, from the operands and the configuration alone.
-"""
-
-import json
+"""Attention by cuDNN's kernel, or what stands in its place where there is no GPU."""
 
 import keras
 import numpy as np
@@ -11,58 +7,16 @@ import tensorflow as tf
 from keras.src import backend
 
 from tests.gpu.combinations import as_on_gpu
+from tests.gpu.cudnn_kernel import computed, cudnn_kernel
 from tfdist.compat import keras_attention, tensorflow_xla
-from tfdist.models import cudnn_attention, fused_attention
+from tfdist.models import cudnn_attention
 from tfdist.models.transformer import transformer
 
 
-def computed(target, operands, config, results):
-    """What XLA says that these custom calls give, [B, N, T, H]."""
-    options = json.loads(config)["cudnn_fmha_backend_config"]
-    is_backward = target == "__cudnn$fmhaSoftmaxBackward"
-    assert is_backward or target == "__cudnn$fmhaSoftmax"
-    query, key, value = (tf.cast(x, tf.float64) for x in operands[:3])
-    assert options["intermediate_tensor_shape"]["dimensions"] == [str(n) for n in (*query.shape[:3], key.shape[2])]
-    scores = options["fmha_scale"] * tf.matmul(query, key, transpose_b=True)
-    if options["mask_type"] == "CAUSAL":
-        scores = tf.where(tf.linalg.band_part(tf.ones(scores.shape[2:], bool), -1, 0), scores, -np.inf)
-    weights = tf.nn.softmax(scores)
-    output, statistics = tf.matmul(weights, value), tf.reduce_logsumexp(scores, -1)
-    if is_backward:
-        given, upstream, given_output = (tf.cast(x, tf.float64) for x in operands[3:])
-        tf.debugging.assert_near(given, statistics, 1e-2, 1e-2)
-        tf.debugging.assert_near(given_output, output, 2e-2, 2e-2)
-        of_weights = tf.matmul(upstream, value, transpose_b=True)
-        of_scores = weights * (of_weights - tf.reduce_sum(weights * of_weights, -1, keepdims=True))
-        of_scores *= options["fmha_scale"]
-        found = [
-            tf.matmul(of_scores, key),
-            tf.matmul(of_scores, query, transpose_a=True),
-            tf.matmul(weights, upstream, transpose_a=True),
-        ]
-    else:
-        found = [output, statistics]
-    found.append(tf.zeros([0]))
-    assert [x.shape.as_list() for x in found] == [list(shape) for _, shape in results]
-    return [tf.cast(x, dtype) for x, (dtype, _) in zip(found, results, strict=True)]
-
-
 @pytest.fixture
-def kernel(monkeypatch):
-    """A GPU with the kernel. The list gets the target of each call."""
-    calls = []
-
-    def custom_call(target, *args):
-        calls.append(target)
-        return computed(target, *args)
-
-    monkeypatch.setattr(tensorflow_xla, "custom_call", custom_call)
-    monkeypatch.setattr(fused_attention, "_widest_head", lambda: 128)
-    monkeypatch.setattr(fused_attention, "_has_gpu", lambda: True)
-    fused_attention._is_right.cache_clear()
-    fused_attention.fuse_attention()
-    yield calls
-    fused_attention._is_right.cache_clear()
+def kernel():
+    with cudnn_kernel() as calls:
+        yield calls
 
 
 def inputs(sizes, dtype):

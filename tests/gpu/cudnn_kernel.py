@@ -1,0 +1,67 @@
+"""cuDNN's attention, which only a GPU has: what it is asked for is computed by TensorFlow's operations in its place,
+from the operands and the configuration alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import tensorflow_xla
+from tfdist.models import fused_attention
+
+
+@contextlib.contextmanager
+def cudnn_kernel() -> Iterator[list[str]]:
+    """A GPU with the kernel. The list gets the target of each call, of the trials, too."""
+    calls: list[str] = []
+
+    def custom_call(target, *args):
+        calls.append(target)
+        return computed(target, *args)
+
+    with (
+        mock.patch.object(tensorflow_xla, "custom_call", custom_call),
+        mock.patch.object(fused_attention, "_widest_head", lambda: 128),
+        mock.patch.object(fused_attention, "_has_gpu", lambda: True),
+    ):
+        fused_attention._is_right.cache_clear()
+        fused_attention.fuse_attention()
+        yield calls
+    fused_attention._is_right.cache_clear()
+
+
+def computed(target, operands, config, results):
+    """What XLA says that these custom calls give, [B, N, T, H]."""
+    options = json.loads(config)["cudnn_fmha_backend_config"]
+    is_backward = target == "__cudnn$fmhaSoftmaxBackward"
+    assert is_backward or target == "__cudnn$fmhaSoftmax"
+    query, key, value = (tf.cast(x, tf.float64) for x in operands[:3])
+    assert options["intermediate_tensor_shape"]["dimensions"] == [str(n) for n in (*query.shape[:3], key.shape[2])]
+    scores = options["fmha_scale"] * tf.matmul(query, key, transpose_b=True)
+    if options["mask_type"] == "CAUSAL":
+        scores = tf.where(tf.linalg.band_part(tf.ones(scores.shape[2:], bool), -1, 0), scores, -np.inf)
+    weights = tf.nn.softmax(scores)
+    output, statistics = tf.matmul(weights, value), tf.reduce_logsumexp(scores, -1)
+    if is_backward:
+        given, upstream, given_output = (tf.cast(x, tf.float64) for x in operands[3:])
+        tf.debugging.assert_near(given, statistics, 1e-2, 1e-2)
+        tf.debugging.assert_near(given_output, output, 2e-2, 2e-2)
+        of_weights = tf.matmul(upstream, value, transpose_b=True)
+        of_scores = weights * (of_weights - tf.reduce_sum(weights * of_weights, -1, keepdims=True))
+        of_scores *= options["fmha_scale"]
+        found = [
+            tf.matmul(of_scores, key),
+            tf.matmul(of_scores, query, transpose_a=True),
+            tf.matmul(weights, upstream, transpose_a=True),
+        ]
+    else:
+        found = [output, statistics]
+    found.append(tf.zeros([0]))
+    assert [x.shape.as_list() for x in found] == [list(shape) for _, shape in results]
+    return [tf.cast(x, dtype) for x, (dtype, _) in zip(found, results, strict=True)]
