@@ -1,4 +1,4 @@
-"""Which cases of a test belong to the fast part of the suite."""
+"""Which cases of a test belong to which part of the suite."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ import pytest
 
 def slow_but(cases: Iterable[Any], *fast: Any) -> list[Any]:
     """The cases of a test (a tuple: its several arguments): `fast` as they are, all others marked as slow."""
-    cases = list(cases)
-    assert all(case in cases for case in fast), f"not all of {fast} are cases of the test"
-    return [case if case in fast else _slow(*(case if isinstance(case, tuple) else (case,))) for case in cases]
+    return _marked_but(pytest.mark.slow, cases, fast)
 
 
-def _slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+def thorough_but(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """The cases of a test: `kept` belong to the default suite, all others are marked as thorough."""
+    return _marked_but(pytest.mark.thorough, cases, kept)
+
+
+def _marked_but(mark: pytest.MarkDecorator, cases: Iterable[Any], unmarked: tuple[Any, ...]) -> list[Any]:
+    cases = sorted(cases) if isinstance(cases, set) else list(cases)  # all processes of pytest want one order
+    assert all(case in cases for case in unmarked), f"not all of {unmarked} are cases of the test"
+    return [
+        case if case in unmarked else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case in cases
+    ]

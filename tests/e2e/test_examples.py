@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.job import ENVIRONMENT
+from tests.marks import thorough_but
 
 EXAMPLES = Path("examples").resolve()
 QUICK = ["--export=none", "--noplot", "--trackers=none", "--eval_samples=400"]
@@ -36,6 +37,7 @@ REACHED = {
     "parameter_server.sh": {"staleness/mean": 0},
     "zero3.sh": {"train/loss": 0},
 }
+DEFAULT = ("fit_cnn.py", "custom_loop.py", "own_model.py", "parameter_server.sh")  # the others: thorough
 WITHOUT_LAUNCH = {"slurm.sh", "ray_job.sh"}
 
 
@@ -73,7 +75,7 @@ def test_every_example_says_how_it_is_run_and_what_comes_of_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "finetune_kerashub.py"])
+@pytest.mark.parametrize("name", thorough_but(set(SMALL) - {"finetune_kerashub.py"}, *DEFAULT))
 def test_it_trains(name, tmp_path):
     code, output = run([*commands(name)[-1], *SMALL[name]], tmp_path)
     assert code == 0, output

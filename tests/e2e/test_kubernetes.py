@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, wait_for
 
 yaml = pytest.importorskip("yaml")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 

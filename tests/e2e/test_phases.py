@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.job import CLUSTERS, records, run
+from tests.marks import thorough_but
 from tfdist.telemetry.report_text import as_text
 from tfdist.telemetry.run_log import RunLog
 
@@ -48,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=thorough_but(CASES, "optimizer", "network"))
 def case(request, tmp_path_factory) -> tuple[str, Path, str]:
     """(name, run folder, output)."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -100,6 +100,7 @@ def test_a_node_is_lost_and_comes_back(cluster, launch, tmp_path):
         )
 
 
+@pytest.mark.thorough
 def test_sigterm_saves_and_ends_with_42(launch, tmp_path):
     process = launch(2, [*CLUSTERS, "--steps=1000000", f"--run_dir={tmp_path}"])
     wait_for(lambda: workers_training(tmp_path) == 2, 200)

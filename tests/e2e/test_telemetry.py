@@ -29,6 +29,7 @@ def scraped(port):
     }
 
 
+@pytest.mark.thorough
 def test_a_killed_run_is_one_run_in_every_tracker(tmp_path, monkeypatch):
     pytest.importorskip("prometheus_client")
     pytest.importorskip("mlflow")

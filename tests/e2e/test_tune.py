@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.job import CLUSTERS, records, run, snapshot
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 def test_a_tuned_run_is_the_run_with_what_was_chosen(tmp_path):

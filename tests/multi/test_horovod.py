@@ -37,6 +37,7 @@ def test_compression_batchnorm_and_a_rank_that_is_stuck(tmp_path):
     assert "explained: PeerLostError" in output and "--collective_timeout" in output, output
 
 
+@pytest.mark.thorough
 def test_under_horovodrun(tmp_path):
     """--strategy=auto finds out."""
     run = Path(sys.executable).parent / "horovodrun"

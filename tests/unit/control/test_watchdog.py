@@ -138,7 +138,9 @@ def work():
 """
 
 
-@pytest.mark.parametrize("work", [RUBBISH, CALLS], ids=["rubbish", "calls"])
+@pytest.mark.parametrize(
+    "work", [pytest.param(RUBBISH, id="rubbish", marks=pytest.mark.thorough), pytest.param(CALLS, id="calls")]
+)
 @pytest.mark.slow
 def test_threads_that_are_looked_at_run_on_unharmed(work):
     environment = {**os.environ, "TF_NUM_INTEROP_THREADS": "4"}
