@@ -229,8 +229,9 @@ def answers(address: str) -> bool:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS) as connection:
             # The kernel may pick the very port that it connects to, and so connect a socket to itself.
             return connection.getsockname() != connection.getpeername()
-    except (OSError, UnicodeError):  # also: the name is not known yet, or cannot be a name
-        return False
+    except (OSError, UnicodeError) as error:  # also: the name is not known yet, or cannot be a name
+        # It may have closed the connection before we look at it (_accept_probes): that is an answer, too.
+        return getattr(error, "errno", None) in (errno.ECONNRESET, errno.ENOTCONN)
 
 
 def is_local(host: str) -> bool:

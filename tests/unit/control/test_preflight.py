@@ -1,6 +1,7 @@
 """The search for peers, over real sockets."""
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -141,6 +142,23 @@ def test_a_knock_does_not_answer_itself():
     assert not any(preflight.answers(f"127.0.0.1:{port}") for _ in range(20_000))
 
 
+def test_an_answer_that_is_reset_at_once_is_one(monkeypatch):
+    """As `wait_for_peers` does it: on a busy machine the end may be there before the connection is looked at."""
+
+    class Reset(socket.socket):
+        def getpeername(self):
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    def reset(*_, **__):
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    for connect in (reset, lambda *_, **__: Reset()):
+        monkeypatch.setattr(socket, "create_connection", connect)
+        assert preflight.answers("127.0.0.1:1")
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: (_ for _ in ()).throw(ConnectionRefusedError()))
+    assert not preflight.answers("127.0.0.1:1")
+
+
 def test_more_knocks_than_the_queue_holds(addresses, monkeypatch):
     """Nobody would answer the late ones in a large cluster if the queue were not emptied."""
     bind = preflight.bind_everywhere
@@ -165,9 +183,12 @@ def test_more_knocks_than_the_queue_holds(addresses, monkeypatch):
     with contextlib.ExitStack() as probes:
         for _ in range(7):
             with contextlib.suppress(OSError):
-                probes.enter_context(
-                    socket.create_connection(("127.0.0.1", port_of(addresses[0])), timeout=40)
-                )  # a probe that was dropped comes again after 1, 3, 7, 15 and 31 s
+                try:
+                    probes.enter_context(
+                        socket.create_connection(("127.0.0.1", port_of(addresses[0])), timeout=40)
+                    )  # a probe that was dropped comes again after 1, 3, 7, 15 and 31 s
+                except ConnectionResetError:  # it was answered, and its end came before we looked
+                    pass
                 answered += 1
     stop.set()
     thread.join()
