@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -239,19 +241,20 @@ def recomputed_layer(fit, evaluate, predict, folder):
 
 
 class Noisy(keras.Sequential):
-    """Draws in its train_step, where all rows are, from generators of every kind, and logs what it has drawn."""
+    """Draws in its train_step, where all rows are, from generators of every kind."""
 
+    drawn_by = "keras"
     elsewhere = None  # no attribute that Keras knows: in a list of a class
 
     def train_step(self, data):
         x, y = data
+        if self.drawn_by == "tensorflow":
+            return super().train_step((x + tf.random.normal(tf.shape(x)), y))
         seeds = {"own": self.generator, "global": None, "elsewhere": self.elsewhere[0]}
         noise = {name: keras.random.normal(tf.shape(x), seed=seed) for name, seed in seeds.items()}
         for values in noise.values():  # no sum of several: in which order TensorFlow adds them up differs by process
             x = ops.tanh(x + values)
-        logs = super().train_step((x, y))
-        noise["tensorflow"] = tf.random.normal(tf.shape(x))
-        return {**logs, **{name: ops.mean(values) for name, values in noise.items()}}
+        return {**super().train_step((x, y)), **{name: ops.mean(values) for name, values in noise.items()}}
 
 
 def seeds(model):
@@ -266,10 +269,11 @@ def seeds(model):
 def random_numbers_of_a_train_step(fit, evaluate, predict, folder):
     x, y = samples(40)
     found = {}
-    for options in ({}, {"run_eagerly": True}):
+    for drawn_by, options in itertools.product(("keras", "tensorflow"), ({}, {"run_eagerly": True})):
         rank = tfdist.init().rank
         keras.utils.set_random_seed(5)
         model = Noisy([keras.Input((8,)), layers.Dense(3, activation="softmax")])
+        model.drawn_by = drawn_by
         model.generator = keras.random.SeedGenerator(3 + rank)  # like one without a seed
         Noisy.elsewhere = [keras.random.SeedGenerator(7 + rank)]
         if rank:
@@ -277,11 +281,11 @@ def random_numbers_of_a_train_step(fit, evaluate, predict, folder):
         model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
         history = fit(model, x, y, batch_size=16, epochs=2, shuffle=False).history
         everyone = {name: tfdist.init().all_gather(np.array(history[name])) for name in sorted(history)}
-        found[str(options)] = {
+        found[f"{drawn_by} {options}"] = {
             "same": {name: bool((values == values[0]).all()) for name, values in everyone.items()},
             "seeds": seeds(model),
             # What TensorFlow draws is the same on all workers, and not that of one process.
-            "history": {name: values for name, values in history.items() if name != "tensorflow"},
+            "history": history if drawn_by == "keras" else None,
         }
     return found
 
