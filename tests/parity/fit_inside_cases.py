@@ -9,19 +9,9 @@ from keras import layers, ops
 
 import tfdist
 from tests.parity.fit_cases import CASES, case, dense, samples
-from tests.parity.fit_gradient_cases import weights
-from tfdist.control.exit_codes import ConfigError
+from tests.parity.fit_gradient_cases import is_refused, weights
 
 __all__ = ["CASES"]  # of all files
-
-
-def is_refused(run, words):
-    """Whether it is, where there are other workers; else True."""
-    try:
-        run()
-    except ConfigError as error:
-        return words in str(error)
-    return tfdist.init().size == 1
 
 
 class Beside(keras.Model):
@@ -132,7 +122,8 @@ def losses_added_as_sums(fit, evaluate, predict, folder):
             optimizer=keras.optimizers.SGD(0.05),
             **options,
         )
-        history = fit(model, x, y, batch_size=16, epochs=2, validation_data=(x[:7], y[:7])).history
+        rows = 15 if name == "compiled" else 16  # 45 samples: compiled for one number of rows
+        history = fit(model, x, y, batch_size=rows, epochs=2, validation_data=(x[:7], y[:7])).history
         found[name] = {"history": history, "weights": weights(model)}
     from tfdist.keras_fit import own_rows
 
@@ -176,25 +167,41 @@ class Largest(keras.metrics.Mean):
     """May compute anything."""
 
 
+def with_metrics_inside(fit, evaluate, metrics, rows=11, single=False, **options):
+    x, y = samples(45)
+    model = Counting(single, **metrics)
+    model.build(None)
+    model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
+    return {
+        "history": fit(model, x, y, batch_size=rows, epochs=2).history,
+        "evaluate": evaluate(model, x, y, batch_size=rows),
+    }
+
+
+def mean_and_auc():
+    return {"mean": keras.metrics.Mean(name="mean"), "auc": keras.metrics.AUC(name="auc")}
+
+
 @case
 def metrics_inside_the_call(fit, evaluate, predict, folder):
-    x, y = samples(45)
-    found = {}
+    def refused(metric, words, **options):
+        return is_refused(lambda: with_metrics_inside(fit, evaluate, {"mean": metric}, **options), words)
 
-    def run(metrics, single=False, **options):
-        model = Counting(single, **metrics)
-        model.build(None)
-        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
-        return {
-            "history": fit(model, x, y, batch_size=11, epochs=2).history,
-            "evaluate": evaluate(model, x[:41], y[:41], batch_size=8),
-        }
+    return {
+        "graph": with_metrics_inside(fit, evaluate, mean_and_auc()),
+        "own": refused(Largest(name="largest"), "not known to be a sum"),
+        "single": refused(keras.metrics.Mean(name="mean"), "single number", single=True),
+    }
 
-    for name, options in {"graph": {}, "jit": {"jit_compile": True}, "eager": {"run_eagerly": True}}.items():
-        found[name] = run({"mean": keras.metrics.Mean(name="mean"), "auc": keras.metrics.AUC(name="auc")}, **options)
-    found["own"] = is_refused(lambda: run({"mean": Largest(name="largest")}), "not known to be a sum")
-    found["single"] = is_refused(lambda: run({"mean": keras.metrics.Mean(name="mean")}, single=True), "single number")
-    return found
+
+@case
+def metrics_inside_the_call_otherwise(fit, evaluate, predict, folder):
+    """What is added is found in another way; it travels as in a graph."""
+    return {
+        "eager": with_metrics_inside(fit, evaluate, mean_and_auc(), run_eagerly=True),
+        # Compiled for one number of rows in each loop.
+        "jit": with_metrics_inside(fit, evaluate, mean_and_auc(), rows=9, jit_compile=True),
+    }
 
 
 @case
@@ -237,11 +244,11 @@ def layers_that_mix_rows(fit, evaluate, predict, folder):
             tf.function(mixing)(tf.constant(x))
 
     words = "depends on the other rows of its batch"
-    return {
+    return {  # first what draws weights in one process, too
+        "apart": fit(model(layers.Lambda(lambda t: t / ops.max(t, axis=1, keepdims=True))), x, y, epochs=2).history,
         "fit": is_refused(lambda: fit(model(Centered()), x, y), words),
         "evaluate": is_refused(lambda: evaluate(model(layers.Lambda(lambda t: t / ops.max(t))), x, y), words),
         "in_a_loop": is_refused(in_a_loop, words),
-        "apart": fit(model(layers.Lambda(lambda t: t / ops.max(t, axis=1, keepdims=True))), x, y, epochs=2).history,
     }
 
 
@@ -263,18 +270,27 @@ class Branching(layers.Layer):
 
 @case
 def compiled_loops_and_branches(fit, evaluate, predict, folder):
-    x, y = samples(24)
-    steps, found = x[:, :6].reshape(24, 2, 3), {}  # plain Keras compiles all of a step, and several workers less of it
-    for name, layer in {
-        "lstm": layers.LSTM(3),
-        "map_fn": layers.Lambda(lambda t: tf.map_fn(lambda row: tf.tanh(tf.reduce_sum(row, 0)), t)),
-        "branches": Branching(),
-    }.items():
-        model = keras.Sequential([keras.Input((2, 3)), layers.Dense(3), layer, layers.Flatten(), layers.Dense(3)])
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True)
-        found[name] = [
-            fit(model, steps, y, batch_size=10, epochs=2, shuffle=False).history,
-            evaluate(model, steps, y, batch_size=10),
-            predict(model, steps, batch_size=10),
-        ]
-    return found
+    x, y = samples(18)
+    steps, found = x[:, :6].reshape(18, 2, 3), {}
+    inputs = keras.Input((2, 3))
+    hidden = layers.Dense(3)(inputs)
+    outputs = {
+        name: layers.Dense(3)(layers.Flatten()(part(hidden)))
+        for name, part in {
+            "lstm": layers.LSTM(3),
+            "map_fn": layers.Lambda(lambda t: tf.map_fn(lambda row: tf.tanh(tf.reduce_sum(row, 0)), t)),
+            "branches": Branching(),
+        }.items()
+    }
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for name, output in outputs.items():  # apart, as one of them in a model has all of it trained in another way
+        model = keras.Model(inputs, output)
+        model.compile("sgd", loss, jit_compile=True)
+        found[name] = fit(model, steps, y, batch_size=9, epochs=2, shuffle=False).history
+    together, targets = keras.Model(inputs, outputs), dict.fromkeys(outputs, y)
+    together.compile("sgd", dict.fromkeys(outputs, loss), jit_compile=True)
+    return {
+        **found,
+        "evaluate": evaluate(together, steps, targets, batch_size=9, return_dict=True),
+        "predict": predict(together, steps, batch_size=9),
+    }

@@ -2,7 +2,8 @@
 
     python -m tests.parity.fit_worker OUT_DIR plain|auto|ring [CASE...]      with TF_CONFIG for more than one worker
 
-plain: Keras' own; the others: tfdist's, by this way of communication.
+plain: Keras' own, without XLA, so that there is something else to compare what is compiled with; the others: tfdist's,
+by this way of communication.
 
 Writes OUT_DIR/CASE-K.json for rank K. One process runs all cases, because starting TensorFlow takes longer than most of
 them.
@@ -26,6 +27,10 @@ def main(out: Path, which: str, names: list[str]) -> None:
 
     if which == "plain":
         fit, evaluate, predict = keras.Model.fit, keras.Model.evaluate, keras.Model.predict
+        compile_of_keras = keras.Model.compile
+        keras.Model.compile = lambda self, *args, **kwargs: compile_of_keras(
+            self, *args, **{**kwargs, "jit_compile": False}
+        )
         rank = 0
     else:
         fit, evaluate, predict = tfdist.fit, tfdist.evaluate, tfdist.predict

@@ -188,6 +188,7 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
         "tversky",
         losses.Tversky(0.3, 0.7),
         "hinge",
+        "squared_hinge",
         losses.CosineSimilarity(axis=0),
         lambda y_true, y_pred: keras.ops.mean(y_true - y_pred, -1),
     ):
@@ -197,6 +198,7 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
     for metric in (
         lambda y_true, y_pred: keras.ops.mean(y_pred),
         metrics.MeanMetricWrapper(losses.dice),
+        metrics.MeanMetricWrapper(lambda y_true, y_pred: keras.ops.mean(y_true - y_pred, -1)),
         metrics.CosineSimilarity(axis=0),
         losses.dice,
         metrics.OneHotMeanIoU(2, axis=0),

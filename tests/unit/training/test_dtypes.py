@@ -2,6 +2,8 @@
 Keras, and norms against NumPy.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -78,6 +80,7 @@ UPDATES = {
 }
 
 
+@functools.cache
 def expected_weights(accumulation, clip_norm):
     """A plain loop: (weights, norm of the last gradient)."""
     model, rule, norm = make_model(), keras.optimizers.SGD(0.1, momentum=0.9), 0.0
