@@ -252,8 +252,8 @@ class Noisy(keras.Sequential):
             return super().train_step((x + tf.random.normal(tf.shape(x)), y))
         seeds = {"own": self.generator, "global": None, "elsewhere": self.elsewhere[0]}
         noise = {name: keras.random.normal(tf.shape(x), seed=seed) for name, seed in seeds.items()}
-        for values in noise.values():  # no sum of several: in which order TensorFlow adds them up differs by process
-            x = ops.tanh(x + values)
+        a, b, c = noise.values()  # in which order TensorFlow adds them up differs by process
+        x = x + (a + b + c)
         return {**super().train_step((x, y)), **{name: ops.mean(values) for name, values in noise.items()}}
 
 

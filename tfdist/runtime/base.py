@@ -154,7 +154,7 @@ class PeerRuntime(Runtime, Protocol):
         """The rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
 
         Without a gradient. All gathers of one graph run in the order in which they were traced, the same everywhere.
-        same: tensors that must be equal on all workers; if their checksums are not, that is an error.
+        same: tensors that must be equal on all workers, or that is an error; floating ones but for rounding.
         stamp: gives, each time that the gather runs, a number that must be the same on all workers as well.
         """
         ...

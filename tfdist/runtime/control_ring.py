@@ -9,14 +9,19 @@ from __future__ import annotations
 import select
 import socket
 import threading
+import zlib
 from collections.abc import Sequence
+
+import numpy as np
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime import rendezvous
+from tfdist.runtime.array_bytes import to_bytes
 from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.ring_connections import Patience, RingConnections
-from tfdist.runtime.ring_error import MARK, RingError, user_error
+from tfdist.runtime.ring_error import MARK, RingError, held_differently, user_error
+from tfdist.runtime.sketch import are_alike, is_floating, sketch_of, tolerance_of
 
 
 class ControlRing:
@@ -51,6 +56,22 @@ class ControlRing:
         """See RingConnections.all_gather. Raises RingError."""
         with self._lock:
             return self._ring.all_gather(data, name, stamp)
+
+    def gather_batches(
+        self, arrays: Sequence[np.ndarray], stamp: int = 0, same: Sequence[np.ndarray] = ()
+    ) -> list[memoryview]:
+        """The bytes of all workers' arrays, in rank order. Raises RingError where one has another stamp, or holds other
+        numbers in `same`: floating ones may differ by what the order of a sum makes of them (sketch.py).
+        """
+        sketch = sketch_of(same)
+        for array in same:
+            if not is_floating(array):
+                stamp = zlib.crc32(repr(array.tolist()).encode() if array.dtype == object else array.tobytes(), stamp)
+        blocks = [memoryview(block) for block in self.gather(to_bytes([sketch, *arrays]), "batches", stamp)]
+        for rank, block in enumerate(blocks):
+            if not are_alike(sketch, np.frombuffer(block, np.float64, sketch.size), tolerance_of(same)):
+                raise held_differently(self._ring.rank, rank, "batches")
+        return [block[sketch.nbytes :] for block in blocks]
 
     def gather_for_user(self, data: bytes, name: str) -> Sequence[bytes | memoryview]:
         """The same between steps, where nobody turns what goes wrong into a sentence later."""

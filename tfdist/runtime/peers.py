@@ -7,10 +7,8 @@ not ask whether TensorFlow has been used before. One replica per process, on its
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -100,17 +98,6 @@ class Peers(OneDevice):
     def close(self) -> None:
         self.barrier()  # nobody closes a connection on which another still waits
         self._control.close()
-
-
-def combined_stamp(stamp_of: Callable[[], int], arrays: Sequence[np.ndarray]) -> int:
-    """A checksum of a number and of arrays, which may be of texts."""
-    stamp = stamp_of()
-    for array in arrays:
-        data: Any = np.ascontiguousarray(array)
-        if array.dtype == object:
-            data = repr(array.tolist()).encode()
-        stamp = zlib.crc32(data, stamp)
-    return stamp
 
 
 def warn_about_gpus(rank: int) -> None:

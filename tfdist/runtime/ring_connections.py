@@ -24,7 +24,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.packet_filter import bind_address
 from tfdist.control.preflight import bind_shared
 from tfdist.runtime import ring_meeting
-from tfdist.runtime.ring_error import MARK, RingError
+from tfdist.runtime.ring_error import MARK, RingError, held_differently
 
 # What a gathered block is, its stamp, its bytes: the first two must agree on all ranks.
 _BLOCK = struct.Struct("!12sIQ")
@@ -146,10 +146,7 @@ class RingConnections:
                 " do not run the same program, or their data does not end at the same batch."
             )
         if their_stamp != stamp:
-            raise RingError(
-                f"{MARK}DataError: Rank {self.rank} and rank {other} hold different {name}: the data must come in"
-                " the same order on all workers; seed what shuffles it."
-            )
+            raise held_differently(self.rank, other, name)
 
     def say_goodbye(self) -> None:
         """Leaves word for those to the right that nothing will come any more; never waits."""

@@ -22,3 +22,11 @@ def user_error(text: str) -> TfdistError:
         if sentence.startswith(f"{kind.__name__}: "):
             return kind(sentence.removeprefix(f"{kind.__name__}: "))
     return PeerLostError(f"{sentence} Look at the log of that worker for the cause, then start all workers again.")
+
+
+def held_differently(rank: int, other: int, what: str) -> RingError:
+    """Of data that all ranks must hold alike."""
+    return RingError(
+        f"{MARK}DataError: Rank {rank} and rank {other} hold different {what}: the data must come in the same order on"
+        " all workers; seed what shuffles it."
+    )

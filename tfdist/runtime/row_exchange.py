@@ -22,7 +22,6 @@ import tensorflow as tf
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.host import on_host
-from tfdist.runtime.peers import combined_stamp
 from tfdist.runtime.wire_types import joined, of_one_type, off_wire, on_wire
 
 _EXACT = 8  # shapes of a call, before lengths are rounded up by at most an eighth
@@ -87,7 +86,7 @@ class RowExchange:
         return found
 
     def _meet(self, site: tuple, stamp: Callable[[], int], sizes: np.ndarray, *same: np.ndarray) -> np.ndarray:
-        blocks = self._control.gather(sizes.tobytes(), "batches", combined_stamp(stamp, same))
+        blocks = self._control.gather_batches([sizes], stamp(), same)
         all_sizes = np.stack([np.frombuffer(block, np.int64).reshape(sizes.shape) for block in blocks])  # [R, 2, k]
         counts = all_sizes[:, 0]
         known = self._known[site]

@@ -19,11 +19,10 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime.all_reduce_choice import Travel
-from tfdist.runtime.array_bytes import to_bytes
 from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.host import as_list, on_host
 from tfdist.runtime.operations import OUR_RING, Collective
-from tfdist.runtime.peers import Peers, combined_stamp
+from tfdist.runtime.peers import Peers
 from tfdist.runtime.reducer import RingReducer, suits
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_error import RingError, user_error
@@ -80,8 +79,7 @@ class Sockets(Peers):
     def _exchange_rows(self, count: int, stamp_of: Callable[[], int], *arrays: np.ndarray) -> list[np.ndarray]:
         arrays, same = arrays[:count], arrays[count:]
         lengths = np.array([len(array) for array in arrays], np.int64)
-        data = to_bytes([lengths, *arrays])
-        blocks = self._control.gather(data, "batches", combined_stamp(stamp_of, same))
+        blocks = self._control.gather_batches([lengths, *arrays], stamp_of(), same)
         parts: list[list[np.ndarray]] = [[] for _ in arrays]
         for block in blocks:
             offset = lengths.nbytes
