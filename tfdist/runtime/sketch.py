@@ -1,7 +1,8 @@
 """Whether workers hold the same numbers, up to the order in which sums were taken.
 
-Of what each worker computes for itself bits may differ: Grappler makes one sum of x + (a + b + c), and takes its terms in
-another order in another process (seen where TensorFlow does not know all dims). Checksums would call that other data.
+Of what each worker computes for itself bits may differ: Grappler makes one sum of x + (a + b + c), and takes its terms
+in another order in another process (seen where TensorFlow does not know all dims). Checksums would call that other
+data.
 """
 
 from __future__ import annotations
