@@ -4,6 +4,7 @@ import ast
 import functools
 from pathlib import Path
 
+import tfdist
 from tfdist.control.strategies import STRATEGIES
 
 PACKAGE = Path("tfdist")
@@ -307,3 +308,31 @@ def test_the_documentation_has_the_table_of_exit_codes():
     page = Path("docs/exit_codes.md").read_text()
     for code, meaning in MEANING.items():
         assert f"| {code.value} | {code.name} | {meaning} | {'yes' if code in RESTARTABLE else 'no'} |" in page, code
+
+
+def test_what_scripts_import_is_there():
+    """Many of them import where they need it, which no other test looks at."""
+    for path in sorted(Path("scripts").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("tfdist", "tests", "scripts"):
+                source = Path(*node.module.split("."))
+                source = source.with_suffix(".py") if source.with_suffix(".py").exists() else source / "__init__.py"
+                names = names_in(source) if source.exists() else set()
+                names = names | {file.stem for file in source.parent.iterdir()}
+                names |= set(tfdist.__all__) if node.module == "tfdist" else set()
+                missing = {alias.name for alias in node.names} - names
+                assert not missing, f"{path}: {node.module} has no {missing}"
+
+
+@functools.cache
+def names_in(path):
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        elif hasattr(node, "name"):
+            found.add(node.name)
+    return found
