@@ -8,6 +8,7 @@
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${TFDIST_VENV:-$repository/.venv}
 extra=${1:-}
+case $extra in -*) extra= ;; esac # a flag of the script that sources this without an argument
 
 find_python() {
   for candidate in ${TFDIST_PYTHON:-python3.13 python3.12 python3.11 python3}; do

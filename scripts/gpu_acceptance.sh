@@ -16,4 +16,5 @@ for argument in "$@"; do
   esac
 done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+python -c "import pytest" 2>/dev/null || python -m pip install --quiet --disable-pip-version-check "pytest>=8" # by lookups
 exec python scripts/acceptance/run.py "${arguments[@]}"

@@ -141,3 +141,11 @@ def test_on_ray(tmp_path):
         finally:
             cluster.shutdown()
     assert ended.returncode == 0 and "eval/accuracy" in ended.stdout, ended.stdout + ended.stderr
+
+
+def test_a_flag_of_a_script_is_no_extra_of_the_environment():
+    """bash hands the arguments of a script on to what it sources without any."""
+    beginning = Path("scripts/environment.sh").read_text().split("find_python()")[0]
+    for given, extra in (("--steps=6", ""), ("test", "test")):
+        command = ["bash", "-c", f'{beginning}\necho "extra: $extra."', "bash", given]
+        assert subprocess.run(command, capture_output=True, text=True).stdout == f"extra: {extra}.\n"
