@@ -123,7 +123,13 @@ class Noisy(_Own):
 
     def train_step(self, data):
         x, y, w = self.parts(data)
-        x = x + 0.3 * tf.cast(keras.random.normal(tf.shape(x), dtype="float32", seed=self.drawn_from()), x.dtype)
+        one, other = (
+            tf.cast(keras.random.normal(tf.shape(x), dtype="float32", seed=self.drawn_from()), x.dtype)
+            for _ in range(2)
+        )
+        x = x + (
+            0.2 * one + 0.1 * tf.sign(x) + 0.2 * other
+        )  # in which order TensorFlow adds them up differs by process
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True), w)
         self.apply(tape, loss)
