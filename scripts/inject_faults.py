@@ -167,10 +167,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "other batches": Fault(
         "workers that give the model other rows train on them",
-        "runtime/sketch.py",
-        "np.abs(one - other).max() <= 4 * tolerance",
-        "np.abs(one - other).max() <= 4e9 * tolerance",
-        ("tests/unit/runtime/test_sketch.py",),
+        "runtime/rounding.py",
+        "_ROUNDINGS = 64 ",
+        "_ROUNDINGS = 1e6 ",
+        ("tests/unit/runtime/test_rounding.py",),
     ),
     "fused attention": Fault(
         "the gradient of cuDNN's attention is that of another scale",

@@ -154,7 +154,7 @@ def step(
     for variable in variables:
         variable.assign(tf.zeros_like(variable))
     # Nothing else in a step compares the batches of the workers.
-    with tf.control_dependencies(runtime.gather([tf.zeros([1])], part.ends, batch_stamp)):
+    with tf.control_dependencies(runtime.gather([tf.zeros([1])], part.sample, batch_stamp)):
         has_rows = tf.minimum(part.count, 1)
     with batch_norm.weighted(tf.cast(has_rows, tf.float32)):
         one_step(part.take(batch))

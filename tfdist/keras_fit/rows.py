@@ -25,7 +25,8 @@ from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.host import as_list
 from tfdist.training.added_losses import SUM
 
-_ELEMENTS = 1024  # of a row that are compared
+_ELEMENTS = 1024  # of an input that are compared, about
+_COMPARED = 16  # inputs, at most
 
 
 class Part:
@@ -64,8 +65,7 @@ class Part:
         minimum, maximum = (min, max) if isinstance(n, int) else (tf.minimum, tf.maximum)
         self._first = maximum(minimum(self.start, n - 1), 0)  # a batch may have no row at all
         self._last = minimum(maximum(self.stop, self._first + 1), n)
-        # What tells whether all workers hold the same batch: the beginnings of its first and last row.
-        self.ends = [tf.reshape(row, [-1])[:_ELEMENTS] for row in (first[:1], first[-1:])]
+        self.sample = [_sample(tensor) for tensor in batch[:_COMPARED]]
 
     def take(self, value: Any) -> Any:
         """This worker's rows of every tensor in a structure, at least one; what is not of the batch is whole."""
@@ -103,6 +103,14 @@ class Part:
             return tensor[: self.count]
 
 
+def _sample(tensor: tf.Tensor) -> tf.Tensor:
+    """What tells whether all workers hold the same rows: numbers that are spread over all of them. (Those of a batch as
+    it was read have a checksum; but a train_step may change them.)"""
+    # An odd stride meets every column of rows that are a power of two wide.
+    stride = tf.bitwise.bitwise_or(tf.size(tensor) // _ELEMENTS, 1)
+    return tf.reshape(tensor, [-1])[::stride]
+
+
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """What a forward pass over own rows returns."""
@@ -136,7 +144,7 @@ def together(runtime: PeerRuntime, part: Part, forward: Callable[[], Forward]) -
                 ]
             )[tf.newaxis]
         )
-    everyone = every_row(runtime, mine, part.ends)
+    everyone = every_row(runtime, mine, part.sample)
     for row in everyone[: len(mine) - bool(own.losses)]:
         row.set_shape([part.n if isinstance(part.n, int) else None, *row.shape[1:]])
     rows = iter(everyone)

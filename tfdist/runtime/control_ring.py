@@ -21,7 +21,7 @@ from tfdist.runtime.array_bytes import to_bytes
 from tfdist.runtime.liveness import Heartbeat
 from tfdist.runtime.ring_connections import Patience, RingConnections
 from tfdist.runtime.ring_error import MARK, RingError, held_differently, user_error
-from tfdist.runtime.sketch import are_alike, is_floating, sketch_of, tolerance_of
+from tfdist.runtime.rounding import are_same
 
 
 class ControlRing:
@@ -61,17 +61,17 @@ class ControlRing:
         self, arrays: Sequence[np.ndarray], stamp: int = 0, same: Sequence[np.ndarray] = ()
     ) -> list[memoryview]:
         """The bytes of all workers' arrays, in rank order. Raises RingError where one has another stamp, or holds other
-        numbers in `same`: floating ones may differ by what the order of a sum makes of them (sketch.py).
+        numbers in `same`: floating ones may differ by what the order of a sum makes of them (rounding.py).
         """
-        sketch = sketch_of(same)
-        for array in same:
-            if not is_floating(array):
-                stamp = zlib.crc32(repr(array.tolist()).encode() if array.dtype == object else array.tobytes(), stamp)
-        blocks = [memoryview(block) for block in self.gather(to_bytes([sketch, *arrays]), "batches", stamp)]
-        for rank, block in enumerate(blocks):
-            if not are_alike(sketch, np.frombuffer(block, np.float64, sketch.size), tolerance_of(same)):
-                raise held_differently(self._ring.rank, rank, "batches")
-        return [block[sketch.nbytes :] for block in blocks]
+        content = [array if array.dtype != object else _as_bytes(array) for array in same]
+        stamps = np.array([zlib.crc32(to_bytes(content))], np.uint64)
+        blocks = [memoryview(block) for block in self.gather(to_bytes([stamps, *arrays]), "batches", stamp)]
+        # All workers see the same stamps here, and so make the second gather together.
+        if any(block[: stamps.nbytes] != blocks[0][: stamps.nbytes] for block in blocks):
+            for rank, theirs in enumerate(self.gather(to_bytes(content), "batches")):
+                if not are_same(content, theirs):
+                    raise held_differently(self._ring.rank, rank, "batches")
+        return [block[stamps.nbytes :] for block in blocks]
 
     def gather_for_user(self, data: bytes, name: str) -> Sequence[bytes | memoryview]:
         """The same between steps, where nobody turns what goes wrong into a sentence later."""
@@ -112,3 +112,7 @@ def _is_closed(connection: socket.socket) -> bool:
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))
+
+
+def _as_bytes(texts: np.ndarray) -> np.ndarray:
+    return np.frombuffer(repr(texts.tolist()).encode(), np.uint8)

@@ -332,3 +332,17 @@ def test_rows_in_python_lists_are_refused_and_lists_of_arrays_are_not():
         with pytest.raises(ConfigError, match=words):
             call()
     refuse_lists("fit", x=[array, array], y=(array,), sample_weight=None, validation_data=(array, array), more=[])
+
+
+def test_what_is_compared_is_spread_over_all_rows_and_inputs():
+    inputs = {"a": tf.range(4000 * 8), "b": tf.range(8 * 4096), "few": tf.range(24)}
+    shaped = {"a": [4000, 8], "b": [8, 4096], "few": [8, 3]}
+    for name, numbers in inputs.items():
+        part = Part(OneDevice(), tf.reshape(numbers, shaped[name]))
+        (sample,) = [each.numpy() for each in part.sample]
+        rows, columns = np.unravel_index(sample, shaped[name])
+        assert min(512, numbers.shape[0]) <= len(sample) <= 2048
+        assert len(set(rows)) >= min(1000, shaped[name][0]), name
+        assert set(columns) == set(range(shaped[name][1])) or shaped[name][1] > 1024
+        assert np.diff(np.sort(columns)).max() <= 8
+    assert len(Part(OneDevice(), [tf.zeros([8, 2]), tf.ones([8, 5])]).sample) == 2
