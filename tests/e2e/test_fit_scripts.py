@@ -149,7 +149,7 @@ def test_refusals(end, tmp_path):
         for kind in ("frozen embedding", "take", "whole numbers"):
             assert f"missing rows, {kind}: [True, True, True]" in output, kind
         if end == "order":
-            for name in ("order", "targets", "weights", "own rows", "evaluate", "predict"):
+            for name in ("order", "targets", "weights", "train_step's rows", "own rows", "evaluate", "predict"):
                 assert re.search(
                     rf"^{name}: DataError: Rank \d and rank \d hold different batches", output, re.MULTILINE
                 ), name

@@ -54,6 +54,14 @@ class Ignores(keras.Sequential):
         return {"loss": tf.reduce_mean(data[0])}
 
 
+class Erases(keras.Model):
+    """In its train_step, of the second input, in the middle of the batch, another number on each worker."""
+
+    def train_step(self, data):
+        (a, b), y = data
+        return super().train_step(((a, b - tf.reshape(tf.one_hot(17, 40), [40, 1]) * rank), y))
+
+
 # Nobody has set a seed: arrays come in a new order each epoch, the same on all workers, every sample once.
 model = dense()
 model.compile("sgd", "mse", metrics=[Seen()])
@@ -173,6 +181,9 @@ else:
         ("weights", rows.map(lambda a, b: (a, b, later(a, b)))),
     ):
         refused(name, lambda dataset=dataset: tfdist.fit(dense(), dataset.batch(5), verbose=0))
+    inputs = keras.Input((1,)), keras.Input((1,))
+    erases = compiled(Erases(inputs, keras.layers.Dense(1)(keras.layers.concatenate(inputs))))
+    refused("train_step's rows", lambda: tfdist.fit(erases, (x, x), x, batch_size=40, shuffle=False, verbose=0))
     own_rows.LARGEST = -1
     refused("own rows", lambda: tfdist.fit(dense(), rows.map(lambda a, b: (a, later(a, b))).batch(5), verbose=0))
     refused("evaluate", lambda: tfdist.evaluate(dense(), rows.map(lambda a, b: (a, later(a, b))).batch(5), verbose=0))
