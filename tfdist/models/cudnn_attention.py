@@ -156,12 +156,7 @@ def distance(dtype: tf.DType, sizes: tuple[int, int, int, int, int], scale: floa
     """How far cuDNN's output and three gradients for random numbers are from the formula's in float32: the largest of
     the norms of the differences, in parts of the norms. sizes: B, T, S, N, H.
     """
-    batch, queries, keys, heads, width = sizes
-    positions = (queries, keys, keys, queries)  # of query, key, value and the gradient of the output
-    inputs = [
-        tf.cast(tf.random.stateless_normal((batch, each, heads, width), (7, number)), dtype)
-        for number, each in enumerate(positions)
-    ]
+    inputs = random_inputs(dtype, sizes)
     fused = tf.function(with_gradients(cudnn_attention, scale, is_causal), jit_compile=True, autograph=False)
     found = fused(*inputs)
     expected = with_gradients(attention_by_formula, scale, is_causal)(*(tf.cast(x, tf.float32) for x in inputs))
@@ -169,6 +164,16 @@ def distance(dtype: tf.DType, sizes: tuple[int, int, int, int, int], scale: floa
         float(tf.norm(tf.cast(one, tf.float32) - other) / tf.norm(other))
         for one, other in zip(found, expected, strict=True)
     )
+
+
+def random_inputs(dtype: tf.DType, sizes: tuple[int, int, int, int, int]) -> list[tf.Tensor]:
+    """Query, key, value and a gradient of the output, always the same. sizes: B, T, S, N, H."""
+    batch, queries, keys, heads, width = sizes
+    positions = (queries, keys, keys, queries)
+    return [
+        tf.cast(tf.random.stateless_normal((batch, each, heads, width), (7, number)), dtype)
+        for number, each in enumerate(positions)
+    ]
 
 
 def with_gradients(attention: Any, scale: float, is_causal: bool) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_attention, tensorflow_xla
+from tfdist.control.user_errors import first_line
 from tfdist.models.cudnn_attention import DTYPES, attention_by_formula, cudnn_attention, distance
 from tfdist.runtime.host import known_dims
 
@@ -49,7 +50,6 @@ def _has_gpu() -> bool:
     return bool(tf.config.list_logical_devices("GPU"))
 
 
-@functools.cache
 def _fused_where_possible(of_keras: keras_attention.Attention) -> keras_attention.Attention:
     def dot_product_attention(
         query: Any,
@@ -64,8 +64,8 @@ def _fused_where_possible(of_keras: keras_attention.Attention) -> keras_attentio
         is_plain = bias is None and mask is None and not any(options.values())
         factor = _number(scale, query) if is_plain and _has_gpu() else None
         if factor is not None and _are_alike(query, key, value, is_causal):
-            wants_cudnn = options.get("flash_attention") is None and not keras_attention.wants_none()
-            if wants_cudnn and tensorflow_xla.is_compiled_by_xla() and _is_had(query, key, factor, is_causal):
+            is_off = options.get("flash_attention") is False or keras.config.is_flash_attention_enabled() is False
+            if not is_off and tensorflow_xla.is_compiled_by_xla() and _is_had(query, key, factor, is_causal):
                 return cudnn_attention(query, key, value, factor, is_causal)
             return attention_by_formula(query, key, value, factor, is_causal)
         return of_keras(query, key, value, bias, mask, scale, is_causal, **options)
@@ -117,7 +117,7 @@ def _is_right(dtype: tf.DType, queries: int, keys: int, width: int, scale: float
             off = thread.submit(distance, dtype, (2, queries, keys, 2, width), scale, is_causal).result()
         wrong = f"is {off:.2g} off the formula" if not off <= TOLERANCE else ""
     except Exception as error:  # whatever cuDNN, XLA or TensorFlow say, there is another way
-        wrong = f"fails: {str(error).splitlines()[0]:.200}"
+        wrong = f"fails: {first_line(error):.200}"
     if wrong:
         _log.warning(
             f"cuDNN's attention of {queries} x {keys} positions, {width} wide, in {dtype.name} {wrong}: the formula is"

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src import backend
+from keras.src.ops.nn import DotProductAttention
 
 from tests.gpu.combinations import as_on_gpu
 from tests.gpu.cudnn_kernel import computed, cudnn_kernel
@@ -134,7 +135,9 @@ def test_a_kernel_that_fails_its_trial_is_not_used_and_named(kernel, wrong, monk
     expected = loss_and_gradients(attending(LAYERS["causal"]), X, False)
     assert is_near(found, expected)
     said = "fails: no engine was found" if wrong == "an error" else "is 0.048 off the formula"
-    assert [record.getMessage() for record in caplog.records] == [
+    # TensorFlow may warn of retracing, by what else this process has traced.
+    said_by_us = [record.getMessage() for record in caplog.records if record.name.startswith("tfdist.")]
+    assert said_by_us == [
         f"cuDNN's attention of 8 x 8 positions, 8 wide, in bfloat16 {said}: the formula is taken, which is slower and"
         " takes more memory."
     ]
@@ -148,7 +151,7 @@ def test_models_of_tfdist_call_kerass_operation_on_gpus_in_half_precision():
                 model = transformer(x_spec=tf.TensorSpec([8], tf.int32), num_outputs=9, layers=3, dropout=dropout)
         finally:
             keras.config.set_dtype_policy("float32")
-        return len(keras_attention.attentions(model))
+        return sum(type(operation) is DotProductAttention for operation in model.operations)
 
     assert attentions("mixed_bfloat16", 0.0) == attentions("mixed_float16", 0.0) == 3
     assert attentions("float32", 0.0) == attentions("mixed_bfloat16", 0.1) == 0
