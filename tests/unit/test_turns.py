@@ -12,10 +12,10 @@ def test_files_that_wait_are_there():
     assert [name for name in WAITING if not (REPOSITORY / name).is_file()] == []
 
 
-def test_one_that_waits_beside_those_that_compute():
-    waiting = sorted(WAITING)[:3]
+def test_one_that_waits_the_longest_first_beside_those_that_compute():
+    waiting = WAITING[:3]
     turns = Turns.__new__(Turns)  # without a session of pytest-xdist
-    files = ["a", *waiting, "b", "c"]
+    files = ["a", *reversed(waiting), "b", "c"]  # the longest is not the first
     turns.workqueue = OrderedDict((file, {"test": False}) for file in files)
     turns.assigned_work = {node: {} for node in range(3)}
     given = []

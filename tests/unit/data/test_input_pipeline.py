@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.marks import slow_but
 from tfdist.control.exit_codes import DataError
 from tfdist.data import input_pipeline, order, streams
 from tfdist.data.batch_plan import BatchPlan
@@ -144,7 +145,7 @@ def test_fixed_split_repeats_its_first_batches():
 
 
 @pytest.mark.parametrize("make", [numbered, stream])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+@pytest.mark.parametrize("replicas", slow_but([1, 2, 3, 5], 1, 3))
 @pytest.mark.parametrize(("size", "batch", "limit"), [(97, 10, 0), (97, 10, 50), (3, 4, 100)])
 def test_evaluation_takes_every_sample_once(make, replicas, size, batch, limit):
     seen, all_steps = [], set()

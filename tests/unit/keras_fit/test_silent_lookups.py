@@ -22,7 +22,7 @@ def compiled(kind, jit_compile=True):
     return model
 
 
-@pytest.mark.parametrize("kind", slow_but(KINDS, "embedding", "take"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "take"))
 def test_nan_in_one_process(kind):
     model = compiled(kind)
     predicted = tfdist.predict(model, MISSING, batch_size=4, verbose=0)
@@ -46,6 +46,7 @@ def test_rows_that_are_there_give_what_keras_gives(kind):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_keras_has_traced_is_not_used():
     model, loss = compiled("take"), []
     for own in (False, True, False, True):

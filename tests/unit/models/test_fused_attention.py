@@ -9,6 +9,7 @@ from keras.src.ops.nn import DotProductAttention
 
 from tests.gpu.combinations import as_on_gpu
 from tests.gpu.cudnn_kernel import computed, cudnn_kernel
+from tests.marks import slow_but
 from tfdist.compat import keras_attention, tensorflow_xla
 from tfdist.models import cudnn_attention
 from tfdist.models.transformer import transformer
@@ -81,7 +82,7 @@ LAYERS = {
 X = np.random.default_rng(0).normal(size=(4, 8, 16)).astype("float32")
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", slow_but(LAYERS, "causal"))
 def test_layers_of_keras_take_the_kernel_where_xla_compiles(kernel, layer, monkeypatch):
     found = loss_and_gradients(attending(LAYERS[layer]), X, True)
     assert set(kernel) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
@@ -97,19 +98,18 @@ def masked(x):
     return keras.layers.MultiHeadAttention(2, 8, dtype="mixed_bfloat16")(x, x, attention_mask=np.eye(8)[None] == 1)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        masked,
-        lambda x: keras.layers.MultiHeadAttention(2, 8, dtype="float32")(x, x),
-        lambda x: keras.layers.MultiHeadAttention(2, 6, dtype="mixed_bfloat16")(x, x),
-        lambda x: keras.layers.MultiHeadAttention(2, 136, dtype="mixed_bfloat16")(x, x),
-        lambda x: keras.layers.MultiHeadAttention(2, 8, dropout=0.1, dtype="mixed_bfloat16")(x, x),
-    ],
-    ids=["masked", "float32", "6 wide", "136 wide", "dropout"],
-)
+OTHERS = {
+    "masked": masked,
+    "float32": lambda x: keras.layers.MultiHeadAttention(2, 8, dtype="float32")(x, x),
+    "6 wide": lambda x: keras.layers.MultiHeadAttention(2, 6, dtype="mixed_bfloat16")(x, x),
+    "136 wide": lambda x: keras.layers.MultiHeadAttention(2, 136, dtype="mixed_bfloat16")(x, x),
+    "dropout": lambda x: keras.layers.MultiHeadAttention(2, 8, dropout=0.1, dtype="mixed_bfloat16")(x, x),
+}
+
+
+@pytest.mark.parametrize("layer", slow_but(OTHERS, "masked"))
 def test_others_do_not(kernel, layer):
-    loss_and_gradients(attending(lambda: layer), X, True)
+    loss_and_gradients(attending(lambda: OTHERS[layer]), X, True)
     assert not kernel
 
 
@@ -122,7 +122,7 @@ def test_turned_off_by_kerass_own_switch(kernel):
     assert not kernel
 
 
-@pytest.mark.parametrize("wrong", ["numbers", "an error"])
+@pytest.mark.parametrize("wrong", slow_but(["numbers", "an error"], "numbers"))
 def test_a_kernel_that_fails_its_trial_is_not_used_and_named(kernel, wrong, monkeypatch, caplog):
     def custom_call(target, *args):
         if wrong == "an error":

@@ -119,7 +119,7 @@ def computing(lookup, inside, wanted, xla=True):
     return lambda numbers: step(numbers).numpy()
 
 
-@pytest.mark.parametrize("lookup", slow_but(LOOKUPS, "gather", "gather of a variable", "scatter of Keras"))
+@pytest.mark.parametrize("lookup", slow_but(LOOKUPS, "gather of a variable", "scatter of Keras"))
 def test_whatever_looks_up(lookup):
     there = np.array([[0, 9, 3], [5, 2, 2]], np.int32)
     not_there = [np.array([[0, 9, 3], [5, number, 2]], np.int32) for number in (10, 1000)]

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.marks import slow_but
 from tests.unit.runtime.test_ring import data, on_every_rank
 from tfdist.runtime.all_reduce_choice import Link
 from tfdist.runtime.ring_connections import Patience
@@ -56,7 +57,7 @@ def sums(size, count, share=False, spared=False, turns=4):
     return on_every_rank(size, reduce, share=share)
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 8])
+@pytest.mark.parametrize("size", slow_but([3, 4, 5, 8], 3, 4))
 @pytest.mark.parametrize("count", [0, 1, 7, 1001, 100_003])
 def test_all_ways_give_the_same_bits(size, count, doubling):
     doubling(0)

@@ -104,7 +104,7 @@ def test_arrays_read_in_place_give_the_same_bits(size, shared):
 
 
 @pytest.mark.parametrize("count", [0, 1, 1001, 1_000_003])
-@pytest.mark.parametrize("shared", [(), (0, 1), (0,), (1,)])
+@pytest.mark.parametrize("shared", [(0, 1), (1,), *(pytest.param(who, marks=pytest.mark.slow) for who in ((), (0,)))])
 def test_two_ranks_that_have_spare_arrays_get_the_same_bits(count, shared):
     """shared: the ranks whose arrays the other reads in place. An array that is given away changes when it is free."""
 

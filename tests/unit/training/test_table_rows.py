@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.marks import slow_but
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import DataError
 from tfdist.runtime.errors import explain
 from tfdist.training.table_rows import filled_up, subtracting_rows
 
 LENGTHS = [0, 1, 7, 8, 9, 16, 17, 31, 100, 257]
+UNKNOWN = "a length that is not known"
 
 
 @pytest.mark.parametrize("shape", [(11,), (11, 3), (11, 2, 3)], ids=str)
-@pytest.mark.parametrize("how", ["eagerly", "a length that is known", "a length that is not known"])
+@pytest.mark.parametrize("how", slow_but(["eagerly", "a length that is known", UNKNOWN], UNKNOWN))
 def test_as_numpy(shape, how):
     """In the order of the slices, to the bit; a first row that is not finite stays what it was."""
     start = np.random.default_rng(0).normal(size=shape).astype("float32")
@@ -31,7 +33,7 @@ def test_as_numpy(shape, how):
         def update(values, rows):
             assign_sub(table, tf.IndexedSlices(values, rows))
 
-        dim = None if how == "a length that is not known" else length
+        dim = None if how == UNKNOWN else length
         signature = [tf.TensorSpec([dim, *shape[1:]]), tf.TensorSpec([dim], tf.int64)]
         update = update if how == "eagerly" else tf.function(update, input_signature=signature, autograph=False)
         update(tf.constant(values), tf.constant(rows))
