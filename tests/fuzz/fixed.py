@@ -64,9 +64,9 @@ def _light(case: dict[str, Any], broken_off: str | None) -> bool:
     if (
         len(blocks) > 2
         or "lstm" in blocks
-        or "attention" in blocks
+        or "attention" in str(blocks)
         or case["model"]["inputs"] == "both"
-        or "optimized" in case
+        or {"optimized", "gpu"} & set(case)
     ):
         return False
     if {"moved", "resumed"} & set(case) != ({broken_off} if broken_off else set()) or case.get(

@@ -67,7 +67,14 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "lstm": ("steps", 'x = layers.LSTM({width}, return_sequences=True, name="{name}")(x)'),
     "attention": (
         "steps",
-        'x = layers.Add(name="{name}_add")([x, layers.MultiHeadAttention(2, 3, name="{name}")(x, x)])',
+        'x = layers.Add(name="{name}_add")([x, layers.MultiHeadAttention(2, 8, name="{name}")(x, x)])',
+    ),
+    "attention_causal": (  # drawn in the place of the one before it
+        "steps",
+        (
+            'x = layers.Add(name="{name}_add")([x, layers.MultiHeadAttention(2, 8, name="{name}")(x, x,'
+            " use_causal_mask=True)])"
+        ),
     ),
     # A block that --recompute=block and pipe= can cut at; {inside} are lines of other blocks.
     "block": (

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from tests.fuzz import fit_space, mesh_space, models, stored_data
+from tests.fuzz import fit_space, gpu_form, mesh_space, models, stored_data
 
 # name of a runtime -> (kind of process group, workers, replicas)
 RUNTIMES: dict[str, tuple[str, int, int]] = {
@@ -40,6 +40,7 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
 # Runtimes that are a strategy with other flags.
 FLAGS_OF = {"sockets_tcp": {"strategy": "sockets", "communication": "socket"}}
 
+UNDRAWN = ("block", "attention_causal")  # as a block by itself
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
 AGAIN = 5  # other data for a case's graph
 MOVABLE = (
@@ -83,7 +84,17 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
     # Drawn apart, so that all else of a case is as without it.
     if "embedding" in case["model"] and random.Random(f"{seed}/{number}/negative").random() < 0.2:
         case["data"]["negative"] = True
-    return case
+    _some_causal(case["model"]["blocks"], random.Random(f"{seed}/{number}/causal"))
+    on_gpu = gpu_form.drawn(case, flat_blocks(case), random.Random(f"{seed}/{number}/gpu"))
+    return case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu
+
+
+def _some_causal(blocks: list, chance: random.Random) -> None:
+    for index, block in enumerate(blocks):
+        if isinstance(block, list):
+            _some_causal(block, chance)
+        elif block == "attention" and chance.random() < 0.5:
+            blocks[index] = "attention_causal"
 
 
 def strategy_flags(runtime: str) -> dict[str, str]:
@@ -239,7 +250,7 @@ def _fit(chance: random.Random, runtime: str) -> dict[str, Any]:
 @cache
 def _fitting(shape: str) -> tuple[list[str], list[float]]:
     """(blocks that work on it, how often each is drawn)."""
-    fitting = [name for name, (shapes, _) in models.BLOCKS.items() if shape in shapes.split() and name != "block"]
+    fitting = [name for name, (shapes, _) in models.BLOCKS.items() if shape in shapes.split() and name not in UNDRAWN]
     often, seldom = ("batch_norm", "mean_loss", "sum_loss", "activity_loss"), ("running_mean", "centered", "dropout")
     return fitting, [3 if name in often else 0.3 if name in (*seldom, "max_loss") else 1 for name in fitting]
 
@@ -320,6 +331,8 @@ def conflicts(case: Mapping[str, Any]) -> str:
     if "stored" in case and "resumed" not in case and "backup" not in case.get("fit", {}):
         return "nothing goes on from what is stored"
     if "data_in_store" in case and (why := stored_data.conflicts(case)):
+        return why
+    if "gpu" in case and (why := gpu_form.conflicts(case, flat_blocks(case))):
         return why
     if case["kind"] == "fit":
         return fit_space.conflicts(case, flat_blocks(case))
@@ -428,6 +441,7 @@ def features(case: Mapping[str, Any]) -> list[str]:
         ]
     found += ["option:graph_optimized"] if case.get("optimized") else []
     found += ["option:stored"] if case.get("stored") else []
+    found += ["option:gpu"] if case.get("gpu") else []
     found += stored_data.features(case)
     found += fit_space.features(case) if case["kind"] == "fit" else _train_features(case)
     return sorted(set(found))

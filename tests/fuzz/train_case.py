@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import data, given, keras_settings, snapshots, space, stored_data, stores
+from tests.fuzz import data, given, gpu_form, keras_settings, snapshots, space, stored_data, stores
 from tests.fuzz.oracle import is_number, once
 
 
@@ -76,7 +76,8 @@ def _parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list
     first, *others = space.parts(case)
     given.case = first
     config = config_here(first, runtime)
-    job = build.compose(config, runtime)
+    with gpu_form.composed(case):
+        job = build.compose(config, runtime)
     state = job.state or WholeState(collect(job.model, job.optimizer, job.step.variables))
     begin = state.to_host() if others else {}
     found = [_trained(job, state, first, phase)]

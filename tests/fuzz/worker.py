@@ -21,12 +21,12 @@ def answer(case: dict[str, Any], runtimes) -> dict[str, Any]:
     """What came of a case: {"parts": for each of its data {"arrays", ...}}, {"refused": error class, "sentence"} or
     {"failed": the error}.
     """
-    from tests.fuzz import fit_case, keras_settings, servers_case, train_case
+    from tests.fuzz import fit_case, gpu_form, keras_settings, servers_case, train_case
     from tfdist.control.exit_codes import TfdistError
 
     try:
         runtime = runtimes.get(case)
-        with keras_settings.optimized(case.get("optimized", False)):
+        with keras_settings.optimized(case.get("optimized", False)), gpu_form.kernels(case):
             if case["kind"] == "fit":
                 return fit_case.on_workers(case, runtime)
             if case["runtime"].startswith("parameter_server"):

@@ -58,9 +58,12 @@ def has_own_call(model: keras.Model) -> bool:
     """Whether it computes something else than its graph of layers, or has none. Relies on `Functional.call`; without it
     what a subclass does around its layers would be left out where these are cut.
     """
-    kind = type(model)
-    of_keras = kind.call in (Functional.call, keras.Sequential.call) and kind.__call__ is keras.Layer.__call__
-    return "call" in vars(model) or not of_keras
+    return "call" in vars(model) or class_has_own_call(type(model))
+
+
+def class_has_own_call(kind: type[keras.Model]) -> bool:
+    """The same of its class, whatever stands in for the `call` of one model of it. Relies on `Functional.call`."""
+    return kind.call not in (Functional.call, keras.Sequential.call) or kind.__call__ is not keras.Layer.__call__
 
 
 def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,13 +50,14 @@ def watch(check: Check, is_watching: Callable[[], bool]) -> None:
 
         return operation
 
+    replacements: list[tuple[Callable, Callable]] = []
     for module, masks in _MASKS.items():
         for name, mask in masks.items():
             function = getattr(module, name)
             raw = getattr(module, "".join(part.capitalize() for part in name.split("_")))  # of tf.raw_ops
             signature, looks_up = inspect.signature(function), mask in (_of_rows, _of_places)
-            for original in (function, raw):
-                _replace_everywhere(original, watched(original, signature, looks_up, mask))
+            replacements += [(original, watched(original, signature, looks_up, mask)) for original in (function, raw)]
+    _replace_everywhere(replacements)
     traced_for = function_context.make_function_context
 
     def make_function_context(scope_type: Any = None) -> Any:
@@ -66,13 +67,14 @@ def watch(check: Check, is_watching: Callable[[], bool]) -> None:
     function_context.make_function_context = make_function_context
 
 
-def _replace_everywhere(original: Callable, by: Callable) -> None:
-    """Also where a module holds it under a name of its own, as tf.scatter_nd."""
+def _replace_everywhere(replacements: Sequence[tuple[Callable, Callable]]) -> None:
+    """The first of each by the second, also where a module holds it under a name of its own, as tf.scatter_nd."""
+    by_original = {id(original): by for original, by in replacements}  # so that 4,000 modules are gone through once
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None) or {}
         for name, held in list(names.items()):
-            if held is original:
-                names[name] = by
+            if id(held) in by_original:
+                names[name] = by_original[id(held)]
 
 
 # -- which of the numbers are in range ---------------------------------------------------------------------------------

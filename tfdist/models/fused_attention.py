@@ -7,7 +7,7 @@ It also keeps less memory and rounds less: scores and weights stay in float32 wi
 from __future__ import annotations
 
 import functools
-import logging
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +22,6 @@ from tfdist.runtime.host import known_dims
 
 TOLERANCE = 0.02  # of the norm; bfloat16 rounds to 0.004 of each number
 _TRIED_POSITIONS = 1024  # at most, as the trial writes the weights of [B, N, T, S]
-_log = logging.getLogger(__name__)
 
 
 def fuse_attention() -> None:
@@ -119,8 +118,10 @@ def _is_right(dtype: tf.DType, queries: int, keys: int, width: int, scale: float
     except Exception as error:  # whatever cuDNN, XLA or TensorFlow say, there is another way
         wrong = f"fails: {first_line(error):.200}"
     if wrong:
-        _log.warning(
-            f"cuDNN's attention of {queries} x {keys} positions, {width} wide, in {dtype.name} {wrong}: the formula is"
-            " taken, which is slower and takes more memory."
+        print(
+            f"tfdist: warning: cuDNN's attention of {queries} x {keys} positions, {width} wide, in {dtype.name}"
+            f" {wrong}: the formula is taken, which is slower and takes more memory.",
+            file=sys.stderr,
+            flush=True,
         )
     return not wrong

@@ -1,0 +1,67 @@
+"""What a job has only where there is a GPU, on the CPU: how tfdist composes it there, and cuDNN's attention.
+
+A case with "gpu" on one device is composed as on a GPU (XLA by default, the update compiled, batches that are copied);
+everywhere else it has the attention alone, whose kernel tests/gpu/cudnn_kernel.py stands in for. The oracle is the same
+as without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+HALVES = ("bfloat16", "float16")
+ATTENTION = {"attention", "attention_causal"}
+RUNTIMES = ("one_device", "mirrored", "sockets", "multi_worker", "fit", "fit_ring")
+
+Case = Mapping[str, Any]
+
+
+def drawn(case: Case, blocks: Sequence[str], chance: random.Random) -> dict[str, Any]:
+    """The case, now and then on a GPU: where something attends in half precision, and on one device anyhow."""
+    attends = bool(ATTENTION & set(blocks))
+    if chance.random() >= (0.3 if attends else 0.05) or not (attends or case["runtime"] == "one_device"):
+        return dict(case)
+    found = {**case, "gpu": True}
+    if attends:
+        part = "compile" if case["kind"] == "fit" else "options"
+        found[part] = dict(sorted({**case[part], "precision": chance.choice(HALVES), "jit_compile": True}.items()))
+    return found
+
+
+def conflicts(case: Case, blocks: Sequence[str]) -> str:
+    """Why a case cannot have it; "" if it can."""
+    kind = case["runtime"].partition(":")[0]
+    options = case.get("options") or case["compile"]
+    if (
+        kind not in RUNTIMES
+        or {"moved", "stored", "data_in_store"} & set(case)
+        or case.get("loop", "on_batch") != "on_batch"
+    ):
+        return "not there"
+    if kind == "one_device":
+        return "slow to compile" if "lstm" in blocks or "nan" in case["data"] else ""
+    is_compiled = options.get("jit_compile") and not options.get("run_eagerly")
+    if not (ATTENTION & set(blocks) and options.get("precision") in HALVES and is_compiled):
+        return "no attention that a GPU has another form of"
+    return ""
+
+
+@contextlib.contextmanager
+def composed(case: Case) -> Iterator[None]:
+    """Within it a job is composed as the case wants it."""
+    from tests.gpu.combinations import as_on_gpu
+
+    with as_on_gpu() if "gpu" in case and case["runtime"] == "one_device" else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def kernels(case: Case) -> Iterator[None]:
+    """Within it TensorFlow has the kernels that the case wants."""
+    from tests.gpu.cudnn_kernel import cudnn_kernel
+
+    with cudnn_kernel() if "gpu" in case else contextlib.nullcontext():
+        yield
