@@ -70,11 +70,14 @@ def drawn(seed: int, count: int, sizes: tuple[int, ...] = (0, 1, 30, 400, 2500),
     return [[chance.randbytes(chance.choice(sizes)) for _ in range(chance.randint(1, most))] for _ in range(count)]
 
 
-def failure_of(folder: _Folder) -> tuple[list[bytes], BaseException | None]:
-    """(what came before, how it ended)."""
+def failure_of(folder: _Folder, begun: threading.Event | None = None) -> tuple[list[bytes], BaseException | None]:
+    """(what came before, how it ended). begun: set when four records have come."""
     found = []
     try:
-        found.extend(folder.records(paths(folder), "").as_numpy_iterator())
+        for record in folder.records(paths(folder), "").as_numpy_iterator():
+            found.append(record)
+            if begun and len(found) == 4:
+                begun.set()
     except tf.errors.OpError as error:
         return found, explain(error, Cluster())
     return found, None
@@ -165,17 +168,18 @@ def test_what_changes_while_it_comes_is_named_and_none_of_it_is_read(s3, tmp_pat
     folder = upload(s3, tmp_path, files)
     expected = records(folder)
     other = b"".join((tmp_path / "folder" / f"train-0{number}").read_bytes() for number in (2,))
-    asked = Counter()
+    asked, begun = Counter(), threading.Event()
 
     def draw(method: str, path: str) -> str:
         if method == "GET" and path.endswith("/data/train-01"):
             asked[path] += 1
             if asked[path] == 2:
+                assert begun.wait(60)  # else what has come may go with what has failed before it is read
                 s3.remove("data/train-01") if change == "gone" else s3.change("data/train-01", other)
         return ""
 
     with through_proxy(draw):
-        found, error = failure_of(stored(tmp_path / "cache"))
+        found, error = failure_of(stored(tmp_path / "cache"), begun)
     assert found == expected[: len(found)] and len(found) >= 4
     how = "is not there any more" if change == "gone" else "has been changed"
     assert isinstance(error, DataError) and str(error).startswith(f"--data_dir={URL}: train-01 {how}"), error
