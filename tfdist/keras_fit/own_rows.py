@@ -109,11 +109,12 @@ def suits(model: keras.Model, batch: Any) -> bool:
 def _are_known_to_be_small(model: keras.Model, x: Any) -> bool:
     """Whether the model's graph of layers says so, which spares it a trace, half a second of a start."""
     outputs = None if keras_layers.class_has_own_call(type(model)) else getattr(functional_of(model), "outputs", None)
-    if not outputs or any(None in output.shape[1:] for output in outputs):
+    shapes = [tf.TensorShape(leaf.shape) for leaf in keras.tree.flatten(x) if leaf is not None]
+    rows = [shape[0] for shape in shapes if shape.rank]
+    if not outputs or not rows or None in rows or any(None in output.shape[1:] for output in outputs):
         return False
-    rows = max((leaf.shape[0] or 0 for leaf in keras.tree.flatten(x) if leaf.shape.rank), default=0)
-    numbers = [rows * math.prod(output.shape[1:]) * tf.as_dtype(output.dtype).size for output in outputs]
-    return sum(numbers) <= LARGEST
+    sizes = [max(rows) * math.prod(output.shape[1:]) * tf.as_dtype(output.dtype).size for output in outputs]
+    return sum(sizes) <= LARGEST
 
 
 def _has_equal_rows(batch: Any) -> bool:
