@@ -110,8 +110,10 @@ def _are_known_to_be_small(model: keras.Model, x: Any) -> bool:
     """Whether the model's graph of layers says so, which spares it a trace, half a second of a start."""
     outputs = None if keras_layers.class_has_own_call(type(model)) else getattr(functional_of(model), "outputs", None)
     shapes = [tf.TensorShape(leaf.shape) for leaf in keras.tree.flatten(x) if leaf is not None]
-    rows = [-1 if shape[0] is None else shape[0] for shape in shapes if shape.rank]
-    if not outputs or min(rows, default=-1) < 0 or any(None in output.shape[1:] for output in outputs):
+    dims = [shape[0] for shape in shapes if shape.rank]
+    rows = [dim for dim in dims if dim is not None]
+    is_known = rows and len(rows) == len(dims)
+    if not outputs or not is_known or any(None in output.shape[1:] for output in outputs):
         return False
     sizes = [max(rows) * math.prod(output.shape[1:]) * tf.as_dtype(output.dtype).size for output in outputs]
     return sum(sizes) <= LARGEST
