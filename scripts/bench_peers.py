@@ -275,7 +275,6 @@ def figures(plan, folder: Path, started: float) -> dict:
     """From the notes of the workers. tfdist's chief writes for all, the peers' workers each for itself."""
     import statistics
 
-    from cell import BLOCK
     from engines import WARM_UP
 
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
@@ -286,14 +285,13 @@ def figures(plan, folder: Path, started: float) -> dict:
         raise ValueError(f"{len(ends)} windows instead of {plan.windows + WARM_UP}")
     rates = [plan.steps / (end - begin) for begin, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
     median = statistics.median(rates)
-    # Keras counts one batch less before its first snapshot, so its last one is of the block before the end.
-    if not plan.saved - BLOCK * plan.steps < ranks[0]["restored"] <= plan.saved:
-        raise ValueError(f"it went on from step {ranks[0]['restored']} instead of {plan.saved}")
+    if ranks[0]["restored"] != plan.newest:
+        raise ValueError(f"it went on from step {ranks[0]['restored']} instead of {plan.newest}")
     return {
         "steps_per_s": rates,
         **(snapshots(folder, ends) if plan.saves else {}),
         "median": median,
-        "restored": ranks[0]["restored"],
+        "restored": plan.newest,
         "startup_s": ends[0] - started - (plan.steps - 1) / median,
         "losses": [statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)],
         "parameters": ranks[0]["parameters"],

@@ -33,6 +33,7 @@ class Engine:
     alone: str = ""
     apart: bool = False
     kinds: tuple[str, ...] = ("transformer", "cnn", "resnet", "embedding")
+    late: int = 0  # windows by which its snapshots come late: the last one is then of the block before
 
 
 BOTH = ("1", "2", "2s")
@@ -58,7 +59,8 @@ ENGINES = {
         ),
         Engine("PyTorch DDP", "torch", "torch_ddp.py", modes=(*BOTH, *PAIR)),
         Engine("Horovod", "tfdist", "horovod_loop.py", modes=(*BOTH, *PAIR)),
-        Engine("Keras fit", "tfdist", "keras_fit.py", modes=("1", *ALONE)),
+        # Its BackupAndRestore counts one batch less before its first snapshot.
+        Engine("Keras fit", "tfdist", "keras_fit.py", modes=("1", *ALONE), late=1),
         Engine(
             "tf-keras fit, MWMS",
             "tf-keras",
@@ -146,6 +148,11 @@ class Plan:
     @property
     def saves(self) -> bool:
         return self.mode.endswith("c")
+
+    @property
+    def newest(self) -> int:
+        """Steps of the newest snapshot of that job."""
+        return self.saved - (BLOCK - self.engine.late) * self.steps if self.saved and self.engine.late else self.saved
 
     @property
     def origin(self) -> str:
