@@ -46,6 +46,7 @@ from tfdist.training.parallel import segments
 from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.precision import LossScale, set_policy
+from tfdist.training.row_proof import Proofs
 from tfdist.training.schedule import Schedule
 from tfdist.training.step import TrainStep
 from tfdist.training.step_options import Parallelism, StepOptions
@@ -264,10 +265,11 @@ def _tried_on_rows(config: Config, runtime: Runtime, model: keras.Model, split: 
     def rows() -> Any:
         return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))[0]
 
+    proofs = Proofs(model)
     # Several workers of one replica train on whole batches, but evaluate on a last one that is filled up.
     if (in_parts or runtime.size > 1) and ":" in config.model.model and config.model.row_mixing == "refuse":
-        row_mixing.refuse(runtime, model, rows)
-    return found_by_the_chief(runtime, model, rows) if in_parts else SumsAsMeans(())
+        row_mixing.refuse(runtime, model, rows, proofs)
+    return found_by_the_chief(runtime, model, rows, proofs) if in_parts else SumsAsMeans(())
 
 
 def memory_limits(cluster: Cluster) -> MemoryLimits:

@@ -15,3 +15,10 @@ def operation_number(operation: tf.Operation) -> int:
 def compute_after(operation: tf.Operation, first: tf.Operation) -> None:
     """From now on `operation` waits for `first`, of the same graph. Relies on `Operation._add_control_input`."""
     operation._add_control_input(first)
+
+
+def function_graph(name: str) -> tf.Graph:
+    """A graph as that of a tf.function, in which code runs without being traced by one: variables are made outside of
+    it, and what is outside can be used. Relies on `tf.__internal__.FuncGraph`.
+    """
+    return tf.__internal__.FuncGraph(name)

@@ -29,8 +29,10 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.user_errors import first_line
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
+from tfdist.training.calm_layers import is_of_keras
 from tfdist.training.dtypes import at_least_float32
-from tfdist.training.loss_probe import MEAN, OTHER, SUM, UNKNOWN, Probe, Take, generators_kept, is_of_keras
+from tfdist.training.loss_probe import MEAN, OTHER, SUM, UNKNOWN, Probe, Take, generators_kept
+from tfdist.training.row_proof import Proofs
 
 _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of one value for each row"
 
@@ -56,7 +58,13 @@ def take_rows(x: Any, rows: Sequence[int]) -> Any:
     return keras.tree.map_structure(lambda leaf: tf.gather(leaf, list(rows)), x)
 
 
-def added_losses(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None) -> tuple[AddedLoss, ...]:
+def added_losses(
+    model: keras.Model,
+    x: Any,
+    take: Take = take_rows,
+    count: int | None = None,
+    proofs: Proofs | None = None,
+) -> tuple[AddedLoss, ...]:
     """What `model` adds in training, in the order of `model.losses`; all of its variables and states stay as they are.
 
     Runs it a few times, not compiled. Not for a model whose layers speak to other workers.
@@ -65,11 +73,14 @@ def added_losses(model: keras.Model, x: Any, take: Take = take_rows, count: int 
       x: rows to try it with, as the model is called with them; the first few will do.
       take: (x, numbers of rows) -> an x of these rows, some of which may come twice.
       count: how many rows there are; None: as the first tensor of `x` says.
+      proofs: of this model, if its graphs are of use elsewhere.
     Raises: ConfigError, a sentence, if one is neither a mean nor a sum over rows.
     """
     if not may_add(model):
         return ()
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
+    if (proofs or Proofs(model)).of(x, take, count, training=True).adds_nothing:
+        return ()
     probe = Probe(model, x, take, count)
     with probe.watching(), batch_norm.each_alone():
         found = probe.judged(training=True)
@@ -100,7 +111,9 @@ def _refusal(layer: keras.Layer, place: int, scales: str) -> str:
     )
 
 
-def found_by_the_chief(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> SumsAsMeans:
+def found_by_the_chief(
+    runtime: Runtime, model: keras.Model, rows: Callable[[], Any], proofs: Proofs | None = None
+) -> SumsAsMeans:
     """What the chief's `added_losses` of x = `rows()` say, on every worker.
 
     A collective, if the model may add losses. Raises ConfigError.
@@ -110,7 +123,7 @@ def found_by_the_chief(runtime: Runtime, model: keras.Model, rows: Callable[[], 
     message, layers = b"", list(keras_layers.all_layers(model))
     with generators_kept():
         if runtime.rank == 0:
-            message = json.dumps(_as_json(model, layers, rows())).encode()
+            message = json.dumps(_as_json(model, layers, rows(), proofs)).encode()
     length = int(runtime.broadcast([np.array(len(message), np.int64)])[0])
     found = json.loads(runtime.broadcast([np.frombuffer(message.ljust(length), np.uint8)])[0].tobytes())
     if "refused" in found:
@@ -122,10 +135,10 @@ def found_by_the_chief(runtime: Runtime, model: keras.Model, rows: Callable[[], 
     )
 
 
-def _as_json(model: keras.Model, layers: Sequence[keras.Layer], x: Any) -> dict[str, Any]:
+def _as_json(model: keras.Model, layers: Sequence[keras.Layer], x: Any, proofs: Proofs | None) -> dict[str, Any]:
     """`added_losses`, or why there are none, as what JSON knows."""
     try:
-        found = added_losses(model, x)
+        found = added_losses(model, x, proofs=proofs)
     except ConfigError as error:
         return {"refused": str(error)}
     except Exception as error:  # noqa: BLE001 - such as of a model that takes batches of one size; it may add nothing

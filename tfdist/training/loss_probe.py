@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import state
-from tfdist.compat import keras_batch_norm, keras_layers, tensorflow_random
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat import keras_layers, tensorflow_random
 from tfdist.compat.tensorflow_variables import writes_undone
+from tfdist.training.calm_layers import calmed
 from tfdist.training.stateless_call import stateless_call
 
 MEAN, SUM = "mean", "sum"
@@ -22,7 +22,6 @@ UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"
 ROWS = 4  # that are tried, each alone and all together
 _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
-_OF_WEIGHTS = ("_initializer", "_constraint", "_regularizer")  # functions of Keras' layers that see no rows
 _NOISE = 100_003  # numbers drawn at most for a weight, then again from the first; prime: rows next to each other differ
 _CLEAR = 0.15  # a random mean must be known as well as that
 
@@ -81,23 +80,15 @@ class Probe:
             if isinstance(variable, tf.Variable)
         ]
         try:
-            with contextlib.ExitStack() as stack:
-                for number, layer in enumerate(self.layers):
-                    for name, function in {"add_loss": self._recorder(number), **_calming(layer)}.items():
-                        stack.enter_context(replaced(layer, name, function))
-                stack.enter_context(writes_undone())
+            with calmed(self.layers, self._record), writes_undone():
                 yield
         finally:
             for variable, value in kept:
                 variable.assign(value)
 
-    def _recorder(self, number: int) -> Callable:
-        def add_loss(loss: Any) -> None:
-            for each in keras.tree.flatten(loss):
-                place = sum(key[0] == number for key, _ in self._added)
-                self._added.append(((number, place), each))
-
-        return add_loss
+    def _record(self, number: int, loss: Any) -> None:
+        place = sum(key[0] == number for key, _ in self._added)
+        self._added.append(((number, place), loss))
 
     def outputs(
         self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], draw: int, training: bool, states_off: float = 0.0
@@ -257,40 +248,3 @@ def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
         one_each = rows[places, places % rows.shape[1]]
         return tf.constant(np.broadcast_to(one_each.reshape(-1, *[1] * (numbers.ndim - 1)), numbers.shape))
     return leaf
-
-
-def is_of_keras(layer: keras.Layer) -> bool:
-    return type(layer).__module__.partition(".")[0] == "keras"
-
-
-def holds_own_function(layer: keras.Layer) -> bool:
-    """Such as an activation of the user's own, or the function of a Lambda."""
-    return any(
-        callable(value) and not isinstance(value, type) and not _is_from_keras(value) and not name.endswith(_OF_WEIGHTS)
-        for name, value in vars(layer).items()
-    )
-
-
-def _is_from_keras(function: Any) -> bool:
-    """Also, of a method, the object whose it is."""
-    bound_to = getattr(function, "__self__", None)
-    module = getattr(function, "__module__", None) or type(function).__module__
-    modules = [module] if bound_to is None else [module, type(bound_to).__module__]
-    return all(each.partition(".")[0] in ("keras", "tfdist") for each in modules)
-
-
-def _calming(layer: keras.Layer) -> dict[str, Callable]:
-    """Attributes with which a layer neither draws random numbers nor looks at other rows: Keras' own work as in
-    inference. Of what derives from BatchNormalization only the moments, which are those of all workers in training, do;
-    what it does beside them is looked at."""
-    inside = keras_layers.all_layers(layer)
-    is_known = all(is_of_keras(each) and not holds_own_function(each) for each in inside)
-    if is_known and keras_layers.takes_training(layer) and "call" not in vars(layer):
-        return {"call": _not_training(layer.call)}
-    if keras_batch_norm.takes_keras_moments(layer):
-        return {keras_batch_norm.MOMENTS: lambda inputs, mask: keras_batch_norm.moving_moments(layer, inputs.dtype)}
-    return {}
-
-
-def _not_training(call: Callable) -> Callable:
-    return lambda *arguments, **options: call(*arguments, **{**options, "training": False})

@@ -2,8 +2,9 @@
 
 A layer that takes the mean over the rows of its batch, say, takes it over the rows of one worker or micro-batch:
 another number than one process would have, and nothing tells. (BatchNormalization is synchronised and no such layer.)
-So the model is called with some rows, and again with one of them in the same place and all others replaced by copies of
-it: its output for that row must not change. The same shapes run the same kernels, so that rounding changes nothing.
+Where the model's graph does not prove that it has nothing to do with them (row_proof.py), the model is called with some
+rows, and again with one of them in the same place and all others replaced by copies of it: its output for that row must
+not change. The same shapes run the same kernels, so that rounding changes nothing.
 Nor may it change where the row stands elsewhere among fewer: a layer that divides by the number of rows of its batch
 divides by those of a worker. There rounding is allowed for.
 """
@@ -23,16 +24,9 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.training.added_losses import take_rows
-from tfdist.training.loss_probe import (
-    ROWS,
-    Probe,
-    Take,
-    disturbed,
-    generators_kept,
-    holds_own_function,
-    is_of_keras,
-    sound,
-)
+from tfdist.training.calm_layers import holds_own_function, is_of_keras
+from tfdist.training.loss_probe import ROWS, Probe, Take, disturbed, generators_kept, sound
+from tfdist.training.row_proof import Proofs
 
 _TOLERANCE = 1e-5  # of the largest output
 _ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half precision the tolerance of the probe
@@ -91,17 +85,30 @@ class Share(NamedTuple):
 _ALL = Share(0, 1)
 
 
-def mixes(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None, share: Share = _ALL) -> bool:
+def mixes(
+    model: keras.Model,
+    x: Any,
+    take: Take = take_rows,
+    count: int | None = None,
+    share: Share = _ALL,
+    proofs: Proofs | None = None,
+) -> bool:
     """Whether the outputs of `model` for a row, in inference or in training, change with the other rows.
 
-    Runs it a few times, not compiled; all of its variables and states stay as they are. False where it draws random
-    numbers that cannot be repeated, which tells nothing. Other arguments as for `added_losses`.
+    Runs it a few times, not compiled, where its graph does not prove that they do not; all of its variables and states
+    stay as they are. False where it draws random numbers that cannot be repeated, which tells nothing.
+
+    Args:
+      proofs: of this model, if its graphs are of use elsewhere. Others: as for `added_losses`.
     """
     if any(_has_common_scale(layer) for layer in keras_layers.all_layers(model)):
         return True
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
+    made, attempts = proofs or Proofs(model), _ATTEMPTS[share.index :: share.number]
+    attempts = [attempt for attempt in attempts if not made.of(x, take, count, attempt.training).apart]
+    if not attempts:
+        return False
     probe = Probe(model, x, take, count)
-    attempts = _ATTEMPTS[share.index :: share.number]
     with probe.watching(), batch_norm.each_alone():
         return any(
             _one_tells(list(alike), probe, disturbed(probe.weights, by), x, take)
@@ -167,9 +174,9 @@ def _differs(one: np.ndarray, other: np.ndarray, sizes: np.ndarray, tolerance: f
     return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > tolerance * largest))
 
 
-def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> None:
+def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any], proofs: Proofs | None = None) -> None:
     """Raises ConfigError on all workers if one finds that it mixes x = `rows()`. A collective, if it may."""
-    if may_mix(model) and found_together(runtime, model, rows):
+    if may_mix(model) and found_together(runtime, model, rows, proofs=proofs):
         fix = (
             "take statistics over rows with keras.layers.BatchNormalization, train on one device with"
             " --accumulation=1, or let such layers mix the rows of their micro-batch with --row_mixing=replica"
@@ -178,21 +185,33 @@ def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any]) -> Non
 
 
 def found_together(
-    runtime: Runtime, model: keras.Model, rows: Callable[[], Any], take: Take = take_rows, count: int | None = None
+    runtime: Runtime,
+    model: keras.Model,
+    rows: Callable[[], Any],
+    take: Take = take_rows,
+    count: int | None = None,
+    proofs: Proofs | None = None,
 ) -> bool:
     """Whether one of the workers, which share the attempts, finds that it mixes x = `rows()`. A collective."""
     workers = min(runtime.size, len(_ATTEMPTS))
     share = Share(workers - 1 - runtime.rank, workers)  # the fewest for the chief, which has more to do
     with generators_kept():
-        found = share.index >= 0 and tried(model, rows(), take, count, share)
+        found = share.index >= 0 and tried(model, rows(), take, count, share, proofs)
     return bool(runtime.all_gather(np.array([found], np.int64)).any())
 
 
-def tried(model: keras.Model, x: Any, take: Take = take_rows, count: int | None = None, share: Share = _ALL) -> bool:
+def tried(
+    model: keras.Model,
+    x: Any,
+    take: Take = take_rows,
+    count: int | None = None,
+    share: Share = _ALL,
+    proofs: Proofs | None = None,
+) -> bool:
     """`mixes`, and False where the model cannot be tried: what fails with another number of rows cannot be spread, and
     says so itself."""
     try:
-        return mixes(model, x, take, count, share)
+        return mixes(model, x, take, count, share, proofs)
     except Exception:  # noqa: BLE001 - of the user's own making
         return False
 

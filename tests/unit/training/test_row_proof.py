@@ -1,0 +1,200 @@
+"""That rows are apart, proved from a model's graph: never of what mixes them, and of what models are made of."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.unit.training.row_programs import TOKENS, WIDTH, Program
+from tests.unit.training.test_row_mixing import APART, MIXING, Own, X, model_of
+from tfdist.training import row_mixing
+from tfdist.training.added_losses import take_rows
+from tfdist.training.row_proof import Proof, Proofs
+
+PROGRAMS = 160
+
+
+def proof_of(model, x=X, training=False) -> Proof:
+    return Proofs(model).of(x, take_rows, len(keras.tree.flatten(x)[0]), training)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", MIXING)
+def test_of_what_mixes_rows_there_is_no_proof(name, training):
+    apart = proof_of(model_of(layers.Dense(8), Own(MIXING[name])), training=training).apart
+    does = {"in training": training, "in inference": not training, "number of rows, in training": training}
+    assert apart is not does.get(name, True)
+
+
+HIDDEN = tf.Variable(tf.zeros(5))
+
+
+def stashed(x, training, seeds):
+    HIDDEN.assign(tf.reduce_mean(x, 0))
+    return x - HIDDEN.read_value()
+
+
+HIDING = {
+    "py_function": lambda x, *_: tf.py_function(lambda x: x - tf.reduce_mean(x, 0), [x], tf.float32),
+    "function": lambda x, *_: tf.function(lambda x: x - tf.reduce_mean(x, 0))(x),
+    "cond": lambda x, *_: tf.cond(tf.reduce_mean(x) > 0, lambda: x, lambda: 2 * x),
+    "mixup": lambda x, *_: 0.7 * x + 0.3 * tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0]))),
+    "attribute": lambda x, *_: tf.nn.leaky_relu(x, 1 / x.shape[0]),
+    "tiled": lambda x, *_: x + tf.tile(tf.range(5.0), [x.shape[0]])[: 5 * x.shape[0] : 5, None],
+    "histogram": lambda x, *_: x * tf.cast(tf.histogram_fixed_width(x, [0.0, 1.0])[0], tf.float32),
+    "top": lambda x, *_: x * tf.cast(x >= tf.math.top_k(tf.transpose(x), 1)[0][:, 0], tf.float32),
+    "reshaped": lambda x, *_: tf.reshape(tf.nn.softmax(tf.reshape(x, [-1, 2 * 5 // 2 * x.shape[0]])), [-1, 5]),
+    "sorted": lambda x, *_: ops.sort(x, axis=0),
+    "einsum": lambda x, *_: ops.einsum("bi,cj->bi", x, x),
+    "stashed": stashed,
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_nor_of_what_hides_it(name):
+    class Hiding(Own):
+        def compute_output_spec(self, x, training=False):
+            return keras.KerasTensor(x.shape, x.dtype)
+
+    assert not proof_of(model_of(Hiding(HIDING[name]))).apart
+
+
+def grouped(x):
+    return layers.GroupQueryAttention(4, 4, 2)(x, x, use_causal_mask=True)
+
+
+def with_class_token(x):
+    """As vision transformers do."""
+    token = Own(lambda x, *_: ops.concatenate([ops.broadcast_to(ops.ones((1, 1, 8)), (ops.shape(x)[0], 1, 8)), x], 1))
+    return layers.MultiHeadAttention(2, 4, dropout=0.1)(token(x), token(x))[:, 0]
+
+
+MODELS = {  # inputs -> outputs, the shape of a row
+    "attention": (lambda x: layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True), (5, 8)),
+    "grouped attention": (grouped, (5, 8)),
+    "class token": (with_class_token, (5, 8)),
+    "plain attention": (lambda x: layers.Attention()([x, x]), (5, 8)),
+    "normalized": (lambda x: layers.BatchNormalization()(layers.LayerNormalization()(x)), (5, 8)),
+    "convolution": (lambda x: layers.Conv2D(3, 3, strides=2, padding="same")(x), (8, 8, 3)),
+    "transposed": (lambda x: layers.Conv2DTranspose(3, 3, strides=2)(layers.DepthwiseConv2D(3)(x)), (8, 8, 3)),
+    "resized": (lambda x: layers.UpSampling2D(interpolation="bilinear")(layers.MaxPooling2D()(x)), (8, 8, 3)),
+    "groups": (lambda x: layers.Dense(3)(layers.Flatten()(layers.GroupNormalization(3)(x))), (8, 8, 3)),
+    "time distributed": (lambda x: layers.TimeDistributed(layers.Dense(3))(layers.RMSNormalization()(x)), (5, 8)),
+    "einsum": (lambda x: layers.EinsumDense("abc,cd->abd", (None, 4), bias_axes="d")(x), (5, 8)),
+    "separable": (lambda x: layers.Softmax()(layers.SeparableConv1D(3, 3)(x)), (5, 8)),
+}
+OF_TOKENS = {
+    "positions": (lambda x: layers.Embedding(7, 3)(x) + layers.Embedding(5, 3)(ops.arange(5)), (5,)),
+    "masked mean": (lambda x: layers.GlobalAveragePooling1D()(layers.Embedding(7, 3, mask_zero=True)(x)), (5,)),
+}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OF_TOKENS])
+def test_of_what_models_are_made_of_there_is_one(name):
+    made, shape = {**MODELS, **OF_TOKENS}[name]
+    values = np.random.default_rng(0).normal(size=(6, *shape)).astype("float32")
+    x = (np.abs(values) * 3).astype("int32") % 5 if name in OF_TOKENS else values
+    inputs = layers.Input(shape, dtype=str(x.dtype))
+    own = Own(lambda x, *_: ops.silu(x) + ops.gelu(ops.clip(x, -1, 1)))
+    model = keras.Model(inputs, own(made(inputs)))
+    for training in (False, True):
+        assert proof_of(model, x, training) == Proof(True, True)
+
+
+@pytest.mark.parametrize("name", sorted(set(APART) - {"noise of its own"}))
+def test_and_the_model_is_not_run_then(name, monkeypatch):
+    model = model_of(layers.Dense(8), Own(APART[name]))
+    monkeypatch.setattr(row_mixing, "Probe", None)
+    assert not row_mixing.mixes(model, X)
+
+
+def test_what_an_own_layer_adds():
+    def adding(layer, x):
+        layer.add_loss(ops.mean(x))
+        return x
+
+    own = Own(lambda x, *_: adding(own, x))
+    assert proof_of(model_of(own), training=True) == Proof(True, False)
+    assert proof_of(model_of(Own(MIXING["centered"])), training=True) == Proof(False, True)
+
+
+def test_a_model_that_is_not_built_yet_stays_so():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, x):
+            return self.dense(x)
+
+    model = Model()
+    assert proof_of(model) == Proof(False, False) and not model.variables
+    model(X)
+    assert proof_of(model).apart
+
+
+def test_layers_remember_nothing_of_a_trace():
+    class Model(keras.Model):
+        def call(self, x):
+            self.last = x
+            return x
+
+    model = Model()
+    model(X)
+    before = dict(vars(model))
+    assert proof_of(model).apart and vars(model) == before and isinstance(model.last.numpy(), np.ndarray)
+
+
+class OfOneLayer(keras.Model):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def call(self, x, training=False):
+        return self.layer(x)
+
+
+def mixes_when_run(model, random) -> bool | None:
+    """None: its outputs have no rows, or it does not run."""
+    run = tf.function(lambda x: model(x), autograph=False)
+
+    def outputs(x):
+        return run(tf.constant(x, tf.float32)).numpy().astype(np.float64)
+
+    def differ(one, other):
+        with np.errstate(all="ignore"):
+            finite = np.isfinite(one) & np.isfinite(other)
+            largest = np.max(np.abs(np.where(finite, one, 0)), initial=1e-9)
+            return bool(np.any(np.abs(np.where(finite, one - other, 0)) > 1e-4 * largest))
+
+    rows = random.normal(size=(4, TOKENS, WIDTH))
+    try:
+        together, moved = outputs(rows), outputs(rows[[3, 1, 0]])
+        if together.shape[:1] != (4,) or moved.shape[:1] != (3,):
+            return None
+        if together.shape[1:] != moved.shape[1:]:
+            return True
+        for place in (0, 3):
+            others = 3 * random.normal(size=rows.shape)
+            others[place] = rows[place]
+            if differ(together[place], outputs(others)[place]):
+                return True
+        return differ(together[[3, 1, 0]], moved)
+    except tf.errors.OpError:
+        return None
+
+
+def test_random_operations_are_never_said_to_keep_rows_apart_that_they_mix():
+    proved, mixed = 0, 0
+    for seed in range(PROGRAMS):
+        keras.utils.set_random_seed(seed)
+        random = np.random.default_rng(seed)
+        model = OfOneLayer(Program(seed, 2 + seed % 7))
+        model.layer.build(None)
+        model.built = True
+        apart = proof_of(model, random.normal(size=(6, TOKENS, WIDTH)).astype("float32")).apart
+        mixes = mixes_when_run(model, random)
+        assert not (apart and mixes), seed
+        proved, mixed = proved + (apart and mixes is False), mixed + bool(mixes)
+    assert min(proved, mixed) > PROGRAMS / 10

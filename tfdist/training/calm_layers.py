@@ -1,0 +1,71 @@
+"""Layers that behave for a time: what they add is told to who asks, and those of Keras' own keep to their rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from tfdist.compat import keras_batch_norm, keras_layers
+from tfdist.compat.temporary_attributes import replaced
+
+_OF_WEIGHTS = ("_initializer", "_constraint", "_regularizer")  # functions of Keras' layers that see no rows
+
+
+@contextlib.contextmanager
+def calmed(layers: Sequence[keras.Layer], added: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within it each loss that a layer adds goes to `added` with the layer's number, and Keras' own layers do not draw
+    random numbers nor look at other rows.
+    """
+    with contextlib.ExitStack() as stack:
+        for number, layer in enumerate(layers):
+            for name, function in {"add_loss": _telling(added, number), **_calming(layer)}.items():
+                stack.enter_context(replaced(layer, name, function))
+        yield
+
+
+def _telling(added: Callable[[int, Any], None], number: int) -> Callable:
+    def add_loss(loss: Any) -> None:
+        for each in keras.tree.flatten(loss):
+            added(number, each)
+
+    return add_loss
+
+
+def is_of_keras(layer: keras.Layer) -> bool:
+    return type(layer).__module__.partition(".")[0] == "keras"
+
+
+def holds_own_function(layer: keras.Layer) -> bool:
+    """Such as an activation of the user's own, or the function of a Lambda."""
+    return any(
+        callable(value) and not isinstance(value, type) and not _is_from_keras(value) and not name.endswith(_OF_WEIGHTS)
+        for name, value in vars(layer).items()
+    )
+
+
+def _is_from_keras(function: Any) -> bool:
+    """Also, of a method, the object whose it is."""
+    bound_to = getattr(function, "__self__", None)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    modules = [module] if bound_to is None else [module, type(bound_to).__module__]
+    return all(each.partition(".")[0] in ("keras", "tfdist") for each in modules)
+
+
+def _calming(layer: keras.Layer) -> dict[str, Callable]:
+    """Attributes with which a layer neither draws random numbers nor looks at other rows: Keras' own work as in
+    inference. Of what derives from BatchNormalization only the moments, which are those of all workers in training, do;
+    what it does beside them is looked at."""
+    inside = keras_layers.all_layers(layer)
+    is_known = all(is_of_keras(each) and not holds_own_function(each) for each in inside)
+    if is_known and keras_layers.takes_training(layer) and "call" not in vars(layer):
+        return {"call": _not_training(layer.call)}
+    if keras_batch_norm.takes_keras_moments(layer):
+        return {keras_batch_norm.MOMENTS: lambda inputs, mask: keras_batch_norm.moving_moments(layer, inputs.dtype)}
+    return {}
+
+
+def _not_training(call: Callable) -> Callable:
+    return lambda *arguments, **options: call(*arguments, **{**options, "training": False})
