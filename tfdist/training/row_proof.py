@@ -201,9 +201,6 @@ def _without_rows(
     others = [kind for place, kind in enumerate(kinds) if place != shape]
     if shape is None or any(kind != FREE for kind in others):
         return FREE if along == FREE and (SIZES not in kinds or _is_one_number(more, fewer)) else SIZES
-    before = shape_of(pair[0].inputs[0]) if pair[0].type == "Tile" else None
-    if isinstance(along, Rows) and before and along.each % before[along.axis]:
-        return SIZES  # a piece that is repeated begins somewhere in a row
     return along
 
 

@@ -47,6 +47,9 @@ HIDING = {
     "reshaped": lambda x, *_: tf.reshape(tf.nn.softmax(tf.reshape(x, [-1, 2 * 5 // 2 * x.shape[0]])), [-1, 5]),
     "sorted": lambda x, *_: ops.sort(x, axis=0),
     "einsum": lambda x, *_: ops.einsum("bi,cj->bi", x, x),
+    "padded": lambda x, *_: tf.pad(x, [[0, 0], [1, 0]], constant_values=1 / x.shape[0])[:, :5],
+    "not hot": lambda x, *_: tf.one_hot(tf.cast(x[:, 0], tf.int32), 5, 1.0, 1 / x.shape[0]),
+    "shape": lambda x, *_: x / tf.cast(tf.raw_ops.Shape(input=x)[0], tf.float32),
     "stashed": stashed,
 }
 
