@@ -12,7 +12,7 @@ from tfdist.training import row_mixing
 from tfdist.training.added_losses import take_rows
 from tfdist.training.row_proof import Proof, Proofs
 
-PROGRAMS = 160
+PROGRAMS = 100
 
 
 def proof_of(model, x=X, training=False) -> Proof:
