@@ -9,8 +9,8 @@ import google_crc32c
 import keras
 import numpy as np
 
+from tfdist.runtime import first_values
 from tfdist.runtime.base import PeerRuntime
-from tfdist.runtime.first_values import must_be_alike
 
 
 def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable]) -> None:
@@ -18,11 +18,7 @@ def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable]) -
 
     Raises ConfigError if the workers' shapes differ.
     """
-    must_be_alike(runtime, variables)
-    received = runtime.broadcast([np.asarray(variable.value) for variable in variables])
-    if runtime.rank:
-        for variable, value in zip(variables, received, strict=True):
-            variable.assign(value)
+    first_values.take_the_chiefs(runtime, [variable.value for variable in variables])
 
 
 def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:

@@ -13,9 +13,14 @@ from tfdist.runtime import first_values
 from tfdist.runtime.first_values import chiefs_first_values
 
 
-def workers(broadcast, others=lambda own: own):
-    """Of two. others: what the second has in place of the first's."""
-    return SimpleNamespace(size=2, broadcast=broadcast, all_gather=lambda own: np.stack([own, others(own)]))
+def other_values(own):
+    """Counts and shapes are alike, no checksum is."""
+    return own + own.ndim - 1
+
+
+def workers(broadcast, others=other_values, rank=1):
+    """Of two. others: what the other has in place of this one's."""
+    return SimpleNamespace(size=2, rank=rank, broadcast=broadcast, all_gather=lambda own: np.stack([own, others(own)]))
 
 
 def test_all_have_the_chiefs_values_afterwards():
@@ -41,6 +46,25 @@ def test_large_ones_travel_by_themselves(monkeypatch):
     with chiefs_first_values(workers(lambda mine: told.append([array.size for array in mine]) or mine)):
         _ = [tf.Variable(tf.zeros([size])) for size in (10, 20, 1000, 1, 2)]
     assert told == [[10, 20], [1000], [1, 2]]
+
+
+def test_what_is_the_same_everywhere_stays_where_it_is():
+    """Of one variable the second worker has one other bit."""
+    told, variables = [], [np.float32([1, 2]), np.float32([3]), np.float32([])]
+
+    def others(own):
+        if own.ndim == 1:
+            return own
+        theirs = [
+            tf.Variable(value) for value in (variables[0], np.nextafter(variables[1], np.float32(4)), variables[2])
+        ]
+        return np.array([first_values._checksums(each) for each in theirs])
+
+    for rank in (0, 1):
+        with chiefs_first_values(workers(lambda mine: told.append(mine) or [np.float32([7])], others, rank)):
+            mine = [tf.Variable(value) for value in variables]
+        assert [each.numpy().tolist() for each in mine] == [[1.0, 2.0], [7.0 if rank else 3.0], []]
+    assert [[array.tolist() for array in arrays] for arrays in told] == [[[3.0]], [[3.0]]]
 
 
 def test_what_goes_wrong_inside_sends_nothing():
