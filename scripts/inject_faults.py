@@ -151,6 +151,20 @@ FAULTS: dict[str, Fault] = {
         "runtime.rank == 0 and",
         ("tests/unit/training/test_row_mixing.py",),
     ),
+    "row proof": Fault(
+        "a softmax over the rows of a batch passes for one of each row",
+        "training/row_rules.py",
+        "return x if x and x.axis != rank_of(operation.inputs[0]) - 1 else MIXED",
+        "return x or MIXED",
+        ("tests/unit/training/test_row_proof.py",),
+    ),
+    "proved for one number of rows": Fault(
+        "what is made of the number of rows passes for a constant",
+        "training/row_proof.py",
+        "if is_one_number else SIZES",
+        "if is_one_number else FREE",
+        ("tests/unit/training/test_row_proof.py",),
+    ),
     "number of rows": Fault(
         "a model that goes by the number of rows of its batch trains on a worker's part of them",
         "training/row_mixing.py",
@@ -308,6 +322,13 @@ FAULTS: dict[str, Fault] = {
         "                variable.assign(value)\n",
         "                pass\n",
         ("tests/unit/runtime/test_first_values.py", "tests/multi/test_conformance.py"),
+    ),
+    "alike at first": Fault(
+        "a variable that differs on one of the workers passes for one that does not",
+        "runtime/first_values.py",
+        "(found == found[0]).all(axis=(0, 2))",
+        "(found == found[0]).any(axis=(0, 2))",
+        ("tests/unit/runtime/test_first_values.py",),
     ),
     "stream order": Fault(
         "a stream skips a file of the store",
