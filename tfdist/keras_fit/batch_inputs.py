@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+_ASKED_WITH = 4  # rows of each input, where tracing knows of none
 Rows = int | None  # of an input; None: not known while tracing, as in a batch of a dataset that may be smaller
 Returned = tuple[Rows, ...] | None  # of all outputs; None: inputs of such dims do not fit together
 
@@ -26,9 +27,11 @@ def of_the_batch(
       returned: first dims -> those of the outputs, of which each may have inputs of its own.
       runs: first dims -> whether the model can be run on such inputs.
     """
-    if len(dims) < 2 or all(dim is None for dim in dims):
+    if len(dims) < 2:
         return [True] * len(dims)
     known = [dim for dim in dims if dim is not None]
+    if not known:  # as if all had been of some length
+        dims = known = [_ASKED_WITH] * len(dims)
     if len(known) < len(dims):
         return _beside_unknown(dims, returned)
     found = returned(known)

@@ -42,7 +42,8 @@ class DistributedCall:
         self.alone = ThreadScope()
         self.example = ExampleBatch()
         self._scales = Scales(model, runtime, self.example)
-        self._is_tried = not row_mixing.may_mix(model)
+        self._may_mix = row_mixing.may_mix(model)
+        self._tried_with: list[list[bool]] = []  # which inputs were cut
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
         self._finders: dict[str, Callable[[], Traced]] = {}  # by the inputs of a forward pass
         self.calls = 0
@@ -64,13 +65,17 @@ class DistributedCall:
         return outputs
 
     def _refuse_mixed_rows(self, args: tuple, kwargs: dict) -> None:
-        """At the first call. Raises ConfigError on all workers if the model mixes the rows of its batch."""
-        if self._is_tried or len(args) != 1 or any(isinstance(each, tf.Tensor) for each in kwargs.values()):
+        """At the first call of each kind. Raises ConfigError on all workers if the model mixes the rows of its batch."""
+        if not self._may_mix or len(args) != 1 or any(isinstance(each, tf.Tensor) for each in kwargs.values()):
             return
-        self._is_tried = True
+        with self.alone():
+            cut = self.of_the_batch((args, {}))
+        if cut in self._tried_with:
+            return
+        self._tried_with.append(cut)
         with tf.init_scope(), self.alone():
             x = self.example.like(args[0])
-            take, count = taking(x, self.of_the_batch(((x,), {})))
+            take, count = taking(x, cut)
             if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count):
                 fix = (
                     "mix them in compute_loss or train_step, which see the outputs of all rows, take statistics over"

@@ -120,8 +120,9 @@ def test_which_inputs_hold_the_batch():
 
         return returned
 
-    assert of_the_batch([None, None], None) == [True, True]  # nobody is asked
-    assert of_the_batch([16], None) == [True]
+    assert of_the_batch([None, None], fitting(0, 1)) == of_the_batch([None, None], lambda dims: None) == [True, True]
+    assert of_the_batch([None, None, None], fitting(1)) == [False, True, False]
+    assert of_the_batch([16], None) == of_the_batch([None], None) == [True]  # nobody is asked
     for dims in ([16, 16, 100], [16, 16, 16], [None, None, 16], [None, 16, 16]):
         assert of_the_batch(dims, fitting(0, 1)) == [True, True, False]
     assert of_the_batch([100, 16], fitting(1)) == [False, True]
