@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz.models import LENGTH, SIDE, VOCABULARY, WIDTH
+from tests.fuzz.models import LENGTH, SIDE, TWO, VOCABULARY, WIDTH
 
 EVAL_SIZE = 13
 EVAL_BATCH = 4  # of one replica
@@ -27,7 +27,7 @@ def arrays(case: Mapping[str, Any], split: str = "train", rank: int = 0) -> tupl
     if data.get("nan") is not None and split == "train" and "a" in x:
         x["a"][data["nan"] % size] = np.nan
     y = _targets(model, size, random)
-    parts = [x if model["inputs"] == "both" else next(iter(x.values())), y]
+    parts = [x if model["inputs"] in TWO else next(iter(x.values())), y]
     if data["weights"] != "none":
         shape = (size, LENGTH) if data["weights"].startswith("token") else (size,)
         w = random.uniform(0.2, 3.0, shape).astype("float32")
@@ -68,7 +68,7 @@ def _inputs(
     kind: str, size: int, table: int, data: Mapping[str, Any], random: np.random.Generator
 ) -> dict[str, np.ndarray]:
     x = {}
-    if kind in ("rows", "both"):
+    if kind in ("rows", *TWO):
         x["a"] = random.normal(size=(size, WIDTH))
     elif kind == "grid":
         x["a"] = random.normal(size=(size, SIDE, SIDE, 2))
@@ -76,7 +76,7 @@ def _inputs(
         if data.get("constant"):
             x["a"][..., 0] = 0.5
         x["a"] = (x["a"] + data.get("offset", 0)).astype("float32")
-    if kind in ("steps", "both"):
+    if kind in ("steps", *TWO):
         ids = random.integers(1, table, (size, LENGTH))
         if data.get("padded"):
             ids[np.arange(LENGTH) >= random.integers(1, LENGTH + 1, size)[:, None]] = 0

@@ -27,6 +27,8 @@ def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> 
     def maybe(probability: float, value: Any) -> Any:
         return value if chance.random() < probability else None
 
+    if model["inputs"] == "both" and chance.random() < 0.4:
+        model["inputs"] = "averaged"
     data["source"] = chance.choice(["arrays", "arrays", "dataset", "pages", "generator"])
     data.pop("mixed", None)
     if model["inputs"] in ("rows", "grid") and model["head"] in ("classes", "values") and chance.random() < 0.5:

@@ -161,6 +161,13 @@ class Some(keras.layers.Layer):
         return tf.reshape(found, [-1, *ids.shape[1:], self.width])
 
 
+class AndMean(keras.layers.Layer):
+    """Adds the mean over the rows of its second input to each row of its first."""
+
+    def call(self, inputs):
+        return inputs[0] + ops.mean(inputs[1], axis=0, keepdims=True)
+
+
 class Twice(keras.layers.Layer):
     """Looks its table up twice: the numbers, and other numbers made of them."""
 

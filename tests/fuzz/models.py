@@ -97,6 +97,12 @@ EMBEDDINGS = {
         " layers.Lambda(lambda v: 0.3 * v)(table(layers.Lambda(lambda i: (i + 2) % {vocabulary})(x)))])"
     ),
 }
+_TWO = [
+    ('inputs = {{"a": keras.Input(({width},), name="a"), "ids": keras.Input(({length},), dtype="int32", name="ids")}}'),
+    'x = inputs["ids"]',
+    "{embedding}",
+    'x = layers.GlobalAveragePooling1D(name="pooled")(x)',
+]
 INPUTS = {
     "rows": ['x = inputs = keras.Input(({width},), name="a")'],
     "grid": [
@@ -105,23 +111,21 @@ INPUTS = {
     ],
     "steps": ['x = inputs = keras.Input(({length},), dtype="int32", name="ids")', "{embedding}"],
     "both": [
-        (
-            'inputs = {{"a": keras.Input(({width},), name="a"), "ids": keras.Input(({length},), dtype="int32",'
-            ' name="ids")}}'
-        ),
-        'x = inputs["ids"]',
-        "{embedding}",
-        'x = layers.GlobalAveragePooling1D(name="pooled")(x)',
+        *_TWO,
         'x = layers.Concatenate(name="joined")([inputs["a"], x])',
         'x = layers.Dense({width}, activation="tanh", name="first")(x)',
     ],
+    # Of one input the mean over all rows of the batch, which a worker needs whole: tfdist.fit alone finds that out.
+    "averaged": [*_TWO, 'x = own.AndMean(name="joined")([x, inputs["a"]])'],
 }
 TO_ROWS = {
     "rows": [],
     "both": [],
+    "averaged": [],
     "grid": ['x = layers.Flatten(name="flat")(x)', 'x = layers.Dense({width}, activation="tanh", name="narrow")(x)'],
     "steps": ['x = layers.GlobalAveragePooling1D(name="pooled")(x)'],
 }
+TWO = ("both", "averaged")  # inputs, by name
 HEADS = {
     "classes": ['outputs = layers.Dense(3, dtype="{head}", name="kind")(x)'],
     "values": ['outputs = layers.Dense(2, dtype="{head}", name="size")(x)'],
@@ -135,7 +139,7 @@ HEADS = {
 
 def shape_of(inputs: str) -> str:
     """The shape that the blocks of a model with such inputs work on."""
-    return "rows" if inputs == "both" else inputs
+    return "rows" if inputs in TWO else inputs
 
 
 def source(model: Mapping[str, Any], double: bool = False) -> str:

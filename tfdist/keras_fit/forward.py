@@ -24,6 +24,7 @@ from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together
 from tfdist.keras_fit.scopes import ThreadScope
 from tfdist.models import missing_rows
+from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training import row_mixing
 from tfdist.training.added_losses import SUM
@@ -57,15 +58,16 @@ class DistributedCall:
         if self._gradients.share is not None:
             outputs, losses = self._with_own_rows(args, kwargs, self._gradients.share)
         else:
-            part = Part(self._runtime, (args, kwargs), self.of_the_batch((args, kwargs)))
-            taken = part.take((args, kwargs))
-            outputs, losses = together(self._runtime, part, lambda: self._forward(*taken))
+            cut = self.of_the_batch((args, kwargs))
+            part = Part(self._runtime, (args, kwargs), cut)
+            own_args, own_kwargs = part.take((args, kwargs))
+            outputs, losses = together(self._runtime, part, lambda: self._forward(own_args, own_kwargs, cut))
         for layer in keras_layers.all_layers(self._model):
             keras_layers.record_losses(layer, losses if layer is self._model else [])
         return outputs
 
     def _refuse_mixed_rows(self, args: tuple, kwargs: dict) -> None:
-        """At the first call of each kind. Raises ConfigError on all workers if the model mixes the rows of its batch."""
+        """At the first call of a kind. Raises ConfigError on all workers if the model mixes the rows of its batch."""
         if not self._may_mix or len(args) != 1 or any(isinstance(each, tf.Tensor) for each in kwargs.values()):
             return
         with self.alone():
@@ -76,7 +78,8 @@ class DistributedCall:
         with tf.init_scope(), self.alone():
             x = self.example.like(args[0])
             take, count = taking(x, cut)
-            if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count):
+            own = -(-count // self._runtime.size)
+            if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count, many=own):
                 fix = (
                     "mix them in compute_loss or train_step, which see the outputs of all rows, take statistics over"
                     " rows with keras.layers.BatchNormalization, or train in one process"
@@ -85,7 +88,7 @@ class DistributedCall:
 
     def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
         """(outputs, losses) of arguments that are this worker's rows already: `share` of all. Nothing is gathered."""
-        own = self._forward(args, kwargs)
+        own = self._forward(args, kwargs, self.of_the_batch((args, kwargs)))
         as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
         losses = [
             loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss
@@ -145,14 +148,14 @@ class DistributedCall:
         layers = keras_layers.all_layers(self._model)
         losses = [list(keras_layers.recorded_losses(layer)) for layer in layers]
         try:
-            with self._gradients.of_own_rows(), self._random_numbers.of_own_rows():
+            with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), batch_norm.each_alone():
                 yield
         finally:
             for layer, before in zip(layers, losses, strict=True):
                 keras_layers.record_losses(layer, before)
 
-    def _forward(self, args: tuple, kwargs: dict) -> Forward:
-        """Over this worker's rows."""
+    def _forward(self, args: tuple, kwargs: dict, cut: Sequence[bool]) -> Forward:
+        """Over this worker's rows. cut: for each tensor with rows whether its rows are those of the batch."""
         tensors, rebuild = _tensors_of((args, kwargs))
         layers = keras_layers.all_layers(self._model)
         additions = Additions(
@@ -187,7 +190,7 @@ class DistributedCall:
                     carry_mask(output, mask)
         additions.add(self._runtime)
         with self.alone():
-            scales = self._scales.of(list(losses), args, kwargs, lambda x: self.of_the_batch(((x,), {})))
+            scales = self._scales.of(list(losses), args, kwargs, cut)
         return Forward(outputs, list(losses.values()), scales)
 
     def shared_lookups(self) -> dict[int, str]:

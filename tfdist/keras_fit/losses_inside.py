@@ -4,7 +4,7 @@ trying.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -37,15 +37,15 @@ class Scales:
         self._model, self._runtime, self._example = model, runtime, example
         self._known: dict[Key, str] = {}
 
-    def of(
-        self, keys: Sequence[Key], args: tuple, kwargs: dict, of_the_batch: Callable[[Any], list[bool]]
-    ) -> list[str]:
+    def of(self, keys: Sequence[Key], args: tuple, kwargs: dict, cut: Sequence[bool]) -> list[str]:
         """MEAN or SUM for each loss that a call with these arguments has recorded.
+
+        cut: for each tensor with rows among the arguments whether they are those of the batch.
 
         Raises ConfigError where it is neither.
         """
         if any(key not in self._known for key in keys):
-            self._try(args, kwargs, of_the_batch)
+            self._try(args, kwargs, cut)
         for number, place in keys:
             if (number, place) not in self._known:
                 layer = keras_layers.all_layers(self._model)[number]
@@ -56,7 +56,7 @@ class Scales:
                 )
         return [self._known[key] for key in keys]
 
-    def _try(self, args: tuple, kwargs: dict, of_the_batch: Callable[[Any], list[bool]]) -> None:
+    def _try(self, args: tuple, kwargs: dict, cut: Sequence[bool]) -> None:
         if len(args) != 1 or any(isinstance(leaf, tf.Tensor) for name, leaf in kwargs.items() if name != "training"):
             raise ConfigError(
                 f"{type(self._model).__name__} adds losses in its call and is called with several arguments, so that"
@@ -65,17 +65,14 @@ class Scales:
             )
         with tf.init_scope(), generators_kept():
             x = self._example.like(args[0])
-            found = self._probed(x, of_the_batch(x))
+            found = self._probed(x, cut)
             found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random
         if isinstance(found, str):
             raise ConfigError(found)
         self._known.update({(number, place): scales for number, place, scales in found})
 
     def _probed(self, x: Any, cut: Sequence[bool]) -> list | str:
-        """[number of a layer, which of its losses, MEAN or SUM] of each loss; or the sentence that says why not.
-
-        cut: for each tensor with rows in x whether they are those of the batch.
-        """
+        """[number of a layer, which of its losses, MEAN or SUM] of each loss; or the sentence that says why not."""
         take, count = taking(x, cut)
         try:
             layers = keras_layers.all_layers(self._model)

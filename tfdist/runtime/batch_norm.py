@@ -49,11 +49,11 @@ def synchronize_with(runtime: Runtime) -> None:
 def each_alone() -> Iterator[None]:
     """Within it moments are over this process's rows alone: what one worker tries, others need not try."""
     global _apart
-    _apart = True
+    before, _apart = _apart, True
     try:
         yield
     finally:
-        _apart = False
+        _apart = before
 
 
 @contextlib.contextmanager
@@ -84,10 +84,10 @@ def moments(
         count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(mean), x.dtype)
     else:
         count, mean, variance = _masked(x, axes, keepdims, mask)
-    if _weight is not None:
-        count *= tf.cast(_weight, x.dtype)
     if _apart:
         return mean, variance
+    if _weight is not None:
+        count *= tf.cast(_weight, x.dtype)
     rows = runtime.gather_row(tf.concat([[count], tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0))
     share = tf.math.divide_no_nan(rows[:, :1], tf.reduce_sum(rows[:, :1]))
     means, variances = tf.split(rows[:, 1:], 2, axis=1)

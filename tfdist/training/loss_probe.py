@@ -49,8 +49,8 @@ class Probe:
 
     def __init__(self, model: keras.Model, x: Any, take: Take, count: int):
         self.model, self.layers = model, list(keras_layers.all_layers(model))
-        self.rows = [number % count for number in range(ROWS)]
-        self.x, self._take = x, take
+        self.take = take
+        self._x, self._count = x, count
         self.weights = [variable.numpy() for variable in model.trainable_variables]
         self.states = [variable.numpy() for variable in model.non_trainable_variables]
         types = {tf.as_dtype(layer.compute_dtype) for layer in self.layers if layer.compute_dtype}
@@ -66,6 +66,10 @@ class Probe:
         )
         self._states_off: dict[float, Sequence[np.ndarray]] = {0.0: self.states}
         self._added: list[tuple[Key, tf.Tensor]] = []
+
+    def some_rows(self, number: int = ROWS) -> Any:
+        """The first of x, and if there are fewer than `number` from the first on again."""
+        return self.take(self._x, [row % self._count for row in range(number)])
 
     # -- running the model -----------------------------------------------------------------------------------------
 
@@ -125,7 +129,7 @@ class Probe:
 
     def depends_on_rows(self, key: Key) -> bool:
         """Whether it is made of the rows at all; if not it is what weights, or nothing, give."""
-        rows = self._take(self.x, self.rows)
+        rows = self.some_rows()
         with tf.Graph().as_default() as graph:
             x = keras.tree.map_structure(lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), rows)
             inputs = {leaf.op for leaf in keras.tree.flatten(x)}
@@ -149,7 +153,7 @@ class Probe:
     def judged(self, training: bool) -> dict[Key, str]:
         """Of each added loss MEAN, SUM, or why it is neither."""
         found: dict[Key, str] = {}
-        rows = self._take(self.x, self.rows)
+        rows = self.some_rows()
         if not any(self.values(rows, self.weights, draw, training) for draw in range(2)):
             return {}  # as of most models; twice, as some add none in their first call
         for by, kept, noise in (
@@ -171,9 +175,9 @@ class Probe:
     def _judged(
         self, weights: Sequence[np.ndarray], kept: float, noise: float, how: tuple[bool, float]
     ) -> dict[Key, str]:
-        x = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), self._take(self.x, self.rows))
+        x = keras.tree.map_structure(lambda leaf: sound(leaf, kept, noise), self.some_rows())
         batches = [[place] for place in range(ROWS)] + [list(range(ROWS)), [0, 0, 1]]
-        batches = [self._take(x, batch) for batch in batches]
+        batches = [self.take(x, batch) for batch in batches]
 
         def look(draw: int) -> list[dict[Key, float]]:
             return [self.values(batch, weights, draw, *how) for batch in batches]

@@ -29,6 +29,7 @@ from tfdist.training.loss_probe import ROWS, Probe, Take, disturbed, generators_
 from tfdist.training.row_proof import Proofs
 
 _TOLERANCE = 1e-5  # of the largest output
+_MOST = 64  # rows of an attempt
 _ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half precision the tolerance of the probe
 
 
@@ -42,7 +43,7 @@ class Attempt(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether rows are moved, too: once is enough."""
+        """Whether rows are moved, too, and are as many as in training: once is enough."""
         return 0.0 < self.disturbed < 1.0
 
 
@@ -67,12 +68,14 @@ def _is_suspect(layer: keras.Layer) -> bool:
 def _works_along_rows(layer: keras.Layer) -> bool:
     axes = [getattr(layer, name, None) for name in ("axis", "axes")]
     along = any(axis is not None and 0 in keras.tree.flatten(axis) for axis in axes)
-    return along or isinstance(layer, keras.layers.MelSpectrogram) or _has_common_scale(layer)
+    return along or isinstance(layer, keras.layers.MelSpectrogram) or _mixes_always(layer)
 
 
-def _has_common_scale(layer: keras.Layer) -> bool:
-    """Of float8: from the largest number of all rows, of this step and those before, which no single call shows."""
-    return getattr(layer, "quantization_mode", None) == "float8"
+def _mixes_always(layer: keras.Layer) -> bool:
+    """What no try with a few rows shows: pairs that are drawn at random, and the scales of float8, which come from the
+    largest number of all rows, of this step and those before."""
+    draws_pairs = isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix))
+    return draws_pairs or getattr(layer, "quantization_mode", None) == "float8"
 
 
 class Share(NamedTuple):
@@ -92,6 +95,7 @@ def mixes(
     count: int | None = None,
     share: Share = _ALL,
     proofs: Proofs | None = None,
+    many: int = ROWS,
 ) -> bool:
     """Whether the outputs of `model` for a row, in inference or in training, change with the other rows.
 
@@ -99,72 +103,78 @@ def mixes(
     stay as they are. False where it draws random numbers that cannot be repeated, which tells nothing.
 
     Args:
-      proofs: of this model, if its graphs are of use elsewhere. Others: as for `added_losses`.
+      proofs: of this model, if its graphs are of use elsewhere.
+      many: rows that the model is called with in training: what has room for some of its rows shows with these only.
+      Others: as for `added_losses`.
     """
-    if any(_has_common_scale(layer) for layer in keras_layers.all_layers(model)):
+    if any(_mixes_always(layer) for layer in keras_layers.all_layers(model)):
         return True
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
-    made, attempts = proofs or Proofs(model), _ATTEMPTS[share.index :: share.number]
+    many = max(ROWS, min(many, _MOST))
+    made, attempts = proofs or Proofs(model, many), _ATTEMPTS[share.index :: share.number]
     attempts = [attempt for attempt in attempts if not made.of(x, take, count, attempt.training).apart]
     if not attempts:
         return False
     probe = Probe(model, x, take, count)
     with probe.watching(), batch_norm.each_alone():
         return any(
-            _one_tells(list(alike), probe, disturbed(probe.weights, by), x, take)
+            _one_tells(list(alike), probe, disturbed(probe.weights, by), many)
             for by, alike in itertools.groupby(attempts, lambda attempt: attempt.disturbed)
         )
 
 
-def _one_tells(attempts: Sequence[Attempt], probe: Probe, weights: Sequence[np.ndarray], x: Any, take: Take) -> bool:
+def _one_tells(attempts: Sequence[Attempt], probe: Probe, weights: Sequence[np.ndarray], many: int) -> bool:
     """Of attempts with the same weights, which are on the device once, and no longer than these last."""
     there = [tf.constant(weight) for weight in weights]
-    return any(_tells(attempt, probe, there, x, take) for attempt in attempts)
+    return any(_tells(attempt, probe, there, many if attempt.moves else ROWS) for attempt in attempts)
 
 
-def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], x: Any, take: Take) -> bool:
-    """Whether it tells that rows are mixed. One that fails tells nothing."""
-    rows = keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise), take(x, probe.rows))
+def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], number: int) -> bool:
+    """Whether it tells, with as many rows, that they are mixed. One that fails tells nothing."""
 
     def outputs(places: list[int], draw: int = 0) -> list[np.ndarray]:
-        found = probe.outputs(take(rows, places), weights, draw, attempt.training, attempt.disturbed)
+        found = probe.outputs(probe.take(rows, places), weights, draw, attempt.training, attempt.disturbed)
         leaves = [leaf for leaf in keras.tree.flatten(found) if leaf.shape.rank and leaf.shape[0] == len(places)]
         return [tf.cast(leaf, tf.float64).numpy() for leaf in leaves]
 
     try:
-        together, tolerance = outputs(list(range(ROWS))), max(_ROUNDED, probe.tolerance)
-        return _depends_on_others(outputs, together) or (
-            attempt.moves and _depends_on_its_place(outputs, together, tolerance)
+        x = probe.some_rows(number)
+        rows = keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise), x)
+        together, tolerance = outputs(list(range(number))), max(_ROUNDED, probe.tolerance)
+        return _depends_on_others(outputs, together, number) or (
+            attempt.moves and _depends_on_its_place(outputs, together, number, tolerance)
         )
     except Exception:  # noqa: BLE001 - of the user's own making
         return False
 
 
-def _depends_on_others(outputs: Callable[[list[int]], list[np.ndarray]], together: list[np.ndarray]) -> bool:
+def _depends_on_others(
+    outputs: Callable[[list[int]], list[np.ndarray]], together: list[np.ndarray], number: int
+) -> bool:
     found = any(
         _differs(with_others[place], with_itself[place], np.abs(with_others))
-        for place in (0, ROWS - 1)
-        for with_others, with_itself in zip(together, outputs([place] * ROWS), strict=True)
+        for place in (0, number - 1)
+        for with_others, with_itself in zip(together, outputs([place] * number), strict=True)
     )
     if not found:
         return False
     # Only where something differs: most models do not mix rows.
-    repeated = outputs(list(range(ROWS)))
+    repeated = outputs(list(range(number)))
     return not any(_differs(a, b, np.abs(a)) for a, b in zip(together, repeated, strict=True))
 
 
 def _depends_on_its_place(
-    outputs: Callable[..., list[np.ndarray]], together: list[np.ndarray], tolerance: float
+    outputs: Callable[..., list[np.ndarray]], together: list[np.ndarray], number: int, tolerance: float
 ) -> bool:
     """Whether the output for a row is another where it stands elsewhere, among fewer; of a model that draws no random
     numbers, which are of a place."""
-    places = [ROWS - 1, 0]
+    places = [number - 1, 0]
     moved = outputs(places)
     if len(moved) != len(together) or not any(
         _differs(a[places], b, np.abs(a), tolerance) for a, b in zip(together, moved, strict=True)
     ):
         return False
-    redrawn = outputs(list(range(ROWS)), 1)
+    redrawn = outputs(list(range(number)), 1)
     return not any(_differs(a, b, np.abs(a)) for a, b in zip(together, redrawn, strict=True))
 
 
@@ -174,9 +184,15 @@ def _differs(one: np.ndarray, other: np.ndarray, sizes: np.ndarray, tolerance: f
     return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > tolerance * largest))
 
 
-def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any], proofs: Proofs | None = None) -> None:
+def refuse(
+    runtime: Runtime,
+    model: keras.Model,
+    rows: Callable[[], Any],
+    proofs: Proofs | None = None,
+    many: int = ROWS,
+) -> None:
     """Raises ConfigError on all workers if one finds that it mixes x = `rows()`. A collective, if it may."""
-    if may_mix(model) and found_together(runtime, model, rows, proofs=proofs):
+    if may_mix(model) and found_together(runtime, model, rows, proofs=proofs, many=many):
         fix = (
             "take statistics over rows with keras.layers.BatchNormalization, train on one device with"
             " --accumulation=1, or let such layers mix the rows of their micro-batch with --row_mixing=replica"
@@ -191,12 +207,13 @@ def found_together(
     take: Take = take_rows,
     count: int | None = None,
     proofs: Proofs | None = None,
+    many: int = ROWS,
 ) -> bool:
     """Whether one of the workers, which share the attempts, finds that it mixes x = `rows()`. A collective."""
     workers = min(runtime.size, len(_ATTEMPTS))
     share = Share(workers - 1 - runtime.rank, workers)  # the fewest for the chief, which has more to do
     with generators_kept():
-        found = share.index >= 0 and tried(model, rows(), take, count, share, proofs)
+        found = share.index >= 0 and tried(model, rows(), take, count, share, proofs, many)
     return bool(runtime.all_gather(np.array([found], np.int64)).any())
 
 
@@ -207,11 +224,12 @@ def tried(
     count: int | None = None,
     share: Share = _ALL,
     proofs: Proofs | None = None,
+    many: int = ROWS,
 ) -> bool:
     """`mixes`, and False where the model cannot be tried: what fails with another number of rows cannot be spread, and
     says so itself."""
     try:
-        return mixes(model, x, take, count, share, proofs)
+        return mixes(model, x, take, count, share, proofs, many)
     except Exception:  # noqa: BLE001 - of the user's own making
         return False
 

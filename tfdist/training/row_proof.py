@@ -9,6 +9,8 @@ that none of their values can hide anything. What is not proved may be true all 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,12 +23,11 @@ from tfdist.compat.keras_tensors import mask_of
 from tfdist.compat.tensorflow_graphs import function_graph, operation_number
 from tfdist.runtime import batch_norm
 from tfdist.training.calm_layers import calmed
-from tfdist.training.loss_probe import Take
+from tfdist.training.loss_probe import ROWS, Take
 from tfdist.training.row_rules import FREE, MIXED, SIZES, Kind, Rows, shape_of
 from tfdist.training.row_shape_rules import RULES
 from tfdist.training.stateless_call import stateless_call
 
-_COUNTS = (4, 3)  # rows of the two traces
 _SIZE_QUESTIONS = ("Rank", "Shape", "ShapeN", "Size")
 # What makes a tensor of a given shape, which is input 0 or 1, of what is the same for each row.
 _MADE_OF_SHAPE = {
@@ -50,16 +51,19 @@ class Proof(NamedTuple):
 
 
 class Proofs:
-    """Of one model, each made when it is asked for, once. x, take, count: as for row_mixing.mixes."""
+    """Of one model, each made when it is asked for, once. x, take, count, many: as for row_mixing.mixes."""
 
-    def __init__(self, model: keras.Model):
-        self._model = model
+    def __init__(self, model: keras.Model, many: int = ROWS):
+        self._model, many = model, max(many, ROWS)
+        # Far apart, for what is done above a number of rows only; without a common divisor, so that what is repeated
+        # as often as a part of the rows does not look like rows.
+        self._counts = many, next(few for few in itertools.count(2) if math.gcd(few, many) == 1)
         self._made: dict[bool, Proof] = {}
 
     def of(self, x: Any, take: Take, count: int, training: bool) -> Proof:
         if training not in self._made:
             try:
-                self._made[training] = _prove(self._model, x, take, count, training)
+                self._made[training] = _prove(self._model, x, take, count, training, self._counts)
             except Exception:  # noqa: BLE001 - of the user's own making, such as a model that takes batches of one size
                 self._made[training] = Proof(False, False)
         return self._made[training]
@@ -75,10 +79,10 @@ class _Trace(NamedTuple):
     losses: list[Any]
 
 
-def _prove(model: keras.Model, x: Any, take: Take, count: int, training: bool) -> Proof:
+def _prove(model: keras.Model, x: Any, take: Take, count: int, training: bool, counts: Sequence[int]) -> Proof:
     if not all(layer.built for layer in keras_layers.all_layers(model)):
         return Proof(False, False)  # a trace is no place to make variables
-    more, fewer = (_traced(model, take(x, [row % count for row in range(rows)]), rows, training) for rows in _COUNTS)
+    more, fewer = (_traced(model, take(x, [row % count for row in range(rows)]), rows, training) for rows in counts)
     return Proof(_are_apart(more, fewer), not more.losses and not fewer.losses)
 
 
@@ -151,14 +155,14 @@ def _kinds_of(pair: tuple[tf.Operation, tf.Operation], kinds: Sequence[Kind], tr
     """Of the outputs of an operation, of which the two traces have one each."""
     outputs = list(zip(pair[0].outputs, pair[1].outputs, strict=True))
     if pair[0].type == "Placeholder":
-        known = [_along(*both) for both in outputs]
+        known = [_along(both, traces) for both in outputs]
         return known if pair[0].outputs[0].name in traces[0].inputs or known == [FREE] else [SIZES]
     if pair[0].type == "Const":
-        return [_of_constants(pair)]
+        return [_of_constants(pair, traces)]
     if MIXED in kinds or not _are_alike(pair):
         return [MIXED] * len(outputs)
     if not any(isinstance(kind, Rows) for kind in kinds):
-        return [_without_rows(pair, kinds, *both) for both in outputs]
+        return [_without_rows(pair, kinds, both, traces) for both in outputs]
     if pair[0].type in _SIZE_QUESTIONS:
         return [SIZES] * len(outputs)
     if pair[0].type == "IdentityN":
@@ -167,40 +171,43 @@ def _kinds_of(pair: tuple[tf.Operation, tf.Operation], kinds: Sequence[Kind], tr
     if rule is None:
         return [MIXED] * len(outputs)
     one, other = (rule(operation, kinds, trace.rows) for operation, trace in zip(pair, traces, strict=True))
-    return [one if one == other == _along(*both) else MIXED for both in outputs]
+    return [one if one == other == _along(both, traces) else MIXED for both in outputs]
 
 
-def _along(more: tf.Tensor, fewer: tf.Tensor) -> Kind:
+def _along(both: tuple[tf.Tensor, tf.Tensor], traces: tuple[_Trace, _Trace]) -> Kind:
     """Where rows lie: along the one dim that differs as the numbers of rows do; FREE if none does."""
-    one, other = shape_of(more), shape_of(fewer)
+    one, other = map(shape_of, both)
     if one is None or other is None or len(one) != len(other):
         return MIXED
     differing = [axis for axis, sizes in enumerate(zip(one, other, strict=True)) if sizes[0] != sizes[1]]
     if not differing:
         return FREE
     axis = differing[0]
-    each, rest = divmod(one[axis], _COUNTS[0])
-    return Rows(axis, each) if len(differing) == 1 and not rest and other[axis] == each * _COUNTS[1] else SIZES
+    each, rest = divmod(one[axis], traces[0].rows)
+    return Rows(axis, each) if len(differing) == 1 and not rest and other[axis] == each * traces[1].rows else SIZES
 
 
-def _of_constants(pair: tuple[tf.Operation, tf.Operation]) -> Kind:
+def _of_constants(pair: tuple[tf.Operation, tf.Operation], traces: tuple[_Trace, _Trace]) -> Kind:
     one, other = (operation.get_attr("value") for operation in pair)
     if one == other:
         return FREE
     values = [tf.make_ndarray(value) for value in (one, other)]
     first = values[0].reshape(-1)[:1]
     is_one_number = first.size and all(value.size and bool(np.all(value == first)) for value in values)
-    return _along(pair[0].outputs[0], pair[1].outputs[0]) if is_one_number else SIZES
+    return _along((pair[0].outputs[0], pair[1].outputs[0]), traces) if is_one_number else SIZES
 
 
 def _without_rows(
-    pair: tuple[tf.Operation, tf.Operation], kinds: Sequence[Kind], more: tf.Tensor, fewer: tf.Tensor
+    pair: tuple[tf.Operation, tf.Operation],
+    kinds: Sequence[Kind],
+    both: tuple[tf.Tensor, tf.Tensor],
+    traces: tuple[_Trace, _Trace],
 ) -> Kind:
     """The output of what sees no rows, but may know how many there are."""
-    along, shape = _along(more, fewer), _MADE_OF_SHAPE.get(pair[0].type)
+    along, shape = _along(both, traces), _MADE_OF_SHAPE.get(pair[0].type)
     others = [kind for place, kind in enumerate(kinds) if place != shape]
     if shape is None or any(kind != FREE for kind in others):
-        return FREE if along == FREE and (SIZES not in kinds or _is_one_number(more, fewer)) else SIZES
+        return FREE if along == FREE and (SIZES not in kinds or _is_one_number(*both)) else SIZES
     return along
 
 

@@ -106,6 +106,21 @@ def test_what_is_not_faded_in_yet_is_found():
     assert row_mixing.mixes(model, X) and float(model.layers[1].part) == 0.0
 
 
+def with_room_for_15(x, training, seeds):
+    """As a mixture of experts whose capacity is for more rows than the first attempts have."""
+    return ops.where(ops.arange(ops.shape(x)[0])[:, None] < 15, x, 0 * x)
+
+
+def another_above_10(x, training, seeds):
+    return x * ops.where(ops.shape(x)[0] > 10, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("function", [with_room_for_15, another_above_10])
+def test_what_shows_with_as_many_rows_as_in_training_alone(function):
+    model = model_of(Own(function))
+    assert row_mixing.mixes(model, X, many=16) and not row_mixing.mixes(model, X)
+
+
 def centered_if_undisturbed(x, training, seeds):
     """What only the attempt with rows as they are finds."""
     known = ops.all(ops.any(ops.all(x[:, None] == X[None], axis=-1), axis=-1))
@@ -266,8 +281,19 @@ def spectrum():
         lambda: model_of(model_of(Own(MIXING["centered"]))),
         lambda: model_of(layers.RepeatVector(80), layers.Flatten(), spectrum(), layers.Flatten()),
         lambda: float8(model_of(layers.Dense(4))),
+        lambda: model_of(layers.Reshape((1, 5, 1)), layers.MixUp(), layers.Flatten()),
+        lambda: model_of(layers.Reshape((1, 5, 1)), layers.CutMix(), layers.Flatten()),
     ],
-    ids=["activation of Dense", "Activation", "of a recurrent layer", "inner model", "MelSpectrogram", "float8"],
+    ids=[
+        "activation_of_Dense",
+        "Activation",
+        "of_a_recurrent_layer",
+        "inner_model",
+        "MelSpectrogram",
+        "float8",
+        "MixUp",
+        "CutMix",
+    ],
 )
 def test_layers_of_keras_that_mix(made):
     model = made()
