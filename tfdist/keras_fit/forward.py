@@ -78,8 +78,7 @@ class DistributedCall:
         with tf.init_scope(), self.alone():
             x = self.example.like(args[0])
             take, count = taking(x, cut)
-            own = -(-count // self._runtime.size)
-            if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count, many=own):
+            if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count, many=count):
                 fix = (
                     "mix them in compute_loss or train_step, which see the outputs of all rows, take statistics over"
                     " rows with keras.layers.BatchNormalization, or train in one process"

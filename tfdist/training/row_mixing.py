@@ -43,7 +43,7 @@ class Attempt(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether rows are moved, too, and are as many as in training: once is enough."""
+        """Whether rows are moved, too, and are as many as in a whole batch: once is enough."""
         return 0.0 < self.disturbed < 1.0
 
 
@@ -104,7 +104,7 @@ def mixes(
 
     Args:
       proofs: of this model, if its graphs are of use elsewhere.
-      many: rows that the model is called with in training: what has room for some of its rows shows with these only.
+      many: rows of a batch of one process; what has room for some of its rows only shows with as many.
       Others: as for `added_losses`.
     """
     if any(_mixes_always(layer) for layer in keras_layers.all_layers(model)):

@@ -116,7 +116,7 @@ def another_above_10(x, training, seeds):
 
 
 @pytest.mark.parametrize("function", [with_room_for_15, another_above_10])
-def test_what_shows_with_as_many_rows_as_in_training_alone(function):
+def test_what_shows_with_as_many_rows_as_a_whole_batch_alone(function):
     model = model_of(Own(function))
     assert row_mixing.mixes(model, X, many=16) and not row_mixing.mixes(model, X)
 
