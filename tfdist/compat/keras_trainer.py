@@ -4,18 +4,44 @@ fit begins.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
 from keras.src import backend
 from keras.src.losses.losses import LossFunctionWrapper
 
+from tfdist.compat import keras_layers
+from tfdist.compat.temporary_attributes import replaced
 
-def build_for(model: keras.Model, batch: Any) -> None:
-    """Builds model, compiled losses and metrics, and optimizer, as `fit` would at its first batch. Relies on
-    `Trainer._symbolic_build`; without it variables are made inside the first step, where workers cannot agree on them.
+
+def build_for(model: keras.Model, batch: Any, step: str = "train_step") -> None:
+    """Builds model, compiled losses and metrics, and Keras' optimizer, as `fit` would at its first batch, or another
+    loop with its `step`. One of the user's own may make other inputs and labels of the batch: it is called on symbols,
+    and what it still lacks is made where it is traced, as Keras does. Relies on `Trainer._symbolic_build` and
+    keras.src's `compute_output_spec`; without them variables are made inside the first step, where workers cannot agree
+    on them.
     """
+    if getattr(type(model), step) is not getattr(keras.Model, step):
+        with contextlib.suppress(Exception), _updating_nothing(model):  # such as of a tape that sees no variables
+            backend.compute_output_spec(getattr(model, step), batch)
+        if _is_built(model):
+            return
+    elif step == "train_step" and not _is_built(model):
+        with contextlib.suppress(Exception):  # Keras says more about it below
+            x = keras.utils.unpack_x_y_sample_weight(batch)[0]
+            backend.compute_output_spec(model, x, training=True)  # some layers may be used there alone
     model._symbolic_build(data_batch=batch)
+
+
+def _is_built(model: keras.Model) -> bool:
+    return all(layer.built for layer in keras_layers.all_layers(model))
+
+
+def _updating_nothing(model: keras.Model) -> contextlib.AbstractContextManager:
+    """Of an optimizer that is built in a trace what it copies from the weights is lost."""
+    optimizer = getattr(model, "optimizer", None)
+    return contextlib.nullcontext() if optimizer is None else replaced(optimizer, "apply", lambda *_, **__: None)
 
 
 def build_for_inputs(model: keras.Model, x: Any) -> None:

@@ -116,7 +116,7 @@ class DistributedModel:
             return
         with self._call.alone():
             if loop is not Loop.PREDICT and (self._use.training or self._model.compiled):
-                keras_trainer.build_for(self._model, batch)
+                keras_trainer.build_for(self._model, batch, f"{loop.value}_step")
             else:
                 keras_trainer.build_for_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         self._start()

@@ -84,15 +84,17 @@ def suits(model: keras.Model, batch: Any) -> bool:
     x = keras.utils.unpack_x_y_sample_weight(batch)[0]
     if _are_known_to_be_small(model, x):
         return False
-    try:
-        keras_trainer.build_for(model, batch)  # the compiled losses and metrics, too
-    except Exception:  # of the user's own making: Keras will say so when it trains on the batch
-        return False
     standard = all(
         getattr(type(model), name) is getattr(keras.Model, name)
         for name in ("train_step", "test_step", "compute_loss", "compute_metrics")
     )
-    if not (standard and _has_equal_rows(batch) and _loss_is_a_mean(model) and _metrics_are_sums(model)):
+    if not standard:
+        return False
+    try:
+        keras_trainer.build_for(model, batch)  # the compiled losses and metrics, too
+    except Exception:  # of the user's own making: Keras will say so when it trains on the batch
+        return False
+    if not (_has_equal_rows(batch) and _loss_is_a_mean(model) and _metrics_are_sums(model)):
         return False
 
     def outputs(x: Any) -> tuple[list, list]:
