@@ -17,7 +17,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
@@ -25,7 +24,7 @@ from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError, ConfigError, TfdistError
 from tfdist.control.lease import job_identity
 from tfdist.control.resolvers import resolve_cluster
-from tfdist.keras_fit import backup_file
+from tfdist.keras_fit import backup_file, callback_state
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.runtime.one_device import OneDevice
@@ -41,9 +40,6 @@ _ENTRIES = {
     "ends": object,
     "generators": object,
 }
-_VARIABLES = (keras.Variable, tf.Variable)
-# append_header: whether a CSV file has its header yet.
-_NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header")
 
 
 def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -> list[keras.callbacks.Callback]:
@@ -141,7 +137,7 @@ class EpochBackup(FitCallback):
         return [*self.fitted.variables, *self.fitted.optimizer.variables]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        plain = [_plain_state(callback) for callback in self._others]
+        plain = [callback_state.state_of(callback) for callback in self._others]
         self._at_first = [{name: backup_file.parts_of(value) for name, value in state.items()} for state in plain]
         if self._state is None:
             return
@@ -162,7 +158,7 @@ class EpochBackup(FitCallback):
         for variable, value in zip(variables, self._state["variables"], strict=True):
             variable.assign(value)
         for callback, state in zip(self._others, self._state["callbacks"], strict=False):
-            _restore_plain_state(callback, state)
+            callback_state.restore(callback, state)
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if self._state["stopped"] else self.epoch)
         if self._runtime.rank == 0:
@@ -202,7 +198,7 @@ class EpochBackup(FitCallback):
                 "history": {**history.history, **values},
                 "epochs": [*history.epoch, epoch],
                 "callbacks": [
-                    _changed(_plain_state(callback), first)
+                    callback_state.changed(callback_state.state_of(callback), first)
                     for callback, first in zip(self._others, self._at_first, strict=True)
                 ],
                 "order": self.order,
@@ -234,33 +230,3 @@ def _parsed(data: bytes) -> dict[str, Any]:
     ):
         raise ValueError("it holds what no backup holds")
     return state
-
-
-def _plain_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    """The attributes that are plain values or variables: counters, best values, lists of arrays, a rate that changes.
-
-    Of TensorBoard no private ones: they say what this process has open.
-    """
-    found = {}
-    for name, value in callback.__dict__.items():
-        if name in _NOT_STATE or name.startswith("_") and isinstance(callback, keras.callbacks.TensorBoard):
-            continue
-        if isinstance(value, _VARIABLES):
-            found[name] = np.asarray(keras.ops.convert_to_numpy(value))
-        elif backup_file.is_storable(value):
-            found[name] = value
-    return found
-
-
-def _changed(state: dict[str, Any], first: dict[str, tuple]) -> dict[str, Any]:
-    """What is no setting: a program that is started again with another patience shall have it."""
-    return {name: value for name, value in state.items() if backup_file.parts_of(value) != first.get(name)}
-
-
-def _restore_plain_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        variable = callback.__dict__.get(name)
-        if isinstance(variable, _VARIABLES):
-            variable.assign(value)
-        else:
-            callback.__dict__[name] = value

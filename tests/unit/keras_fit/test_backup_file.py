@@ -1,7 +1,9 @@
 """tfdist.fit's file of an epoch: what callbacks keep comes back, and reading a stranger's executes nothing."""
 
+import collections
 import os
 import pickle
+import random
 
 import keras
 import numpy as np
@@ -15,9 +17,9 @@ from tfdist.control import lease
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import Patience
 from tfdist.data.tuning import untuned
-from tfdist.keras_fit import backup_file
+from tfdist.keras_fit import backup_file, callback_state
 from tfdist.keras_fit.backup_place import FILE
-from tfdist.keras_fit.epoch_backup import EpochBackup, _plain_state
+from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.runtime.one_device import OneDevice
 
 
@@ -61,10 +63,33 @@ def test_what_callbacks_keep_comes_back(tmp_path):
     stopping.monitor_op, stopping.min_delta, stopping.best, stopping.wait = keras.ops.less, -0.5, np.float32(3.5), 2
     stopping.best_weights, stopping.other, stopping.hook = [np.ones([2, 3], "float32")], object(), os.system
     other = keras.callbacks.EarlyStopping(monitor="loss", mode="min", min_delta=0.5)
-    other.__dict__.update(backup_file.parse(stored(_plain_state(stopping))(tmp_path)))
+    other.__dict__.update(backup_file.parse(stored(callback_state.state_of(stopping))(tmp_path)))
     assert other.monitor_op is keras.ops.less and (other.min_delta, other.best, other.wait) == (-0.5, 3.5, 2)
     np.testing.assert_array_equal(other.best_weights[0], np.ones([2, 3]))
     assert not hasattr(other, "other") and not hasattr(other, "hook")
+
+
+class Remembering(keras.callbacks.Callback):
+    """State of other kinds than numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.seen = collections.deque([0], maxlen=3), {0}
+        self.python, self.old, self.new = random.Random(1), np.random.RandomState(1), np.random.default_rng(1)
+
+    def draw(self):
+        drawn = [self.python.gauss(0, 1), self.old.normal(), self.new.normal()]
+        self.last.append(drawn[0])
+        self.seen.add(drawn[1])
+        return [*drawn, list(self.last), self.seen]
+
+
+def test_sets_queues_and_generators_of_a_callback_come_back(tmp_path):
+    undisturbed, other = Remembering(), Remembering()
+    for _ in range(4):
+        undisturbed.draw()
+    callback_state.restore(other, backup_file.parse(stored(callback_state.state_of(undisturbed))(tmp_path)))
+    assert [other.draw() for _ in range(3)] == [undisturbed.draw() for _ in range(3)] and other.last.maxlen == 3
 
 
 class Warming(keras.callbacks.Callback):

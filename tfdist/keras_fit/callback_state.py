@@ -1,0 +1,87 @@
+"""What the callbacks of a fit have come to, for its backup."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_fit import backup_file
+
+_VARIABLES = (keras.Variable, tf.Variable)
+# append_header: whether a CSV file has its header yet.
+_NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header")
+
+
+class _Kind(NamedTuple):
+    """told: an attribute -> a plain value. again: (the attribute of a new callback, that value) -> the attribute."""
+
+    told: Callable[[Any], Any]
+    again: Callable[[Any, Any], Any]
+
+
+def _set(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The attribute stays the object that it is."""
+
+    def again(held: Any, value: Any) -> Any:
+        change(held, value)
+        return held
+
+    return again
+
+
+_KINDS: dict[type | tuple[type, ...], _Kind] = {
+    _VARIABLES: _Kind(
+        lambda variable: np.asarray(keras.ops.convert_to_numpy(variable)), _set(lambda held, value: held.assign(value))
+    ),
+    collections.deque: _Kind(list, lambda held, value: collections.deque(value, held.maxlen)),
+    set: _Kind(list, lambda _, value: set(value)),
+    random.Random: _Kind(lambda held: held.getstate(), _set(lambda held, value: held.setstate(value))),
+    np.random.RandomState: _Kind(
+        lambda held: held.get_state(legacy=False), _set(lambda held, value: held.set_state(value))
+    ),
+    np.random.Generator: _Kind(
+        lambda held: held.bit_generator.state, _set(lambda held, value: setattr(held.bit_generator, "state", value))
+    ),
+}
+
+
+def _kind_of(value: Any) -> _Kind | None:
+    return next((kind for types, kind in _KINDS.items() if isinstance(value, types)), None)
+
+
+def state_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    """The attributes that are plain values, variables, sets, deques or generators of random numbers: counters, best
+    values, lists of arrays, a rate that changes.
+
+    Of TensorBoard no private ones: they say what this process has open.
+    """
+    found = {}
+    for name, value in callback.__dict__.items():
+        if name in _NOT_STATE or name.startswith("_") and isinstance(callback, keras.callbacks.TensorBoard):
+            continue
+        kind = _kind_of(value)
+        plain = value if kind is None else kind.told(value)
+        if backup_file.is_storable(plain):
+            found[name] = plain
+    return found
+
+
+def changed(state: dict[str, Any], first: dict[str, tuple]) -> dict[str, Any]:
+    """What is no setting: a program that is started again with another patience shall have it.
+
+    first: of the state at the start, by `backup_file.parts_of`.
+    """
+    return {name: value for name, value in state.items() if backup_file.parts_of(value) != first.get(name)}
+
+
+def restore(callback: keras.callbacks.Callback, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        held = callback.__dict__.get(name)
+        kind = _kind_of(held)
+        callback.__dict__[name] = value if kind is None else kind.again(held, value)
