@@ -128,6 +128,36 @@ def each_text_with_each_image(fit, evaluate, predict, folder):
     return {"history": history.history, "weights": weights(model)}
 
 
+class TwoArguments(Prepared):
+    def call(self, x, other=None, training=None):
+        rows = x if other is None else x * self.over_rows(other)
+        return super().call(rows)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, 0.5 * x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@case
+def models_that_are_called_with_two_arguments(fit, evaluate, predict, folder):
+    x, y = samples(46)
+
+    def fitted(over_rows):
+        model = TwoArguments(None)
+        model.over_rows = over_rows
+        model.compile("sgd", LOGITS)
+        fit(model, x, y, batch_size=10, epochs=2)
+        return weights(model)
+
+    return {
+        "refused": is_refused(lambda: fitted(lambda other: other - ops.mean(other, 0)), "depends on the other rows"),
+        "apart": fitted(ops.tanh),
+    }
+
+
 @case
 def layers_that_mix_what_no_small_try_shows(fit, evaluate, predict, folder):
     x, y = samples(46)

@@ -28,6 +28,7 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training import row_mixing
 from tfdist.training.added_losses import SUM
+from tfdist.training.stateless_call import Arguments
 
 
 class DistributedCall:
@@ -44,7 +45,7 @@ class DistributedCall:
         self.example = ExampleBatch()
         self._scales = Scales(model, runtime, self.example)
         self._may_mix = row_mixing.may_mix(model)
-        self._tried_with: list[list[bool]] = []  # which inputs were cut
+        self._tried: list[tuple] = []  # kinds of calls
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
         self._finders: dict[str, Callable[[], Traced]] = {}  # by the inputs of a forward pass
         self.calls = 0
@@ -68,15 +69,19 @@ class DistributedCall:
 
     def _refuse_mixed_rows(self, args: tuple, kwargs: dict) -> None:
         """At the first call of a kind. Raises ConfigError on all workers if the model mixes the rows of its batch."""
-        if not self._may_mix or len(args) != 1 or any(isinstance(each, tf.Tensor) for each in kwargs.values()):
+        if not self._may_mix:
+            return
+        given = Arguments(args, {name: value for name, value in kwargs.items() if name not in ("training", "mask")})
+        if not all(isinstance(leaf, tf.Tensor) for leaf in keras.tree.flatten(given)):
             return
         with self.alone():
-            cut = self.of_the_batch((args, {}))
-        if cut in self._tried_with:
+            cut = self.of_the_batch(given)
+        kind = (len(args), sorted(given.kwargs), cut)
+        if kind in self._tried:
             return
-        self._tried_with.append(cut)
+        self._tried.append(kind)
         with tf.init_scope(), self.alone():
-            x = self.example.like(args[0])
+            x = self.example.like(args[0] if len(args) == 1 and not given.kwargs else given)
             take, count = taking(x, cut)
             if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count, many=count):
                 fix = (

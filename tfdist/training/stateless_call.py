@@ -15,6 +15,13 @@ import keras
 from tfdist.compat import keras_layers
 
 
+class Arguments(NamedTuple):
+    """In the place of x: all that a model is called with, but `training`. Of tensors."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+
 class Called(NamedTuple):
     """outputs: as the model gave them. states: new values of its non-trainable variables. losses: `model.losses`."""
 
@@ -26,12 +33,16 @@ class Called(NamedTuple):
 def stateless_call(
     model: keras.Model, trainable: Sequence[Any], non_trainable: Sequence[Any], x: Any, training: bool
 ) -> Called:
-    """trainable, non_trainable: tensors for the variables of these lists. Raises ValueError if there are other ones."""
+    """trainable, non_trainable: tensors for the variables of these lists. x: the first argument, or Arguments.
+
+    Raises ValueError if there are other variables.
+    """
+    args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
     mapping = [
         *zip(model.trainable_variables, trainable, strict=True),
         *zip(model.non_trainable_variables, non_trainable, strict=True),
     ]
     scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True)
     with keras_layers.outside_the_call(), scope:
-        outputs, losses = model(x, training=training), model.losses
+        outputs, losses = model(*args, **kwargs, training=training), model.losses
     return Called(outputs, [scope.get_current_value(variable) for variable in model.non_trainable_variables], losses)
