@@ -23,8 +23,9 @@ def build_for(model: keras.Model, batch: Any, step: str = "train_step") -> None:
     on them.
     """
     if getattr(type(model), step) is not getattr(keras.Model, step):
-        with contextlib.suppress(Exception), _updating_nothing(model):  # such as of a tape that sees no variables
-            backend.compute_output_spec(getattr(model, step), batch)
+        for _ in range(1 if _is_built(model) else 2):  # a tape sees no variables that are made meanwhile
+            with contextlib.suppress(Exception), _updating_nothing(model):
+                backend.compute_output_spec(getattr(model, step), batch)
         if _is_built(model):
             return
     elif step == "train_step" and not _is_built(model):
