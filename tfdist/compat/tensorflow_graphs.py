@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 
@@ -22,3 +24,8 @@ def function_graph(name: str) -> tf.Graph:
     it, and what is outside can be used. Relies on `tf.__internal__.FuncGraph`.
     """
     return tf.__internal__.FuncGraph(name)
+
+
+def captured_by(graph: tf.Graph) -> list[Any]:
+    """What a `function_graph` uses from outside of it, in the order of first use. Relies on `FuncGraph.captures`."""
+    return [outside for outside, _ in graph.captures]

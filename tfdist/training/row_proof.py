@@ -1,16 +1,15 @@
 """That what a model returns for a row has to do with no other row, proved from its graph.
 
-The model is traced, not run, with two numbers of rows. Both graphs are followed from the inputs, operation by
-operation, by rules of what each does with rows (row_rules.py). What the two graphs have in common cannot be made of the
-number of rows, and a dim that differs is one along which rows lie. All weights and states are unknown to a trace, so
-that none of their values can hide anything. What is not proved may be true all the same: then row_mixing.py tries it.
+The model is traced, not run, with several numbers of rows. The graphs must be wired alike, and are followed from the
+inputs, operation by operation, by rules of what each does with rows (row_rules.py). What they have in common is not
+made of the number of rows, and a dim that differs is one along which rows lie. All weights and states are unknown to a
+trace, so that none of their values can hide anything. What is not proved may be true all the same: then row_mixing.py
+tries it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,8 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.compat.keras_tensors import mask_of
-from tfdist.compat.tensorflow_graphs import function_graph, operation_number
+from tfdist.compat.tensorflow_graphs import captured_by, function_graph, operation_number
+from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.runtime import batch_norm
 from tfdist.training.calm_layers import calmed
 from tfdist.training.loss_probe import ROWS, Take
@@ -28,16 +28,22 @@ from tfdist.training.row_rules import FREE, MIXED, SIZES, Kind, Rows, shape_of
 from tfdist.training.row_shape_rules import RULES
 from tfdist.training.stateless_call import stateless_call
 
+_COUNTS = (4, 3, 2)  # rows of the traces beside that of a whole batch
 _SIZE_QUESTIONS = ("Rank", "Shape", "ShapeN", "Size")
-# What makes a tensor of a given shape, which is input 0 or 1, of what is the same for each row.
-_MADE_OF_SHAPE = {
-    **dict.fromkeys(("BroadcastTo", "Tile"), 1),
-    "Fill": 0,
-    **dict.fromkeys(("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal"), 0),
-    **dict.fromkeys((f"StatelessRandom{kind}" for kind in ("NormalV2", "UniformV2", "UniformIntV2")), 0),
-    **dict.fromkeys(("StatelessTruncatedNormalV2", "StatelessRandomUniformFullIntV2"), 0),
-}
+# What makes a tensor of a given shape, which is input 0 or 1, of what is the same for each row. Not random numbers,
+# which are of a place where they have a seed of their own.
+_MADE_OF_SHAPE = {"BroadcastTo": 1, "Tile": 1, "Fill": 0}
 _SAID_ELSEWHERE = ("value", "shape")  # attributes of which tensors and shapes tell
+# Of operations with a state these are understood.
+_WRITES = ("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp")
+_READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "VarHandleOp", "VarIsInitializedOp")
+
+
+class _Place(NamedTuple):
+    """Of a tensor: the number of its operation, and which of its outputs it is."""
+
+    operation: int
+    output: int
 
 
 class Proof(NamedTuple):
@@ -54,10 +60,9 @@ class Proofs:
     """Of one model, each made when it is asked for, once. x, take, count, many: as for row_mixing.mixes."""
 
     def __init__(self, model: keras.Model, many: int = ROWS):
-        self._model, many = model, max(many, ROWS)
-        # Far apart, for what is done above a number of rows only; without a common divisor, so that what is repeated
-        # as often as a part of the rows does not look like rows.
-        self._counts = many, next(few for few in itertools.count(2) if math.gcd(few, many) == 1)
+        self._model = model
+        # Also a few rows, for what is done above a number of them only.
+        self._counts = sorted({max(many, ROWS), *_COUNTS}, reverse=True)
         self._made: dict[bool, Proof] = {}
 
     def of(self, x: Any, take: Take, count: int, training: bool) -> Proof:
@@ -70,157 +75,187 @@ class Proofs:
 
 
 class _Trace(NamedTuple):
-    """inputs: by name, what is known of them. outputs: with the masks that they carry."""
+    """Of one number of rows. inputs: places of what the model is given. outputs: with the masks that they carry.
+    captured: what comes from outside."""
 
     rows: int
     operations: Sequence[tf.Operation]
-    inputs: set[str]
-    outputs: list[tf.Tensor]
+    inputs: list[_Place]
+    outputs: list[_Place]
     losses: list[Any]
+    captured: list[Any]
 
 
 def _prove(model: keras.Model, x: Any, take: Take, count: int, training: bool, counts: Sequence[int]) -> Proof:
-    if not all(layer.built for layer in keras_layers.all_layers(model)):
+    layers = list(keras_layers.all_layers(model))
+    if not all(layer.built for layer in layers):
         return Proof(False, False)  # a trace is no place to make variables
-    more, fewer = (_traced(model, take(x, [row % count for row in range(rows)]), rows, training) for rows in counts)
-    return Proof(_are_apart(more, fewer), not more.losses and not fewer.losses)
+    traces = []
+    with writes_undone(), batch_norm.each_alone():
+        for rows in counts:
+            with _nothing_left(layers):
+                some = take(x, [row % count for row in range(rows)])
+                traces.append(_traced(model, layers, some, rows, training))
+    return Proof(_are_apart(traces), not any(trace.losses for trace in traces))
 
 
-def _traced(model: keras.Model, x: Any, rows: int, training: bool) -> _Trace:
-    layers, losses = list(keras_layers.all_layers(model)), []
+def _traced(model: keras.Model, layers: Sequence[keras.Layer], x: Any, rows: int, training: bool) -> _Trace:
+    losses: list[Any] = []
 
     def placeholder(value: Any) -> tf.Tensor:
         return tf.compat.v1.placeholder(value.dtype, value.shape)
 
-    with function_graph("rows").as_default() as graph:
+    graph = function_graph("rows")
+    with graph.as_default():
         x = keras.tree.map_structure(placeholder, x)
         weights, states = (
             [placeholder(variable) for variable in group]
             for group in (model.trainable_variables, model.non_trainable_variables)
         )
-        told = calmed(layers, lambda _, loss: losses.append(loss))
-        with told, batch_norm.each_alone(), _attributes_kept(layers):
+        with calmed(layers, lambda _, loss: losses.append(loss)):
             found = keras.tree.flatten(stateless_call(model, weights, states, x, training).outputs)
         masks = [mask for output in found if (mask := mask_of(output)) is not None]
-    inputs = {leaf.name for leaf in keras.tree.flatten(x)}
-    return _Trace(rows, graph.get_operations(), inputs, [*found, *masks], losses)
+    operations = graph.get_operations()
+    numbers = {operation_number(operation): number for number, operation in enumerate(operations)}
+
+    def places(tensors: Sequence[tf.Tensor]) -> list[_Place]:
+        return [_Place(numbers[operation_number(tensor.op)], tensor.value_index) for tensor in tensors]
+
+    captured = captured_by(graph)
+    return _Trace(rows, operations, places(keras.tree.flatten(x)), places([*found, *masks]), losses, captured)
 
 
 @contextlib.contextmanager
-def _attributes_kept(layers: Sequence[keras.Layer]) -> Iterator[None]:
+def _nothing_left(layers: Sequence[keras.Layer]) -> Iterator[None]:
     """What layers remember of a trace, such as a constant that is made once, is of no use in another graph."""
-    before = [(layer.__dict__, dict(layer.__dict__)) for layer in layers]
+    held = [layer.__dict__ for layer in layers]
+    held += [value for attributes in list(held) for value in attributes.values() if isinstance(value, dict)]
+    before = [dict(values) for values in held]
     try:
         yield
     finally:
-        for now, attributes in before:
-            for name in [name for name in now if name not in attributes]:
-                del now[name]
-            now.update(attributes)
+        for now, values in zip(held, before, strict=True):
+            for name in [name for name, value in now.items() if _is_of_a_graph(value)]:
+                if name in values:
+                    now[name] = values[name]
+                else:
+                    del now[name]
+
+
+def _is_of_a_graph(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and not hasattr(value, "numpy")
 
 
 # -- following the rows ------------------------------------------------------------------------------------------------
 
 
-def _are_apart(more: _Trace, fewer: _Trace) -> bool:
-    traces = (more, fewer)
-    known: tuple[dict, dict] = ({}, {})
-    if len(more.operations) != len(fewer.operations) or len(more.outputs) != len(fewer.outputs):
+def _are_apart(traces: Sequence[_Trace]) -> bool:
+    first = traces[0]
+    if any(
+        (len(trace.operations), trace.inputs, trace.outputs, len(trace.captured))
+        != (len(first.operations), first.inputs, first.outputs, len(first.captured))
+        or any(one is not other for one, other in zip(trace.captured, first.captured, strict=True))
+        for trace in traces
+    ):
         return False
-    for pair in zip(more.operations, fewer.operations, strict=True):
-        one, other = ([found[_place(leaf)] for leaf in op.inputs] for op, found in zip(pair, known, strict=True))
-        if len({(op.type, len(op.outputs)) for op in pair}) > 1 or one != other or _is_written(pair[0], one):
+    known: dict[_Place, Kind] = {}
+    numbers = [{operation_number(each): place for place, each in enumerate(trace.operations)} for trace in traces]
+    for number, same in enumerate(zip(*(trace.operations for trace in traces), strict=True)):
+        wired = [
+            [_Place(places[operation_number(leaf.op)], leaf.value_index) for leaf in each.inputs]
+            for each, places in zip(same, numbers, strict=True)
+        ]
+        if len({(each.type, len(each.outputs)) for each in same}) > 1 or any(wires != wired[0] for wires in wired):
             return False
-        kinds = _kinds_of(pair, one, traces)
-        for operation, found in zip(pair, known, strict=True):
-            found.update(zip(map(_place, operation.outputs), kinds, strict=True))
-    return all(
-        found.get(_place(output)) in (FREE, Rows(0, 1))
-        for trace, found in zip(traces, known, strict=True)
-        for output in trace.outputs
-    )
+        kinds = [known[place] for place in wired[0]]
+        if not _is_understood(same[0], kinds):
+            return False
+        outputs = list(zip(*(each.outputs for each in same), strict=True))
+        given = [_Place(number, index) in first.inputs for index in range(len(outputs))]
+        found = _kinds_of(same, kinds, traces, outputs, any(given))
+        known.update({_Place(number, index): kind for index, kind in enumerate(found)})
+    return all(known[place] in (FREE, Rows(0, 1)) for place in first.outputs)
 
 
-def _place(tensor: tf.Tensor) -> tuple[int, int]:
-    return operation_number(tensor.op), tensor.value_index
+def _is_understood(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
+    """Whether nothing that is made of rows may be put where others read it."""
+    if operation.type in _READS:
+        return True
+    if operation.type in _WRITES or any(leaf.dtype in (tf.resource, tf.variant) for leaf in operation.inputs):
+        return all(kind == FREE for kind in kinds)
+    return not operation.op_def.is_stateful
 
 
-def _is_written(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    """Whether it may put what is made of rows where others read it."""
-    has_state = any(leaf.dtype in (tf.resource, tf.variant) for leaf in operation.inputs)
-    return has_state and any(kind != FREE for kind in kinds) and operation.type != "ResourceGather"
-
-
-def _kinds_of(pair: tuple[tf.Operation, tf.Operation], kinds: Sequence[Kind], traces: tuple[_Trace, _Trace]) -> list:
-    """Of the outputs of an operation, of which the two traces have one each."""
-    outputs = list(zip(pair[0].outputs, pair[1].outputs, strict=True))
-    if pair[0].type == "Placeholder":
-        known = [_along(both, traces) for both in outputs]
-        return known if pair[0].outputs[0].name in traces[0].inputs or known == [FREE] else [SIZES]
-    if pair[0].type == "Const":
-        return [_of_constants(pair, traces)]
-    if MIXED in kinds or not _are_alike(pair):
+def _kinds_of(
+    same: tuple[tf.Operation, ...],
+    kinds: Sequence[Kind],
+    traces: Sequence[_Trace],
+    outputs: list[tuple[tf.Tensor, ...]],
+    is_given: bool,
+) -> list[Kind]:
+    """Of the outputs of an operation, of which each trace has one."""
+    along, kind = [_along(each, traces) for each in outputs], same[0].type
+    if kind == "Placeholder":
+        return along if is_given or along == [FREE] else [SIZES]
+    if kind == "Const":
+        return [_of_constants(same, along[0])]
+    if MIXED in kinds or not _are_alike(same):
         return [MIXED] * len(outputs)
-    if not any(isinstance(kind, Rows) for kind in kinds):
-        return [_without_rows(pair, kinds, both, traces) for both in outputs]
-    if pair[0].type in _SIZE_QUESTIONS:
+    if not any(isinstance(each, Rows) for each in kinds):
+        return [_without_rows(kind, kinds, *each) for each in zip(along, outputs, strict=True)]
+    if kind in _SIZE_QUESTIONS:
         return [SIZES] * len(outputs)
-    if pair[0].type == "IdentityN":
+    if kind == "IdentityN":
         return list(kinds)
-    rule = RULES.get(pair[0].type)
+    rule = RULES.get(kind)
     if rule is None:
         return [MIXED] * len(outputs)
-    one, other = (rule(operation, kinds, trace.rows) for operation, trace in zip(pair, traces, strict=True))
-    return [one if one == other == _along(both, traces) else MIXED for both in outputs]
+    said = {rule(operation, kinds, trace.rows) for operation, trace in zip(same, traces, strict=True)}
+    return [each if said == {each} else MIXED for each in along]
 
 
-def _along(both: tuple[tf.Tensor, tf.Tensor], traces: tuple[_Trace, _Trace]) -> Kind:
+def _along(same: Sequence[tf.Tensor], traces: Sequence[_Trace]) -> Kind:
     """Where rows lie: along the one dim that differs as the numbers of rows do; FREE if none does."""
-    one, other = map(shape_of, both)
-    if one is None or other is None or len(one) != len(other):
+    shapes = [shape_of(tensor) for tensor in same]
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes) or len({len(shape) for shape in known}) > 1:
         return MIXED
-    differing = [axis for axis, sizes in enumerate(zip(one, other, strict=True)) if sizes[0] != sizes[1]]
+    differing = [axis for axis, sizes in enumerate(zip(*known, strict=True)) if len(set(sizes)) > 1]
     if not differing:
         return FREE
     axis = differing[0]
-    each, rest = divmod(one[axis], traces[0].rows)
-    return Rows(axis, each) if len(differing) == 1 and not rest and other[axis] == each * traces[1].rows else SIZES
+    each = known[0][axis] // traces[0].rows
+    fits = all(shape[axis] == each * trace.rows for shape, trace in zip(known, traces, strict=True))
+    return Rows(axis, each) if len(differing) == 1 and fits else SIZES
 
 
-def _of_constants(pair: tuple[tf.Operation, tf.Operation], traces: tuple[_Trace, _Trace]) -> Kind:
-    one, other = (operation.get_attr("value") for operation in pair)
-    if one == other:
+def _of_constants(same: Sequence[tf.Operation], along: Kind) -> Kind:
+    protos = [operation.get_attr("value") for operation in same]
+    if all(proto == protos[0] for proto in protos):
         return FREE
-    values = [tf.make_ndarray(value) for value in (one, other)]
-    first = values[0].reshape(-1)[:1]
-    is_one_number = first.size and all(value.size and bool(np.all(value == first)) for value in values)
-    return _along((pair[0].outputs[0], pair[1].outputs[0]), traces) if is_one_number else SIZES
+    values = [tf.make_ndarray(proto).reshape(-1) for proto in protos]
+    is_one_number = all(value.size for value in values) and len({each.tobytes() for v in values for each in v}) == 1
+    return along if is_one_number else SIZES
 
 
-def _without_rows(
-    pair: tuple[tf.Operation, tf.Operation],
-    kinds: Sequence[Kind],
-    both: tuple[tf.Tensor, tf.Tensor],
-    traces: tuple[_Trace, _Trace],
-) -> Kind:
+def _without_rows(kind: str, kinds: Sequence[Kind], along: Kind, same: Sequence[tf.Tensor]) -> Kind:
     """The output of what sees no rows, but may know how many there are."""
-    along, shape = _along(both, traces), _MADE_OF_SHAPE.get(pair[0].type)
-    others = [kind for place, kind in enumerate(kinds) if place != shape]
-    if shape is None or any(kind != FREE for kind in others):
-        return FREE if along == FREE and (SIZES not in kinds or _is_one_number(*both)) else SIZES
+    shape = _MADE_OF_SHAPE.get(kind)
+    if shape is None or any(each != FREE for place, each in enumerate(kinds) if place != shape):
+        return FREE if along == FREE and (SIZES not in kinds or _is_one_number(same)) else SIZES
     return along
 
 
-def _is_one_number(more: tf.Tensor, fewer: tf.Tensor) -> bool:
+def _is_one_number(same: Sequence[tf.Tensor]) -> bool:
     """Such as the length of a sequence, which is read from a shape as the number of rows is."""
-    one, other = tf.get_static_value(more), tf.get_static_value(fewer)
-    return one is not None and other is not None and bool(np.array_equal(one, other))
+    values = [tf.get_static_value(tensor) for tensor in same]
+    return all(value is not None and np.array_equal(value, values[0]) for value in values)
 
 
-def _are_alike(pair: tuple[tf.Operation, tf.Operation]) -> bool:
-    """Whether the two do the same: a number of rows can hide in an attribute, too."""
-    one, other = (
+def _are_alike(same: Sequence[tf.Operation]) -> bool:
+    """Whether all do the same: a number of rows can hide in an attribute, too."""
+    attributes = [
         {name: value for name, value in each.node_def.attr.items() if name not in _SAID_ELSEWHERE and name[0] != "_"}
-        for each in pair
-    )
-    return one == other
+        for each in same
+    ]
+    return all(each == attributes[0] for each in attributes)

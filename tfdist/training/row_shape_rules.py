@@ -97,16 +97,16 @@ def _split(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
 
 @of("Slice")
 def _slice(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
-    x, begin, size = kinds[0], constant(operation, 1), constant(operation, 2)
-    if not isinstance(x, Rows) or begin is None or size is None:
+    x, begin, size = only(kinds, 0), constant(operation, 1), constant(operation, 2)
+    if x is None or begin is None or size is None:
         return MIXED
     return x if begin[x.axis] == 0 and size[x.axis] in (-1, rows * x.each) else MIXED
 
 
 @of("StridedSlice")
 def _strided_slice(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
-    x, begin, end, strides = kinds[0], *(constant(operation, place) for place in (1, 2, 3))
-    if not isinstance(x, Rows) or begin is None or end is None or strides is None:
+    x, begin, end, strides = only(kinds, 0), *(constant(operation, place) for place in (1, 2, 3))
+    if x is None or begin is None or end is None or strides is None:
         return MIXED
     masks = {
         name: operation.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
@@ -164,7 +164,7 @@ def _gather(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
         return MIXED
     found = []
     if isinstance(table, Rows):
-        if table.axis == axis:
+        if table.axis == axis or (table.axis < alike and not isinstance(places, Rows)):
             return MIXED
         found.append(table if table.axis < axis else table._replace(axis=table.axis + rank - alike - 1))
     if isinstance(places, Rows):
