@@ -79,7 +79,7 @@ def added_losses(
     if not may_add(model):
         return ()
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
-    if (proofs or Proofs(model)).of(x, take, count, training=True).adds_nothing:
+    if (proofs or Proofs(model)).of(x, take, training=True).adds_nothing:
         return ()
     probe = Probe(model, x, take, count)
     with probe.watching(), batch_norm.each_alone():

@@ -112,7 +112,7 @@ def mixes(
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
     many = max(ROWS, min(many, _MOST))
     made, attempts = proofs or Proofs(model, many), _ATTEMPTS[share.index :: share.number]
-    attempts = [attempt for attempt in attempts if not made.of(x, take, count, attempt.training).apart]
+    attempts = [attempt for attempt in attempts if not made.of(x, take, attempt.training).apart]
     if not attempts:
         return False
     probe = Probe(model, x, take, count)

@@ -10,6 +10,7 @@ tries it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ class Proof(NamedTuple):
 
 
 class Proofs:
-    """Of one model, each made when it is asked for, once. x, take, count, many: as for row_mixing.mixes."""
+    """Of one model, each made when it is asked for, once. x, take, many: as for row_mixing.mixes."""
 
     def __init__(self, model: keras.Model, many: int = ROWS):
         self._model = model
@@ -65,10 +66,10 @@ class Proofs:
         self._counts = sorted({max(many, ROWS), *_COUNTS}, reverse=True)
         self._made: dict[bool, Proof] = {}
 
-    def of(self, x: Any, take: Take, count: int, training: bool) -> Proof:
+    def of(self, x: Any, take: Take, training: bool) -> Proof:
         if training not in self._made:
             try:
-                self._made[training] = _prove(self._model, x, take, count, training, self._counts)
+                self._made[training] = _prove(self._model, x, take, training, self._counts)
             except Exception:  # noqa: BLE001 - of the user's own making, such as a model that takes batches of one size
                 self._made[training] = Proof(False, False)
         return self._made[training]
@@ -86,17 +87,23 @@ class _Trace(NamedTuple):
     captured: list[Any]
 
 
-def _prove(model: keras.Model, x: Any, take: Take, count: int, training: bool, counts: Sequence[int]) -> Proof:
+def _prove(model: keras.Model, x: Any, take: Take, training: bool, counts: Sequence[int]) -> Proof:
     layers = list(keras_layers.all_layers(model))
     if not all(layer.built for layer in layers):
         return Proof(False, False)  # a trace is no place to make variables
+    one, two = take(x, [0]), take(x, [0, 0])  # of which dims show what is cut: the rows of a whole batch may be large
     traces = []
     with writes_undone(), batch_norm.each_alone():
         for rows in counts:
+            specs = keras.tree.map_structure(functools.partial(_spec, rows), one, two)
             with _nothing_left(layers):
-                some = take(x, [row % count for row in range(rows)])
-                traces.append(_traced(model, layers, some, rows, training))
+                traces.append(_traced(model, layers, specs, rows, training))
     return Proof(_are_apart(traces), not any(trace.losses for trace in traces))
+
+
+def _spec(rows: int, one: tf.Tensor, two: tf.Tensor) -> tf.TensorSpec:
+    """Of an input with as many rows; one, two: with so many."""
+    return tf.TensorSpec(one.shape if one.shape == two.shape else [rows, *one.shape[1:]], one.dtype)
 
 
 def _traced(model: keras.Model, layers: Sequence[keras.Layer], x: Any, rows: int, training: bool) -> _Trace:

@@ -16,7 +16,7 @@ PROGRAMS = 100
 
 
 def proof_of(model, x=X, training=False) -> Proof:
-    return Proofs(model).of(x, take_rows, len(keras.tree.flatten(x)[0]), training)
+    return Proofs(model).of(x, take_rows, training)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -95,7 +95,7 @@ def test_nor_of_what_hides_it(name):
             return keras.KerasTensor(x.shape, x.dtype)
 
     model = model_of(Hiding(HIDING[name]))
-    assert not any(Proofs(model, many).of(X, take_rows, 6, False).apart for many in (1, 6, 8, 23))
+    assert not any(Proofs(model, many).of(X, take_rows, False).apart for many in (1, 6, 8, 23))
 
 
 def test_nor_of_what_begins_after_some_calls():
