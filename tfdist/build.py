@@ -268,7 +268,7 @@ def _tried_on_rows(config: Config, runtime: Runtime, model: keras.Model, split: 
     proofs = Proofs(model, plan.global_batch)
     # Several workers of one replica train on whole batches, but evaluate on a last one that is filled up.
     if (in_parts or runtime.size > 1) and ":" in config.model.model and config.model.row_mixing == "refuse":
-        row_mixing.refuse(runtime, model, rows, proofs, plan.global_batch)
+        row_mixing.refuse(runtime, model, rows, proofs)
     return found_by_the_chief(runtime, model, rows, proofs) if in_parts else SumsAsMeans(())
 
 

@@ -28,6 +28,7 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training import row_mixing
 from tfdist.training.added_losses import SUM
+from tfdist.training.row_proof import Proofs
 from tfdist.training.stateless_call import Arguments
 
 
@@ -83,7 +84,8 @@ class DistributedCall:
         with tf.init_scope(), self.alone():
             x = self.example.like(args[0] if len(args) == 1 and not given.kwargs else given)
             take, count = taking(x, cut)
-            if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count, many=count):
+            proofs = Proofs(self._model, count)
+            if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count, proofs):
                 fix = (
                     "mix them in compute_loss or train_step, which see the outputs of all rows, take statistics over"
                     " rows with keras.layers.BatchNormalization, or train in one process"

@@ -11,6 +11,7 @@ divides by those of a worker. There rounding is allowed for.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -95,7 +96,6 @@ def mixes(
     count: int | None = None,
     share: Share = _ALL,
     proofs: Proofs | None = None,
-    many: int = ROWS,
 ) -> bool:
     """Whether the outputs of `model` for a row, in inference or in training, change with the other rows.
 
@@ -103,19 +103,17 @@ def mixes(
     stay as they are. False where it draws random numbers that cannot be repeated, which tells nothing.
 
     Args:
-      proofs: of this model, if its graphs are of use elsewhere.
-      many: rows of a batch of one process; what has room for some of its rows only shows with as many.
+      proofs: of this model, if its graphs are of use elsewhere or its batches have more than a few rows.
       Others: as for `added_losses`.
     """
     if any(_mixes_always(layer) for layer in keras_layers.all_layers(model)):
         return True
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
-    many = max(ROWS, min(many, _MOST))
-    made, attempts = proofs or Proofs(model, many), _ATTEMPTS[share.index :: share.number]
-    attempts = [attempt for attempt in attempts if not made.of(x, take, attempt.training).apart]
+    proofs, attempts = proofs or Proofs(model), _ATTEMPTS[share.index :: share.number]
+    attempts = [attempt for attempt in attempts if not proofs.of(x, take, attempt.training).apart]
     if not attempts:
         return False
-    probe = Probe(model, x, take, count)
+    probe, many = Probe(model, x, take, count), min(proofs.many, _MOST)
     with probe.watching(), batch_norm.each_alone():
         return any(
             _one_tells(list(alike), probe, disturbed(probe.weights, by), many)
@@ -184,15 +182,9 @@ def _differs(one: np.ndarray, other: np.ndarray, sizes: np.ndarray, tolerance: f
     return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > tolerance * largest))
 
 
-def refuse(
-    runtime: Runtime,
-    model: keras.Model,
-    rows: Callable[[], Any],
-    proofs: Proofs | None = None,
-    many: int = ROWS,
-) -> None:
+def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any], proofs: Proofs | None = None) -> None:
     """Raises ConfigError on all workers if one finds that it mixes x = `rows()`. A collective, if it may."""
-    if may_mix(model) and found_together(runtime, model, rows, proofs=proofs, many=many):
+    if may_mix(model) and found_together(runtime, model, rows, proofs=proofs):
         fix = (
             "take statistics over rows with keras.layers.BatchNormalization, train on one device with"
             " --accumulation=1, or let such layers mix the rows of their micro-batch with --row_mixing=replica"
@@ -207,31 +199,20 @@ def found_together(
     take: Take = take_rows,
     count: int | None = None,
     proofs: Proofs | None = None,
-    many: int = ROWS,
 ) -> bool:
-    """Whether one of the workers, which share the attempts, finds that it mixes x = `rows()`. A collective."""
+    """Whether one of the workers, which share the attempts, finds that it mixes x = `rows()`. A collective.
+
+    A model that cannot be tried is not said to: what fails with another number of rows cannot be spread, and says so
+    itself.
+    """
     workers = min(runtime.size, len(_ATTEMPTS))
     share = Share(workers - 1 - runtime.rank, workers)  # the fewest for the chief, which has more to do
+    found = False
     with generators_kept():
-        found = share.index >= 0 and tried(model, rows(), take, count, share, proofs, many)
+        x = rows() if share.index >= 0 else None
+        with contextlib.suppress(Exception):  # of the user's own making
+            found = share.index >= 0 and mixes(model, x, take, count, share, proofs)
     return bool(runtime.all_gather(np.array([found], np.int64)).any())
-
-
-def tried(
-    model: keras.Model,
-    x: Any,
-    take: Take = take_rows,
-    count: int | None = None,
-    share: Share = _ALL,
-    proofs: Proofs | None = None,
-    many: int = ROWS,
-) -> bool:
-    """`mixes`, and False where the model cannot be tried: what fails with another number of rows cannot be spread, and
-    says so itself."""
-    try:
-        return mixes(model, x, take, count, share, proofs, many)
-    except Exception:  # noqa: BLE001 - of the user's own making
-        return False
 
 
 def sentence(model: keras.Model, fix: str) -> str:

@@ -58,12 +58,15 @@ class Proof(NamedTuple):
 
 
 class Proofs:
-    """Of one model, each made when it is asked for, once. x, take, many: as for row_mixing.mixes."""
+    """Of one model, each made when it is asked for, once. x, take: as for row_mixing.mixes.
+
+    many: rows of a batch of one process; what has room for some of its rows only shows with as many.
+    """
 
     def __init__(self, model: keras.Model, many: int = ROWS):
-        self._model = model
+        self._model, self.many = model, max(many, ROWS)
         # Also a few rows, for what is done above a number of them only.
-        self._counts = sorted({max(many, ROWS), *_COUNTS}, reverse=True)
+        self._counts = sorted({self.many, *_COUNTS}, reverse=True)
         self._made: dict[bool, Proof] = {}
 
     def of(self, x: Any, take: Take, training: bool) -> Proof:

@@ -196,22 +196,15 @@ def _place_of_largest(operation: tf.Operation, kinds: Sequence[Kind], rows: int)
 
 
 @of("LogSoftmax Softmax TopKV2")
-def _lastaxis_of(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
+def _last_axis(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
     x = only(kinds, 0)
     return x if x and x.axis != rank_of(operation.inputs[0]) - 1 else MIXED
 
 
-@of("Cumprod Cumsum ReverseV2")
+@of("Cumprod Cumsum ReverseV2 Roll")
 def _along_axes(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
-    x, axes, rank = only(kinds, 0), constant(operation, 1), rank_of(operation.inputs[0])
-    if x is None or axes is None or x.axis in {int(axis) % rank for axis in np.ravel(axes)}:
-        return MIXED
-    return x
-
-
-@of("Roll")
-def _roll(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
-    x, axes, rank = only(kinds, 0), constant(operation, 2), rank_of(operation.inputs[0])
+    """The last input says which."""
+    x, axes, rank = only(kinds, 0), constant(operation, len(kinds) - 1), rank_of(operation.inputs[0])
     if x is None or axes is None or x.axis in {int(axis) % rank for axis in np.ravel(axes)}:
         return MIXED
     return x

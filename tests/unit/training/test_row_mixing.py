@@ -13,6 +13,7 @@ from tfdist.compat import tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training import added_losses, loss_probe, row_mixing
+from tfdist.training.row_proof import Proofs
 
 X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
 
@@ -118,7 +119,7 @@ def another_above_10(x, training, seeds):
 @pytest.mark.parametrize("function", [with_room_for_15, another_above_10])
 def test_what_shows_with_as_many_rows_as_a_whole_batch_alone(function):
     model = model_of(Own(function))
-    assert row_mixing.mixes(model, X, many=16) and not row_mixing.mixes(model, X)
+    assert row_mixing.mixes(model, X, proofs=Proofs(model, 16)) and not row_mixing.mixes(model, X)
 
 
 def centered_if_undisturbed(x, training, seeds):
