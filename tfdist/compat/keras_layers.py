@@ -24,6 +24,11 @@ def all_layers(model: keras.Layer, include_self: bool = True) -> list[keras.Laye
     return model._flatten_layers(include_self=include_self)
 
 
+def all_built(model: keras.Layer) -> bool:
+    """Whether it is built, with its layers at any depth."""
+    return all(layer.built for layer in all_layers(model))
+
+
 def inputs_of(layer: keras.Layer) -> list[keras.KerasTensor]:
     """Symbolic tensors with which the layer was called. Relies on `Layer._inbound_nodes`; without it a sample is not
     named that looks up a row which is not there.

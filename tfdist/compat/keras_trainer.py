@@ -23,20 +23,16 @@ def build_for(model: keras.Model, batch: Any, step: str = "train_step") -> None:
     on them.
     """
     if getattr(type(model), step) is not getattr(keras.Model, step):
-        for _ in range(1 if _is_built(model) else 2):  # a tape sees no variables that are made meanwhile
+        for _ in range(1 if keras_layers.all_built(model) else 2):  # a tape sees no variables that are made meanwhile
             with contextlib.suppress(Exception), _updating_nothing(model):
                 backend.compute_output_spec(getattr(model, step), batch)
-        if _is_built(model):
+        if keras_layers.all_built(model):
             return
-    elif step == "train_step" and not _is_built(model):
+    elif step == "train_step" and not keras_layers.all_built(model):
         with contextlib.suppress(Exception):  # Keras says more about it below
             x = keras.utils.unpack_x_y_sample_weight(batch)[0]
             backend.compute_output_spec(model, x, training=True)  # some layers may be used there alone
     model._symbolic_build(data_batch=batch)
-
-
-def _is_built(model: keras.Model) -> bool:
-    return all(layer.built for layer in keras_layers.all_layers(model))
 
 
 def _updating_nothing(model: keras.Model) -> contextlib.AbstractContextManager:

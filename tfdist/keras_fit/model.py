@@ -124,7 +124,7 @@ class DistributedModel:
 
     def _start(self) -> None:
         layers = keras_layers.all_layers(self._model)
-        self._use.is_prepared = all(layer.built for layer in layers)
+        self._use.is_prepared = keras_layers.all_built(self._model)
         if self._use.optimizer is not None:
             build_optimizer(self._model)
         self.take_the_chiefs_variables()
@@ -147,7 +147,7 @@ def build_optimizer(model: keras.Model) -> None:
     where what an optimizer copies from the weights is lost: ScheduleFreeAdamW begins with zeros then.
     """
     optimizer: Any = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and all(layer.built for layer in keras_layers.all_layers(model)):
+    if optimizer is not None and not optimizer.built and keras_layers.all_built(model):
         optimizer.build(model.trainable_variables)
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import google_crc32c
 import keras
-import numpy as np
 
 from tfdist.runtime import first_values
 from tfdist.runtime.base import PeerRuntime
 
 
-def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable]) -> None:
-    """Every worker gets the chief's bits, those of seed generators too.
+def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable]) -> bool:
+    """Every worker gets the chief's bits, those of seed generators too. Returns whether something differed.
 
     Raises ConfigError if the workers' shapes differ.
     """
-    first_values.take_the_chiefs(runtime, [variable.value for variable in variables])
+    return first_values.take_the_chiefs(runtime, [variable.value for variable in variables])
 
 
 def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
@@ -26,14 +24,8 @@ def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
     chief's.
     """
     weights = [variable for variable in model.variables if not _is_seed(variable)]
-    checksum = 0
-    for weight in weights:
-        checksum = google_crc32c.extend(checksum, np.ascontiguousarray(weight.value).reshape(-1).view(np.uint8))
-    checksums = runtime.all_gather(np.array([checksum], np.uint32))
-    if (checksums != checksums[0]).any():
-        take_the_chiefs(runtime, weights)
-        if runtime.rank == 0:
-            print("tfdist: the workers' weights had drifted apart; all took the chief's.", file=sys.stderr, flush=True)
+    if take_the_chiefs(runtime, weights) and runtime.rank == 0:
+        print("tfdist: the workers' weights had drifted apart; all took the chief's.", file=sys.stderr, flush=True)
 
 
 def _is_seed(variable: keras.Variable) -> bool:

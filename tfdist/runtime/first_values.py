@@ -55,8 +55,9 @@ def chiefs_first_values(
             take_the_chiefs(workers, made)
 
 
-def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> None:
-    """Every worker gets the chief's bits; all must call it. What has two equal checksums is taken for equal.
+def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> bool:
+    """Every worker gets the chief's bits; all must call it. What has two equal checksums is taken for equal. Returns
+    whether something differed.
 
     Raises ConfigError if the workers' shapes differ.
     """
@@ -73,6 +74,7 @@ def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> None
         if workers.rank:
             for variable, value in zip(some, received, strict=True):
                 variable.assign(value)
+    return not are_alike.all()
 
 
 def _checksums(variable: tf.Variable) -> tuple[int, int]:

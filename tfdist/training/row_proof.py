@@ -91,9 +91,9 @@ class _Trace(NamedTuple):
 
 
 def _prove(model: keras.Model, x: Any, take: Take, training: bool, counts: Sequence[int]) -> Proof:
-    layers = list(keras_layers.all_layers(model))
-    if not all(layer.built for layer in layers):
+    if not keras_layers.all_built(model):
         return Proof(False, False)  # a trace is no place to make variables
+    layers = list(keras_layers.all_layers(model))
     one, two = take(x, [0]), take(x, [0, 0])  # of which dims show what is cut: the rows of a whole batch may be large
     traces = []
     with writes_undone(), batch_norm.each_alone():
