@@ -99,7 +99,16 @@ def describe(worker: Worker) -> str:
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "a real-time signal"
         return f"{worker.name} was killed by signal {-code} ({name})"
-    known = f" ({ExitCode(code).name}: {MEANING[ExitCode(code)]})" if code in set(ExitCode) else ""
+    known = f" ({_meaning(code, worker.error)})" if code in set(ExitCode) else ""
     said = worker.error or next((line.strip() for line in reversed(worker.last_lines) if line.strip()), "")
     said = "" if code == ExitCode.PREEMPTED else re.sub(r" \(exit code \d+, \w+\)$", "", said)
     return f"{worker.name} ended with exit code {code}{known}{': ' + said if said else ''}"
+
+
+def _meaning(code: int, error: str) -> str:
+    """What tfdist means by an exit code. error: the last sentence of tfdist's that the process has written; tfdist ends
+    it with its code, and where it does not, the code may be that of a user's script.
+    """
+    meaning = f"{ExitCode(code).name}: {MEANING[ExitCode(code)]}"
+    by_tfdist = f"(exit code {code}, " in error or code in (ExitCode.INTERNAL, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+    return meaning if by_tfdist else f"the script's own, or {meaning}"
