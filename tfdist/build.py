@@ -34,7 +34,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.environment import prepare_environment
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh_runtime import on_mesh
-from tfdist.training import compatibility, composition_checks, row_mixing
+from tfdist.training import compatibility, composition_checks, objective_rows, row_mixing
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
@@ -148,7 +148,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         optimizer = make_optimizer(config.optimizer, schedule)
         check_decays(optimizer, model.trainable_variables)
         loss_scale = LossScale(config.precision)
-    added = _tried_on_rows(config, runtime, model, train_split, plan)
+    added = _tried_on_rows(config, runtime, model, objective, train_split, plan)
     on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan) if on_mesh(runtime) else None
     if on_axes:
         objective = on_axes.objective
@@ -255,20 +255,28 @@ def batch_spec(config: Config, split: Split, plan: BatchPlan, replica: int) -> t
     return spec
 
 
-def _tried_on_rows(config: Config, runtime: Runtime, model: keras.Model, split: Split, plan: BatchPlan) -> SumsAsMeans:
+def _tried_on_rows(
+    config: Config, runtime: Runtime, model: keras.Model, objective: Objective, split: Split, plan: BatchPlan
+) -> SumsAsMeans:
     """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before
-    the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean, or if a model of
-    the user's own mixes rows."""
+    the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean, or if a model or
+    an objective of the user's own mixes rows."""
     slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
     in_parts = plan.replicas * plan.accumulation * slices > 1
 
+    def batch() -> Any:
+        return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))
+
     def rows() -> Any:
-        return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))[0]
+        return batch()[0]
 
     proofs = Proofs(model, plan.global_batch)
     # Several workers of one replica train on whole batches, but evaluate on a last one that is filled up.
-    if (in_parts or runtime.size > 1) and ":" in config.model.model and config.model.row_mixing == "refuse":
-        row_mixing.refuse(runtime, model, rows, proofs)
+    if (in_parts or runtime.size > 1) and config.model.row_mixing == "refuse":
+        if ":" in config.model.model:
+            row_mixing.refuse(runtime, model, rows, proofs)
+        if ":" in config.model.objective:
+            objective_rows.refuse(runtime, config.model.objective, objective, model, batch)
     return found_by_the_chief(runtime, model, rows, proofs) if in_parts else SumsAsMeans(())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 
@@ -33,6 +34,14 @@ class MaxLoss(MeanLoss):
 
     def call(self, x):
         self.add_loss(self.rate * ops.max(ops.square(x)))
+        return x
+
+
+class FlooredLoss(MeanLoss):
+    """Adds the mean of x^2 as far as it is above a limit, which it is on some batches, or parts of them."""
+
+    def call(self, x):
+        self.add_loss(self.rate * ops.maximum(ops.mean(ops.square(x)), 0.25))
         return x
 
 
@@ -107,7 +116,9 @@ class RunningMean(keras.layers.Layer):
 
 
 def centered(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
-    """Less the mean over rows, or by their number, in one of the ways in which a model can hide it: by `width`."""
+    """Less the mean over rows, or by their number, or a gradient that is less its mean over rows, in one of the ways in
+    which a model can hide it: by `width` and `name`.
+    """
 
     def less_the_mean(v: Any) -> Any:
         return v - ops.mean(v, axis=0, keepdims=True)
@@ -115,6 +126,13 @@ def centered(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
     def by_their_number(v: Any) -> Any:
         return v * (1 + 2 / ops.cast(ops.shape(v)[0], v.dtype))
 
+    @tf.custom_gradient
+    def on_the_way_back(v: Any) -> Any:
+        return tf.identity(v), less_the_mean
+
+    if (width + ord(name[-1])) % 3 == 0:
+        # Below it are weights, whatever it stands on.
+        return keras.layers.Lambda(on_the_way_back, name=name)(keras.layers.Dense(width, name=f"{name}_under")(x))
     function = by_their_number if width % 2 else less_the_mean
     if width % 3 == 0:
         return keras.layers.Lambda(function, name=name)(x)

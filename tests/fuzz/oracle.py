@@ -121,7 +121,9 @@ class Reference:
     def _step(self, rows: np.ndarray, step: int) -> tuple[float, float, float, bool]:
         """(sum of losses, sum of weights, norm, whether all was finite)."""
         # A maximum over rows is not made of those of their parts.
-        accumulation = 1 if "max_loss" in space.flat_blocks(self.case) else self.options.get("accumulation", 1)
+        accumulation = (
+            1 if set(models.NO_SUMS) & set(space.flat_blocks(self.case)) else self.options.get("accumulation", 1)
+        )
         before = [variable.value.numpy() for variable in self.model.non_trainable_variables]
         total, gradients, loss_sum = self._weight(rows), None, 0.0
         for micro in range(accumulation):

@@ -252,7 +252,7 @@ def _fitting(shape: str) -> tuple[list[str], list[float]]:
     """(blocks that work on it, how often each is drawn)."""
     fitting = [name for name, (shapes, _) in models.BLOCKS.items() if shape in shapes.split() and name not in UNDRAWN]
     often, seldom = ("batch_norm", "mean_loss", "sum_loss", "activity_loss"), ("running_mean", "centered", "dropout")
-    return fitting, [3 if name in often else 0.3 if name in (*seldom, "max_loss") else 1 for name in fitting]
+    return fitting, [3 if name in often else 0.3 if name in (*seldom, *models.NO_SUMS) else 1 for name in fitting]
 
 
 def draw_model(chance: random.Random) -> dict[str, Any]:
@@ -371,12 +371,12 @@ def conflicts(case: Mapping[str, Any]) -> str:
     if data["size"] < options["global_batch"]:
         return "fewer samples than a batch"
     if (
-        "max_loss" in blocks
+        set(models.NO_SUMS) & set(blocks)
         and options["accumulation"] > 1
         and set(blocks) & {"batch_norm", "counter", "spectral", "running_mean"}
     ):
         return "the oracle takes the rows of all micro-batches at once"
-    if "centered" in blocks and ("differs" in data or set(blocks) & {"max_loss", "spectral"}):
+    if "centered" in blocks and ("differs" in data or set(blocks) & {*models.NO_SUMS, "spectral"}):
         return "which refusal comes first is not looked at"
     if "inner_metric" in blocks:
         return "state of a worker's rows"

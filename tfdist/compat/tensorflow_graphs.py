@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework.ops import gradient_registry
 
 
 def operation_number(operation: tf.Operation) -> int:
@@ -29,3 +31,28 @@ def function_graph(name: str) -> tf.Graph:
 def captured_by(graph: tf.Graph) -> list[Any]:
     """What a `function_graph` uses from outside of it, in the order of first use. Relies on `FuncGraph.captures`."""
     return [outside for outside, _ in graph.captures]
+
+
+def makers_of_gradients(graph: tf.Graph) -> set[str]:
+    """The modules of the functions that give gradients to operations in the place of TensorFlow's own (as under
+    tf.custom_gradient); "" for one that is not known.
+
+    Relies on the attribute `_gradient_op_type`, on the registry of gradients, and on the names of what
+    tf.custom_gradient encloses there; without these modules are not known.
+    """
+    found: set[str] = set()
+    for operation in graph.get_operations():
+        attributes = operation.node_def.attr
+        if "_gradient_op_type" in attributes:
+            found.add(_module_of(attributes["_gradient_op_type"].s.decode()))
+    return found
+
+
+def _module_of(name: str) -> str:
+    try:
+        function = gradient_registry.lookup(name)
+        for enclosed in ("tape_grad_fn", "grad_fn"):
+            function = inspect.getclosurevars(function).nonlocals[enclosed]
+        return function.__module__
+    except (AttributeError, KeyError, LookupError, TypeError):
+        return ""

@@ -4,6 +4,7 @@ outputs, have to do with rows; see added_losses.py and row_mixing.py."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ ROWS = 4  # that are tried, each alone and all together
 _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
 _NOISE = 100_003  # numbers drawn at most for a weight, then again from the first; prime: rows next to each other differ
+# Of weights and rows, of which some are 25 times as large as others.
+_SIZES = ((1.0, 0.01), (1.0, 0.1), (1.0, 1.0), (1.0, 10.0), (1.0, 100.0), (0.5, 1.0), (0.25, 1.0), (0.1, 1.0))
 _CLEAR = 0.15  # a random mean must be known as well as that
 
 Key = tuple[
@@ -172,6 +175,30 @@ class Probe:
                 break
         return {key: MEAN if scales == _WEAK else scales for key, scales in found.items()}
 
+    def bent(self, found: dict[Key, str], training: bool) -> set[Key]:
+        """Which of the losses that were found to be means or sums are none where rows are of different sizes: what is
+        cut off after the mean (`maximum(mean, limit)`, as for free bits) is one on one side of the limit only.
+        """
+        half, result = ROWS // 2, set()
+        x = keras.tree.map_structure(lambda leaf: sound(leaf, 1.0, 1.0), self.some_rows())
+        for of_weights, of_rows in _SIZES:
+            weights = [np.asarray(of_weights * each, each.dtype) for each in disturbed(self.weights, 0.3)]
+            scales = of_rows * np.geomspace(0.2, 5.0, ROWS)
+            rows = keras.tree.map_structure(functools.partial(spread, scales=scales), x)
+            batches = [self.take(rows, each) for each in (range(ROWS), range(half), range(half, ROWS))]
+            whole, first, last = (self.values(batch, weights, 0, training, 0.3) for batch in batches)
+            if not whole.keys() == first.keys() == last.keys():
+                continue
+            for key, value in whole.items():
+                expected = (first[key] + last[key]) / (2 if found.get(key) == MEAN else 1)
+                largest = max(abs(value), abs(first[key]), abs(last[key]))
+                if np.isfinite(largest) and abs(value - expected) > self.tolerance * largest:
+                    result.add(key)
+            if result:
+                redrawn = self.values(batches[0], weights, 1, training, 0.3)
+                result = {key for key in result if redrawn.get(key) == whole[key]}  # what is random tells nothing
+        return result & found.keys()
+
     def _judged(
         self, weights: Sequence[np.ndarray], kept: float, noise: float, how: tuple[bool, float]
     ) -> dict[Key, str]:
@@ -236,6 +263,14 @@ def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
 def _some_of(weight: np.ndarray) -> np.ndarray:
     """Enough of its numbers to know their spread."""
     return weight.reshape(-1)[:: weight.size // _NOISE | 1]  # odd, so as not to stay in one column
+
+
+def spread(leaf: tf.Tensor, scales: Sequence[float] | np.ndarray) -> tf.Tensor:
+    """Rows of numbers times a scale each: between the smallest and the largest lie the limits at which a layer turns to
+    something else."""
+    if not leaf.dtype.is_floating:
+        return leaf
+    return leaf * tf.cast(tf.reshape(tf.constant(scales), [-1, *[1] * (leaf.shape.rank - 1)]), leaf.dtype)
 
 
 def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:

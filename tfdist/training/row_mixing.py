@@ -6,7 +6,8 @@ Where the model's graph does not prove that it has nothing to do with them (row_
 rows, and again with one of them in the same place and all others replaced by copies of it: its output for that row must
 not change. The same shapes run the same kernels, so that rounding changes nothing.
 Nor may it change where the row stands elsewhere among fewer: a layer that divides by the number of rows of its batch
-divides by those of a worker. There rounding is allowed for.
+divides by those of a worker. There rounding is allowed for. Rows of different sizes show what begins above some value,
+and gradients what is mixed on their way back (row_gradients.py).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
+from tfdist.training import row_gradients
 from tfdist.training.added_losses import take_rows
 from tfdist.training.calm_layers import holds_own_function, is_of_keras
-from tfdist.training.loss_probe import ROWS, Probe, Take, disturbed, generators_kept, sound
+from tfdist.training.loss_probe import ROWS, Probe, Take, disturbed, generators_kept, sound, spread
 from tfdist.training.row_proof import Proofs
 
 _TOLERANCE = 1e-5  # of the largest output
@@ -35,22 +37,28 @@ _ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half p
 
 
 class Attempt(NamedTuple):
-    """By how much weights are disturbed, how much of the rows is kept, how much noise is added to them."""
+    """By how much weights are disturbed, how much of the rows is kept, how much noise is added to them, and whether
+    rows are of different sizes then."""
 
     disturbed: float
     kept: float
     noise: float
+    spread: bool
     training: bool
 
     @property
     def moves(self) -> bool:
-        """Whether rows are moved, too, and are as many as in a whole batch: once is enough."""
-        return 0.0 < self.disturbed < 1.0
+        """Whether rows are moved, too, and are as many as in a whole batch, and gradients are looked at: once is
+        enough."""
+        return 0.0 < self.disturbed < 1.0 and not self.spread
 
 
 _ATTEMPTS = [
-    Attempt(*how, training) for how in ((0.0, 1.0, 0.0), (0.3, 1.0, 1.0), (1.0, 0.0, 1.0)) for training in (False, True)
+    Attempt(*how, training)
+    for how in ((0.0, 1.0, 0.0, False), (0.3, 1.0, 1.0, False), (0.3, 1.0, 1.0, True), (1.0, 0.0, 1.0, False))
+    for training in (False, True)
 ]
+_SMALLEST, _LARGEST = 1e-3, 1e3  # of rows of different sizes
 
 
 def may_mix(model: keras.Model) -> bool:
@@ -136,23 +144,35 @@ def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], number:
         return [tf.cast(leaf, tf.float64).numpy() for leaf in leaves]
 
     try:
-        x = probe.some_rows(number)
+        x, tolerance = probe.some_rows(number), max(_ROUNDED, probe.tolerance)
         rows = keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise), x)
-        together, tolerance = outputs(list(range(number))), max(_ROUNDED, probe.tolerance)
+        if attempt.spread:
+            sizes = np.geomspace(_SMALLEST, _LARGEST, number)
+            rows = keras.tree.map_structure(lambda leaf: spread(leaf, sizes), rows)
+            return _depends_on_others(outputs, outputs(list(range(number))), number, tolerance)
+        together = outputs(list(range(number)))
         return _depends_on_others(outputs, together, number) or (
-            attempt.moves and _depends_on_its_place(outputs, together, number, tolerance)
+            attempt.moves
+            and (
+                _depends_on_its_place(outputs, together, number, tolerance)
+                or (attempt.training and row_gradients.mix(probe, weights, attempt.disturbed))
+            )
         )
     except Exception:  # noqa: BLE001 - of the user's own making
         return False
 
 
 def _depends_on_others(
-    outputs: Callable[[list[int]], list[np.ndarray]], together: list[np.ndarray], number: int
+    outputs: Callable[[list[int]], list[np.ndarray]],
+    together: list[np.ndarray],
+    number: int,
+    of_row: float | None = None,
 ) -> bool:
+    """of_row: the tolerance in parts of what is largest in the row itself, where rows are of different sizes."""
     found = any(
-        _differs(with_others[place], with_itself[place], np.abs(with_others))
+        _differs(one[place], other[place], *(np.abs(one[place]), of_row) if of_row else (np.abs(one), _TOLERANCE))
         for place in (0, number - 1)
-        for with_others, with_itself in zip(together, outputs([place] * number), strict=True)
+        for one, other in zip(together, outputs([place] * number), strict=True)
     )
     if not found:
         return False
@@ -222,6 +242,7 @@ def sentence(model: keras.Model, fix: str) -> str:
     looked_at = f" (look at {', '.join(own[:5])})" if own else ""
     return (
         f"What {type(model).__name__} {model.name} returns for a row depends on the other rows of its batch, on their"
-        f" number or on its place among them{looked_at}, but workers and micro-batches have some of the rows each, so"
+        f" number or on its place among them, or its gradient does{looked_at}, but workers and micro-batches have some"
+        " of the rows each, so"
         f" that they would compute something else than one process: {fix}."
     )

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.compat.keras_tensors import mask_of
-from tfdist.compat.tensorflow_graphs import captured_by, function_graph, operation_number
+from tfdist.compat.tensorflow_graphs import captured_by, function_graph, makers_of_gradients, operation_number
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.runtime import batch_norm
 from tfdist.training.calm_layers import calmed
@@ -37,6 +37,7 @@ _MADE_OF_SHAPE = {"BroadcastTo": 1, "Tile": 1, "Fill": 0}
 _SAID_ELSEWHERE = ("value", "shape")  # attributes of which tensors and shapes tell
 # Of operations with a state these are understood.
 _WRITES = ("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp")
+_WITHOUT_ROWS = ("keras", "tensorflow", "tfdist")  # whose own gradients are of each row, as far as outputs are
 _READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "VarHandleOp", "VarIsInitializedOp")
 
 
@@ -50,7 +51,8 @@ class _Place(NamedTuple):
 class Proof(NamedTuple):
     """Of a model, in training or in inference.
 
-    apart: its outputs for a row are made of that row alone. adds_nothing: no layer adds a loss.
+    apart: its outputs for a row are made of that row alone, and gradients are TensorFlow's own. adds_nothing: no layer
+    adds a loss.
     """
 
     apart: bool
@@ -88,6 +90,7 @@ class _Trace(NamedTuple):
     outputs: list[_Place]
     losses: list[Any]
     captured: list[Any]
+    has_own_gradients: bool  # of the user's, which no rule follows
 
 
 def _prove(model: keras.Model, x: Any, take: Take, training: bool, counts: Sequence[int]) -> Proof:
@@ -132,7 +135,12 @@ def _traced(model: keras.Model, layers: Sequence[keras.Layer], x: Any, rows: int
         return [_Place(numbers[operation_number(tensor.op)], tensor.value_index) for tensor in tensors]
 
     captured = captured_by(graph)
-    return _Trace(rows, operations, places(keras.tree.flatten(x)), places([*found, *masks]), losses, captured)
+    given, made = places(keras.tree.flatten(x)), places([*found, *masks])
+    return _Trace(rows, operations, given, made, losses, captured, _has_own_gradients(graph))
+
+
+def _has_own_gradients(graph: tf.Graph) -> bool:
+    return any(module.partition(".")[0] not in _WITHOUT_ROWS for module in makers_of_gradients(graph))
 
 
 @contextlib.contextmanager
@@ -161,6 +169,8 @@ def _is_of_a_graph(value: Any) -> bool:
 
 def _are_apart(traces: Sequence[_Trace]) -> bool:
     first = traces[0]
+    if first.has_own_gradients:
+        return False
     if any(
         (len(trace.operations), trace.inputs, trace.outputs, len(trace.captured))
         != (len(first.operations), first.inputs, first.outputs, len(first.captured))

@@ -83,6 +83,20 @@ def square_of_the_mean(x, _):
     return ops.mean(x) ** 2
 
 
+def above_a_floor(x, _):
+    """Free bits (Kingma et al. 2016, arXiv:1606.04934), far above the floor on all rows."""
+    return ops.maximum(ops.mean(x**2), 0.01)
+
+
+def below_a_ceiling(x, _):
+    return ops.minimum(ops.sum(x**2), 100.0)
+
+
+def of_active_rows(x, _):
+    active = ops.cast(ops.max(ops.abs(x), -1) > 0.05, "float32")
+    return ops.sum(active * ops.sum(x**2, -1)) / (ops.sum(active) + 1e-6)
+
+
 def closed(x, gate):
     return ops.sum(gate * x**2)
 
@@ -127,7 +141,15 @@ def test_sums_and_means_in_the_order_of_model_losses():
 
 @pytest.mark.parametrize(
     "function",
-    [the_largest, mean_of_the_positive, square_of_the_mean, never_more_than_0],
+    [
+        the_largest,
+        mean_of_the_positive,
+        square_of_the_mean,
+        never_more_than_0,
+        above_a_floor,
+        below_a_ceiling,
+        of_active_rows,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_anything_else_is_refused(function):

@@ -1,0 +1,88 @@
+"""Whether an objective looks at other samples of the batch, found out by trying it."""
+
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.training import objective_rows
+from tfdist.training.own_objective import own_objective
+from tfdist.training.scores import Scores
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(6, 5)).astype("float32")
+Y = RANDOM.normal(size=(6, 3)).astype("float32")
+W = np.ones(6, "float32")
+
+
+def squares(outputs, y):
+    return tf.reduce_sum(tf.square(outputs - y), -1)
+
+
+def contrast(outputs, y, w):
+    """In-batch negatives."""
+    logits = tf.matmul(outputs, y, transpose_b=True)
+    labels = tf.range(tf.shape(logits)[0])
+    return Scores(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits), w, {})
+
+
+def limited(outputs, y, w):
+    losses = squares(outputs, y)
+    return Scores(losses * tf.minimum(1.0, 2000.0 / tf.reduce_max(losses)), w, {})
+
+
+MIXING = {
+    "contrast": contrast,
+    "mean": lambda outputs, y, w: Scores(tf.sqrt(tf.reduce_mean(squares(outputs, y))) * tf.ones_like(w), w, {}),
+    "focal": lambda outputs, y, w: Scores(squares(outputs, y) / tf.reduce_max(squares(outputs, y)), w, {}),
+    "above a value": limited,
+    "number": lambda outputs, y, w: Scores(squares(outputs, y) / tf.cast(tf.shape(y)[0], tf.float32), w, {}),
+    "weights": lambda outputs, y, w: Scores(squares(outputs, y), w / tf.reduce_sum(w), {}),
+    "metric": lambda outputs, y, w: Scores(squares(outputs, y), w, {"rank": w * tf.reduce_mean(outputs)}),
+    "if": lambda outputs, y, w: Scores(
+        2 * squares(outputs, y) if tf.reduce_max(y) > 0.7 else squares(outputs, y), w, {}
+    ),
+}
+APART = {
+    "squares": lambda outputs, y, w: Scores(squares(outputs, y), w, {"error": tf.abs(outputs - y)[:, 0]}),
+    "weighted": lambda outputs, y, w: Scores(squares(outputs, y), tf.abs(y[:, 0]), {}),
+    "random": lambda outputs, y, w: Scores(squares(outputs, y) * tf.random.uniform(tf.shape(w)), w, {}),
+    "not finite": lambda outputs, y, w: Scores(tf.reduce_sum(tf.math.log(outputs), -1), w, {}),
+}
+
+
+def model():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.layers.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
+
+
+def refuse(function, other=False):
+    runtime = SimpleNamespace(all_gather=lambda found: np.stack([found, np.array([other], np.int64)]))
+    objective = own_objective("mine:loss", function)
+    objective_rows.refuse(runtime, "mine:loss", objective, model(), lambda: (X, Y, W))
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_looks_at_other_samples_is_refused(name):
+    with pytest.raises(ConfigError, match="--objective=mine:loss: what it gives for a sample"):
+        refuse(MIXING[name])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_looks_at_each_sample_alone_is_not(name):
+    refuse(APART[name])
+
+
+def test_all_workers_refuse_what_one_of_them_finds():
+    with pytest.raises(ConfigError, match="mine:loss"):
+        refuse(APART["squares"], other=True)
+
+
+def test_what_cannot_be_tried_is_not_refused():
+    def fails(outputs, y, w):
+        raise ValueError("mine")
+
+    refuse(fails)

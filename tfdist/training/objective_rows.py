@@ -1,0 +1,101 @@
+"""Whether what an objective of the user's own gives for a sample depends on the other samples of its batch, found out
+by trying: as for models (row_mixing.py), of which it sees the outputs.
+
+In-batch negatives (CLIP, SimCLR) are such a loss: a worker, or a micro-batch, has fewer of them than one process. So
+is one that divides by the largest of all samples, or by their number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.tensorflow_variables import writes_undone
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime import batch_norm
+from tfdist.runtime.base import Runtime
+from tfdist.runtime.host import known_dims
+from tfdist.training.added_losses import take_rows
+from tfdist.training.loss_probe import ROWS, generators_kept, spread
+from tfdist.training.scores import Scores
+
+_TOLERANCE = 1e-4  # of the largest number of a sample's own
+_SCALES = (
+    np.ones(ROWS),
+    np.geomspace(1e-2, 1e2, ROWS),
+)  # of the outputs of each sample: limits lie between two of them
+
+
+def refuse(
+    runtime: Runtime, name: str, objective: Callable[..., Scores], model: keras.Model, batch: Callable[[], Any]
+) -> None:
+    """Raises ConfigError on all workers if one finds that the objective called `name` mixes the samples of (x, y, w) =
+    `batch()`, of which the first ROWS are looked at. A collective.
+
+    What cannot be tried is not refused: the step says itself why it fails.
+    """
+    found = False
+    with generators_kept(), contextlib.suppress(Exception):  # of the user's own making
+        found = mixes(objective, model, batch())
+    if runtime.all_gather(np.array([found], np.int64)).any():
+        raise ConfigError(
+            f"--objective={name}: what it gives for a sample depends on the other samples of its batch (in-batch"
+            " negatives) or on their number, but workers and micro-batches have some of the samples each, so that they"
+            " would compute something else than one process: make losses, weights and metrics of each sample alone,"
+            " train on one device with --accumulation=1, or let it see the samples of its micro-batch only with"
+            " --row_mixing=replica. (tfdist.fit gives compute_loss the outputs of all samples.)"
+        )
+
+
+def mixes(objective: Callable[..., Scores], model: keras.Model, batch: Any) -> bool:
+    """Whether the scores of a sample change with the other samples. Leaves the model as it is."""
+    first: Any = keras.tree.map_structure(lambda leaf: leaf[:ROWS], batch)
+    x, y, w = first
+    with writes_undone(), batch_norm.each_alone():
+        like = model(x, training=False)
+    return any(_mixes(objective, _outputs(like, scales), y, w) for scales in _SCALES)
+
+
+def _outputs(like: Any, scales: np.ndarray) -> Any:
+    """As a model's, but other ones for each sample, whatever its weights are now."""
+    random = np.random.default_rng(3)
+
+    def of(leaf: tf.Tensor) -> tf.Tensor:
+        if not leaf.dtype.is_floating:
+            return leaf
+        return spread(tf.constant(random.normal(size=known_dims(leaf.shape)), leaf.dtype), scales)
+
+    return keras.tree.map_structure(of, like)
+
+
+def _mixes(objective: Callable[..., Scores], outputs: Any, y: Any, w: Any) -> bool:
+    # In a graph, as the step does: an `if` on a tensor becomes one of the graph there. And in one, which draws other
+    # random numbers when it runs again.
+    traced = tf.function(objective, autograph=False)
+
+    def scores(places: Sequence[int]) -> list[np.ndarray]:
+        found = traced(*take_rows((outputs, y, w), places))
+        return [leaf.numpy() for leaf in keras.tree.flatten((found.losses, found.weights, found.metrics))]
+
+    every, last = list(range(ROWS)), ROWS - 1
+    together = scores(every)
+    others = [(place, scores([place] * ROWS), place) for place in (0, last)]
+    others.append((last, scores([last, 0]), 0))  # among fewer, and in another place
+    found = any(
+        _differ(one[place], other[at])
+        for place, those, at in others
+        for one, other in zip(together, those, strict=True)
+    )
+    # What draws random numbers tells nothing.
+    return found and not any(_differ(one, other) for one, other in zip(together, scores(every), strict=True))
+
+
+def _differ(one: np.ndarray, other: np.ndarray) -> bool:
+    finite = np.isfinite(one) & np.isfinite(other)
+    largest = np.max(np.abs(one), where=np.isfinite(one), initial=0.0)
+    return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > _TOLERANCE * largest))

@@ -1,0 +1,75 @@
+"""Whether the gradients of a batch are the sums of those of its rows. A `tf.custom_gradient` of the user's own may see
+to it that they are not, where outputs tell nothing: one that clips what comes back by the norm of all rows, say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.runtime.host import known_dims
+from tfdist.training.loss_probe import ROWS, Probe, sound, spread
+
+_SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limits lie between two of them
+_ROUNDED = 1e-3  # of the largest number of a gradient
+# What is 0 but for rounding, as of a bias that a softmax does away with, is known as well as the same rows in another
+# order show, and never better than so much of the largest of all gradients.
+_LEAST_NOISE, _NOISES = 1e-6, 100.0
+_LARGEST = 10_000_000  # numbers of a table that are looked at
+
+
+def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float) -> bool:
+    """Whether the gradients by weights, in training, of a few rows together are others than the sum of those of the
+    first and of the last of them. off: by how much weights and states are disturbed.
+    """
+    x = keras.tree.map_structure(lambda leaf: sound(leaf, 1.0, 1.0), probe.some_rows())
+    half, every = ROWS // 2, range(ROWS)
+
+    def gradients(places: Sequence[int], draw: int = 0) -> list[np.ndarray]:
+        return _gradients(probe, x, weights, off, places, draw)
+
+    together, first, last = gradients(every), gradients(every[:half]), gradients(every[half:])
+    largest = max((np.max(np.abs(each), initial=0.0) for each in together), default=0.0)
+    if not np.isfinite(largest):
+        return False
+    sums = [a + b for a, b in zip(first, last, strict=True)]
+    if not _differ(together, sums, [_LEAST_NOISE * largest] * len(sums)):
+        return False  # as of most models
+    noises = [np.max(np.abs(a - b), initial=0.0) for a, b in zip(together, gradients(every[::-1]), strict=True)]
+    # No more than so much: what depends on the place of a row is mixed.
+    known = [max(_LEAST_NOISE * largest, min(_NOISES * noise, probe.tolerance * largest)) for noise in noises]
+    # What is random tells nothing.
+    return _differ(together, sums, known) and not _differ(together, gradients(every, 1), known)
+
+
+def _gradients(
+    probe: Probe, x: Any, weights: Sequence[tf.Tensor], off: float, places: Sequence[int], draw: int
+) -> list[np.ndarray]:
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(weights)
+        outputs = keras.tree.flatten(probe.outputs(probe.take(x, list(places)), weights, draw, True, off))
+        total: Any = sum(
+            tf.reduce_sum(tf.cast(leaf, tf.float32) * tf.gather(_upstream(leaf), list(places)))
+            for leaf in outputs
+            if leaf.dtype.is_floating and leaf.shape.rank and leaf.shape[0] == len(places)
+        )
+    found: Any = tape.gradient(total, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    small = [gradient for gradient in found if gradient.shape.num_elements() <= _LARGEST]
+    return [tf.cast(tf.convert_to_tensor(gradient), tf.float64).numpy() for gradient in small]
+
+
+def _upstream(output: tf.Tensor) -> tf.Tensor:
+    """For all of the rows, always the same."""
+    drawn = np.random.default_rng(2).normal(size=(ROWS, *known_dims(output.shape)[1:]))
+    return spread(tf.constant(drawn, tf.float32), _SCALES)
+
+
+def _differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray], known: Sequence[float]) -> bool:
+    return any(
+        np.any(np.abs(one - other) > _ROUNDED * np.max(np.abs(one), initial=0.0) + noise)
+        for one, other, noise in zip(some, others, known, strict=True)
+    )
