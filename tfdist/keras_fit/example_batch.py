@@ -20,17 +20,24 @@ class ExampleBatch:
     def __init__(self) -> None:
         self.inputs: Any = None
 
-    def like(self, x: Any) -> Any:
-        """Inputs with values, made like x: x itself if it has values, what is known if it fits, else made up."""
-        if all(hasattr(leaf, "numpy") for leaf in keras.tree.flatten(x)):
+    def like(self, x: Any, cut: Sequence[bool]) -> Any:
+        """Inputs with values, made like x, which may be some of the rows of a batch: x itself if it has values, what is
+        known of a whole batch if it fits, else made up. cut: see `taking`.
+        """
+        wanted, given = keras.tree.flatten(x), keras.tree.flatten(self.inputs)
+        if all(hasattr(leaf, "numpy") for leaf in wanted):
             return x
-        given, wanted = keras.tree.flatten(self.inputs), keras.tree.flatten(x)
-        if len(given) == len(wanted) and all(
-            isinstance(one, tf.Tensor) and one.dtype == leaf.dtype and leaf.shape.is_compatible_with(one.shape)
-            for one, leaf in zip(given, wanted, strict=True)
+        flags = iter(cut)
+        specs = [
+            tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank and next(flags) else leaf.shape, leaf.dtype)
+            for leaf in wanted
+        ]
+        if len(given) == len(specs) and all(
+            isinstance(one, tf.Tensor) and one.dtype == spec.dtype and spec.shape.is_compatible_with(one.shape)
+            for one, spec in zip(given, specs, strict=True)
         ):
             return keras.tree.pack_sequence_as(x, given)
-        return keras.tree.map_structure(_made_up, x)
+        return keras.tree.pack_sequence_as(x, [_made_up(spec) for spec in specs])
 
 
 def taking(x: Any, cut: Sequence[bool]) -> tuple[Take, int]:
@@ -50,7 +57,10 @@ def taking(x: Any, cut: Sequence[bool]) -> tuple[Take, int]:
     return take, count
 
 
-def _made_up(leaf: tf.Tensor) -> tf.Tensor:
-    shape = [_UNKNOWN_DIM if dim is None else dim for dim in leaf.shape]
-    values = np.random.default_rng(0).normal(size=shape)
-    return tf.cast(tf.constant(values if leaf.dtype.is_floating else (values > 0).astype(np.int64)), leaf.dtype)
+def _made_up(spec: tf.TensorSpec) -> tf.Tensor:
+    shape = [_UNKNOWN_DIM if dim is None else dim for dim in spec.shape]
+    if spec.dtype.is_floating:
+        return tf.cast(tf.constant(np.random.default_rng(0).normal(size=shape)), spec.dtype)
+    # Places in a table of two rows at least. No two rows next to each other are alike, in any of their numbers.
+    rows = np.arange(shape[0] if shape else 1).reshape(shape[:1] + [1] * (len(shape) - 1))
+    return tf.cast(tf.constant(np.broadcast_to(rows % 2, shape)), spec.dtype)

@@ -82,7 +82,7 @@ class DistributedCall:
             return
         self._tried.append(kind)
         with tf.init_scope(), self.alone():
-            x = self.example.like(args[0] if len(args) == 1 and not given.kwargs else given)
+            x = self.example.like(args[0] if len(args) == 1 and not given.kwargs else given, cut)
             take, count = taking(x, cut)
             proofs = Proofs(self._model, count)
             if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count, proofs):

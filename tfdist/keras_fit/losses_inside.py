@@ -64,7 +64,7 @@ class Scales:
                 " or add the losses in compute_loss."
             )
         with tf.init_scope(), generators_kept():
-            x = self._example.like(args[0])
+            x = self._example.like(args[0], cut)
             found = self._probed(x, cut)
             found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random
         if isinstance(found, str):

@@ -37,13 +37,14 @@ def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float) -> bool:
     if not np.isfinite(largest):
         return False
     sums = [a + b for a, b in zip(first, last, strict=True)]
-    if not _differ(together, sums, [_LEAST_NOISE * largest] * len(sums)):
+    rounded = max(_ROUNDED, probe.tolerance)
+    if not _differ(together, sums, rounded, [_LEAST_NOISE * largest] * len(sums)):
         return False  # as of most models
     noises = [np.max(np.abs(a - b), initial=0.0) for a, b in zip(together, gradients(every[::-1]), strict=True)]
     # No more than so much: what depends on the place of a row is mixed.
     known = [max(_LEAST_NOISE * largest, min(_NOISES * noise, probe.tolerance * largest)) for noise in noises]
     # What is random tells nothing.
-    return _differ(together, sums, known) and not _differ(together, gradients(every, 1), known)
+    return _differ(together, sums, rounded, known) and not _differ(together, gradients(every, 1), rounded, known)
 
 
 def _gradients(
@@ -68,8 +69,8 @@ def _upstream(output: tf.Tensor) -> tf.Tensor:
     return spread(tf.constant(drawn, tf.float32), _SCALES)
 
 
-def _differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray], known: Sequence[float]) -> bool:
+def _differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray], rounded: float, known: Sequence[float]) -> bool:
     return any(
-        np.any(np.abs(one - other) > _ROUNDED * np.max(np.abs(one), initial=0.0) + noise)
+        np.any(np.abs(one - other) > rounded * np.max(np.abs(one), initial=0.0) + noise)
         for one, other, noise in zip(some, others, known, strict=True)
     )
