@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_optimizers
 from tfdist.control.exit_codes import ConfigError
+from tfdist.training.parallel.assigned_weights import ON_SERVERS, refuse_assigned
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Parameters:
       devices: TensorFlow's names of the parameter servers' devices.
       piece_bytes: see `place`.
       on_step: called with each step that the chief is brought to.
-    Raises ConfigError for a model whose weights have constraints, which an update of pieces cannot keep.
+    Raises ConfigError for a model whose weights have constraints, which an update of pieces cannot keep; and, when it
+    is called, for one that sets its trainable weights itself.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Parameters:
                 "--strategy=parameter_server does not keep weight constraints (kernel_constraint and the like): remove"
                 " them from the model, or use another strategy."
             )
+        refuse_assigned(model, self.weights, "--strategy=parameter_server", ON_SERVERS)
         self.states = [
             variable for variable in model.non_trainable_variables if not variable.path.endswith("seed_generator_state")
         ]

@@ -237,3 +237,25 @@ def test_skipped_steps_are_no_updates():
     step.parameters.push(3)
     assert step.parameters.skipped == 1 and int(step.parameters.counter) == 3
     assert all(int(optimizer.iterations) == 2 for optimizer in step.parameters._optimizers.values())
+
+
+class Halves(keras.layers.Dense):
+    """Sets its weight in its own forward pass."""
+
+    def call(self, inputs, training=None):
+        if training:
+            self.kernel.assign(self.kernel / 2)
+        return super().call(inputs)
+
+
+@pytest.mark.parametrize("function", ["update", "differentiate"])
+@pytest.mark.parametrize("spectral", [True, False], ids=["SpectralNormalization", "own"])
+def test_a_layer_that_sets_its_trainable_weight_is_refused(function, spectral):
+    """The servers, which hold the weight, would not learn of it."""
+    job = make_job()
+    layer = keras.layers.SpectralNormalization(keras.layers.Dense(10)) if spectral else Halves(10)
+    job.model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), layer])
+    job.optimizer = make_optimizer(job.config.optimizer, job.schedule)
+    job.optimizer.build(job.model.trainable_variables)
+    with pytest.raises(ConfigError, match=r"--strategy=parameter_server, but layer .* sets its weight .*kernel"):
+        getattr(make_step(job), function)
