@@ -34,7 +34,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.environment import prepare_environment
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh_runtime import on_mesh
-from tfdist.training import compatibility, composition_checks, objective_rows, row_mixing
+from tfdist.training import compatibility, composition_checks, connected, objective_rows, row_mixing
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
@@ -149,6 +149,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         check_decays(optimizer, model.trainable_variables)
         loss_scale = LossScale(config.precision)
     added = _tried_on_rows(config, runtime, model, objective, train_split, plan)
+    idle = connected.unconnected(config, runtime, model, objective, spec)
     on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan) if on_mesh(runtime) else None
     if on_axes:
         objective = on_axes.objective
@@ -168,6 +169,8 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     composition_checks.check_best(config, step.metric_names if eval_split else None)
     job = Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, warnings)
     job.first_data = train_split, data
+    if idle is not None:
+        warnings += step.update.connected.without(idle, model)
     if on_axes and on_mesh(runtime):
         job.state = ShardedState(runtime, model, optimizer, step.variables, on_axes.update, on_axes.parts)
     return job

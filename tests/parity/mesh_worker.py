@@ -66,6 +66,9 @@ EXPERTS = {
 # Losses that layers add in each block, and regularizers of weights, one of which two stages share.
 ADDED = {**DENSE, **SGD, "model": "tests.parity.models:blocks", "accumulation": 4}
 
+# Variables on which the loss does not depend; the decay would move them.
+IDLE = {**DENSE, **EMA, "model": "tests.parity.models:idle", "accumulation": 2, "weight_decay_exclude": "bias"}
+
 DEEPER = {**DEEP, "model_args": "layers=3,width=32,heads=4,dropout=0.1"}
 PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
 LONG = {
@@ -119,6 +122,16 @@ ROWS: dict[str, Row] = {
         for optimizer in ("lamb", "muon")
     },
     **{f"pipe2_added_{name}": Row(2, "pipe=2", ADDED, options) for name, options in PIPES.items()},
+    **{
+        f"{name}_idle": Row(2, mesh, IDLE, options)
+        for name, mesh, options in (
+            ("zero0", "", {}),
+            ("zero1", "", {"zero": 1, "recompute": "block"}),
+            ("zero2", "", {"zero": 2}),
+            ("zero3", "", {"zero": 3}),
+            ("pipe2", "pipe=2", {}),
+        )
+    },
     "pipe2_data2_added": Row(4, "pipe=2", ADDED, {}),
     "model2_added": Row(2, "model=2", ADDED, {"recompute": "block"}),
     "pipe2_model2_added": Row(4, "pipe=2,model=2", ADDED, {}),

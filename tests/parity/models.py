@@ -154,6 +154,34 @@ def offset(num_outputs: int) -> keras.Model:
     )
 
 
+class Spare(keras.layers.Dense):
+    """Has a trainable weight more than it uses."""
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.spare = self.add_weight(name="spare", shape=(3, 4), initializer="ones")
+
+
+class Stop(keras.layers.Layer):
+    """Nothing before it learns."""
+
+    def call(self, x):
+        return keras.ops.stop_gradient(x)
+
+
+def idle(num_outputs: int) -> keras.Model:
+    """Blocks as below, with variables on which the loss does not depend: before a gradient ends, and in a layer that
+    uses another."""
+    inputs = keras.Input((8, 8, 1))
+    x = Stop()(keras.layers.Dense(16, name="start")(keras.layers.Flatten()(inputs)))
+    for index in range(2):
+        name = f"block_{index:02d}"
+        y = keras.layers.LayerNormalization(name=f"{name}_norm_1")(x)
+        y = Spare(32, activation="tanh", name=f"{name}_mlp_up")(y)
+        x = keras.layers.Add(name=f"{name}_mlp_add")([x, keras.layers.Dense(16, name=f"{name}_mlp_down")(y)])
+    return keras.Model(inputs, keras.layers.Dense(num_outputs, dtype="float32", name="outputs")(x))
+
+
 class Penalty(keras.layers.Layer):
     """Passes on what it gets, and adds a loss of its own: a mean over samples."""
 

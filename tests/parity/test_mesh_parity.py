@@ -75,6 +75,8 @@ CORE = (
     "zero3_2_adamw",
     "pipe2_interleaved",
     "pipe2_cut",
+    "pipe2_idle",
+    "zero3_idle",
     "pipe2_added_interleaved",
     "expert2",
     "model2_sequence",

@@ -25,6 +25,14 @@ def at_least_float32(gradient: Gradient) -> Gradient:
     return tf.cast(gradient, tf.float32)
 
 
+def with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list[Gradient]:
+    """What a tape gives for `sources`, with zeros where there is no gradient."""
+    return [
+        tf.zeros_like(source) if gradient is None else gradient
+        for gradient, source in zip(gradients, sources, strict=True)
+    ]
+
+
 def as_summands(gradients: Sequence[Gradient], variables: Sequence[tf.Tensor | tf.Variable]) -> list[Gradient]:
     """What a tape gives for `variables`, ready to be added up. Where only a run would tell the shape (a kernel's
     gradient if the number of rows is not known) it gets the variable's: buckets and shards are cut while tracing."""

@@ -49,6 +49,7 @@ class Interval:
         self.steps, self.weight, self.skipped = 0, 0.0, 0
         self.sums: dict[str, float] = {}
         self.compute_s: list[np.ndarray] = []
+        self.news: list[str] = []
         self.seconds, self.pauses = self.clock.seconds, dict(self.clock.pauses)
 
     def add(self, out: StepOutput, n: int, last: bool = False) -> None:
@@ -63,6 +64,7 @@ class Interval:
         self.steps += n
         self.weight += out.weight
         self.skipped += out.skipped
+        self.news += out.news
         for name, value in out.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         if out.step_s:  # of the call before
@@ -80,7 +82,8 @@ class Interval:
 
         extra_values: of the train event.
         """
-        watched = list(self.watch.events(step, self.compute_by_rank())) if self.watch else []
+        watched = [Event("warning", step, {"message": sentence}) for sentence in self.news]
+        watched += self.watch.events(step, self.compute_by_rank()) if self.watch else ()
         if self.skipped == self.steps:
             message = (
                 f"All of the last {self.steps} steps were skipped, because loss or gradients were not finite: there is"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
@@ -13,7 +13,7 @@ from tfdist.models import missing_rows
 from tfdist.runtime.base import Runtime
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.backward_order import weights_first
-from tfdist.training.dtypes import as_summands
+from tfdist.training.dtypes import as_summands, with_zeros
 from tfdist.training.seeds import reseed, seed_states
 from tfdist.training.step_options import Parallelism, StepOptions
 from tfdist.training.total_loss import Total, TotalLoss, rows_of
@@ -103,7 +103,8 @@ class ReplicaGradients:
             del tape
             sums = missing_rows.told(total.sums)
         _check_connected([*found[0], *found[1]])
-        gradients, of_added = (as_summands(_with_zeros(part, sources), sources) if part else [] for part in found)
+        self.update.connected.note(*found)
+        gradients, of_added = (as_summands(with_zeros(part, sources), sources) if part else [] for part in found)
         if not self.options.jit_compile:
             weights_first(gradients, begin)
         return Accumulated(gradients, of_added, sums)
@@ -116,13 +117,6 @@ def _check_connected(gradients: list[Gradient | None]) -> None:
             "The loss depends on none of the model's trainable variables: let --model and --objective compute it from"
             " them in floats, without stop_gradient."
         )
-
-
-def _with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list[Gradient]:
-    return [
-        tf.zeros_like(source) if gradient is None else gradient
-        for gradient, source in zip(gradients, sources, strict=True)
-    ]
 
 
 def _in_one_pass(total: Total) -> tuple[tf.Tensor, tf.Tensor]:

@@ -128,7 +128,8 @@ class TrainStep:
         if self._calls > 1:  # the first call traces
             self._wall_s, self._compute_s = wall_s / n, self.layout.vector.of(vector, "compute_s") / n
         travel_s, wait_s = (after[0] - before[0], after[1] - before[1]) if before and after else (None, None)
-        return self.layout.output(int(step), vector, Call(n, wall_s, wait_s, None, travel_s))
+        call = Call(n, wall_s, wait_s, None, travel_s)
+        return self.layout.output(int(step), vector, call, self.update.connected.news())
 
     def _run(self, iterators: list, n: tf.Tensor, signals: tf.Tensor) -> Results:
         return self._function(iterators, n, signals)

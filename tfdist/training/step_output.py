@@ -34,6 +34,7 @@ class StepOutput:
     # float64 [workers]: of these, how long each worker computed without waiting for others.
     compute_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
     call: Call | None = None  # where the seconds of this call went on this worker
+    news: tuple[str, ...] = ()  # sentences for the user
 
 
 def means_of(sums: Mapping[str, float], weight: float) -> dict[str, float]:
@@ -82,7 +83,7 @@ class Layout:
             own["step_s"] = step_s
         return np.array([own.get(name, 0.0) for name in self.signals.names], np.float32)
 
-    def output(self, step: int, vector: np.ndarray, call: Call) -> StepOutput:
+    def output(self, step: int, vector: np.ndarray, call: Call, news: tuple[str, ...] = ()) -> StepOutput:
         """Of the `vector` of a call."""
         found = self.vector.read(vector)
         shown = {name: found[name] for name in self._shown}
@@ -100,4 +101,5 @@ class Layout:
             step_s=found["step_s"] / call.steps,
             compute_s=np.array([found[f"compute_s of {rank}"] for rank in range(self._workers)]) / call.steps,
             call=call,
+            news=news,
         )

@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.runtime.base import Runtime
+from tfdist.training.connected import Connected, apply_connected
 from tfdist.training.dtypes import Gradient, global_norm
 from tfdist.training.optimizer import ema_variables, swapped_in, updates_rows
 from tfdist.training.table_rows import rows_once, subtracting_rows, takes_repeated_rows
@@ -25,6 +26,8 @@ from tfdist.training.table_rows import rows_once, subtracting_rows, takes_repeat
 
 class Update(Protocol):
     """From gradients to new weights; one object for a whole run."""
+
+    connected: Connected  # which of `sources` have a gradient at all
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -94,6 +97,7 @@ class DataParallel:
         self.bfloat16 = bfloat16 and runtime.replicas > 1
         if slices and updates_rows(optimizer):
             optimizer.assign_sub = subtracting_rows(optimizer)
+        self.connected = Connected(model.trainable_variables)
         self._sent_bytes = self._whole_bytes = 0  # of a step's gradients by a replica; known once `reduce` was traced
 
     @property
@@ -154,7 +158,7 @@ class DataParallel:
         return global_norm([rows_once(piece) if isinstance(piece, tf.IndexedSlices) else piece for piece in pieces])
 
     def apply(self, pieces: list) -> None:
-        self.optimizer.apply(pieces, self.model.trainable_variables)
+        apply_connected(self.optimizer, self.connected.only(pieces), self.model.trainable_variables)
 
     def weight_norm(self) -> tf.Tensor:
         return global_norm(self.sources())

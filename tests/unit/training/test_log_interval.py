@@ -24,6 +24,7 @@ def test_pauses_are_told_once_and_take_no_time_from_the_speed():
             with clock.pause(name):
                 now[0] += seconds
         fields = dict.fromkeys((field.name for field in dataclasses.fields(StepOutput)), 0) | {
+            "news": (),
             "step": step,
             "sums": {"loss": 4.0},
             "weight": 2.0,
@@ -67,3 +68,12 @@ def test_a_run_that_only_skips_is_an_error():
     interval.add(output(3, 2, 2), 2, last=True)
     with pytest.raises(DivergedError, match="last 50 steps"):
         interval.add(output(51, 48, 48), 48)
+
+
+def test_news_of_a_step_are_a_warning_at_the_next_log_line():
+    interval = Interval(Clock(), 8, lambda step: 8 * step)
+    interval.add(StepOutput(1, {"loss": 1.0}, 8.0, 0.1, sums={"loss": 8.0}, news=("Look.",)), 1)
+    events = interval.events(1, {})
+    assert [(event.kind, event.values.get("message")) for event in events] == [("warning", "Look."), ("train", None)]
+    interval.add(StepOutput(2, {"loss": 1.0}, 8.0, 0.1, sums={"loss": 8.0}), 1)
+    assert [event.kind for event in interval.events(2, {})] == ["train"]

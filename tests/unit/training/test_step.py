@@ -12,7 +12,7 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import classification
-from tfdist.training.optimizer import OPTIMIZERS, FusedAdam, make_optimizer
+from tfdist.training.optimizer import OPTIMIZERS, FusedAdam, make_optimizer, switch_off_reduction
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.requests import Requests
 from tfdist.training.schedule import Schedule
@@ -45,6 +45,7 @@ def make_step(
     objective=None,
     model=None,
     inputs=INPUTS,
+    rule=None,
     **options,
 ):
     keras.utils.set_random_seed(1)
@@ -58,7 +59,7 @@ def make_step(
             keras.layers.Dense(4, dtype="float32"),
         ]
     )
-    rule = make_optimizer(OptimizerConfig(optimizer=optimizer), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+    rule = rule or make_optimizer(OptimizerConfig(optimizer=optimizer), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
     rule.build(model.trainable_variables)
     spec = (inputs, tf.TensorSpec(inputs.shape[:1], tf.int32), tf.TensorSpec(inputs.shape[:1]))
     plan = BatchPlan(batch, accumulation, 1)
@@ -320,3 +321,52 @@ def test_a_loss_on_which_nothing_depends_is_refused():
     step = make_step(objective=lambda outputs, y, w: classification()(tf.stop_gradient(outputs), y, w))
     with pytest.raises(ConfigError, match="depends on none of the model's trainable variables"):
         step(batches(16), 1)
+
+
+class Uses(keras.layers.Dense):
+    """Has a weight more than it uses."""
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.spare = self.add_weight(name="spare", shape=(3,), initializer="ones")
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": 2, "clip_norm": 0.1}, {"jit_compile": True}], ids=str)
+def test_a_variable_without_a_gradient_is_left_as_keras_leaves_it(options):
+    """Not decayed, either, nor are its slots changed; its moving average is itself."""
+
+    def rule():
+        optimizer = FusedAdam(0.01, weight_decay=1.0, use_ema=True, ema_momentum=0.9)
+        return switch_off_reduction(optimizer)
+
+    def network():
+        inputs = keras.Input((6,))
+        hidden = Uses(8, name="hidden")(inputs)
+        outputs = keras.layers.Dense(4, name="used")(hidden), keras.layers.Dense(2, name="unused")(hidden)
+        return keras.Model(inputs, outputs)
+
+    def objective(outputs, y, w):
+        return classification()(outputs[0], y, w)
+
+    size = 16 // options.get("accumulation", 1)
+    step = make_step(model=network(), objective=objective, rule=rule(), **options)
+    twin, optimizer = keras.models.clone_model(step.model), rule()
+    twin.set_weights(step.model.get_weights())
+    outputs = [step(batches(size), 6), step(batches(size), 1)]
+    for first in [*range(0, 96, 16), 0]:
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(
+                keras.losses.sparse_categorical_crossentropy(
+                    Y[first : first + 16], twin(X[first : first + 16], training=True)[0], from_logits=True
+                )
+            )
+        found = tape.gradient(loss, twin.trainable_variables)
+        if "clip_norm" in options:
+            found = tf.clip_by_global_norm(found, options["clip_norm"])[0]
+        optimizer.apply(found, twin.trainable_variables)
+    expected = [*twin.variables, *optimizer.variables]
+    for own, other in zip([*step.model.variables, *step.optimizer.variables], expected, strict=True):
+        np.testing.assert_allclose(own.numpy(), other.numpy(), atol=2e-6, err_msg=own.path)
+    assert np.array_equal(step.model.get_layer("hidden").spare.numpy(), np.ones(3))
+    sentence = "The loss does not depend on 3 of the 7 trainable variables (hidden/spare, unused/kernel, unused/bias)"
+    assert [len(output.news) for output in outputs] == [1, 0] and outputs[0].news[0].startswith(sentence)

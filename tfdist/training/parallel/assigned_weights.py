@@ -15,7 +15,6 @@ import keras
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 
-
 WHOLE = "must be whole, and set once, for that: drop the flag, or the layer"
 ON_SERVERS = (
     "a worker would set in its own copy only, not on the servers: use another strategy, such as multi_worker, or drop"

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.connected import Connected, apply_connected
 from tfdist.training.dtypes import at_least_float32, norm_dtype
 from tfdist.training.optimizer import ema_variables, swapped_in
 from tfdist.training.parallel.buckets import make_buckets
@@ -84,6 +85,7 @@ class MeshUpdate(DataParallel):
         self.stages = placement.stages or {id(variable): (0,) for variable in self.all}
         stage = runtime.coordinates["pipe"]
         self.trainable = [variable for variable in self.all if stage in self.stages[id(variable)]]
+        self.connected = Connected(self.trainable)
         self.replicas = runtime.group(*REPLICA_AXES)
         sums = [placement.axes_of_sum(variable) for variable in self.trainable]
         self.groups = [runtime.group(*axes) for axes in sums]  # over which each is summed
@@ -143,7 +145,7 @@ class MeshUpdate(DataParallel):
         return swapped_in(self.trainable, averages) if averages else contextlib.nullcontext()
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
-        self.optimizer.apply(pieces, self.shards)
+        apply_connected(self.optimizer, self.connected.only(pieces), self.shards)
         if self.compression:  # not before: the step may be skipped
             self.compression.keep(self._compression_ends)
 

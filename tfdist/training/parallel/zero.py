@@ -30,6 +30,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.backward_order import age, made_after
+from tfdist.training.connected import apply_connected
 from tfdist.training.optimizer import ELEMENTWISE, swapped_in
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.gathered import gather_layers
@@ -71,7 +72,7 @@ class ShardedUpdate(MeshUpdate):
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
         with tf.device(self._device):
-            self.optimizer.apply(pieces, self.shards)
+            apply_connected(self.optimizer, self.connected.only(pieces), self.shards)
         self.gather_weights()
 
     def weight_norm(self) -> tf.Tensor:

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_optimizers
 from tfdist.control.exit_codes import ConfigError
+from tfdist.training.connected import apply_connected
 from tfdist.training.parallel.assigned_weights import ON_SERVERS, refuse_assigned
 
 
@@ -159,8 +160,10 @@ class Parameters:
             state.read_value() for state in self._states
         ]
 
-    def update(self, gradients: Sequence[tf.Tensor], factor: tf.Tensor | None = None) -> None:
-        """One update with whole gradients; `factor` multiplies the learning rate."""
+    def update(self, gradients: Sequence[tf.Tensor | None], factor: tf.Tensor | None = None) -> None:
+        """One update with whole gradients, None of a weight that stays as it is; `factor` multiplies the learning
+        rate.
+        """
         self.schedule.factor = factor
         for server, optimizer in self._optimizers.items():
             with tf.device(self.devices[server]):
@@ -169,9 +172,12 @@ class Parameters:
                     for piece, value in zip(self.pieces, self._values, strict=True)
                     if piece.server == server
                 ]
-                optimizer.apply(
-                    [_rows(gradients[piece.weight], piece) for piece, _ in own], [value for _, value in own]
-                )
+                whole = [gradients[piece.weight] for piece, _ in own]
+                rows = [
+                    None if gradient is None else _rows(gradient, piece)
+                    for gradient, (piece, _) in zip(whole, own, strict=True)
+                ]
+                apply_connected(optimizer, rows, [value for _, value in own])
         self.schedule.factor = None
 
     def set_states(self, values: Sequence[tf.Tensor]) -> None:

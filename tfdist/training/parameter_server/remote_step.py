@@ -23,7 +23,8 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.models import missing_rows
 from tfdist.training.added_losses import SumsAsMeans
-from tfdist.training.dtypes import as_summands, global_norm
+from tfdist.training.connected import Connected
+from tfdist.training.dtypes import as_summands, global_norm, with_zeros
 from tfdist.training.gradient_scale import clipping, unscaling
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.parameter_server.contained_batch import ContainedBatch
@@ -82,6 +83,7 @@ class RemoteStep:
         )
         metrics = tuple(sorted(spec.metrics))
         self.sums, self.added = Fields((*FIRST_SUMS, *metrics)), added or SumsAsMeans(())
+        self.connected = Connected(parameters.weights)
         self._summed = SummedLoss(objective, metrics, options.plan.global_batch)
         self._expected_weight = expected_weight(options.plan, spec)
         plan = options.plan
@@ -140,7 +142,7 @@ class RemoteStep:
         def update() -> tf.Tensor:
             # Before the update: another worker that reads in the middle of it must not count as fresh.
             with tf.control_dependencies([parameters.counter.assign_add(1)]):
-                parameters.update(gradients, factor)
+                parameters.update(self.connected.only(gradients), factor)
                 parameters.set_states(states)
             return tf.constant(True)
 
@@ -198,9 +200,9 @@ class RemoteStep:
             total = missing_rows.told(summed.weighted_mean(self._expected_weight))
             sums = missing_rows.told(summed.sums)
         self._check(losses)
-        gradients = as_summands(
-            tape.gradient(total, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO), weights
-        )
+        found = tape.gradient(total, weights)
+        self.connected.note(found)
+        gradients = as_summands(with_zeros(found, weights), weights)
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]  # of embeddings: IndexedSlices
         states = [
             tf.cast(new, old.dtype)
@@ -245,7 +247,7 @@ class RemoteStep:
         gradients, norm, finite = self._finish(tensors[:count], tf.constant(0.0), weight)
 
         def update() -> None:
-            self.parameters.update(gradients)
+            self.parameters.update(self.connected.only(gradients))
             self.parameters.set_states(tensors[count:])
 
         tf.cond(finite, update, lambda: None)

@@ -101,6 +101,7 @@ class ServerSteps(ABC):
             skipped=skipped,
             sums={name: totals[name] for name in means},
             signals=dataclasses.asdict(answered),
+            news=self.remote.connected.news(),
         )
 
     def _sums(self, result: StepResult) -> dict[str, float]:

@@ -92,6 +92,7 @@ def test_every_row_lies_somewhere_once_and_servers_hold_about_the_same():
         {"optimizer": "momentum", "clip_norm": 0.5, "accumulation": 4},
         {"optimizer": "adamw", "weight_decay": 0.1, "ema": 0.9, "schedule": "cosine", "warmup_steps": 3},
         {"optimizer": "muon"},
+        {"optimizer": "adamw", "weight_decay": 0.5, "ema": 0.9, "model": "tests.parity.models:idle"},
         {"optimizer": "adam", "model": "mlp", "model_args": "widths=(16,),dropout=0.3"},
     ],
     ids=str,
@@ -146,6 +147,21 @@ def test_slices_add_up_to_the_batch():
     step.parameters.pull(2)
     for expected, found in zip(reference.model.get_weights(), job.model.get_weights(), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_weight_on_which_the_loss_does_not_depend_stays_as_it_is():
+    """In synchronous updates, too."""
+    flags = {"optimizer": "adamw", "weight_decay": 0.5, "model": "tests.parity.models:idle"}
+    reference, job = make_job(**flags), make_job(**flags)
+    reference.step(reference.iterators(0), 2)
+    step = make_step(job)
+    for number in range(2):
+        step.apply(tf.constant(step.combine([call(step, step.differentiate, number, number * 24, 0)])), 24.0)
+    step.parameters.pull(2)
+    for expected, found in zip(reference.model.variables, job.model.variables, strict=True):
+        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=0, atol=1e-6, err_msg=expected.path)
+    assert np.array_equal(job.model.get_layer("block_00_mlp_up").spare.numpy(), np.ones((3, 4)))
+    assert "(start/kernel, start/bias, block_00_mlp_up/spare, block_01_mlp_up/spare)" in step.connected.news()[0]
 
 
 class Aging(Parameters):

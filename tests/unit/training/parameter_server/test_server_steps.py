@@ -10,6 +10,7 @@ import pytest
 
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.timer import Clock
+from tfdist.training.connected import Connected
 from tfdist.training.loop import LoopHooks, train
 from tfdist.training.loop_schedule import LoopSchedule
 from tfdist.training.parameter_server.asynchronous import Asynchronous
@@ -40,6 +41,7 @@ class Remote:
 
     def __init__(self, outcome=lambda batch, attempt: good()):
         self.sums, self.parameters, self.outcome = Fields(("loss", "weight", "regularization")), Servers(), outcome
+        self.connected = Connected([])
         self.begun, self.done, self._lock = [], [], threading.Lock()
 
     def call(self, function, arguments):

@@ -1,0 +1,102 @@
+"""Which of the trainable variables the loss depends on. One that it does not depend on has no gradient; Keras leaves it
+as it is, with its slots, and does not decay it, and so is it here.
+
+On the way to the optimizer it has a gradient of zeros, so that what is added up, reduced, cut and measured has the same
+shape whatever the model. Where operations with gradients of their own hide it (recomputation, shards of --zero=3,
+stages of a pipeline), the model is traced once more, before it is spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.config import Config
+from tfdist.models.model_names import MODELS
+from tfdist.runtime import batch_norm
+from tfdist.runtime.base import Runtime
+from tfdist.training.loss_probe import generators_kept
+from tfdist.training.objectives import Objective
+
+_NAMED = 5
+
+
+class Connected:
+    """Of `variables`, in the order in which they are differentiated. All are connected until `note` has been called."""
+
+    def __init__(self, variables: Sequence[keras.Variable]):
+        self._paths = [variable.path for variable in variables]
+        self._ids = [id(variable) for variable in variables]
+        self._found: set[int] | None = None
+        self._fixed = self._told = False
+
+    def note(self, *gradients: Sequence[Any]) -> None:
+        """While a step is traced: lists of gradients, None where there is none. What had one in any trace has one."""
+        if not self._fixed:
+            found = {place for part in gradients for place, gradient in enumerate(part) if gradient is not None}
+            self._found = found | (self._found or set())
+
+    def without(self, idle: Sequence[keras.Variable], model: keras.Model) -> list[str]:
+        """That all are but these of `model`, whatever is noted. Returns what there is to tell the user, of all of it:
+        here may be a part."""
+        left_out = set(map(id, idle))
+        self._found = {place for place, own in enumerate(self._ids) if own not in left_out}
+        self._fixed = self._told = True
+        return [sentence([variable.path for variable in idle], len(model.trainable_variables))] if idle else []
+
+    def only(self, pieces: Sequence[Any]) -> list[Any]:
+        """The pieces of gradients, with None for those that are not connected."""
+        return [piece if self._found is None or place in self._found else None for place, piece in enumerate(pieces)]
+
+    def news(self) -> tuple[str, ...]:
+        """What there is to tell the user, once."""
+        missing = [] if self._found is None else [place for place in range(len(self._ids)) if place not in self._found]
+        if self._told or not missing:
+            return ()
+        self._told = True
+        return (sentence([self._paths[place] for place in missing], len(self._ids)),)
+
+
+def sentence(paths: Sequence[str], count: int) -> str:
+    """For the user. paths: of those of `count` trainable variables that are not connected."""
+    names = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
+    return (
+        f"The loss does not depend on {len(paths)} of the {count} trainable variables ({names}): they stay as they are,"
+        " without weight decay, as in Keras' fit."
+    )
+
+
+def apply_connected(optimizer: keras.Optimizer, pieces: Sequence[Any], variables: Sequence[Any]) -> None:
+    """An update of the variables whose piece is not None. Keras would do the same, and warn each time."""
+    pairs = [(piece, variable) for piece, variable in zip(pieces, variables, strict=True) if piece is not None]
+    if pairs:
+        optimizer.apply([piece for piece, _ in pairs], [variable for _, variable in pairs])
+    elif pieces:  # an update all the same
+        iterations: Any = optimizer.iterations
+        iterations.assign_add(1)
+
+
+def unconnected(
+    config: Config, runtime: Runtime, model: keras.Model, objective: Objective, spec: Any
+) -> list[keras.Variable] | None:
+    """The trainable variables on which the loss does not depend; None: the step will see. Before the model is spread.
+    spec: of a micro-batch (x, y, w)."""
+    pipe = runtime.mesh and runtime.mesh.degree("pipe") > 1
+    hidden = config.parallel.recompute != "none" or config.parallel.zero == 3 or pipe
+    own = config.model.model not in MODELS or ":" in config.model.objective  # of ours none leaves variables out
+    if not (hidden and own):
+        return None
+    found: list[Any] = []
+
+    def differentiate(x: Any, y: Any, w: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            scores = objective(model(x, training=True), y, w)
+            targets = [tf.reduce_sum(scores.losses * scores.weights), *model.losses]
+        found[:] = tape.gradient(targets, [variable.value for variable in model.trainable_variables])
+
+    with batch_norm.each_alone(), generators_kept():
+        tf.function(differentiate, autograph=False).get_concrete_function(*spec)
+    return [variable for variable, gradient in zip(model.trainable_variables, found, strict=True) if gradient is None]
