@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 STEPS = 20
+MODELS = "tests.parity.models"
 DENSE = {
     "source": "digits",
     "model": "tests.parity.models:dense",
@@ -131,6 +132,10 @@ ROWS: dict[str, Row] = {
             ("zero3", "", {"zero": 3}),
             ("pipe2", "pipe=2", {}),
         )
+    },
+    **{
+        f"zero{stage}_2_subclassed": Row(2, "", DENSE | MOMENTUM | {"model": f"{MODELS}:subclassed"}, {"zero": stage})
+        for stage in (0, 1, 3)
     },
     "pipe2_data2_added": Row(4, "pipe=2", ADDED, {}),
     "model2_added": Row(2, "model=2", ADDED, {"recompute": "block"}),

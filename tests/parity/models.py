@@ -154,6 +154,26 @@ def offset(num_outputs: int) -> keras.Model:
     )
 
 
+class Subclassed(keras.Model):
+    """No graph of layers: what it makes of a shape is not known before it is called."""
+
+    def __init__(self, num_outputs: int):
+        super().__init__()
+        self.flatten = keras.layers.Flatten()
+        self.hidden = keras.layers.Dense(32, activation="tanh")
+        self.norm = keras.layers.BatchNormalization(momentum=0.5)
+        self.outputs_layer = keras.layers.Dense(num_outputs, dtype="float32")
+
+    def call(self, x, training=None):
+        return self.outputs_layer(self.norm(self.hidden(self.flatten(x)), training=training))
+
+
+def subclassed(num_outputs: int) -> keras.Model:
+    model = Subclassed(num_outputs)
+    model(np.zeros((1, 8, 8, 1), "float32"))
+    return model
+
+
 class Spare(keras.layers.Dense):
     """Has a trainable weight more than it uses."""
 

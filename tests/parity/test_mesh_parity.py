@@ -77,6 +77,8 @@ CORE = (
     "pipe2_cut",
     "pipe2_idle",
     "zero3_idle",
+    "zero0_2_subclassed",
+    "zero3_2_subclassed",
     "pipe2_added_interleaved",
     "expert2",
     "model2_sequence",

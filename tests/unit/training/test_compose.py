@@ -116,6 +116,36 @@ def test_variables_that_must_stay_whole():
             sharded_update(runtime, model, keras.optimizers.SGD(), stage)
 
 
+class Subclassed(keras.Model):
+    """Of any layers, one after the other; Keras does not know the shape of what comes out."""
+
+    def __init__(self, *parts):
+        super().__init__(name="own")
+        self.parts = list(parts)
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "mesh, words",
+    [
+        ("model=2", "layer embed_tokens, but it is no functional model"),
+        ("pipe=2", "own has no layers called block_00_norm_1"),
+    ],
+)
+def test_a_subclassed_model_is_refused_where_it_cannot_be_spread(mesh, words):
+    rest = Subclassed(keras.layers.Embedding(17, 8, name="embed_tokens"), keras.layers.Dense(17))
+    rest(np.zeros((1, 4), "int32"))
+    config = BASE.replace(mesh=mesh, accumulation=2)
+    runtime = Alone(Mesh.parse(mesh, 2))
+    runtime.group = lambda *axes: SimpleNamespace(size=runtime.mesh.degree(*axes), index=0)
+    with pytest.raises(ConfigError, match=words):
+        compose_mesh(config, runtime, rest, keras.optimizers.SGD(), None, build.plan_batch(config.batch, 1))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_weights_that_a_layer_sets_must_stay_whole(stage):
     model = keras.Sequential(

@@ -42,7 +42,7 @@ class _Layers(NamedTuple):
     """What becomes of layers and outputs along `model` and `expert`."""
 
     objective: Objective
-    width: int  # of the outputs' last dim on this rank
+    width: int  # of the outputs' last dim on this rank; 0: not known, of a model that is no graph of layers
     parts: Mapping[int, Part]
     summed_over_model: frozenset[int]
 
@@ -87,7 +87,7 @@ def compose_mesh(
 
 def _parallelize(config: Config, runtime: MeshRuntime, model: keras.Model, objective: Objective) -> _Layers:
     """Cuts layers over the `expert` and `model` axes."""
-    group, width = runtime.group("model"), model.output_shape[-1]
+    group, width = runtime.group("model"), _width(model)
     parts: dict[int, Part] = {}
     partial: frozenset[int] = frozenset()
     if runtime.mesh.degree("expert", "model") > 1:
@@ -95,6 +95,12 @@ def _parallelize(config: Config, runtime: MeshRuntime, model: keras.Model, objec
     if runtime.mesh.degree("expert") > 1:
         parts |= parallelize_experts(model, runtime.group("expert"))
     if group.size > 1:
+        if _shards_logits(model) and not width:
+            raise ConfigError(
+                f"--mesh has model={group.size}, over which the outputs of {model.name} would be cut as it has a layer"
+                " embed_tokens, but it is no functional model of one output, so that their size is not known: build it"
+                " with keras.Model(inputs, outputs), or use data= only."
+            )
         if config.parallel.sequence_parallel:
             found, partial = parallelize_sequence(model, group)
         else:
@@ -104,6 +110,13 @@ def _parallelize(config: Config, runtime: MeshRuntime, model: keras.Model, objec
             objective = vocabulary_objective(config.model, group, width)
             width = (group.index + 1) * width // group.size - group.index * width // group.size
     return _Layers(objective, width, parts, partial)
+
+
+def _width(model: keras.Model) -> int:
+    """The last dim of its one output; 0 of another model, which is neither cut into stages nor has its logits
+    divided."""
+    shape = getattr(model, "output_shape", None) or [0]  # subclassed models have none
+    return shape[-1] if isinstance(shape[-1], int) else 0
 
 
 def _stages(
