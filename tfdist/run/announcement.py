@@ -55,11 +55,19 @@ class Announcement:
             "startup_s": process_seconds(),
             "flags": (folder / flags.FLAGS_FILE).read_text() if runtime.rank == 0 else "",
         }
-        yield Event("start", first_step, values | source_info(job))
+        yield Event("start", first_step, values | source_info(job) | _evaluated(job))
         for message in self._messages:
             yield Event("restore", first_step, {"message": message})
         for message in job.warnings:
             yield Event("warning", first_step, {"message": message})
+
+
+def _evaluated(job: Job) -> dict[str, int | bool | None]:
+    """What an evaluation's sum of weights is compared with."""
+    if not (split := job.eval_split):
+        return {}
+    count = split.size and min(split.size, job.config.data.eval_samples or split.size)
+    return {"evaluated_samples": count, "eval_weighted": len(split.element_spec) == 3}
 
 
 def _travel(job: Job) -> str:

@@ -16,6 +16,8 @@ class PlainConsole:
 
     def __init__(self, total_steps: int, steps_per_epoch: float | None):
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
+        self._evaluated: int | None = None  # samples in an evaluation; None: not known
+        self._weighted = False  # whether they come with weights
 
     def __call__(self, event: Event) -> None:
         line = self.line(event)
@@ -25,16 +27,24 @@ class PlainConsole:
     def line(self, event: Event) -> str:
         """The event as a line; "" if it has nothing to show."""
         values = event.values
+        if event.kind == "start":
+            self._evaluated, self._weighted = values.get("evaluated_samples"), bool(values.get("eval_weighted"))
         if event.kind == "train":
             return " | ".join([f"step {event.step}/{self.total_steps}", *self.train_parts(event)])
         if event.kind == "eval":
             numbers = "  ".join(
                 f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items() if name != "eval/samples"
             )
-            return f"evaluation at step {event.step}: {numbers}  ({values.get('eval/samples', 0):,.0f} samples)"
+            return f"evaluation at step {event.step}: {numbers}  ({self._size(float(values.get('eval/samples', 0)))})"
         if event.kind == "warning":
             return f"WARNING at step {event.step}: {values.get('message', '')}"
         return f"{event.kind}: {values['message']}" if values.get("message") else ""
+
+    def _size(self, weight: float) -> str:
+        """Of an evaluation. `weight`: the sum of its weights, which is the number of samples if each is 1."""
+        if weight == self._evaluated or (self._evaluated is None and not self._weighted and weight.is_integer()):
+            return f"{weight:,.0f} samples"
+        return f"weight {weight:,.0f}" if weight >= 1000 or weight.is_integer() else f"weight {weight:.4g}"
 
     def train_parts(self, event: Event) -> list[str]:
         """The pieces of a train line, those that there are."""

@@ -43,6 +43,7 @@ class Interval:
         if watch:
             watch.forget()
         self._skipped_in_a_row = 0
+        self._told_of_no_weight = False
         self._reset()
 
     def _reset(self) -> None:
@@ -90,12 +91,20 @@ class Interval:
                 " no loss to show."
             )
             watched.append(Event("warning", step, {"message": message}))
+        elif not self.weight and not self._told_of_no_weight:
+            self._told_of_no_weight = True
+            message = (
+                "All samples since the last log line have the weight 0: nothing was learned from them, and their loss is"
+                " shown as 0, as in Keras' fit."
+            )
+            watched.append(Event("warning", step, {"message": message}))
         return [*watched, self.event(step, extra_values)]
 
     def event(self, step: int, extra_values: Mapping[str, float]) -> Event:
         seconds = max(self.clock.seconds - self.seconds, 1e-9)
+        of_nothing = math.nan if self.skipped == self.steps else 0.0  # the mean where no sample has a weight
         values = {
-            f"train/{name}": total / self.weight if self.weight else math.nan for name, total in self.sums.items()
+            f"train/{name}": total / self.weight if self.weight else of_nothing for name, total in self.sums.items()
         }
         values |= {
             **extra_values,

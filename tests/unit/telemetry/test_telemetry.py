@@ -153,6 +153,17 @@ def test_lines():
         console.line(Event("eval", 100, {"eval/loss": 0.25, "eval/samples": 360.0}))
         == "evaluation at step 100: loss 0.25  (360 samples)"
     )
+    for told, weight, size in (
+        ({"evaluated_samples": 11, "eval_weighted": True}, 11.0, "11 samples"),
+        ({"evaluated_samples": 11, "eval_weighted": True}, 10007.0, "weight 10,007"),
+        ({"evaluated_samples": 11, "eval_weighted": True}, 0.25, "weight 0.25"),
+        ({"evaluated_samples": 16, "eval_weighted": False}, 128.0, "weight 128"),  # of tokens
+        ({"evaluated_samples": None, "eval_weighted": False}, 12.0, "12 samples"),  # a stream
+        ({"evaluated_samples": None, "eval_weighted": True}, 12.0, "weight 12"),
+    ):
+        console.line(Event("start", 0, told))
+        line = console.line(Event("eval", 100, {"eval/loss": 0.25, "eval/samples": weight}))
+        assert line == f"evaluation at step 100: loss 0.25  ({size})"
     assert console.line(Event("warning", 7, {"message": "careful"})) == "WARNING at step 7: careful"
     assert console.line(Event("end", 7, {"stopped": False})) == ""
 

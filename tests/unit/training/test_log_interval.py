@@ -1,6 +1,7 @@
 """The values of a train event."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -77,3 +78,21 @@ def test_news_of_a_step_are_a_warning_at_the_next_log_line():
     assert [(event.kind, event.values.get("message")) for event in events] == [("warning", "Look."), ("train", None)]
     interval.add(StepOutput(2, {"loss": 1.0}, 8.0, 0.1, sums={"loss": 8.0}), 1)
     assert [event.kind for event in interval.events(2, {})] == ["train"]
+
+
+def test_the_loss_of_samples_without_weight_is_0_and_of_skipped_steps_nan():
+    interval = Interval(Clock(), 8, lambda step: 8 * step)
+
+    def events(step, weight, **more):
+        nothing = StepOutput(step, {"loss": math.nan}, weight, 0.0, sums={"loss": 2.0 * weight}, **more)
+        interval.add(nothing, 1)
+        return interval.events(step, {})
+
+    warning, train = events(1, 0.0)
+    assert train.values["train/loss"] == 0.0 and "weight 0" in warning.values["message"]
+    (train,) = events(2, 0.0)  # is told once
+    assert train.values["train/loss"] == 0.0
+    warning, train = events(3, 0.0, skipped=1)
+    assert math.isnan(train.values["train/loss"]) and "skipped" in warning.values["message"]
+    interval.add(StepOutput(4, {}, 0.0, 0.0, sums={"loss": 0.0}), 1)
+    assert events(5, 8.0)[-1].values["train/loss"] == 2.0
