@@ -94,8 +94,8 @@ class Interval:
         elif not self.weight and not self._told_of_no_weight:
             self._told_of_no_weight = True
             message = (
-                "All samples since the last log line have the weight 0: nothing was learned from them, and their loss is"
-                " shown as 0, as in Keras' fit."
+                "All samples since the last log line have the weight 0: nothing was learned from them, and their loss"
+                " is shown as 0, as in Keras' fit."
             )
             watched.append(Event("warning", step, {"message": message}))
         return [*watched, self.event(step, extra_values)]
