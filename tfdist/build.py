@@ -34,11 +34,10 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.environment import prepare_environment
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh_runtime import on_mesh
-from tfdist.training import compatibility, composition_checks, connected, objective_rows, row_mixing
-from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
+from tfdist.training import compatibility, composition_checks, connected, mixing_augmentation, row_trials
+from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
-from tfdist.training.loss_probe import ROWS
 from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import Objective, make_objective
 from tfdist.training.optimizer import check_decays, make_optimizer
@@ -46,7 +45,6 @@ from tfdist.training.parallel import segments
 from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.precision import LossScale, set_policy
-from tfdist.training.row_proof import Proofs
 from tfdist.training.schedule import Schedule
 from tfdist.training.step import TrainStep
 from tfdist.training.step_options import Parallelism, StepOptions
@@ -129,6 +127,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     train_split, eval_split = _load_splits(config, runtime)
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
+    train_split = mixing_augmentation.whole_batches(config, runtime, train_split, plan)
     data = train_dataset(config, train_split, plan, runtime.first_replica, 0)
     spec: Any = data.element_spec
 
@@ -261,26 +260,12 @@ def batch_spec(config: Config, split: Split, plan: BatchPlan, replica: int) -> t
 def _tried_on_rows(
     config: Config, runtime: Runtime, model: keras.Model, objective: Objective, split: Split, plan: BatchPlan
 ) -> SumsAsMeans:
-    """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Before
-    the model is spread over a mesh. Raises ConfigError if what they add is neither a sum nor a mean, or if a model or
-    an objective of the user's own mixes rows."""
-    slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
-    in_parts = plan.replicas * plan.accumulation * slices > 1
+    """See `row_trials.tried`; before the model is spread over a mesh."""
 
     def batch() -> Any:
-        return next(iter(train_dataset(config, split, BatchPlan(ROWS, 1, 1), 0, 0)))
+        return next(iter(train_dataset(config, split, BatchPlan(row_trials.ROWS, 1, 1), 0, 0)))
 
-    def rows() -> Any:
-        return batch()[0]
-
-    proofs = Proofs(model, plan.global_batch)
-    # Several workers of one replica train on whole batches, but evaluate on a last one that is filled up.
-    if (in_parts or runtime.size > 1) and config.model.row_mixing == "refuse":
-        if ":" in config.model.model:
-            row_mixing.refuse(runtime, model, rows, proofs)
-        if ":" in config.model.objective:
-            objective_rows.refuse(runtime, config.model.objective, objective, model, batch)
-    return found_by_the_chief(runtime, model, rows, proofs) if in_parts else SumsAsMeans(())
+    return row_trials.tried(config, runtime, model, objective, plan, batch)
 
 
 def memory_limits(cluster: Cluster) -> MemoryLimits:

@@ -86,9 +86,9 @@ class ModelConfig:
     sync_batchnorm: bool = option(True, "BatchNormalization takes its statistics over all replicas.", identity=True)
     row_mixing: str = option(
         "refuse",
-        "A model or an objective of your own, where what it gives for a row depends on other rows of its batch: refuse"
-        " it, or replica: each replica mixes the rows of its micro-batch, and with several workers or replicas an"
-        " evaluation those that fill its last batch, too.",
+        "A model, an objective or an augmentation of your own, where what it gives for a row depends on other rows of"
+        " its batch: refuse it, or replica: each replica mixes the rows of its micro-batch, and with several workers or"
+        " replicas an evaluation those that fill its last batch, too.",
         choices=("refuse", "replica"),
     )
     fused_batchnorm: bool = option(

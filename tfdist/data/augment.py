@@ -1,9 +1,13 @@
 """Augmentation of training samples, and how it is joined to a split.
 
-An augmentation is a function `fn(x, y, seeds) -> (x, y)` on a whole micro-batch: x and y nests with leading dim n,
-seeds int32 [n, 2], one a sample, made of nothing but (run seed, position). So a sample is augmented in the same way at
-any number of workers, and anew in each epoch. It is traced in a tf.data map and must be stateless: draw from
-`order.uniform(seeds, k)`, or a sample at a time from `tf.map_fn` and `tf.image.stateless_*(..., seed=seed)`.
+An augmentation is a function `fn(x, y, seeds) -> (x, y)` on several samples: x and y nests with leading dim n, seeds
+int32 [n, 2], one a sample, made of nothing but (run seed, position). So a sample is augmented in the same way at any
+number of workers, and anew in each epoch. How many there are, and which ones, must not matter: where that is cheaper
+they are several micro-batches of a replica in one go. One that mixes samples (mixup) is found out by trying, and
+refused where a batch comes in parts (workers, --accumulation). With --row_mixing=replica, or on one device, it has a
+whole micro-batch at a time (training/mixing_augmentation.py).
+It is traced in a tf.data map and must be stateless: draw from `order.uniform(seeds, k)`, or a sample at a time from
+`tf.map_fn` and `tf.image.stateless_*(..., seed=seed)`.
 AutoGraph is off there: decorate the function with @tf.function if it has Python branches on tensors.
 It may change shapes (if it does, the model must be built for the changed ones). Images are [n, H, W, C].
 """
@@ -37,7 +41,7 @@ def load_augmentation(name: str) -> Augmentation | None:
         name,
         function,
         ("x", "y", "seeds"),
-        "an augmentation is a function (x, y, seeds) of a whole micro-batch that returns (x, y), "
+        "an augmentation is a function (x, y, seeds) of several samples that returns (x, y), "
         "and draws from seeds, int32 [n, 2], one a sample (tfdist/data/augment.py)",
     )
 
@@ -65,7 +69,7 @@ def augmented_fetch(split: Split, augment: Augmentation | None, seed: int) -> Ca
 
 
 def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) -> Sample:
-    """The micro-batch with x and y augmented, and its weights, if any, kept.
+    """The samples with x and y augmented, and its weights, if any, kept.
 
     Raises DataError on a wrong return value.
     """

@@ -1,0 +1,106 @@
+"""Whether an augmentation of the user's own makes something else of a sample where other samples stand beside it, found
+out by trying, as row_mixing.py does for models.
+
+A replica augments several micro-batches in one go where that is cheaper, and a micro-batch is a part of a global batch.
+So what mixes samples (mixup by `tf.roll`, a mean over the batch) or draws from another sample's seed would depend on
+how the data are read and on the number of workers. One that does is given whole micro-batches; where these are parts
+of a global batch it is refused, unless --row_mixing=replica says that it may mix those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
+from tfdist.data import augment, input_pipeline, order
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.reading import Reading
+from tfdist.data.sources.split import Split
+from tfdist.runtime.base import Runtime
+from tfdist.training.added_losses import take_rows
+from tfdist.training.loss_probe import generators_kept
+from tfdist.training.row_trials import come_in_parts
+
+_ROWS = 8  # that are tried
+_TOLERANCE = 1e-5  # of the largest value
+_ROUNDED = 1e-3  # the same, where other shapes may run other kernels
+
+Outputs = Callable[[Sequence[int], int], list[np.ndarray]]
+
+
+def whole_batches(config: Config, runtime: Runtime, split: Split, plan: BatchPlan) -> Split:
+    """The split, read a micro-batch at a time if its augmentation mixes samples. A collective, if it may. Raises
+    ConfigError if it does, and a global batch comes in parts."""
+    name = config.data.augment
+    if name in augment.AUGMENTATIONS:
+        return split
+    found = False
+    with generators_kept():
+        with contextlib.suppress(Exception):  # of the user's own making, and told when it is traced
+            found = _mixes(augment.load_augmentation(name), split, config.run.seed)
+        tf.random.set_seed(config.run.seed)  # as it was; a dataset that draws without a seed draws the same
+    if not runtime.all_gather(np.array([found], np.int64)).any():
+        return split
+    if config.model.row_mixing == "refuse" and come_in_parts(config, runtime, plan):
+        raise ConfigError(
+            f"What --augment={name} makes of a sample depends on the other samples of its batch, on their number or on"
+            " its place among them, but workers and micro-batches have some of the samples each, so that they would"
+            " train on something else than one process: make it of the sample and its own seed alone, train on one"
+            " device with --accumulation=1, or let it mix the samples of its micro-batch with --row_mixing=replica."
+        )
+    return dataclasses.replace(split, cheap=False)
+
+
+def _mixes(function: augment.Augmentation | None, split: Split, seed: int) -> bool:
+    plan = BatchPlan(_ROWS, 1, 1)
+    dataset = input_pipeline.train_dataset(split, Reading(seed, False), plan=plan, replica=0, consumed=0)
+    sample = next(iter(dataset))[:2]
+    given = (*sample, order.element_seeds(tf.range(_ROWS, dtype=tf.int64), seed))
+    traced: dict[int, Any] = {}
+
+    def outputs(places: Sequence[int], draw: int) -> list[np.ndarray]:
+        """What becomes of the samples at these places, with the same random numbers from TensorFlow's global
+        generator, if any, for each `draw`."""
+        if draw not in traced or not stateless:
+            keras.utils.set_random_seed(draw)
+            traced[draw] = tf.function(function, autograph=False)
+        values = tf.nest.flatten(traced[draw](*take_rows(given, places)))
+        return [value.numpy() for value in values if value.dtype.is_numeric or value.dtype.is_bool]
+
+    stateless, every = False, range(_ROWS)
+    together = outputs(every, 0)
+    stateless = not any(map(_differ, together, outputs(every, 1)))
+    return _depends_on_others(outputs, together) or (stateless and _depends_on_its_place(outputs, together))
+
+
+def _depends_on_others(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
+    found = any(
+        _differ(whole[place], alone[place])
+        for place in range(_ROWS)
+        for whole, alone in zip(together, outputs([place] * _ROWS, 0), strict=True)
+    )
+    # What cannot be repeated tells nothing.
+    return found and not any(map(_differ, together, outputs(range(_ROWS), 0)))
+
+
+def _depends_on_its_place(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
+    """As of what divides by the number of rows, or draws from a seed of its own for each place."""
+    places = [_ROWS - 1, 1, 0]
+    return any(
+        _differ(whole[places], moved, _ROUNDED) for whole, moved in zip(together, outputs(places, 0), strict=True)
+    )
+
+
+def _differ(one: np.ndarray, other: np.ndarray, tolerance: float = _TOLERANCE) -> bool:
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    finite = np.isfinite(one) & np.isfinite(other)
+    largest = np.max(np.abs(one), where=np.isfinite(one), initial=0.0)
+    return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > tolerance * largest))

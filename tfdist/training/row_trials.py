@@ -1,0 +1,50 @@
+"""What must be known of the rows of a batch before they are divided, found out by trying a model and an objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdist.config import Config
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.runtime.base import Runtime
+from tfdist.training import objective_rows, row_mixing
+from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
+from tfdist.training.loss_probe import ROWS as ROWS
+from tfdist.training.objectives import Objective
+from tfdist.training.row_proof import Proofs
+
+
+def come_in_parts(config: Config, runtime: Runtime, plan: BatchPlan) -> bool:
+    """Whether a model sees a part of a global batch at a time."""
+    slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
+    return plan.replicas * plan.accumulation * slices > 1
+
+
+def tried(
+    config: Config,
+    runtime: Runtime,
+    model: keras.Model,
+    objective: Objective,
+    plan: BatchPlan,
+    batch: Callable[[], Any],
+) -> SumsAsMeans:
+    """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Raises
+    ConfigError if what they add is neither a sum nor a mean, or if a model or an objective of the user's own mixes
+    rows. batch: ROWS samples (x, y, w).
+    """
+    in_parts = come_in_parts(config, runtime, plan)
+    proofs = Proofs(model, plan.global_batch)
+
+    def rows() -> Any:
+        return batch()[0]
+
+    # Several workers of one replica train on whole batches, but evaluate on a last one that is filled up.
+    if (in_parts or runtime.size > 1) and config.model.row_mixing == "refuse":
+        if ":" in config.model.model:
+            row_mixing.refuse(runtime, model, rows, proofs)
+        if ":" in config.model.objective:
+            objective_rows.refuse(runtime, config.model.objective, objective, model, batch)
+    return found_by_the_chief(runtime, model, rows, proofs) if in_parts else SumsAsMeans(())
