@@ -35,12 +35,19 @@ class Batches:
     The first batches are compared. If the workers read the same, each goes on with its own, and what the step exchanges
     carries a checksum of the whole batch, so that a later difference is an error. If not (a shuffle without a seed, a
     generator with random numbers), all take the chief's from then on, over the network.
+
+    Args: loop, what it is called: a worker that is elsewhere, as where the chief alone predicts in a callback, is told.
     """
 
-    def __init__(self, runtime: PeerRuntime):
-        self._runtime = runtime
+    def __init__(self, runtime: PeerRuntime, loop: str):
+        self._runtime, self._loop = runtime, loop
+        self._have_met = False
         self._from_chief: bool | None = None  # not known yet
         self._like: Any = END  # the last batch of this worker
+
+    def begin(self) -> None:
+        """The loop runs over data anew."""
+        self._have_met = False
 
     def next(self, iterator: Iterator) -> Any:
         """The next batch on every worker, or END on every worker."""
@@ -52,6 +59,9 @@ class Batches:
 
     def agree(self, batch: Any) -> Any:
         """The batch, the same on every worker: the own one, or the chief's."""
+        if not self._have_met:
+            self._runtime.broadcast_object(None, self._loop)
+            self._have_met = True
         if batch is not END:
             batch = self._like = keras.tree.map_structure(_as_tensor, batch)
         _set_stamp(0)

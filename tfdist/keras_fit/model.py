@@ -96,6 +96,7 @@ class DistributedModel:
             stack.enter_context(replaced(keras_epochs.EpochIterator, keras_epochs.DATA, data))
             for function in self._functions:
                 stack.enter_context(replaced(model, function.loop.function_name, function.begin()))
+                stack.enter_context(replaced(model, function.loop.maker_name, function.again))
             yield
         if training:
             self.take_the_chiefs_variables()

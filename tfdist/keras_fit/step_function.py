@@ -39,6 +39,16 @@ class Loop(enum.Enum):
         """The attribute of keras.Model that a loop calls."""
         return f"{self.value}_function"
 
+    @property
+    def call_name(self) -> str:
+        """Of tfdist's function that runs the loop."""
+        return {"train": "fit", "test": "evaluate"}.get(self.value, self.value)
+
+    @property
+    def maker_name(self) -> str:
+        """The method of keras.Model that a loop calls before the function, each time that it runs."""
+        return f"make_{self.function_name}"
+
     def step_of(self, model: keras.Model) -> Callable[[Any], Any]:
         """Keras' own train_step, test_step or predict_step, overridden or not."""
         return getattr(model, f"{self.value}_step")
@@ -92,7 +102,7 @@ class StepFunction:
 
     def __init__(self, loop: Loop, replacements: Replacements, prepare: Callable[[Any], None]):
         self.loop, self._prepare, self._with = loop, prepare, replacements
-        self._batches = Batches(replacements.runtime)
+        self._batches = Batches(replacements.runtime, self.loop.call_name)
         self._function: Callable | None = None
         self._traced_for: _Traced | None = None
         self._has_run = False
@@ -101,7 +111,7 @@ class StepFunction:
     def begin(self) -> Callable:
         """For a new loop over data: the function, traced again if the model was compiled again."""
         model = self._with.model
-        self._batches = Batches(self._with.runtime)
+        self._batches = Batches(self._with.runtime, self.loop.call_name)
         wanted = _Traced(
             (keras_trainer.compile_identity(model), model.run_eagerly, bool(model.jit_compile)),
             tuple(model.trainable_variables),
@@ -114,6 +124,12 @@ class StepFunction:
             if self.loop is Loop.TRAIN and self._has_run and known.has_another_side_in(wanted):
                 return _refuse_toggled
         self._rows, self._traced_for, self._function, self._has_run = None, wanted, self._make(), False
+        return self._function
+
+    def again(self, force: bool = False) -> Callable:
+        """What stands in for Keras' method that makes the function: the loop runs over data once more."""
+        assert self._function is not None
+        self._batches.begin()
         return self._function
 
     def _make(self) -> Callable:
@@ -197,10 +213,16 @@ class StepFunction:
         calls, taken = call.calls, gradients.taken
         logs = train_step(batch)
         if call.calls == calls or (gradients.taken == taken and model.trainable_variables):
-            missing = "calls the model itself" if call.calls == calls else "takes a gradient with tf.GradientTape"
+            missing, way = "takes a gradient with tf.GradientTape", "train it in one process"
+            if call.calls == calls:
+                missing = "calls the model itself"
+                way = (
+                    "run model.fit, with a seed set, inside `with tfdist.spread(inner, optimizer):`, one for each inner"
+                    " model that it calls"
+                )
             raise ConfigError(
                 f"The train_step of {type(model).__name__} never {missing}, so its work cannot be spread: let it"
-                " use self(x) and tape.gradient, or train it in one process."
+                f" use self(x) and tape.gradient, or {way}."
             )
         return logs
 

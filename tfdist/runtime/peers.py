@@ -23,6 +23,8 @@ from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.own_gradient import with_gradient
 
+ALIKE = "all workers must make the same calls"
+
 
 class Peers(OneDevice):
     """To inherit from. The rest of the protocol, what is done with tensors, is the runtime's own."""
@@ -63,27 +65,37 @@ class Peers(OneDevice):
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)
-        blocks = self._control.gather_for_user(array.tobytes(), "all_gather")
+        blocks = self._gathered(array.tobytes(), "all_gather")
         return np.stack([np.frombuffer(block, array.dtype, array.size).reshape(array.shape) for block in blocks])
 
     def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         data = to_bytes(arrays) if self.rank == 0 else b""
-        return from_bytes(self._control.gather_for_user(data, "broadcast")[0], arrays)
+        return from_bytes(self._gathered(data, "broadcast")[0], arrays)
 
     def _broadcast_bytes(self, data: bytes, name: str) -> bytes | memoryview:
-        return self._control.gather_for_user(data, name)[0]
+        return self._gathered(data, name)[0]
 
     def barrier(self) -> None:
-        self._control.gather_for_user(b"", "barrier")
+        self._gathered(b"", "barrier")
 
     def agree_on(self, call: str) -> None:
         """Raises ConfigError if not all workers are about to do the same; otherwise returns when all are."""
-        for rank, other in enumerate(self._control.gather_for_user(call.encode(), "call")):
+        for rank, other in enumerate(self._gathered(call.encode(), "call")):
             if bytes(other) != call.encode():
                 raise ConfigError(
                     f"Rank {self.rank} is at {call}, rank {rank} at {printable(bytes(other).decode(errors='replace'))}:"
-                    " all workers must make the same calls of tfdist, with the same arguments, in the same order."
+                    f" {ALIKE} of tfdist, with the same arguments, in the same order."
                 )
+
+    def _gathered(self, data: bytes, name: str) -> Sequence[bytes | memoryview]:
+        try:
+            return self._control.gather_for_user(data, name)
+        except ConfigError as error:  # another worker is elsewhere in the program
+            if ALIKE in str(error):
+                raise
+            raise ConfigError(
+                f"{error} {ALIKE[0].upper()}{ALIKE[1:]}, also evaluate and predict in a callback, not the chief alone."
+            ) from None
 
     def end_call(self) -> None:
         """Nothing: no worker that goes on takes anything away from one that is not done yet."""

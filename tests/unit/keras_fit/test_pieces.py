@@ -11,12 +11,14 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, DataError
 from tfdist.keras_fit import backup_file, backup_place, epoch_backup, joining, own_rows
 from tfdist.keras_fit.batches import END, Batches, digest
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.keras_fit.rows import Part
 from tfdist.runtime.one_device import OneDevice
+from tfdist.runtime.peers import ALIKE, Peers
 
 
 class Rank:
@@ -298,18 +300,54 @@ def test_a_model_that_is_not_compiled_is_refused():
 
 
 def test_data_without_a_batch_are_refused_and_data_that_have_come_to_their_end_are_not():
-    class Two:
-        rank = 0
-
-        def all_gather(self, row):
-            return np.stack([row, row])
-
     with pytest.raises(
         DataError, match="^The data hold not even one batch: give x, or the dataset, at least one sample"
     ):
-        Batches(Two()).next(iter([]))
-    batches, rows = Batches(Two()), iter([np.ones([2, 3])])
+        Batches(Two(), "fit").next(iter([]))
+    batches, rows = Batches(Two(), "fit"), iter([np.ones([2, 3])])
     assert batches.next(rows).shape == (2, 3) and batches.next(rows) is END
+
+
+class Two:
+    rank = 0
+
+    def __init__(self):
+        self.met_at = []
+
+    def all_gather(self, row):
+        return np.stack([row, row])
+
+    def broadcast_object(self, value, name):
+        self.met_at.append(name)
+
+
+def test_workers_tell_each_other_which_loop_they_begin():
+    """Each time: the chief alone may predict in a callback of a later epoch."""
+    two = Two()
+    batches = Batches(two, "predict")
+    for _ in range(2):
+        batches.begin()
+        for _ in range(3):
+            batches.agree(np.ones([2, 3]))
+    assert two.met_at == ["predict", "predict"]
+
+
+@pytest.mark.parametrize(
+    "said, more",
+    [
+        ("Rank 0 is at 'predict', rank 1 at 'batches'.", " All workers .* in a callback, not the chief alone."),
+        (ALIKE, ""),
+    ],
+)
+def test_a_worker_that_is_elsewhere_hears_that_all_make_the_same_calls(monkeypatch, said, more):
+    class Control:
+        def gather_for_user(self, data, name):
+            raise ConfigError(said)
+
+    monkeypatch.setattr("tfdist.runtime.batch_norm.synchronize_with", lambda runtime: None)
+    with pytest.raises(ConfigError, match=f"^{said}{more}$") as caught:
+        Peers(Cluster(), Control()).broadcast_object(None, "predict")
+    assert str(caught.value).lower().count(ALIKE) == 1
 
 
 def test_rows_in_python_lists_are_refused_and_lists_of_arrays_are_not():
