@@ -23,7 +23,7 @@ def main(out: Path, which: str, names: list[str]) -> None:
 
     import tfdist
     from tests.parity import lean
-    from tests.parity.fit_batch_cases import CASES
+    from tests.parity.fit_derivative_cases import CASES
 
     if which == "plain":
         fit, evaluate, predict = keras.Model.fit, keras.Model.evaluate, keras.Model.predict

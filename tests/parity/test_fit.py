@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.e2e.job import ENVIRONMENT
-from tests.parity.fit_batch_cases import CASES
+from tests.parity.fit_derivative_cases import CASES
 from tfdist.control.local_job import LocalJob
 
 pytestmark = pytest.mark.slow

@@ -89,17 +89,24 @@ def own_seed_generators(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
 
 
 def recorded_losses(layer: keras.Layer) -> list[Any]:
-    """What `add_loss` has put down since the record was cleared: Keras' own list, to be changed in place. Relies on
-    `Layer._losses`; without it losses that a model adds are of this worker's rows, and are not summed.
+    """What `add_loss` has put down since the record was cleared; inside a stateless scope, there. Relies on
+    `Layer._get_own_losses`; without it losses that a model adds are of this worker's rows, and are not summed.
     """
-    return layer._losses
+    return list(layer._get_own_losses())
 
 
 def record_losses(layer: keras.Layer, losses: Sequence[Any]) -> None:
-    """Instead of what it has recorded. Not by a slice: TensorFlow's wrapper of lists would compare the tensors."""
-    recorded = recorded_losses(layer)
-    recorded.clear()
-    recorded.extend(losses)
+    """Instead of what it has recorded. Relies on `Layer._losses`, a list, `Layer._loss_ids`, a set, and on
+    `StatelessScope.losses`. The list not by a slice: TensorFlow's wrapper of lists would compare the tensors.
+    """
+    scope = get_global_attribute("stateless_scope")
+    layer._losses.clear()
+    if scope is None:
+        layer._losses.extend(losses)
+    elif scope.collect_losses:
+        scope.losses[:] = [loss for loss in scope.losses if id(loss) not in layer._loss_ids]
+        scope.losses.extend(losses)
+        layer._loss_ids.update(map(id, losses))
 
 
 def loss_records(layer: keras.Layer) -> tuple[Any, Any]:

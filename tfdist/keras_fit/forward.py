@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_layers
+from tfdist.compat import keras_layers, keras_stateless, tensorflow_vectorized
 from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
@@ -21,7 +22,7 @@ from tfdist.keras_fit.lookups import Traced, traced
 from tfdist.keras_fit.losses_inside import Scales, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
-from tfdist.keras_fit.rows import Forward, Part, together
+from tfdist.keras_fit.rows import Forward, Part, together, used_by_all
 from tfdist.keras_fit.scopes import ThreadScope
 from tfdist.models import missing_rows
 from tfdist.runtime import batch_norm
@@ -56,17 +57,31 @@ class DistributedCall:
         if self.alone.is_here or self._gradients.of_own_rows.is_here:  # the latter: inside another distributed model
             return self._call(*args, **kwargs)
         self.calls += 1
+        if tensorflow_vectorized.is_here():  # pfor would lose the gradients of what workers exchange
+            with self.alone(), batch_norm.each_alone():
+                return self._call(*args, **kwargs)
+        # Callbacks call models with NumPy arrays; Keras' functional models make tensors of them inside the call.
+        args, kwargs = _with_tensors((args, kwargs))
         self._refuse_mixed_rows(args, kwargs)
-        if self._gradients.share is not None:
-            outputs, losses = self._with_own_rows(args, kwargs, self._gradients.share)
-        else:
-            cut = self.of_the_batch((args, kwargs))
-            part = Part(self._runtime, (args, kwargs), cut)
-            own_args, own_kwargs = part.take((args, kwargs))
-            outputs, losses = together(self._runtime, part, lambda: self._forward(own_args, own_kwargs, cut))
+        with keras_stateless.float_values(self._values_for_own_rows):
+            outputs, losses = self._over_workers(args, kwargs)
         for layer in keras_layers.all_layers(self._model):
             keras_layers.record_losses(layer, losses if layer is self._model else [])
         return outputs
+
+    def _values_for_own_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Of a stateless scope: all workers hold them, as fast weights, and a gradient is with respect to them."""
+        self._gradients.of_values = True
+        return used_by_all(self._runtime, values)
+
+    def _over_workers(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
+        """(outputs, losses)"""
+        if self._gradients.share is not None:
+            return self._with_own_rows(args, kwargs, self._gradients.share)
+        cut = self.of_the_batch((args, kwargs))
+        part = Part(self._runtime, (args, kwargs), cut)
+        own_args, own_kwargs = part.take((args, kwargs))
+        return together(self._runtime, part, lambda: self._forward(own_args, own_kwargs, cut))
 
     def _refuse_mixed_rows(self, args: tuple, kwargs: dict) -> None:
         """At the first call of a kind. Raises ConfigError on all workers if the model mixes the rows of its batch."""
@@ -81,7 +96,7 @@ class DistributedCall:
         if kind in self._tried:
             return
         self._tried.append(kind)
-        with tf.init_scope(), self.alone():
+        with tf.init_scope(), self.alone(), keras_stateless.left():
             x = self.example.like(args[0] if len(args) == 1 and not given.kwargs else given, cut)
             take, count = taking(x, cut)
             proofs = Proofs(self._model, count)
@@ -152,13 +167,14 @@ class DistributedCall:
     def _without_a_trace(self) -> Iterator[None]:
         """Inside, the forward pass may be traced for what can be learned from it."""
         layers = keras_layers.all_layers(self._model)
-        losses = [list(keras_layers.recorded_losses(layer)) for layer in layers]
-        try:
-            with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), batch_norm.each_alone():
-                yield
-        finally:
-            for layer, before in zip(layers, losses, strict=True):
-                keras_layers.record_losses(layer, before)
+        with keras_stateless.left():
+            losses = [keras_layers.recorded_losses(layer) for layer in layers]
+            try:
+                with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), batch_norm.each_alone():
+                    yield
+            finally:
+                for layer, before in zip(layers, losses, strict=True):
+                    keras_layers.record_losses(layer, before)
 
     def _forward(self, args: tuple, kwargs: dict, cut: Sequence[bool]) -> Forward:
         """Over this worker's rows. cut: for each tensor with rows whether its rows are those of the batch."""
@@ -177,9 +193,12 @@ class DistributedCall:
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
             ):
                 outputs = missing_rows.told(self._call(*args, **kwargs))
+            losses = recorded(layers)
+            for layer in layers:
+                keras_layers.record_losses(layer, [])  # those are of own rows
             return (
                 outputs,
-                recorded(layers),
+                losses,
                 [mask_of(output) for output in keras.tree.flatten(outputs)],
                 additions.values,
             )
@@ -195,7 +214,7 @@ class DistributedCall:
                 if mask is not None:
                     carry_mask(output, mask)
         additions.add(self._runtime)
-        with self.alone():
+        with self.alone(), keras_stateless.left():
             scales = self._scales.of(list(losses), args, kwargs, cut)
         return Forward(outputs, list(losses.values()), scales)
 
@@ -225,13 +244,22 @@ class DistributedCall:
         """XLA compiles the pass over the own rows; but not collectives inside it, nor what its gradient would have to
         take out of it: what a loop or a branch computes, and lookups that do not depend on the batch, which cannot be
         told from others any more then."""
-        if not self._model.jit_compile or tf.executing_eagerly():
+        # A stateless scope keeps what the pass updates, which must be of the graph around it.
+        if not self._model.jit_compile or tf.executing_eagerly() or keras_stateless.is_here():
             return False
         layers = keras_layers.all_layers(self._model)
         if kwargs.get("training") and any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
             return False
         known = find()
         return not known.shared and not (known.branches and kwargs.get("training") is not False)
+
+
+def _with_tensors(structure: Any) -> Any:
+    """The same structure, in which NumPy arrays are tensors."""
+    flat = [
+        tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in keras.tree.flatten(structure)
+    ]
+    return keras.tree.pack_sequence_as(structure, flat)
 
 
 def _tensors_of(structure: Any) -> tuple[list[tf.Tensor], Callable[[list], Any]]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import tensorflow_autograph
+from tfdist.compat import tensorflow_autograph, tensorflow_vectorized
 from tfdist.compat.temporary_attributes import replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import Lookup, lookups
@@ -47,7 +47,8 @@ class Gradients:
     Attributes: installed, a context in which tf.GradientTape takes gradients over all workers; of_own_rows, one in
     which a forward pass over own rows is traced: a tape there belongs to it, and gradients are those of its rows;
     share, the weight of this worker's loss in the mean while a step sees own rows only, else None; taken, how often
-    gradients with respect to weights have been taken; calls, those of all models (forward.py).
+    gradients with respect to weights have been taken; of_values, whether a model has been called with values for its
+    weights, so that these may be what a gradient is with respect to; calls, those of all models (forward.py).
     """
 
     def __init__(self, runtime: PeerRuntime):
@@ -55,13 +56,20 @@ class Gradients:
         self.of_own_rows = ThreadScope()
         self.share: tf.Tensor | None = None
         self.taken = 0
+        self.of_values = False
         self.calls: weakref.WeakSet[DistributedCall] = weakref.WeakSet()
+        self._inside_vectorized: weakref.WeakSet[tf.GradientTape] = weakref.WeakSet()
         self.installed = Once(self._installed)
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for name, ours in (("gradient", self._gradient), ("jacobian", self._jacobian)):
+            for name, ours in (
+                ("gradient", self._gradient),
+                ("jacobian", self._jacobian),
+                ("batch_jacobian", self._jacobian),
+                ("__enter__", self._entered),
+            ):
                 # In the class itself, as programs hold it under names of their own.
                 stack.enter_context(replaced(tf.GradientTape, name, _method(ours, getattr(tf.GradientTape, name))))
             yield
@@ -86,6 +94,8 @@ class Gradients:
     ) -> Any:
         if self.of_own_rows.is_here or _asked_by_tensorflow():
             return original(tape, target, sources, output_gradients, unconnected_gradients)
+        if tensorflow_vectorized.is_here():
+            return self._vectorized(original, tape, target, sources, output_gradients, unconnected_gradients)
         share = 1.0 / self._runtime.size if self.share is None else self.share
         targets = tf.nest.flatten(target)
         given = [None] * len(targets) if output_gradients is None else tf.nest.flatten(output_gradients)
@@ -95,7 +105,7 @@ class Gradients:
         )
         flat = tf.nest.flatten(sources)
         weights = [index for index, source in enumerate(flat) if _is_variable(source) and found[index] is not None]
-        self.taken += bool(weights)
+        self.taken += bool(weights) or (self.of_values and any(gradient is not None for gradient in found))
         for index, gradient in enumerate(found):
             if gradient is not None and index not in set(weights):
                 found[index] = _times(gradient, 1.0 / share)
@@ -105,15 +115,49 @@ class Gradients:
             found[index] = gradient
         return tf.nest.pack_sequence_as(sources, found)
 
-    def _jacobian(
-        self, original: Callable, tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not self.of_own_rows.is_here and any(map(_is_variable, tf.nest.flatten(sources))):
+    def _entered(self, original: Callable, tape: tf.GradientTape) -> tf.GradientTape:
+        if tensorflow_vectorized.is_here():
+            self._inside_vectorized.add(tape)
+        return original(tape)
+
+    def _vectorized(self, original: Callable, tape: tf.GradientTape, *args: Any) -> Any:
+        """Inside tf.vectorized_map, where every worker computes all rows (forward.py)."""
+        if tape not in self._inside_vectorized:
             raise ConfigError(
-                "tape.jacobian with respect to weights cannot be spread over workers: take tape.gradient of each"
-                " element, or train in one process."
+                "tape.gradient inside tf.vectorized_map, of a tape that was made outside of it, cannot be spread over"
+                " workers: take it in a Python loop, or with tf.map_fn(..., parallel_iterations=1)."
             )
-        return original(tape, target, sources, *args, **kwargs)
+        self.taken += 1
+        return original(tape, *args)
+
+    def _jacobian(
+        self,
+        original: Callable,
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+        parallel_iterations: int | None = None,
+        experimental_use_pfor: bool = True,
+    ) -> Any:
+        """tape.jacobian and tape.batch_jacobian."""
+        if not self.of_own_rows.is_here and not tensorflow_vectorized.is_here():
+            if any(map(_is_variable, tf.nest.flatten(sources))):
+                raise ConfigError(
+                    "tape.jacobian with respect to weights cannot be spread over workers: take tape.gradient of each"
+                    " element, or train in one process."
+                )
+            # TensorFlow's pfor makes operations anew, without the gradients that ours have. And what workers send each
+            # other has one order only if one iteration follows the other.
+            experimental_use_pfor, parallel_iterations = False, 1
+        try:
+            return original(tape, target, sources, unconnected_gradients, parallel_iterations, experimental_use_pfor)
+        except RuntimeError as error:
+            if "persistent=True" not in str(error):
+                raise
+            raise ConfigError(
+                "A Jacobian over workers with run_eagerly=True needs tf.GradientTape(persistent=True)."
+            ) from error
 
     def _summed(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """The sum over workers of each gradient.

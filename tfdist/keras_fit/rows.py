@@ -23,6 +23,7 @@ from tfdist.keras_fit.lookups import mark
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.host import as_list
+from tfdist.runtime.own_gradient import dense
 from tfdist.training.added_losses import SUM
 
 _ELEMENTS = 1024  # of an input that are compared, about
@@ -73,7 +74,7 @@ class Part:
 
     def _rows(self, whole: tf.Tensor) -> tf.Tensor:
         if id(whole) in self._others:
-            return _used_by_all(self._runtime, whole) if _is_differentiable(whole) else whole
+            return used_by_all(self._runtime, [whole])[0] if _is_differentiable(whole) else whole
         if not _is_differentiable(whole):
             return mark(whole[self._first : self._last])
         return mark(_own_rows(self._runtime, whole, self._first, self._last, self.count))
@@ -164,7 +165,7 @@ def total(runtime: PeerRuntime, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]
     @tf.custom_gradient
     def total(*tensors):
         def gradient(*upstream):
-            return [grad * tf.cast(runtime.size, grad.dtype) for grad in upstream]
+            return [grad * tf.cast(runtime.size, grad.dtype) for grad in dense(upstream)]
 
         return runtime.all_reduce(list(tensors)), gradient
 
@@ -189,7 +190,7 @@ def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence
                     if _is_differentiable(grad)
                     else None
                 )
-                for grad, start, count in zip(upstream, starts, counts, strict=True)
+                for grad, start, count in zip(dense(upstream), starts, counts, strict=True)
             ]
 
         return rows, gradient
@@ -205,7 +206,7 @@ def _own_rows(
     @tf.custom_gradient
     def own(whole) -> Any:
         def gradient(upstream):
-            rows = every_row(runtime, [upstream[:count]])[0] / tf.cast(runtime.size, upstream.dtype)
+            rows = every_row(runtime, [dense([upstream])[0][:count]])[0] / tf.cast(runtime.size, upstream.dtype)
             rows.set_shape(whole.shape)
             return rows
 
@@ -214,17 +215,17 @@ def _own_rows(
     return own(whole)
 
 
-def _used_by_all(runtime: PeerRuntime, whole: tf.Tensor) -> tf.Tensor:
-    """A tensor that all workers hold and each uses for its own rows."""
+def used_by_all(runtime: PeerRuntime, wholes: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Tensors that all workers hold and each uses for its own rows."""
 
     @tf.custom_gradient
-    def used(whole) -> Any:
-        def gradient(upstream):
-            return total(runtime, [upstream])[0] / tf.cast(runtime.size, upstream.dtype)
+    def used(*wholes):
+        def gradient(*upstream):
+            return [grad / tf.cast(runtime.size, grad.dtype) for grad in total(runtime, dense(upstream))]
 
-        return tf.identity(whole), gradient
+        return [tf.identity(whole) for whole in wholes], gradient
 
-    return used(whole)
+    return as_list(used(*wholes))
 
 
 def with_rows(structure: Any) -> list[tf.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -14,6 +14,11 @@ def with_gradient(
 
     @tf.custom_gradient
     def function(t: tf.Tensor):
-        return forward(t), backward
+        return forward(t), lambda upstream: backward(tf.convert_to_tensor(upstream))
 
     return function(x)  # pyright: ignore[reportReturnType] - by TensorFlow's types it would return the pair
+
+
+def dense(upstream: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
+    """What a tf.custom_gradient is given: also rows, where only some rows of what it has returned are looked up."""
+    return [tf.convert_to_tensor(gradient) for gradient in upstream]
