@@ -4,6 +4,7 @@ stateless_call, rows of outputs that a loss looks up, and what callbacks call th
 from __future__ import annotations
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
@@ -135,6 +136,59 @@ def fast_weights(fit, evaluate, predict, folder):
         model = of(FastWeights, *(kind() for kind in between))
         model.second_order = second_order
         found[name] = fitted(fit, model, **options)
+    return found
+
+
+class Adversaries(keras.Model):
+    """Two models and no call, as in keras.io's GANs; the second is used inside the first, too."""
+
+    def __init__(self):
+        super().__init__()
+        between = layers.BatchNormalization()
+        self.maker, self.judge = network(4, 6, 8, between), network(8, 6, 1, layers.Dropout(0.0), network(6, 5, 5))
+        self.fooled, self.seeds = keras.metrics.Mean(name="fooled"), keras.random.SeedGenerator(3)
+
+    @property
+    def metrics(self):
+        return [self.fooled]
+
+    def compile(self, maker, judge, **options):
+        super().compile(**options)
+        self.of_maker, self.of_judge = maker, judge
+
+    def train_step(self, data):
+        noise = keras.random.normal((ops.shape(data)[0], 4), seed=self.seeds)
+        with tf.GradientTape(persistent=True) as tape:
+            fake = self.maker(noise, training=True)
+            both = self.judge(ops.concatenate([fake, data], 0), training=True)
+            with tf.GradientTape() as inner:
+                inner.watch(data)
+                on_real = self.judge(data)
+            slope = ops.mean(ops.square(inner.gradient(on_real, data)))
+            tells = ops.mean(ops.softplus(both)) - ops.mean(on_real) + slope
+            fools = ops.mean(ops.softplus(-self.judge(fake)))
+        for model, optimizer, loss in ((self.maker, self.of_maker, fools), (self.judge, self.of_judge, tells)):
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        self.fooled.update_state(fools)
+        return {"fooled": self.fooled.result(), "tells": tells}
+
+    def test_step(self, data):
+        self.fooled.update_state(ops.mean(ops.square(self.judge(data))))
+        return {"fooled": self.fooled.result()}
+
+
+@case
+def models_without_a_call(fit, evaluate, predict, folder):
+    x, _ = samples(25)
+    found = {}
+    for name, options in {"graph": {}, "eager": {"run_eagerly": True}}.items():
+        keras.utils.set_random_seed(1)
+        model = Adversaries()
+        optimizers = keras.optimizers.SGD(0.2, momentum=0.5), keras.optimizers.SGD(0.2, clipnorm=0.5)
+        model.compile(*optimizers, **options)
+        histories = [fit(model, x, batch_size=13, epochs=2, validation_data=(x[:7],)).history for _ in range(2)]
+        found[name] = {"histories": histories, "weights": weights(model), "evaluated": evaluate(model, x[:11])}
+        found[name]["slots"] = [[np.asarray(one).tolist() for one in each.variables] for each in optimizers]
     return found
 
 

@@ -66,6 +66,11 @@ def has_own_call(model: keras.Model) -> bool:
     return "call" in vars(model) or class_has_own_call(type(model))
 
 
+def has_no_call(model: keras.Model) -> bool:
+    """Whether it cannot be called itself: its steps call models inside it, as those of a GAN do."""
+    return type(model).call is keras.Model.call
+
+
 def class_has_own_call(kind: type[keras.Model]) -> bool:
     """The same of its class, whatever stands in for the `call` of one model of it. Relies on `Functional.call`."""
     return kind.call not in (Functional.call, keras.Sequential.call) or kind.__call__ is not keras.Layer.__call__

@@ -26,7 +26,7 @@ def build_for(model: keras.Model, batch: Any, step: str = "train_step") -> None:
         for _ in range(1 if keras_layers.all_built(model) else 2):  # a tape sees no variables that are made meanwhile
             with contextlib.suppress(Exception), _updating_nothing(model):
                 backend.compute_output_spec(getattr(model, step), batch)
-        if keras_layers.all_built(model):
+        if keras_layers.all_built(model) or keras_layers.has_no_call(model):
             return
     elif step == "train_step" and not keras_layers.all_built(model):
         with contextlib.suppress(Exception):  # Keras says more about it below

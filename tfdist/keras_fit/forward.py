@@ -23,7 +23,6 @@ from tfdist.keras_fit.losses_inside import Scales, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together, used_by_all
-from tfdist.keras_fit.scopes import ThreadScope
 from tfdist.models import missing_rows
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
@@ -36,27 +35,34 @@ from tfdist.training.stateless_call import Arguments
 class DistributedCall:
     """Takes the global batch, computes this worker's rows, returns all rows.
 
-    Attributes: alone, a context in which each worker computes all rows itself; calls, how often it was called over the
-    workers; example, a batch to try the model with.
+    Args: compiled_as, the model that says whether XLA compiles, if it is another one, around this.
+    Attributes: alone, see Gradients; example, a batch to try the model with.
     """
 
-    def __init__(self, model: keras.Model, runtime: PeerRuntime, gradients: Gradients, random_numbers: RandomNumbers):
+    def __init__(
+        self,
+        model: keras.Model,
+        runtime: PeerRuntime,
+        gradients: Gradients,
+        random_numbers: RandomNumbers,
+        compiled_as: keras.Model | None = None,
+    ):
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call: Callable = model.call
-        self.alone = ThreadScope()
+        self.alone = gradients.alone
+        self._compiled_as = model if compiled_as is None else compiled_as
         self.example = ExampleBatch()
         self._scales = Scales(model, runtime, self.example)
         self._may_mix = row_mixing.may_mix(model)
         self._tried: list[tuple] = []  # kinds of calls
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
         self._finders: dict[str, Callable[[], Traced]] = {}  # by the inputs of a forward pass
-        self.calls = 0
         gradients.calls.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.alone.is_here or self._gradients.of_own_rows.is_here:  # the latter: inside another distributed model
             return self._call(*args, **kwargs)
-        self.calls += 1
+        self._gradients.called += 1
         if tensorflow_vectorized.is_here():  # pfor would lose the gradients of what workers exchange
             with self.alone(), batch_norm.each_alone():
                 return self._call(*args, **kwargs)
@@ -245,7 +251,7 @@ class DistributedCall:
         take out of it: what a loop or a branch computes, and lookups that do not depend on the batch, which cannot be
         told from others any more then."""
         # A stateless scope keeps what the pass updates, which must be of the graph around it.
-        if not self._model.jit_compile or tf.executing_eagerly() or keras_stateless.is_here():
+        if not self._compiled_as.jit_compile or tf.executing_eagerly() or keras_stateless.is_here():
             return False
         layers = keras_layers.all_layers(self._model)
         if kwargs.get("training") and any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):

@@ -29,6 +29,7 @@ from tfdist.keras_fit import variables
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
+from tfdist.keras_fit.refusals import inner_models
 from tfdist.keras_fit.step_function import Loop, Replacements, StepFunction
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
@@ -62,6 +63,7 @@ class DistributedModel:
         self._call = DistributedCall(model, runtime, gradients, random_numbers)
         replacements = Replacements(model, runtime, self._call, gradients, random_numbers)
         self._functions = [StepFunction(loop, replacements, functools.partial(self._prepare, loop)) for loop in Loop]
+        self._inner: dict[int, tuple[keras.Model, DistributedCall]] = {}
         self._use = _Use(training=False, optimizer=None)
 
     @classmethod
@@ -80,14 +82,16 @@ class DistributedModel:
         model = self._model
         optimizer = optimizer or getattr(model, "optimizer", None)  # a model that was never compiled has none
         self._use = _Use(training, optimizer)
+        spread = self._inner_calls() if keras_layers.has_no_call(model) else [(model, self._call)]
         if model.built:
             self._start()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(model, "call", self._call))
+            for each, call in spread:
+                stack.enter_context(replaced(each, "call", call))
             stack.enter_context(self._gradients.installed())
             stack.enter_context(self._random_numbers.installed())
-            if optimizer is not None:
-                stack.enter_context(rows_in_one_order(optimizer))
+            for each in self._optimizers():
+                stack.enter_context(rows_in_one_order(each))
             for layer in keras_layers.all_layers(model):
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
@@ -101,6 +105,20 @@ class DistributedModel:
         if training:
             self.take_the_chiefs_variables()
         self._runtime.end_call()
+
+    def _inner_calls(self) -> list[tuple[keras.Model, DistributedCall]]:
+        """Of a model without a call: the models that its steps call. One inside another computes plainly there."""
+        for inner in inner_models(self._model):
+            if id(inner) not in self._inner:
+                call = DistributedCall(inner, self._runtime, self._gradients, self._random_numbers, self._model)
+                self._inner[id(inner)] = inner, call
+        return list(self._inner.values())
+
+    def _optimizers(self) -> list[keras.Optimizer]:
+        """That of this use, and those that the model keeps beside it, as a GAN does."""
+        kept = [one for one in vars(self._model).values() if isinstance(one, keras.optimizers.Optimizer)]
+        found = [one for one in (self._use.optimizer, *kept) if one is not None]
+        return list({id(one): one for one in found}.values())
 
     def _moments_of(self, layer: keras.layers.BatchNormalization) -> Callable:
         return lambda inputs, mask: batch_norm.moments(
@@ -135,8 +153,8 @@ class DistributedModel:
 
     def take_the_chiefs_variables(self) -> None:
         """Every worker holds the chief's bits."""
-        optimizer = self._use.optimizer.variables if self._use.optimizer is not None else []
-        variables.take_the_chiefs(self._runtime, [*self._model.variables, *optimizer])
+        of_optimizers = [variable for one in self._optimizers() for variable in one.variables]
+        variables.take_the_chiefs(self._runtime, [*self._model.variables, *of_optimizers])
 
     def check_weights(self) -> None:
         """If something drifted apart all take the chief's."""

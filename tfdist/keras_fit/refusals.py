@@ -17,11 +17,10 @@ def refuse_unsupported(model: keras.Model) -> None:
             "The model was built inside a tf.distribute strategy's scope, which Keras 3 cannot train over workers:"
             " build it without a strategy; tfdist.fit spreads it itself."
         )
-    if type(model).call is keras.Model.call:
+    if keras_layers.has_no_call(model) and not inner_models(model):
         raise ConfigError(
-            f"{type(model).__name__} has no call(), so it is its inner models that would have to be spread: write the"
-            " loop of its train_step yourself, inside tfdist.spread(inner_model, its_optimizer) for each of them, or"
-            " give the class a call() that its train_step uses."
+            f"{type(model).__name__} has no call(), and no keras.Model inside it that tfdist could spread in its place:"
+            " give the class a call() that its train_step uses, or make models of what the train_step calls."
         )
     for layer in keras_layers.all_layers(model):
         if getattr(layer, "stateful", False):
@@ -32,6 +31,12 @@ def refuse_unsupported(model: keras.Model) -> None:
             )
     if isinstance(getattr(model, "optimizer", None), list):
         raise ConfigError("The model was compiled with several optimizers: tfdist.fit needs one.")
+
+
+def inner_models(model: keras.Model) -> list[keras.Model]:
+    """Those at any depth that can be called."""
+    layers = keras_layers.all_layers(model, include_self=False)
+    return [layer for layer in layers if isinstance(layer, keras.Model) and not keras_layers.has_no_call(layer)]
 
 
 def refuse_lists(purpose: str, **data: Any) -> None:

@@ -209,12 +209,12 @@ class StepFunction:
 
     def _checked_train_step(self, train_step: Callable[[Any], Any], batch: Any) -> Any:
         """Raises ConfigError if it goes past what is replaced."""
-        model, call, gradients = self._with.model, self._with.call, self._with.gradients
-        calls, taken = call.calls, gradients.taken
+        model, gradients = self._with.model, self._with.gradients
+        called, taken = gradients.called, gradients.taken
         logs = train_step(batch)
-        if call.calls == calls or (gradients.taken == taken and model.trainable_variables):
+        if gradients.called == called or (gradients.taken == taken and model.trainable_variables):
             missing, way = "takes a gradient with tf.GradientTape", "train it in one process"
-            if call.calls == calls:
+            if gradients.called == called:
                 missing = "calls the model itself"
                 way = (
                     "run model.fit, with a seed set, inside `with tfdist.spread(inner, optimizer):`, one for each inner"

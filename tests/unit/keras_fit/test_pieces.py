@@ -219,13 +219,16 @@ def test_models_that_cannot_be_spread():
     class Trainer(keras.Model):
         def __init__(self):
             super().__init__()
-            self.inner = keras.Sequential([keras.layers.Dense(1)])
+            self.inner = keras.layers.Dense(1)
 
         def train_step(self, data):
             return {"loss": keras.ops.mean(self.inner(data))}
 
-    with pytest.raises(ConfigError, match=r"Trainer has no call\(\).*tfdist.spread\(inner_model"):
+    with pytest.raises(ConfigError, match=r"Trainer has no call\(\), and no keras.Model inside it"):
         refuse_unsupported(Trainer())
+    trainer = Trainer()
+    trainer.inner = keras.Sequential([trainer.inner])
+    refuse_unsupported(trainer)
     with pytest.raises(ConfigError, match="is stateful"):
         refuse_unsupported(keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True)]))
     refuse_unsupported(keras.Sequential([keras.Input((3, 2)), keras.layers.LSTM(2)]))
