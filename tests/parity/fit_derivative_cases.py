@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
+import tfdist
 from tests.parity.fit_batch_cases import CASES, LOGITS, case
 from tests.parity.fit_cases import samples
 from tests.parity.fit_gradient_cases import is_refused, network, weights
@@ -142,10 +143,10 @@ def fast_weights(fit, evaluate, predict, folder):
 class Adversaries(keras.Model):
     """Two models and no call, as in keras.io's GANs; the second is used inside the first, too."""
 
-    def __init__(self):
+    def __init__(self, between=layers.BatchNormalization):
         super().__init__()
-        between = layers.BatchNormalization()
-        self.maker, self.judge = network(4, 6, 8, between), network(8, 6, 1, layers.Dropout(0.0), network(6, 5, 5))
+        self.maker = network(4, 6, 8, between())
+        self.judge = network(8, 6, 1, layers.Dropout(0.0), network(6, 5, 5))
         self.fooled, self.seeds = keras.metrics.Mean(name="fooled"), keras.random.SeedGenerator(3)
 
     @property
@@ -177,19 +178,39 @@ class Adversaries(keras.Model):
         return {"fooled": self.fooled.result()}
 
 
+class Judged(Adversaries):
+    def call(self, x):
+        return self.judge(x)
+
+
 @case
-def models_without_a_call(fit, evaluate, predict, folder):
+def steps_that_call_inner_models(fit, evaluate, predict, folder):
     x, _ = samples(25)
     found = {}
-    for name, options in {"graph": {}, "eager": {"run_eagerly": True}}.items():
+    for name, kind, options in (
+        ("graph", Adversaries, {}),
+        ("eager", Adversaries, {"run_eagerly": True}),
+        ("with a call", Judged, {}),
+        ("built", Judged, {"jit_compile": False}),
+    ):
         keras.utils.set_random_seed(1)
-        model = Adversaries()
+        model = kind()
+        if name == "built":
+            model(x)
+        if tfdist.init().rank:  # all begin with the chief's
+            model.maker.set_weights([0 * weight for weight in model.maker.get_weights()])
         optimizers = keras.optimizers.SGD(0.2, momentum=0.5), keras.optimizers.SGD(0.2, clipnorm=0.5)
         model.compile(*optimizers, **options)
         histories = [fit(model, x, batch_size=13, epochs=2, validation_data=(x[:7],)).history for _ in range(2)]
         found[name] = {"histories": histories, "weights": weights(model), "evaluated": evaluate(model, x[:11])}
         found[name]["slots"] = [[np.asarray(one).tolist() for one in each.variables] for each in optimizers]
-    return found
+
+    def with_mixed_rows():
+        model = Adversaries(lambda: layers.Lambda(lambda x: x - ops.mean(x, 0)))
+        model.compile("sgd", "sgd")
+        fit(model, x, batch_size=13)
+
+    return {**found, "mixed rows": is_refused(with_mixed_rows, "depends on the other rows")}
 
 
 class HardOnes(keras.Model):

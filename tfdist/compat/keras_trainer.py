@@ -5,6 +5,7 @@ fit begins.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -15,10 +16,11 @@ from tfdist.compat import keras_layers
 from tfdist.compat.temporary_attributes import replaced
 
 
-def build_for(model: keras.Model, batch: Any, step: str = "train_step") -> None:
+def build_for(model: keras.Model, batch: Any, step: str = "train_step", is_called: bool = True) -> None:
     """Builds model, compiled losses and metrics, and Keras' optimizer, as `fit` would at its first batch, or another
     loop with its `step`. One of the user's own may make other inputs and labels of the batch: it is called on symbols,
-    and what it still lacks is made where it is traced, as Keras does. Relies on `Trainer._symbolic_build` and
+    and what it still lacks is made where it is traced, as Keras does; if the model itself is never called (is_called),
+    that is all. Relies on `Trainer._symbolic_build` and
     keras.src's `compute_output_spec`; without them variables are made inside the first step, where workers cannot agree
     on them.
     """
@@ -26,7 +28,7 @@ def build_for(model: keras.Model, batch: Any, step: str = "train_step") -> None:
         for _ in range(1 if keras_layers.all_built(model) else 2):  # a tape sees no variables that are made meanwhile
             with contextlib.suppress(Exception), _updating_nothing(model):
                 backend.compute_output_spec(getattr(model, step), batch)
-        if keras_layers.all_built(model) or keras_layers.has_no_call(model):
+        if keras_layers.all_built(model) or not is_called:
             return
     elif step == "train_step" and not keras_layers.all_built(model):
         with contextlib.suppress(Exception):  # Keras says more about it below
@@ -35,10 +37,31 @@ def build_for(model: keras.Model, batch: Any, step: str = "train_step") -> None:
     model._symbolic_build(data_batch=batch)
 
 
-def _updating_nothing(model: keras.Model) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def _updating_nothing(model: keras.Model) -> Iterator[None]:
     """Of an optimizer that is built in a trace what it copies from the weights is lost."""
-    optimizer = getattr(model, "optimizer", None)
-    return contextlib.nullcontext() if optimizer is None else replaced(optimizer, "apply", lambda *_, **__: None)
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers_of(model):
+            stack.enter_context(replaced(optimizer, "apply", lambda *_, **__: None))
+        yield
+
+
+def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
+    """The compiled one, if any, and those that the model keeps beside it, as a GAN does. Relies on Keras' leaving a
+    model's attributes in its `__dict__`; without it those beside it are not the chief's at the start.
+    """
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    return list({id(one): one for one in found if isinstance(one, keras.optimizers.Optimizer)}.values())
+
+
+def step_on_symbols(model: keras.Model, batch: Any, step: str) -> bool:
+    """Calls the model's own `step` on symbols like a batch; whether it went well. Relies on keras.src's
+    `compute_output_spec`; without it a step that calls inner models in place of the model is refused.
+    """
+    with contextlib.suppress(Exception), _updating_nothing(model):
+        backend.compute_output_spec(getattr(model, step), batch)
+        return True
+    return False
 
 
 def build_for_inputs(model: keras.Model, x: Any) -> None:

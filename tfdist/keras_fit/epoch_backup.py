@@ -137,6 +137,11 @@ class EpochBackup(FitCallback):
         return [*self.fitted.variables, *self.fitted.optimizer.variables]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
+        if len(keras_trainer.optimizers_of(self.fitted)) > 1:
+            raise ConfigError(
+                "BackupAndRestore keeps the optimizer that the model was compiled with, but"
+                f" {type(self.fitted).__name__} has others beside it, which would begin anew: train without it."
+            )
         plain = [callback_state.state_of(callback) for callback in self._others]
         self._at_first = [{name: backup_file.parts_of(value) for name, value in state.items()} for state in plain]
         if self._state is None:

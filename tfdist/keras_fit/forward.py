@@ -36,7 +36,8 @@ class DistributedCall:
     """Takes the global batch, computes this worker's rows, returns all rows.
 
     Args: compiled_as, the model that says whether XLA compiles, if it is another one, around this.
-    Attributes: alone, see Gradients; example, a batch to try the model with.
+    Attributes: alone, see Gradients; asked, how often it was called in whatever way; example, a batch to try the model
+    with.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class DistributedCall:
     ):
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call: Callable = model.call
-        self.alone = gradients.alone
+        self.alone, self.asked = gradients.alone, 0
         self._compiled_as = model if compiled_as is None else compiled_as
         self.example = ExampleBatch()
         self._scales = Scales(model, runtime, self.example)
@@ -60,6 +61,7 @@ class DistributedCall:
         gradients.calls.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked += 1
         if self.alone.is_here or self._gradients.of_own_rows.is_here:  # the latter: inside another distributed model
             return self._call(*args, **kwargs)
         self._gradients.called += 1

@@ -64,6 +64,8 @@ class DistributedModel:
         replacements = Replacements(model, runtime, self._call, gradients, random_numbers)
         self._functions = [StepFunction(loop, replacements, functools.partial(self._prepare, loop)) for loop in Loop]
         self._inner: dict[int, tuple[keras.Model, DistributedCall]] = {}
+        self._calls_inner_models: bool | None = None  # not known yet
+        self._inside = contextlib.ExitStack()  # of the replacements
         self._use = _Use(training=False, optimizer=None)
 
     @classmethod
@@ -82,12 +84,14 @@ class DistributedModel:
         model = self._model
         optimizer = optimizer or getattr(model, "optimizer", None)  # a model that was never compiled has none
         self._use = _Use(training, optimizer)
-        spread = self._inner_calls() if keras_layers.has_no_call(model) else [(model, self._call)]
         if model.built:
             self._start()
         with contextlib.ExitStack() as stack:
-            for each, call in spread:
-                stack.enter_context(replaced(each, "call", call))
+            self._inside = stack
+            if self._steps_call_inner_models:
+                self._spread_inner_models()
+            if not keras_layers.has_no_call(model):
+                stack.enter_context(replaced(model, "call", self._call))
             stack.enter_context(self._gradients.installed())
             stack.enter_context(self._random_numbers.installed())
             for each in self._optimizers():
@@ -106,19 +110,40 @@ class DistributedModel:
             self.take_the_chiefs_variables()
         self._runtime.end_call()
 
-    def _inner_calls(self) -> list[tuple[keras.Model, DistributedCall]]:
-        """Of a model without a call: the models that its steps call. One inside another computes plainly there."""
+    @property
+    def _steps_call_inner_models(self) -> bool:
+        """In place of the model."""
+        return keras_layers.has_no_call(self._model) or bool(self._calls_inner_models)
+
+    def _spread_inner_models(self) -> None:
+        """One inside another computes plainly there."""
         for inner in inner_models(self._model):
             if id(inner) not in self._inner:
                 call = DistributedCall(inner, self._runtime, self._gradients, self._random_numbers, self._model)
                 self._inner[id(inner)] = inner, call
-        return list(self._inner.values())
+        for inner, call in self._inner.values():
+            self._inside.enter_context(replaced(inner, "call", call))
+
+    def _look_for_inner_calls(self, batch: Any) -> None:
+        """Before the first training step, if it is one of the user's own."""
+        model = self._model
+        if self._calls_inner_models is None and not keras_layers.has_no_call(model):
+            is_own = type(model).train_step is not keras.Model.train_step
+            asked = self._call.asked
+            self._calls_inner_models = (
+                is_own
+                and bool(inner_models(model))
+                and keras_trainer.step_on_symbols(model, batch, "train_step")
+                and self._call.asked == asked
+            )
+            if self._calls_inner_models:
+                self._spread_inner_models()
 
     def _optimizers(self) -> list[keras.Optimizer]:
-        """That of this use, and those that the model keeps beside it, as a GAN does."""
-        kept = [one for one in vars(self._model).values() if isinstance(one, keras.optimizers.Optimizer)]
-        found = [one for one in (self._use.optimizer, *kept) if one is not None]
-        return list({id(one): one for one in found}.values())
+        """That of this use, and the model's own."""
+        own = keras_trainer.optimizers_of(self._model)
+        given = self._use.optimizer
+        return own if given is None or any(given is one for one in own) else [given, *own]
 
     def _moments_of(self, layer: keras.layers.BatchNormalization) -> Callable:
         return lambda inputs, mask: batch_norm.moments(
@@ -131,11 +156,14 @@ class DistributedModel:
         """Before the first step of a loop: builds what Keras would build inside it, where the workers could not agree
         any more.
         """
+        if loop is Loop.TRAIN:
+            with self._call.alone():
+                self._look_for_inner_calls(batch)
         if self._use.is_prepared:
             return
         with self._call.alone():
             if loop is not Loop.PREDICT and (self._use.training or self._model.compiled):
-                keras_trainer.build_for(self._model, batch, f"{loop.value}_step")
+                keras_trainer.build_for(self._model, batch, f"{loop.value}_step", not self._steps_call_inner_models)
             else:
                 keras_trainer.build_for_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         self._start()

@@ -213,16 +213,14 @@ class StepFunction:
         called, taken = gradients.called, gradients.taken
         logs = train_step(batch)
         if gradients.called == called or (gradients.taken == taken and model.trainable_variables):
-            missing, way = "takes a gradient with tf.GradientTape", "train it in one process"
-            if gradients.called == called:
-                missing = "calls the model itself"
-                way = (
-                    "run model.fit, with a seed set, inside `with tfdist.spread(inner, optimizer):`, one for each inner"
-                    " model that it calls"
-                )
+            missing = (
+                "calls the model itself, or a keras.Model inside it"
+                if gradients.called == called
+                else "takes a gradient with tf.GradientTape"
+            )
             raise ConfigError(
                 f"The train_step of {type(model).__name__} never {missing}, so its work cannot be spread: let it"
-                f" use self(x) and tape.gradient, or {way}."
+                " use self(x) and tape.gradient, or train it in one process."
             )
         return logs
 

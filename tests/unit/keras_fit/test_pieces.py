@@ -75,6 +75,14 @@ def test_digests_tell_batches_apart():
         digest((tf.ragged.constant([[1], [2, 3]]),))
 
 
+def test_a_backup_without_some_of_the_optimizers_is_refused(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.other = keras.optimizers.Adam()
+    with pytest.raises(ConfigError, match="Sequential has others beside it, which would begin anew"):
+        tfdist.fit(model, np.ones([4, 2]), np.ones(4), callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
+
+
 def test_backup_of_another_model_is_refused(tmp_path):
     def fit(units, epochs):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units)])
