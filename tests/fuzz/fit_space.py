@@ -18,6 +18,7 @@ CLASSES = (
     "Noisy",
     "NoisyElsewhere",
     "Relabelled",
+    "InnerModel",
 )
 LOOPS = ("own", "on_batch", "gan", "gan_penalty")
 BACKUP_EPOCHS = 3

@@ -165,3 +165,18 @@ class Relabelled(_Own):
         outputs = self(x, training=False)
         loss = self.compute_loss(x, y, outputs, w, training=False)
         return self.told(loss) | self.compute_metrics(x, tf.one_hot(y, 3), outputs, w)
+
+
+class InnerModel(_Own):
+    """Calls a model inside it in place of itself, as keras.io's autoencoders and GANs do."""
+
+    def __init__(self, inputs, outputs, **options):
+        super().__init__(inputs, outputs, **options)
+        self.inner = keras.Model(inputs, outputs)
+
+    def train_step(self, data):
+        x, y, w = self.parts(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self.inner(x, training=True), w)
+        self.apply(tape, loss)
+        return self.told(loss)

@@ -104,7 +104,8 @@ class DistributedCall:
         if kind in self._tried:
             return
         self._tried.append(kind)
-        with tf.init_scope(), self.alone(), keras_stateless.left():
+        # A tape of the trial's own takes gradients of the rows that it is given.
+        with tf.init_scope(), self.alone(), keras_stateless.left(), self._gradients.of_own_rows():
             x = self.example.like(args[0] if len(args) == 1 and not given.kwargs else given, cut)
             take, count = taking(x, cut)
             proofs = Proofs(self._model, count)

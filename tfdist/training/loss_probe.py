@@ -24,8 +24,9 @@ ROWS = 4  # that are tried, each alone and all together
 _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
 _NOISE = 100_003  # numbers drawn at most for a weight, then again from the first; prime: rows next to each other differ
-# Of weights and rows, of which some are 25 times as large as others.
-_SIZES = ((1.0, 0.01), (1.0, 0.1), (1.0, 1.0), (1.0, 10.0), (1.0, 100.0), (0.5, 1.0), (0.25, 1.0), (0.1, 1.0))
+# Of weights, and of rows, of which some are 25 times as large as others.
+_SIZES = (*((1.0, rows) for rows in (0.01, 0.1, 1.0, 10.0, 100.0)), *((of, 1.0) for of in (0.1, 0.3, 3.0, 10.0, 50.0)))
+_APART = (0.2, 5.0)  # the smallest and the largest of rows, of batches and of tables
 _CLEAR = 0.15  # a random mean must be known as well as that
 
 Key = tuple[
@@ -182,8 +183,8 @@ class Probe:
         half, result = ROWS // 2, set()
         x = keras.tree.map_structure(lambda leaf: sound(leaf, 1.0, 1.0), self.some_rows())
         for of_weights, of_rows in _SIZES:
-            weights = [np.asarray(of_weights * each, each.dtype) for each in disturbed(self.weights, 0.3)]
-            scales = of_rows * np.geomspace(0.2, 5.0, ROWS)
+            weights = [_with_rows_apart(each, of_weights) for each in disturbed(self.weights, 0.3)]
+            scales = of_rows * np.geomspace(*_APART, ROWS)
             rows = keras.tree.map_structure(functools.partial(spread, scales=scales), x)
             batches = [self.take(rows, each) for each in (range(ROWS), range(half), range(half, ROWS))]
             whole, first, last = (self.values(batch, weights, 0, training, 0.3) for batch in batches)
@@ -265,10 +266,19 @@ def _some_of(weight: np.ndarray) -> np.ndarray:
     return weight.reshape(-1)[:: weight.size // _NOISE | 1]  # odd, so as not to stay in one column
 
 
+def _with_rows_apart(weight: np.ndarray, size: float) -> np.ndarray:
+    """So many times a weight; a table with rows of different sizes, which batches of whole numbers have by it alone."""
+    if weight.ndim < 2:
+        return np.asarray(size * weight, weight.dtype)
+    rows = np.random.default_rng(4).permutation(np.geomspace(*_APART, len(weight)))
+    return np.asarray(size * weight * rows.reshape(-1, *[1] * (weight.ndim - 1)), weight.dtype)
+
+
 def spread(leaf: tf.Tensor, scales: Sequence[float] | np.ndarray) -> tf.Tensor:
     """Rows of numbers times a scale each: between the smallest and the largest lie the limits at which a layer turns to
-    something else."""
-    if not leaf.dtype.is_floating:
+    something else. What has another number of rows stands beside a batch, and stays as it is.
+    """
+    if not leaf.dtype.is_floating or leaf.shape.rank == 0 or leaf.shape[0] != len(scales):
         return leaf
     return leaf * tf.cast(tf.reshape(tf.constant(scales), [-1, *[1] * (leaf.shape.rank - 1)]), leaf.dtype)
 

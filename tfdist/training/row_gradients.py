@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import tensorflow_tapes
 from tfdist.runtime.host import known_dims
 from tfdist.training.loss_probe import ROWS, Probe, sound, spread
 
@@ -50,7 +51,7 @@ def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float) -> bool:
 def _gradients(
     probe: Probe, x: Any, weights: Sequence[tf.Tensor], off: float, places: Sequence[int], draw: int
 ) -> list[np.ndarray]:
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
+    with tensorflow_tapes.recording(), tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(weights)
         outputs = keras.tree.flatten(probe.outputs(probe.take(x, list(places)), weights, draw, True, off))
         total: Any = sum(

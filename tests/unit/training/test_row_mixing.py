@@ -136,6 +136,17 @@ def test_gradients_of_tensorflows_own_are_no_reason_to_try():
     assert Proofs(model).of(X, added_losses.take_rows, training=True).apart
 
 
+def test_gradients_are_looked_at_while_a_step_is_traced_too():
+    model, found = model_of(layers.Dense(4), Own(backwards(MIXING_BACKWARDS["centered"]))), []
+
+    def step():
+        with tf.GradientTape(), tf.init_scope():  # as tfdist.fit does, in a train_step
+            found.append(row_mixing.mixes(model, X))
+
+    tf.function(step, autograph=False).get_concrete_function()
+    assert found == [True]
+
+
 class ClippedWeight(layers.Dense):
     """Clips the gradient of its kernel, which is a sum over rows."""
 
