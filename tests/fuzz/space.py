@@ -376,6 +376,8 @@ def conflicts(case: Mapping[str, Any]) -> str:
         and set(blocks) & {"batch_norm", "counter", "spectral", "running_mean"}
     ):
         return "the oracle takes the rows of all micro-batches at once"
+    if "floored_loss" in blocks and case["model"]["inputs"] not in ("rows", "grid"):
+        return "rows of whole numbers, which are tried as they are, may all lie on one side of the limit"
     if "centered" in blocks and ("differs" in data or set(blocks) & {*models.NO_SUMS, "spectral"}):
         return "which refusal comes first is not looked at"
     if "inner_metric" in blocks:

@@ -103,7 +103,6 @@ class DistributedCall:
         kind = (len(args), sorted(given.kwargs), cut)
         if kind in self._tried:
             return
-        self._tried.append(kind)
         # A tape of the trial's own takes gradients of the rows that it is given.
         with tf.init_scope(), self.alone(), keras_stateless.left(), self._gradients.of_own_rows():
             x = self.example.like(args[0] if len(args) == 1 and not given.kwargs else given, cut)
@@ -115,6 +114,7 @@ class DistributedCall:
                     " rows with keras.layers.BatchNormalization, or train in one process"
                 )
                 raise keras_layers.keep_message(ConfigError(row_mixing.sentence(self._model, fix)))
+        self._tried.append(kind)  # not before: a script may catch the error, and train again
 
     def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
         """(outputs, losses) of arguments that are this worker's rows already: `share` of all. Nothing is gathered."""

@@ -25,7 +25,7 @@ _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
 _NOISE = 100_003  # numbers drawn at most for a weight, then again from the first; prime: rows next to each other differ
 # Of weights, and of rows, of which some are 25 times as large as others.
-_SIZES = (*((1.0, rows) for rows in (0.01, 0.1, 1.0, 10.0, 100.0)), *((of, 1.0) for of in (0.1, 0.3, 3.0, 10.0, 50.0)))
+_SIZES = (*((1.0, of) for of in (0.01, 0.1, 1.0, 10.0, 100.0)), *((of, 1.0) for of in (0.1, 0.3, 3.0, 10.0, 50.0)))
 _APART = (0.2, 5.0)  # the smallest and the largest of rows, of batches and of tables
 _CLEAR = 0.15  # a random mean must be known as well as that
 

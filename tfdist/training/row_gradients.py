@@ -27,7 +27,9 @@ def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float) -> bool:
     """Whether the gradients by weights, in training, of a few rows together are others than the sum of those of the
     first and of the last of them. off: by how much weights and states are disturbed.
     """
-    x = keras.tree.map_structure(lambda leaf: sound(leaf, 1.0, 1.0), probe.some_rows())
+    # Whole numbers as they are: made-up ones are alike in a row, and rows that are alike can hide it.
+    rows = keras.tree.map_structure(tf.convert_to_tensor, probe.some_rows())
+    x = keras.tree.map_structure(lambda leaf: sound(leaf, 1.0, float(leaf.dtype.is_floating)), rows)
     half, every = ROWS // 2, range(ROWS)
 
     def gradients(places: Sequence[int], draw: int = 0) -> list[np.ndarray]:
