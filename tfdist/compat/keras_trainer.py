@@ -47,11 +47,25 @@ def _updating_nothing(model: keras.Model) -> Iterator[None]:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
-    """The compiled one, if any, and those that the model keeps beside it, as a GAN does. Relies on Keras' leaving a
-    model's attributes in its `__dict__`; without it those beside it are not the chief's at the start.
+    """The compiled one, if any, and those that the model keeps beside it, as a GAN does: as attributes, in lists and
+    dicts, and of inner models that can train. Relies on Keras' leaving a model's attributes in its `__dict__`; without
+    it those beside it are not the chief's at the start.
     """
-    found = [getattr(model, "optimizer", None), *vars(model).values()]
-    return list({id(one): one for one in found if isinstance(one, keras.optimizers.Optimizer)}.values())
+    inner = [layer for layer in keras_layers.all_layers(model, include_self=False) if isinstance(layer, keras.Model)]
+    of_inner = [getattr(each, "optimizer", None) for each in inner if each.trainable_variables]
+    held = _optimizers_in([getattr(model, "optimizer", None), list(vars(model).values()), of_inner])
+    return list({id(one): one for one in held}.values())
+
+
+def _optimizers_in(value: Any, depth: int = 0) -> Iterator[keras.Optimizer]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, dict | list | tuple) and depth < _DEEPEST:
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _optimizers_in(each, depth + 1)
+
+
+_DEEPEST = 4  # containers in containers
 
 
 def step_on_symbols(model: keras.Model, batch: Any, step: str) -> bool:

@@ -65,6 +65,7 @@ class DistributedModel:
         self._functions = [StepFunction(loop, replacements, functools.partial(self._prepare, loop)) for loop in Loop]
         self._inner: dict[int, tuple[keras.Model, DistributedCall]] = {}
         self._calls_inner_models: bool | None = None  # not known yet
+        self._may_call_inner_models = False
         self._inside = contextlib.ExitStack()  # of the replacements
         self._use = _Use(training=False, optimizer=None)
 
@@ -88,7 +89,7 @@ class DistributedModel:
             self._start()
         with contextlib.ExitStack() as stack:
             self._inside = stack
-            if self._steps_call_inner_models:
+            if self._steps_call_inner_models or self._may_call_inner_models:
                 self._spread_inner_models()
             if not keras_layers.has_no_call(model):
                 stack.enter_context(replaced(model, "call", self._call))
@@ -129,14 +130,12 @@ class DistributedModel:
         model = self._model
         if self._calls_inner_models is None and not keras_layers.has_no_call(model):
             is_own = type(model).train_step is not keras.Model.train_step
-            asked = self._call.asked
-            self._calls_inner_models = (
-                is_own
-                and bool(inner_models(model))
-                and keras_trainer.step_on_symbols(model, batch, "train_step")
-                and self._call.asked == asked
-            )
-            if self._calls_inner_models:
+            may, asked = is_own and bool(inner_models(model)), self._call.asked
+            knows = may and keras_trainer.step_on_symbols(model, batch, "train_step")
+            self._calls_inner_models = knows and self._call.asked == asked
+            # A step that does not run on symbols may call either: inside the model the inner ones compute plainly.
+            self._may_call_inner_models = may and not knows
+            if self._calls_inner_models or self._may_call_inner_models:
                 self._spread_inner_models()
 
     def _optimizers(self) -> list[keras.Optimizer]:
@@ -164,7 +163,7 @@ class DistributedModel:
         with self._call.alone():
             if loop is not Loop.PREDICT and (self._use.training or self._model.compiled):
                 keras_trainer.build_for(self._model, batch, f"{loop.value}_step", not self._steps_call_inner_models)
-            else:
+            elif not self._steps_call_inner_models:
                 keras_trainer.build_for_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         self._start()
         self._use.is_prepared = True  # a layer that is never used is never built

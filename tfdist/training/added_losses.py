@@ -89,7 +89,7 @@ def added_losses(
             if calm.keys() == found.keys():
                 found = {key: calm[key] if found[key] == OTHER else found[key] for key in found}
         if not all(is_of_keras(probe.layers[number]) for number, _ in found):
-            found |= dict.fromkeys(probe.bent(found, training=True), OTHER)
+            found = probe.tried_apart(found, training=True)
         for key, scales in found.items():
             if scales == UNKNOWN and not probe.depends_on_rows(key):
                 found[key] = MEAN

@@ -17,16 +17,15 @@ from tfdist.compat import keras_layers, tensorflow_random
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.calm_layers import calmed
 from tfdist.training.stateless_call import stateless_call
+from tfdist.training.trial_values import APART, disturbed, sound, spread, with_rows_apart
 
 MEAN, SUM = "mean", "sum"
 UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"
 ROWS = 4  # that are tried, each alone and all together
 _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
-_NOISE = 100_003  # numbers drawn at most for a weight, then again from the first; prime: rows next to each other differ
 # Of weights, and of rows, of which some are 25 times as large as others.
 _SIZES = (*((1.0, of) for of in (0.01, 0.1, 1.0, 10.0, 100.0)), *((of, 1.0) for of in (0.1, 0.3, 3.0, 10.0, 50.0)))
-_APART = (0.2, 5.0)  # the smallest and the largest of rows, of batches and of tables
 _CLEAR = 0.15  # a random mean must be known as well as that
 
 Key = tuple[
@@ -176,29 +175,36 @@ class Probe:
                 break
         return {key: MEAN if scales == _WEAK else scales for key, scales in found.items()}
 
-    def bent(self, found: dict[Key, str], training: bool) -> set[Key]:
-        """Which of the losses that were found to be means or sums are none where rows are of different sizes: what is
-        cut off after the mean (`maximum(mean, limit)`, as for free bits) is one on one side of the limit only.
+    def tried_apart(self, found: dict[Key, str], training: bool) -> dict[Key, str]:
+        """`found`, after a try with rows of different sizes: what is cut off after the mean (`maximum(mean, limit)`, as
+        for free bits) is a mean on one side of the limit only, and what begins at a limit was 0 before.
         """
-        half, result = ROWS // 2, set()
+        half = ROWS // 2
+        left = {key: {SUM, MEAN} if scales == UNKNOWN else {scales} for key, scales in found.items()}
         x = keras.tree.map_structure(lambda leaf: sound(leaf, 1.0, 1.0), self.some_rows())
         for of_weights, of_rows in _SIZES:
-            weights = [_with_rows_apart(each, of_weights) for each in disturbed(self.weights, 0.3)]
-            scales = of_rows * np.geomspace(*_APART, ROWS)
-            rows = keras.tree.map_structure(functools.partial(spread, scales=scales), x)
+            weights = [with_rows_apart(each, of_weights) for each in disturbed(self.weights, 0.3)]
+            rows = keras.tree.map_structure(functools.partial(spread, scales=of_rows * np.geomspace(*APART, ROWS)), x)
             batches = [self.take(rows, each) for each in (range(ROWS), range(half), range(half, ROWS))]
-            whole, first, last = (self.values(batch, weights, 0, training, 0.3) for batch in batches)
-            if not whole.keys() == first.keys() == last.keys():
-                continue
-            for key, value in whole.items():
-                expected = (first[key] + last[key]) / (2 if found.get(key) == MEAN else 1)
-                largest = max(abs(value), abs(first[key]), abs(last[key]))
-                if np.isfinite(largest) and abs(value - expected) > self.tolerance * largest:
-                    result.add(key)
-            if result:
-                redrawn = self.values(batches[0], weights, 1, training, 0.3)
-                result = {key for key in result if redrawn.get(key) == whole[key]}  # what is random tells nothing
-        return result & found.keys()
+            whole, *halves = (self.values(batch, weights, 0, training, 0.3) for batch in batches)
+            wrong = {
+                (key, scales)
+                for key, kinds in left.items()
+                for scales in kinds & {SUM, MEAN}
+                if all(key in one for one in (whole, *halves))
+                and self._is_not(scales, whole[key], [one[key] for one in halves])
+            }
+            # What is random tells nothing.
+            redrawn = self.values(batches[0], weights, 1, training, 0.3) if wrong else {}
+            for key, scales in wrong:
+                if redrawn.get(key) == whole[key]:
+                    left[key] = left[key] - {scales}
+        return {key: found[key] if len(kinds) > 1 else next(iter(kinds), OTHER) for key, kinds in left.items()}
+
+    def _is_not(self, scales: str, whole: float, halves: Sequence[float]) -> bool:
+        largest = max(map(abs, (whole, *halves)))
+        expected = sum(halves) / (len(halves) if scales == MEAN else 1)
+        return bool(np.isfinite(largest)) and abs(whole - expected) > self.tolerance * largest
 
     def _judged(
         self, weights: Sequence[np.ndarray], kept: float, noise: float, how: tuple[bool, float]
@@ -246,54 +252,3 @@ def _verdict_of_draws(draws: np.ndarray) -> str:
         if abs(means[ROWS] - expected) <= 4 * uncertain and uncertain <= _CLEAR * abs(expected):
             return scales
     return OTHER
-
-
-def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
-    """Other weights: an initial 0 can hide what a loss depends on. The same if `by` is 0."""
-    if not by:
-        return weights
-    random = np.random.default_rng(0)
-    result = []
-    for weight in weights:
-        scale = by * (float(np.std(_some_of(weight), dtype=np.float64)) or 0.1)
-        noise = np.float32(scale) * random.standard_normal(min(weight.size, _NOISE), np.float32)
-        result.append((weight + np.resize(noise, weight.shape)).astype(weight.dtype))
-    return result
-
-
-def _some_of(weight: np.ndarray) -> np.ndarray:
-    """Enough of its numbers to know their spread."""
-    return weight.reshape(-1)[:: weight.size // _NOISE | 1]  # odd, so as not to stay in one column
-
-
-def _with_rows_apart(weight: np.ndarray, size: float) -> np.ndarray:
-    """So many times a weight; a table with rows of different sizes, which batches of whole numbers have by it alone."""
-    if weight.ndim < 2:
-        return np.asarray(size * weight, weight.dtype)
-    rows = np.random.default_rng(4).permutation(np.geomspace(*_APART, len(weight)))
-    return np.asarray(size * weight * rows.reshape(-1, *[1] * (weight.ndim - 1)), weight.dtype)
-
-
-def spread(leaf: tf.Tensor, scales: Sequence[float] | np.ndarray) -> tf.Tensor:
-    """Rows of numbers times a scale each: between the smallest and the largest lie the limits at which a layer turns to
-    something else. What has another number of rows stands beside a batch, and stays as it is.
-    """
-    if not leaf.dtype.is_floating or leaf.shape.rank == 0 or leaf.shape[0] != len(scales):
-        return leaf
-    return leaf * tf.cast(tf.reshape(tf.constant(scales), [-1, *[1] * (leaf.shape.rank - 1)]), leaf.dtype)
-
-
-def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
-    """`kept` of a tensor without its NaN, and, with `noise`, other values in each row: of whole numbers, which may be
-    places in a table, some that were there."""
-    leaf = tf.convert_to_tensor(leaf)
-    if leaf.dtype.is_floating:
-        values = kept * tf.where(tf.math.is_finite(leaf), leaf, tf.zeros_like(leaf))
-        drawn = tf.constant(np.random.default_rng(1).normal(size=leaf.shape), leaf.dtype)
-        return values + noise * drawn * (tf.math.reduce_std(values) + tf.ones([], leaf.dtype))
-    numbers = leaf.numpy()
-    if leaf.dtype.is_integer and noise and numbers.ndim > 1 and numbers.size:
-        rows, places = numbers.reshape(len(numbers), -1), np.arange(len(numbers))
-        one_each = rows[places, places % rows.shape[1]]
-        return tf.constant(np.broadcast_to(one_each.reshape(-1, *[1] * (numbers.ndim - 1)), numbers.shape))
-    return leaf

@@ -21,8 +21,9 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import known_dims
 from tfdist.training.added_losses import take_rows
-from tfdist.training.loss_probe import ROWS, generators_kept, spread
+from tfdist.training.loss_probe import ROWS, generators_kept
 from tfdist.training.scores import Scores
+from tfdist.training.trial_values import spread
 
 _TOLERANCE = 1e-4  # of the largest number of a sample's own
 _SCALES = (

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tfdist.compat import tensorflow_tapes
 from tfdist.runtime.host import known_dims
-from tfdist.training.loss_probe import ROWS, Probe, sound, spread
+from tfdist.training.loss_probe import ROWS, Probe
+from tfdist.training.trial_values import sound, spread
 
 _SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limits lie between two of them
 _ROUNDED = 1e-3  # of the largest number of a gradient

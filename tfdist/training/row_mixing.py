@@ -28,8 +28,9 @@ from tfdist.runtime.base import Runtime
 from tfdist.training import row_gradients
 from tfdist.training.added_losses import take_rows
 from tfdist.training.calm_layers import holds_own_function, is_of_keras
-from tfdist.training.loss_probe import ROWS, Probe, Take, disturbed, generators_kept, sound, spread
+from tfdist.training.loss_probe import ROWS, Probe, Take, generators_kept
 from tfdist.training.row_proof import Proofs
+from tfdist.training.trial_values import disturbed, sound, spread
 
 _TOLERANCE = 1e-5  # of the largest output
 _MOST = 64  # rows of an attempt

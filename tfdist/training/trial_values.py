@@ -1,0 +1,63 @@
+"""Other weights and rows than a run has, to try a model with: an initial 0 or rows that look alike can hide much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+APART = (0.2, 5.0)  # the smallest and the largest of rows, of batches and of tables
+_NOISE = 100_003  # numbers drawn at most for a weight, then again from the first; prime: rows next to each other differ
+
+
+def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
+    """Other weights: an initial 0 can hide what a loss depends on. The same if `by` is 0."""
+    if not by:
+        return weights
+    random = np.random.default_rng(0)
+    result = []
+    for weight in weights:
+        scale = by * (float(np.std(_some_of(weight), dtype=np.float64)) or 0.1)
+        noise = np.float32(scale) * random.standard_normal(min(weight.size, _NOISE), np.float32)
+        result.append((weight + np.resize(noise, weight.shape)).astype(weight.dtype))
+    return result
+
+
+def _some_of(weight: np.ndarray) -> np.ndarray:
+    """Enough of its numbers to know their spread."""
+    return weight.reshape(-1)[:: weight.size // _NOISE | 1]  # odd, so as not to stay in one column
+
+
+def with_rows_apart(weight: np.ndarray, size: float) -> np.ndarray:
+    """So many times a weight; a table with rows of different sizes, which batches of whole numbers have by it alone."""
+    if weight.ndim < 2:
+        return np.asarray(size * weight, weight.dtype)
+    rows = np.random.default_rng(4).permutation(np.geomspace(*APART, len(weight)))
+    return np.asarray(size * weight * rows.reshape(-1, *[1] * (weight.ndim - 1)), weight.dtype)
+
+
+def spread(leaf: tf.Tensor, scales: Sequence[float] | np.ndarray) -> tf.Tensor:
+    """Rows of numbers times a scale each: between the smallest and the largest lie the limits at which a layer turns to
+    something else. What has another number of rows stands beside a batch, and stays as it is.
+    """
+    if not leaf.dtype.is_floating or leaf.shape.rank == 0 or leaf.shape[0] != len(scales):
+        return leaf
+    return leaf * tf.cast(tf.reshape(tf.constant(scales), [-1, *[1] * (leaf.shape.rank - 1)]), leaf.dtype)
+
+
+def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
+    """`kept` of a tensor without its NaN, and, with `noise`, other values in each row: of whole numbers, which may be
+    places in a table, some that were there."""
+    leaf = tf.convert_to_tensor(leaf)
+    if leaf.dtype.is_floating:
+        values = kept * tf.where(tf.math.is_finite(leaf), leaf, tf.zeros_like(leaf))
+        drawn = tf.constant(np.random.default_rng(1).normal(size=leaf.shape), leaf.dtype)
+        return values + noise * drawn * (tf.math.reduce_std(values) + tf.ones([], leaf.dtype))
+    numbers = leaf.numpy()
+    if leaf.dtype.is_integer and noise and numbers.ndim > 1 and numbers.size:
+        rows, places = numbers.reshape(len(numbers), -1), np.arange(len(numbers))
+        one_each = rows[places, places % rows.shape[1]]
+        return tf.constant(np.broadcast_to(one_each.reshape(-1, *[1] * (numbers.ndim - 1)), numbers.shape))
+    return leaf
