@@ -25,6 +25,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.compat.tensorflow_graphs import operation_number
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
@@ -197,4 +198,9 @@ def _check(optimizer: keras.Optimizer, model: keras.Model, stage: int) -> None:
                 f"--zero=3, but {variable.path} has a regularizer, which needs the whole variable: use --weight_decay"
                 " instead, or --zero=2."
             )
+    if stage == 3 and (own := keras_layers.own_trainable_variables(model)):
+        raise ConfigError(
+            f"--zero=3 puts the variables of a layer together while it is called, but {own[0].path} is the model's own,"
+            " which is there while all of its layers are called: make it a weight of a layer, or use --zero=2."
+        )
     refuse_assigned(model, model.trainable_variables, f"--zero={stage}")
