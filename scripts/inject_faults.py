@@ -151,6 +151,41 @@ FAULTS: dict[str, Fault] = {
         "runtime.rank == 0 and",
         ("tests/unit/training/test_row_mixing.py",),
     ),
+    "mixed on the way back": Fault(
+        "gradients of whole batches pass for the sums of those of their rows",
+        "training/row_gradients.py",
+        "return _differ(together, sums, rounded, known) and",
+        "return False and",
+        ("tests/unit/training/test_row_mixing.py",),
+    ),
+    "mixed above a value": Fault(
+        "rows that a model is tried with are all of one size",
+        "training/trial_values.py",
+        "or leaf.shape[0] != len(scales)",
+        "or leaf.shape[0] == len(scales)",
+        ("tests/unit/training/test_row_mixing.py",),
+    ),
+    "mixing objective": Fault(
+        "in-batch negatives pass for losses of single samples",
+        "training/objective_rows.py",
+        "return found and not any(",
+        "return False and not any(",
+        ("tests/unit/training/test_objective_rows.py",),
+    ),
+    "idle weights": Fault(
+        "weights that the loss does not depend on are decayed",
+        "training/connected.py",
+        "piece if self._found is None or place in self._found else None",
+        "piece",
+        ("tests/unit/training/test_step.py",),
+    ),
+    "fast weights": Fault(
+        "a gradient with respect to values that stand for weights is of one worker's rows",
+        "keras_fit/rows.py",
+        "for grad in total(runtime, dense(upstream))]",
+        "for grad in dense(upstream)]",
+        ("tests/parity/test_fit.py",),
+    ),
     "row proof": Fault(
         "a softmax over the rows of a batch passes for one of each row",
         "training/row_rules.py",
@@ -168,8 +203,8 @@ FAULTS: dict[str, Fault] = {
     "number of rows": Fault(
         "a model that goes by the number of rows of its batch trains on a worker's part of them",
         "training/row_mixing.py",
-        "attempt.moves and _depends_on_its_place",
-        "False and _depends_on_its_place",
+        "_depends_on_its_place(outputs, together, number, tolerance)\n",
+        "False\n",
         ("tests/unit/training/test_row_mixing.py",),
     ),
     "faded in": Fault(

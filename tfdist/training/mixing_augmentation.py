@@ -28,6 +28,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.training.added_losses import take_rows
 from tfdist.training.loss_probe import generators_kept
 from tfdist.training.row_trials import come_in_parts
+from tfdist.training.trial_values import differ
 
 _ROWS = 8  # that are tried
 _TOLERANCE = 1e-5  # of the largest value
@@ -73,34 +74,31 @@ def _mixes(function: augment.Augmentation | None, split: Split, seed: int) -> bo
             keras.utils.set_random_seed(draw)
             traced[draw] = tf.function(function, autograph=False)
         values = tf.nest.flatten(traced[draw](*take_rows(given, places)))
-        return [value.numpy() for value in values if value.dtype.is_numeric or value.dtype.is_bool]
+        return [tf.cast(value, tf.float64).numpy() for value in values if value.dtype.is_numeric or value.dtype.is_bool]
 
     stateless, every = False, range(_ROWS)
     together = outputs(every, 0)
-    stateless = not any(map(_differ, together, outputs(every, 1)))
+    stateless = not _any_differ(together, outputs(every, 1))
     return _depends_on_others(outputs, together) or (stateless and _depends_on_its_place(outputs, together))
 
 
 def _depends_on_others(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
     found = any(
-        _differ(whole[place], alone[place])
+        differ(whole[place], alone[place], _TOLERANCE)
         for place in range(_ROWS)
         for whole, alone in zip(together, outputs([place] * _ROWS, 0), strict=True)
     )
     # What cannot be repeated tells nothing.
-    return found and not any(map(_differ, together, outputs(range(_ROWS), 0)))
+    return found and not _any_differ(together, outputs(range(_ROWS), 0))
 
 
 def _depends_on_its_place(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
     """As of what divides by the number of rows, or draws from a seed of its own for each place."""
     places = [_ROWS - 1, 1, 0]
     return any(
-        _differ(whole[places], moved, _ROUNDED) for whole, moved in zip(together, outputs(places, 0), strict=True)
+        differ(whole[places], moved, _ROUNDED) for whole, moved in zip(together, outputs(places, 0), strict=True)
     )
 
 
-def _differ(one: np.ndarray, other: np.ndarray, tolerance: float = _TOLERANCE) -> bool:
-    one, other = one.astype(np.float64), other.astype(np.float64)
-    finite = np.isfinite(one) & np.isfinite(other)
-    largest = np.max(np.abs(one), where=np.isfinite(one), initial=0.0)
-    return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > tolerance * largest))
+def _any_differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    return any(differ(one, other, _TOLERANCE) for one, other in zip(some, others, strict=True))

@@ -23,7 +23,7 @@ from tfdist.runtime.host import known_dims
 from tfdist.training.added_losses import take_rows
 from tfdist.training.loss_probe import ROWS, generators_kept
 from tfdist.training.scores import Scores
-from tfdist.training.trial_values import spread
+from tfdist.training.trial_values import differ, spread
 
 _TOLERANCE = 1e-4  # of the largest number of a sample's own
 _SCALES = (
@@ -88,15 +88,9 @@ def _mixes(objective: Callable[..., Scores], outputs: Any, y: Any, w: Any) -> bo
     others = [(place, scores([place] * ROWS), place) for place in (0, last)]
     others.append((last, scores([last, 0]), 0))  # among fewer, and in another place
     found = any(
-        _differ(one[place], other[at])
+        differ(one[place], other[at], _TOLERANCE)
         for place, those, at in others
         for one, other in zip(together, those, strict=True)
     )
     # What draws random numbers tells nothing.
-    return found and not any(_differ(one, other) for one, other in zip(together, scores(every), strict=True))
-
-
-def _differ(one: np.ndarray, other: np.ndarray) -> bool:
-    finite = np.isfinite(one) & np.isfinite(other)
-    largest = np.max(np.abs(one), where=np.isfinite(one), initial=0.0)
-    return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > _TOLERANCE * largest))
+    return found and not any(differ(one, other, _TOLERANCE) for one, other in zip(together, scores(every), strict=True))

@@ -30,7 +30,7 @@ from tfdist.training.added_losses import take_rows
 from tfdist.training.calm_layers import holds_own_function, is_of_keras
 from tfdist.training.loss_probe import ROWS, Probe, Take, generators_kept
 from tfdist.training.row_proof import Proofs
-from tfdist.training.trial_values import disturbed, sound, spread
+from tfdist.training.trial_values import differ, disturbed, sound, spread
 
 _TOLERANCE = 1e-5  # of the largest output
 _MOST = 64  # rows of an attempt
@@ -171,7 +171,7 @@ def _depends_on_others(
 ) -> bool:
     """of_row: the tolerance in parts of what is largest in the row itself, where rows are of different sizes."""
     found = any(
-        _differs(one[place], other[place], *(np.abs(one[place]), of_row) if of_row else (np.abs(one), _TOLERANCE))
+        differ(one[place], other[place], *(of_row, one[place]) if of_row else (_TOLERANCE, one))
         for place in (0, number - 1)
         for one, other in zip(together, outputs([place] * number), strict=True)
     )
@@ -179,7 +179,7 @@ def _depends_on_others(
         return False
     # Only where something differs: most models do not mix rows.
     repeated = outputs(list(range(number)))
-    return not any(_differs(a, b, np.abs(a)) for a, b in zip(together, repeated, strict=True))
+    return not any(differ(a, b, _TOLERANCE) for a, b in zip(together, repeated, strict=True))
 
 
 def _depends_on_its_place(
@@ -190,17 +190,11 @@ def _depends_on_its_place(
     places = [number - 1, 0]
     moved = outputs(places)
     if len(moved) != len(together) or not any(
-        _differs(a[places], b, np.abs(a), tolerance) for a, b in zip(together, moved, strict=True)
+        differ(a[places], b, tolerance, a) for a, b in zip(together, moved, strict=True)
     ):
         return False
     redrawn = outputs(list(range(number)), 1)
-    return not any(_differs(a, b, np.abs(a)) for a, b in zip(together, redrawn, strict=True))
-
-
-def _differs(one: np.ndarray, other: np.ndarray, sizes: np.ndarray, tolerance: float = _TOLERANCE) -> bool:
-    finite = np.isfinite(one) & np.isfinite(other)
-    largest = np.max(sizes, where=np.isfinite(sizes), initial=0.0)
-    return bool(np.any(np.abs(np.where(finite, one - other, 0.0)) > tolerance * largest))
+    return not any(differ(a, b, _TOLERANCE) for a, b in zip(together, redrawn, strict=True))
 
 
 def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any], proofs: Proofs | None = None) -> None:

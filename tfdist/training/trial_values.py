@@ -61,3 +61,14 @@ def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
         one_each = rows[places, places % rows.shape[1]]
         return tf.constant(np.broadcast_to(one_each.reshape(-1, *[1] * (numbers.ndim - 1)), numbers.shape))
     return leaf
+
+
+def differ(one: np.ndarray, other: np.ndarray, tolerance: float, sizes: np.ndarray | None = None) -> bool:
+    """Whether numbers of what was tried twice are more than `tolerance` apart, in parts of the largest of `sizes`
+    (`one` if not given). What is not finite tells nothing.
+    """
+    finite = np.isfinite(one) & np.isfinite(other)
+    sizes = np.abs(one if sizes is None else sizes)
+    largest = np.max(sizes, where=np.isfinite(sizes), initial=0.0)
+    apart = np.subtract(one, other, out=np.zeros(np.shape(one)), where=finite)
+    return bool(np.any(np.abs(apart) > tolerance * largest))
