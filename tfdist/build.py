@@ -8,6 +8,7 @@ restore -> observers -> loop.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -262,8 +263,9 @@ def _tried_on_rows(
 ) -> SumsAsMeans:
     """See `row_trials.tried`; before the model is spread over a mesh."""
 
-    def batch() -> Any:
-        return next(iter(train_dataset(config, split, BatchPlan(row_trials.ROWS, 1, 1), 0, 0)))
+    @functools.cache
+    def batch(rows: int) -> Any:
+        return next(iter(train_dataset(config, split, BatchPlan(rows, 1, 1), 0, 0)))
 
     return row_trials.tried(config, runtime, model, objective, plan, batch)
 

@@ -22,12 +22,8 @@ CLASSES = (
 )
 LOOPS = ("own", "on_batch", "gan", "gan_penalty")
 BACKUP_EPOCHS = 3
-ADDING = {
-    "mean_loss",
-    "sum_loss",
-    *models.NO_SUMS,
-    "activity_loss",
-}  # blocks that add losses in the type they compute in
+# Blocks that add losses in the type they compute in.
+ADDING = {"mean_loss", "sum_loss", *models.NO_SUMS, "activity_loss"}
 
 
 def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:

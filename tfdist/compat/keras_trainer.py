@@ -26,8 +26,7 @@ def build_for(model: keras.Model, batch: Any, step: str = "train_step", is_calle
     """
     if getattr(type(model), step) is not getattr(keras.Model, step):
         for _ in range(1 if keras_layers.all_built(model) else 2):  # a tape sees no variables that are made meanwhile
-            with contextlib.suppress(Exception), _updating_nothing(model):
-                backend.compute_output_spec(getattr(model, step), batch)
+            step_on_symbols(model, batch, step)
         if keras_layers.all_built(model) or not is_called:
             return
     elif step == "train_step" and not keras_layers.all_built(model):

@@ -122,11 +122,11 @@ class Probe:
             ]
         return self._states_off[off]
 
-    def _run(self, x: Any, weights: Sequence[np.ndarray], *how: Any) -> list[tuple[Key, tf.Tensor]]:
+    def _run(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], *how: Any) -> list[tuple[Key, tf.Tensor]]:
         self.outputs(x, weights, *how)
         return self._added
 
-    def values(self, x: Any, weights: Sequence[np.ndarray], *how: Any) -> dict[Key, float]:
+    def values(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], *how: Any) -> dict[Key, float]:
         """Of the losses. how: as for `outputs`."""
         return {key: float(loss) for key, loss in self._run(x, weights, *how)}
 
@@ -182,8 +182,11 @@ class Probe:
         half = ROWS // 2
         left = {key: {SUM, MEAN} if scales == UNKNOWN else {scales} for key, scales in found.items()}
         x = keras.tree.map_structure(lambda leaf: sound(leaf, 1.0, 1.0), self.some_rows())
+        others = disturbed(self.weights, 0.3)
         for of_weights, of_rows in _SIZES:
-            weights = [with_rows_apart(each, of_weights) for each in disturbed(self.weights, 0.3)]
+            weights = [
+                tf.constant(with_rows_apart(each, of_weights)) for each in others
+            ]  # copied once, not at each call
             rows = keras.tree.map_structure(functools.partial(spread, scales=of_rows * np.geomspace(*APART, ROWS)), x)
             batches = [self.take(rows, each) for each in (range(ROWS), range(half), range(half, ROWS))]
             whole, *halves = (self.values(batch, weights, 0, training, 0.3) for batch in batches)

@@ -26,10 +26,8 @@ from tfdist.training.scores import Scores
 from tfdist.training.trial_values import differ, spread
 
 _TOLERANCE = 1e-4  # of the largest number of a sample's own
-_SCALES = (
-    np.ones(ROWS),
-    np.geomspace(1e-2, 1e2, ROWS),
-)  # of the outputs of each sample: limits lie between two of them
+# Of the outputs of each sample: limits lie between two of them.
+_SCALES = (np.ones(ROWS), np.geomspace(1e-2, 1e2, ROWS))
 
 
 def refuse(

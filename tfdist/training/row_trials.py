@@ -12,7 +12,7 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.base import Runtime
 from tfdist.training import objective_rows, row_mixing
 from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
-from tfdist.training.loss_probe import ROWS as ROWS
+from tfdist.training.loss_probe import ROWS
 from tfdist.training.objectives import Objective
 from tfdist.training.row_proof import Proofs
 
@@ -29,22 +29,22 @@ def tried(
     model: keras.Model,
     objective: Objective,
     plan: BatchPlan,
-    batch: Callable[[], Any],
+    batch: Callable[[int], Any],
 ) -> SumsAsMeans:
     """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Raises
     ConfigError if what they add is neither a sum nor a mean, or if a model or an objective of the user's own mixes
-    rows. batch: ROWS samples (x, y, w).
+    rows. batch: (number) -> so many samples (x, y, w), always the same.
     """
     in_parts = come_in_parts(config, runtime, plan)
     proofs = Proofs(model, plan.global_batch)
 
     def rows() -> Any:
-        return batch()[0]
+        return batch(ROWS)[0]
 
     # Several workers of one replica train on whole batches, but evaluate on a last one that is filled up.
     if (in_parts or runtime.size > 1) and config.model.row_mixing == "refuse":
         if ":" in config.model.model:
             row_mixing.refuse(runtime, model, rows, proofs)
         if ":" in config.model.objective:
-            objective_rows.refuse(runtime, config.model.objective, objective, model, batch)
+            objective_rows.refuse(runtime, config.model.objective, objective, model, lambda: batch(ROWS))
     return found_by_the_chief(runtime, model, rows, proofs) if in_parts else SumsAsMeans(())
