@@ -95,11 +95,11 @@ def snapshot(run_dir: Path, step: int) -> dict[str, np.ndarray]:
     return store.read(store.verify(step))
 
 
-def wait_for(condition, timeout: float = 120) -> None:
+def wait_for(condition, timeout: float = 120, pause: float = 0.05) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 def workers_training(run_dir: Path) -> int:
@@ -117,13 +117,13 @@ def children(pid: int) -> list[int]:
     """The processes that a process has started, the oldest first; by their numbers they are not, once these begin again
     at the lowest.
     """
-    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
     found = []
-    for child in listed:
+    for other in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since, and was waited for
-            name, _, fields = Path(f"/proc/{child}/stat").read_text().partition("(")[2].rpartition(")")
-            if name != ZYGOTE:
-                found.append((int(fields.split()[19]), int(child)))  # when it was started
+            name, _, rest = Path(f"/proc/{other}/stat").read_text().partition("(")[2].rpartition(")")
+            fields = rest.split()
+            if int(fields[1]) == pid and name != ZYGOTE:
+                found.append((int(fields[19]), int(other)))  # when it was started
     return [child for _, child in sorted(found)]
 
 

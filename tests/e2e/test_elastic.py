@@ -102,9 +102,17 @@ def test_a_lost_worker_is_done_without_and_replaced(lost, undisturbed, tmp_path)
     with elastic_job(tmp_path) as (process, _):
         before = children(process.pid)
         os.kill(before[lost], signal.SIGKILL)
-        wait_for(lambda: set(children(process.pid)) - set(before), SLOW_MACHINE_SECONDS)
-        (newcomer,) = set(children(process.pid)) - set(before)
-        os.kill(newcomer, signal.SIGSTOP)  # or it may be ready before both others have noticed the loss
+        newcomers: list[int] = []
+
+        def comes() -> bool:
+            newcomers[:] = set(children(process.pid)) - set(before)
+            return bool(newcomers)
+
+        # Stopped at once: half a second later it is ready, maybe before both others have noticed the loss, and they wait
+        # for it in a group of three.
+        wait_for(comes, SLOW_MACHINE_SECONDS, pause=0.005)
+        (newcomer,) = newcomers
+        os.kill(newcomer, signal.SIGSTOP)
         wait_for(lambda: [workers for workers, _ in groups(tmp_path)] == [3, 2], SLOW_MACHINE_SECONDS)
         os.kill(newcomer, signal.SIGCONT)
         wait_for(lambda: [workers for workers, _ in groups(tmp_path)] == [3, 2, 3], SLOW_MACHINE_SECONDS)
