@@ -179,6 +179,13 @@ FAULTS: dict[str, Fault] = {
         "piece",
         ("tests/unit/training/test_step.py",),
     ),
+    "cut by name": Fault(
+        "nobody looks at what a model of the user's own computes once its layers are cut",
+        "training/parallel/compose.py",
+        """if rows and ":" in config.model.model""",
+        "if False",
+        ("tests/parity/test_mesh_parity.py::test_what_is_cut_and_computes_something_else_is_refused",),
+    ),
     "fast weights": Fault(
         "a gradient with respect to values that stand for weights is of one worker's rows",
         "keras_fit/rows.py",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ from tfdist.runtime.environment import prepare_environment
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh_runtime import on_mesh
 from tfdist.training import compatibility, composition_checks, connected, mixing_augmentation, row_trials
-from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.measured_step import MeasuredStep
@@ -148,9 +147,12 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         optimizer = make_optimizer(config.optimizer, schedule)
         check_decays(optimizer, model.trainable_variables)
         loss_scale = LossScale(config.precision)
-    added = _tried_on_rows(config, runtime, model, objective, train_split, plan)
+    rows = _first_rows(config, train_split)
+    added = row_trials.tried(config, runtime, model, objective, plan, rows)
     idle = connected.unconnected(config, runtime, model, objective, spec)
-    on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan) if on_mesh(runtime) else None
+    on_axes = None
+    if on_mesh(runtime):
+        on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan, lambda number: rows(number)[0])
     if on_axes:
         objective = on_axes.objective
     else:
@@ -258,16 +260,14 @@ def batch_spec(config: Config, split: Split, plan: BatchPlan, replica: int) -> t
     return spec
 
 
-def _tried_on_rows(
-    config: Config, runtime: Runtime, model: keras.Model, objective: Objective, split: Split, plan: BatchPlan
-) -> SumsAsMeans:
-    """See `row_trials.tried`; before the model is spread over a mesh."""
+def _first_rows(config: Config, split: Split) -> Callable[[int], Any]:
+    """(number) -> so many samples (x, y, w), the same on all workers."""
 
     @functools.cache
-    def batch(rows: int) -> Any:
-        return next(iter(train_dataset(config, split, BatchPlan(rows, 1, 1), 0, 0)))
+    def rows(number: int) -> Any:
+        return next(iter(train_dataset(config, split, BatchPlan(number, 1, 1), 0, 0)))
 
-    return row_trials.tried(config, runtime, model, objective, plan, batch)
+    return rows
 
 
 def memory_limits(cluster: Cluster) -> MemoryLimits:

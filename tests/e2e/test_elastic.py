@@ -108,8 +108,8 @@ def test_a_lost_worker_is_done_without_and_replaced(lost, undisturbed, tmp_path)
             newcomers[:] = set(children(process.pid)) - set(before)
             return bool(newcomers)
 
-        # Stopped at once: half a second later it is ready, maybe before both others have noticed the loss, and they wait
-        # for it in a group of three.
+        # Stopped at once: half a second later it is ready, maybe before both others have noticed the loss, and these
+        # wait for it in a group of three.
         wait_for(comes, SLOW_MACHINE_SECONDS, pause=0.005)
         (newcomer,) = newcomers
         os.kill(newcomer, signal.SIGSTOP)

@@ -57,6 +57,11 @@ def draw(
         options["recompute"] = chance.choice(
             [None, None, "block", "attention"] if degree["pipe"] == 1 else [None, "block"]
         )
+        if degree["pipe"] == 1 and options["recompute"] is None and chance.random() < 0.5:
+            kinds = ["scaled", "frozen"]
+            if not options.get("sequence_parallel"):  # which gives other layers a part of the positions, too
+                kinds += ["nested", "own_head"]
+            model["around"] = chance.choice(kinds)
     if options.get("compression") and mesh not in ("", "data=2"):
         options["compression"] = None
 
@@ -134,4 +139,5 @@ def features(case: Mapping[str, Any]) -> list[str]:
             if name in options
         ]
         + (["model:transformer"] if "builtin" in model else [])
+        + ([f"around:{model['around']}"] if "around" in model else [])
     )

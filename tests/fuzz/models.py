@@ -144,12 +144,30 @@ def shape_of(inputs: str) -> str:
     return "rows" if inputs in TWO else inputs
 
 
+# What is built around tfdist's transformer, and then is a model of the user's own.
+AROUND = {
+    "": "return inner",
+    "scaled": "return keras.Model(inner.input, layers.Rescaling(0.5)(inner.output))",
+    "nested": "inputs = keras.Input(inner.input.shape[1:], dtype='int32')\nreturn keras.Model(inputs, inner(inputs))",
+    "own_head": (
+        "body = inner.get_layer('final_norm').output\n"
+        "return keras.Model(inner.input, layers.Dense(12, name='own_head', dtype='{head}')(body))"
+    ),
+    "frozen": (
+        "for layer in inner.layers:\n"
+        "    layer.trainable = not layer.name.endswith(('embed_tokens', '_00_attention_out', '_01_experts_up'))\n"
+        "return inner"
+    ),
+}
+
+
 def source(model: Mapping[str, Any], double: bool = False) -> str:
     """The function `model()` as Python source. double: all in float64, for the reference."""
     if "builtin" in model:
+        around = AROUND[model.get("around", "")].format(head="float64" if double else "float32")
         return (
-            f'def model():\n    return transformer(x_spec=tf.TensorSpec(({LENGTH},), "int32"),'
-            f" **dict({model['builtin']}))\n"
+            f'def model():\n    inner = transformer(x_spec=tf.TensorSpec(({LENGTH},), "int32"),'
+            f" **dict({model['builtin']}))\n{textwrap.indent(around, '    ')}\n"
         )
     shape = shape_of(model["inputs"])
     words = {

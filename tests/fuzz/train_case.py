@@ -26,7 +26,7 @@ def config_of(case: Mapping[str, Any]):
     model = case["model"]
     own = (
         {"model": "transformer", "model_args": model["builtin"]}
-        if "builtin" in model
+        if "builtin" in model and "around" not in model
         else {"model": "tests.fuzz.given:model", "model_args": ""}
     )
     return Config().replace(

@@ -3,6 +3,7 @@ out.
 
     python -m tests.parity.mesh_worker OUT_DIR one      every job of ROWS on one device
     python -m tests.parity.mesh_worker OUT_DIR mesh     every row with as many workers as TF_CONFIG lists
+    python -m tests.parity.mesh_worker OUT_DIR refused  every job of REFUSED on model=2
     ... ROW,ROW                                         only these
 
 Writes OUT_DIR/KIND/ROW.npz: whole weights, optimizer slots and moving averages, losses, gradient norms, an evaluation,
@@ -70,6 +71,11 @@ ADDED = {**DENSE, **SGD, "model": "tests.parity.models:blocks", "accumulation": 
 # Variables on which the loss does not depend; the decay would move them.
 IDLE = {**DENSE, **EMA, "model": "tests.parity.models:idle", "accumulation": 2, "weight_decay_exclude": "bias"}
 
+# A model of the user's own, which is tried whole and cut.
+AROUND = {
+    name: {**TEXT, **ADAMW, "model": f"{MODELS}:around", "model_args": f"kind={name}"} for name in ("scaled", "head")
+}
+
 DEEPER = {**DEEP, "model_args": "layers=3,width=32,heads=4,dropout=0.1"}
 PLAIN = {**DEEP, "model_args": "layers=3,width=32,heads=4"}
 LONG = {
@@ -109,6 +115,8 @@ ROWS: dict[str, Row] = {
     "zero2_2_conv": Row(2, "", CONV | MOMENTUM, {"zero": 2}),
     "zero3_2_float16": Row(2, "", DENSE | {"optimizer": "momentum", "precision": "float16"}, {"zero": 3}),
     "model2": Row(2, "model=2", TEXT | ADAMW, {}),
+    "model2_around": Row(2, "model=2", AROUND["scaled"], {}, (("", {"zero": 1}),)),
+    "model2_head": Row(2, "model=2", AROUND["head"], {}),
     "model2_smoothing": Row(2, "model=2", TEXT | ADAMW | {"label_smoothing": 0.1}, {}),
     "zero3_2_recompute": Row(2, "", TEXT | ADAMW | SPLIT, {"zero": 3, "recompute": "block"}),
     "model2_sequence": Row(
@@ -163,6 +171,13 @@ ROWS: dict[str, Row] = {
     ),
 }
 
+# What is cut by its layers' names, and then computes something else.
+REFUSED: dict[str, dict] = {
+    "gated": {**DENSE, "model": f"{MODELS}:gated"},
+    "log_softmax": {**TEXT, "model": f"{MODELS}:around", "model_args": "kind=log_softmax"},
+    "head_of_some_positions": {**AROUND["head"], "sequence_parallel": True},
+}
+
 
 def job_of(name: str) -> str:
     """The first row that computes the same as this one; one device computes it once."""
@@ -196,6 +211,10 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
     )
     runtime = build.start_runtime(base, cluster)
     lean.prepare(oracle=kind == "one")
+    if kind == "refused":
+        runtime = MeshRuntime(Mesh.parse("model=2", 2), cluster, runtime._world, 120.0)
+        refused(base.replace(mesh="model=2"), runtime, out)
+        return
     for name, row in (JOBS if kind == "one" else ROWS).items():
         if (kind == "mesh" and row.workers != cluster.size) or (chosen and name not in chosen):
             continue
@@ -249,6 +268,23 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
             )
     runtime.close()
     print("mesh worker: done", flush=True)
+
+
+def refused(base, runtime, out: Path) -> None:
+    """Writes OUT_DIR/NAME-RANK.txt: the sentence."""
+    from tests.parity import lean
+    from tfdist import build
+    from tfdist.control.exit_codes import ConfigError
+
+    for name, job in REFUSED.items():
+        lean.next_model()
+        sentence = ""
+        try:
+            build.compose(base.replace(**job), runtime)
+        except ConfigError as error:
+            sentence = str(error)
+        (out / f"{name}-{runtime.rank}.txt").write_text(sentence)
+    runtime.close()
 
 
 def allocated(what: str) -> int:

@@ -10,6 +10,8 @@ import keras
 import numpy as np
 from sklearn.datasets import load_digits
 
+from tfdist.models.transformer import transformer
+
 
 def conv_bn(num_outputs: int, dropout: float = 0.0) -> keras.Model:
     """Convolutions with synchronised BatchNormalization."""
@@ -225,3 +227,26 @@ def blocks(num_outputs: int) -> keras.Model:
         x = keras.layers.Add(name=f"{name}_mlp_add")([x, Penalty(name=f"{name}_penalty")(y)])
     outputs = keras.layers.Dense(num_outputs, kernel_regularizer=regularizer(1e-2), dtype="float32", name="outputs")(x)
     return keras.Model(inputs, outputs)
+
+
+def gated(num_outputs: int) -> keras.Model:
+    """A block with the names that are cut over `model`, but half of what `mlp_up` makes is a gate of the other half."""
+    inputs = keras.Input((8, 8, 1))
+    x = keras.layers.Dense(16, name="start")(keras.layers.Flatten()(inputs))
+    up, gate = keras.ops.split(keras.layers.Dense(64, name="block_00_mlp_up")(x), 2, -1)
+    x = x + keras.layers.Dense(16, name="block_00_mlp_down")(up * keras.ops.sigmoid(gate))
+    return keras.Model(inputs, keras.layers.Dense(num_outputs, dtype="float32", name="outputs")(x))
+
+
+def around(x_spec, num_outputs: int, kind: str) -> keras.Model:
+    """A model around the transformer: its logits scaled, with frozen layers; logits of another head; normed logits."""
+    inner = transformer(x_spec=x_spec, num_outputs=num_outputs, layers=1, width=32, heads=4)
+    if kind == "scaled":
+        for name in ("embed_tokens", "block_00_mlp_up"):
+            inner.get_layer(name).trainable = False
+        tokens = keras.Input(x_spec.shape, dtype=x_spec.dtype.name)
+        return keras.Model(tokens, keras.layers.Rescaling(2.0)(inner(tokens)))
+    if kind == "head":
+        head = keras.layers.Dense(num_outputs, dtype="float32", name="head")
+        return keras.Model(inner.input, head(inner.get_layer("final_norm").output))
+    return keras.Model(inner.input, keras.ops.log_softmax(inner.output))

@@ -82,6 +82,7 @@ CORE = (
     "pipe2_added_interleaved",
     "expert2",
     "model2_sequence",
+    "model2_around",
     "zero3_3_adamw",
     *(f"zero{stage}_2_memory" for stage in range(4)),
 )
@@ -123,6 +124,22 @@ def test_parity(workers, names, spread, reference):
             if not difference <= bound:
                 problems.append(f"{name}: {key} differs by {difference:.1e}")
     assert not problems, "\n".join(problems)
+
+
+def test_what_is_cut_and_computes_something_else_is_refused(tmp_path):
+    """On all workers, with a sentence that says what."""
+    command = [sys.executable, "-m", "tests.parity.mesh_worker", str(tmp_path), "refused"]
+    job = LocalJob(command, 2, tmp_path / "logs", pin=False, environment=ENVIRONMENT)
+    job.start()
+    ended = job.wait()
+    assert ended.code == 0, ended.cause
+    for name, words in (
+        ("gated", "--mesh=model=2 cuts layers of"),
+        ("log_softmax", "its outputs are other numbers"),
+        ("head_of_some_positions", "drop --sequence_parallel"),
+    ):
+        sentences = [(tmp_path / f"{name}-{rank}.txt").read_text() for rank in range(2)]
+        assert all(words in sentence for sentence in sentences), (name, sentences)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.thorough)])

@@ -125,15 +125,23 @@ def _fit(shape: Shape, other: Shape) -> bool:
     return len(shape) == len(other) and all(a == b or None in (a, b) for a, b in zip(shape, other, strict=True))
 
 
+def _output_spec(model: keras.Model, x: Any) -> Any:
+    """The specs of what a model returns that does not know them."""
+    try:
+        return model.compute_output_spec(
+            tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x)
+        )
+    except ValueError:  # of a model inside whose layers are cut over a mesh: they say what they were before
+        return tf.function(model, autograph=False).get_concrete_function(x).structured_outputs
+
+
 def scores_spec(model: keras.Model, objective: Objective, batch_spec: Any) -> Scores:
     """The specs of what `objective` returns for a batch; runs nothing."""
     x, y, w = batch_spec
     try:
         output = model.output  # functional and Sequential models know it
     except (AttributeError, ValueError):
-        output = model.compute_output_spec(
-            tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x)
-        )
+        output = _output_spec(model, x)
     output = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), output)
     scores = tf.function(objective, autograph=False).get_concrete_function(output, y, w).structured_outputs
     if not _fit(scores.weights.shape, scores.losses.shape):

@@ -146,6 +146,12 @@ def test_a_subclassed_model_is_refused_where_it_cannot_be_spread(mesh, words):
         compose_mesh(config, runtime, rest, keras.optimizers.SGD(), None, build.plan_batch(config.batch, 1))
 
 
+def test_a_layer_of_another_kind_than_its_name_says_is_refused():
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Embedding(17, 8, name="embed_tokens")])
+    with pytest.raises(ConfigError, match="embed_tokens of .*, but it is of the kind Embedding"):
+        parallelize_layers(model, SimpleNamespace(size=2, index=0))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_weights_that_a_layer_sets_must_stay_whole(stage):
     model = keras.Sequential(

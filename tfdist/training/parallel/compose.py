@@ -6,7 +6,7 @@ compression -> pipeline -> step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -14,12 +14,14 @@ import keras
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
+from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.composition_checks import not_compiled_on
 from tfdist.training.objectives import Objective
 from tfdist.training.optimizer import ELEMENTWISE
-from tfdist.training.parallel import segments
+from tfdist.training.parallel import cut_trial, segments
 from tfdist.training.parallel.assigned_weights import refuse_assigned
+from tfdist.training.parallel.cut_trial import CutTrial
 from tfdist.training.parallel.expert import has_experts, parallelize_experts
 from tfdist.training.parallel.mesh_update import MeshUpdate, Placement
 from tfdist.training.parallel.pipe_schedule import make_schedule
@@ -54,13 +56,15 @@ def compose_mesh(
     optimizer: keras.Optimizer,
     objective: Objective,
     plan: BatchPlan,
+    rows: Callable[[int], Any] | None = None,
 ) -> MeshModel:
     """Distributes `model` over the mesh, in place, and builds `optimizer` on what is left.
 
+    rows: (number) -> x of so many samples, the same on all workers: a model of the user's own is tried with them.
     Raises ConfigError on what does not fit.
     """
     _check(config, runtime, plan)
-    layers = _parallelize(config, runtime, model, objective)
+    layers = _parallelize(config, runtime, model, objective, rows)
     if layers.parts and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
             f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat every element on"
@@ -85,31 +89,50 @@ def compose_mesh(
     return MeshModel(update, layers.objective, layers.parts, pipeline)
 
 
-def _parallelize(config: Config, runtime: MeshRuntime, model: keras.Model, objective: Objective) -> _Layers:
+def _parallelize(
+    config: Config,
+    runtime: MeshRuntime,
+    model: keras.Model,
+    objective: Objective,
+    rows: Callable[[int], Any] | None,
+) -> _Layers:
     """Cuts layers over the `expert` and `model` axes."""
     group, width = runtime.group("model"), _width(model)
     parts: dict[int, Part] = {}
     partial: frozenset[int] = frozenset()
+    cut_logits = group.size > 1 and _shards_logits(model)
+    trial = None
     if runtime.mesh.degree("expert", "model") > 1:
+        if rows and ":" in config.model.model:
+            sequence = config.parallel.sequence_parallel
+            trial = CutTrial(runtime, model, rows(cut_trial.ROWS), sequence_parallel=sequence)
         refuse_assigned(model, model.trainable_variables, f"--mesh={runtime.mesh.describe()}")
     if runtime.mesh.degree("expert") > 1:
         parts |= parallelize_experts(model, runtime.group("expert"))
     if group.size > 1:
-        if _shards_logits(model) and not width:
-            raise ConfigError(
-                f"--mesh has model={group.size}, over which the outputs of {model.name} would be cut as it has a layer"
-                " embed_tokens, but it is no functional model of one output, so that their size is not known: build it"
-                " with keras.Model(inputs, outputs), or use data= only."
-            )
+        if cut_logits and not trial:
+            _check_width(width, model, group)
         if config.parallel.sequence_parallel:
             found, partial = parallelize_sequence(model, group)
         else:
             found = parallelize_layers(model, group)
         parts |= found
-        if _shards_logits(model):
-            objective = vocabulary_objective(config.model, group, width)
-            width = (group.index + 1) * width // group.size - group.index * width // group.size
+    if trial and (tried := trial.check(parts, partial)) is not None:
+        cut_logits, width = tried > 0, tried or width
+    if cut_logits:
+        _check_width(width, model, group)
+        objective = vocabulary_objective(config.model, group, width)
+        width = (group.index + 1) * width // group.size - group.index * width // group.size
     return _Layers(objective, width, parts, partial)
+
+
+def _check_width(width: int, model: keras.Model, group: Group) -> None:
+    if not width:
+        raise ConfigError(
+            f"--mesh has model={group.size}, over which the outputs of {model.name} would be cut as it has a layer"
+            " embed_tokens, but it is no functional model of one output, so that their size is not known: build it"
+            " with keras.Model(inputs, outputs), or use data= only."
+        )
 
 
 def _width(model: keras.Model) -> int:

@@ -62,9 +62,11 @@ class ShardedState:
         update, replicas = self.update, self._replicas
         owner = update.owners.get(id(variable), self._number.get(id(variable)))
         if owner is None:
-            is_row = "compression_error" in key
-            shape: Any = (replicas.size, *variable.shape) if is_row else variable.shape
-            return Piece(variable, tuple(shape), replicas, stages=update.stages.get(id(variable)), is_row=is_row)
+            is_row, frozen = "compression_error" in key, parts.get(id(variable))
+            shape: Any = (replicas.size, *variable.shape) if is_row else frozen.shape if frozen else variable.shape
+            same = self.runtime.group("data") if frozen and frozen.axis == "expert" else replicas
+            stages = update.stages.get(id(variable))
+            return Piece(variable, tuple(shape), same, frozen, stages=stages, is_row=is_row)
         parameter = update.all[owner]
         part, place = parts.get(id(parameter)), self._held.get(id(parameter))
         is_parameter, sharded = id(variable) in self._number, update.shards is not update.trainable

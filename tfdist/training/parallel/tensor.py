@@ -204,15 +204,22 @@ def parallelize_layers(
 ) -> dict[int, Part]:
     """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its Part.
 
-    Raises: ConfigError if no layer matches any rule, or a layer cannot be cut into so many parts; `fix` says what to
-    do.
+    Raises: ConfigError if no layer matches any rule, or one that does is of another kind, or cannot be cut into so many
+    parts; `fix` says what to do.
     """
     parts: dict[int, Part] = {}
     matched = False
     for layer in keras_layers.all_layers(model, include_self=False):
         for pattern, rule in rules:
             if re.search(pattern, layer.name):
-                parts |= rule(layer, group)
+                try:
+                    parts |= rule(layer, group)
+                except AttributeError:  # it has not the weights or settings of the layer that the name stands for
+                    raise ConfigError(
+                        f"--mesh has {axis}={group.size}, which cuts layer {layer.name} of {model.name} by its name, but"
+                        f" it is of the kind {type(layer).__name__}, which cannot be cut so: give it another name, or"
+                        " the workers to data=."
+                    ) from None
                 matched = True
                 break
     if not matched:

@@ -1,0 +1,92 @@
+"""What a trial of a model before and after it is cut makes of differences; with processes: tests/parity."""
+
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+
+from tfdist.compat import keras_layers
+from tfdist.control.exit_codes import ConfigError
+from tfdist.training.parallel.cut_trial import ROWS, CutTrial
+from tfdist.training.parallel.tensor import Part, cut
+
+ROWS_OF_X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
+RUNTIME = SimpleNamespace(
+    all_gather=lambda array: array,
+    group=lambda axis: SimpleNamespace(index=1, size=2, all_reduce=lambda x: 2 * x),
+    mesh=SimpleNamespace(describe=lambda: "model=2"),
+)
+
+
+def _model(*more) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(6, activation="tanh", name="up"), *more, keras.layers.Dense(3, name="down")]
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
+def _trial(model: keras.Model) -> CutTrial:
+    return CutTrial(RUNTIME, model, ROWS_OF_X, sequence_parallel=False)
+
+
+def test_the_same_model_is_the_same():
+    model = _model(keras.layers.BatchNormalization(), keras.layers.Dropout(0.5))
+    trial, before = _trial(model), [variable.numpy() for variable in model.variables]
+    assert trial.check({}, frozenset()) == 0
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_other_outputs_are_refused():
+    model = _model()
+    trial = _trial(model)
+    model.get_layer("down").bias.assign([0.0, 0.5, 0.0])
+    with pytest.raises(ConfigError, match=r"--mesh=model=2 cuts layers of sequential.*its outputs are other numbers"):
+        trial.check({}, frozenset())
+
+
+def test_other_gradients_are_refused_but_for_parts_that_are_summed():
+    model = _model()
+    trial, up = _trial(model), model.get_layer("up")
+    inner = up.call
+    # half of the gradient, as of half of the positions
+    up.call = lambda x, training=None: 0.5 * inner(x) + keras.ops.stop_gradient(0.5 * inner(x))
+    with pytest.raises(ConfigError, match=r"the gradient of \S*up/kernel is another"):
+        trial.check({}, frozenset())
+    assert trial.check({}, frozenset(id(variable) for variable in up.trainable_variables)) == 0
+
+
+def test_a_part_has_its_part_of_the_gradient():
+    model = _model()
+    trial, down = _trial(model), model.get_layer("down")
+    part = Part((6, 3), 0, (np.arange(3), np.arange(3)), 1)  # the wrong half
+    with pytest.raises(ConfigError, match=r"the gradient of \S*down/kernel is another"):
+        trial.check({id(down.kernel): part}, frozenset())
+
+
+def test_logits_may_come_in_parts():
+    model = _model()
+    model.get_layer("up").trainable = False  # whose gradient would be the sum over the workers
+    trial, down, group = _trial(model), model.get_layer("down"), RUNTIME.group("model")
+    parts = cut(down, keras_layers.stored_kernel(down), 1, group) | cut(down, down.bias, 0, group)
+    assert trial.check(parts, frozenset()) == 3
+
+
+def test_layers_that_no_longer_fit_are_a_sentence():
+    model = _model()
+    trial = _trial(model)
+    model.get_layer("down").call = lambda x, training=None: x @ np.zeros((5, 3), "float32")
+    with pytest.raises(ConfigError, match=r"its layers no longer fit \([^()\n]+"):
+        trial.check({}, frozenset())
+
+
+def test_what_is_random_is_not_tried():
+    class Noise(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seed = keras.random.SeedGenerator(3)
+
+        def call(self, x):
+            return x + keras.random.normal(keras.ops.shape(x), seed=self.seed)
+
+    assert _trial(_model(Noise())).check({}, frozenset()) in (None, 0)

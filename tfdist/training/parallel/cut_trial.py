@@ -1,0 +1,194 @@
+"""Whether a model of the user's own computes the same once its layers are cut, found out by trying.
+
+tensor.py and expert.py cut layers by their names. They count on what stands between two of them in the models of
+tfdist: what treats every channel on its own. A softmax, a norm or a gate between the `mlp_up` and the `mlp_down` of
+somebody else sees a part of the channels, and computes another number, without a word. So the model is called with a
+few rows while it is whole, and once it is cut: outputs, added losses and gradients must be the same, but for rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import keras_layers
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.host import known_dims
+from tfdist.runtime.mesh_runtime import MeshRuntime
+from tfdist.training.loss_probe import generators_kept
+from tfdist.training.parallel.tensor import Part
+
+ROWS = 2
+# What is wrong is wrong by a large part; what is right is summed in another order.
+_TOLERANCE, _TOLERANCE_HALF = 0.02, 0.2  # of the largest number of an output, or of a variable's gradient
+_NOISE, _NOISE_HALF = 1e-5, 1e-2  # of the largest number of all gradients: one may be 0 but for rounding
+
+
+class Computed(NamedTuple):
+    """By a model, on a few rows."""
+
+    outputs: Sequence[np.ndarray]
+    added: np.ndarray  # the sum of the losses that layers add, []
+    gradients: Sequence[np.ndarray]  # of the outputs, all numbers weighted at random, by the trainable variables
+
+
+class CutTrial:
+    """Looks at a model while it is whole, when made, and once it is cut, in `check`. Both are collectives.
+
+    Args:
+      rows: x of a few samples, the same on all workers.
+      sequence_parallel: whether positions are shared out, too.
+    """
+
+    def __init__(self, runtime: MeshRuntime, model: keras.Model, rows: Any, *, sequence_parallel: bool):
+        self._runtime, self._model = runtime, model
+        self._also = " with --sequence_parallel" if sequence_parallel else ""
+        self._rows = keras.tree.map_structure(tf.convert_to_tensor, rows)
+        self._variables = list(model.trainable_variables)
+        types = {layer.compute_dtype for layer in keras_layers.all_layers(model)}
+        half = bool(types & {"float16", "bfloat16"})
+        self._tolerance, self._noise = (_TOLERANCE_HALF, _NOISE_HALF) if half else (_TOLERANCE, _NOISE)
+        self._whole: Computed | None = None  # of a model that cannot be run here, or is random: it is not tried
+        with contextlib.suppress(Exception), self._without_a_trace():
+            whole, again = (self._computed(self._traced()) for _ in range(2))
+            if not self._difference(whole, again, {}, frozenset()):
+                self._whole = whole
+        if not runtime.all_gather(np.array([self._whole is not None], np.int64)).all():
+            self._whole = None
+
+    def check(self, parts: Mapping[int, Part], partial: frozenset[int]) -> int | None:
+        """The last dim of the one output if workers have a part of it each, 0 if it is whole; None if the model could
+        not be tried.
+
+        parts: id of a variable -> what is here of it; partial: ids of whole variables, of whose gradients a part is
+        here. Raises ConfigError on all workers if the model computes something else than it did.
+        """
+        if self._whole is None:
+            return None
+        with self._without_a_trace():
+            traced, problem = None, ""
+            try:
+                traced = self._traced()
+            except Exception as error:  # noqa: BLE001 - of Keras, where a shape does not fit
+                problem = f"its layers no longer fit ({_said(error)})"
+            self._refuse(problem)
+            assert traced is not None
+            computed = self._computed(traced)
+        self._refuse(self._difference(self._whole, computed, parts, partial))
+        whole, own = self._whole.outputs[0].shape, computed.outputs[0].shape
+        return whole[-1] if whole != own else 0
+
+    # -- running the model -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _without_a_trace(self) -> Iterator[None]:
+        states = [(variable, variable.numpy()) for variable in self._model.non_trainable_variables]
+        try:
+            with generators_kept():
+                yield
+        finally:
+            for variable, value in states:
+                variable.assign(value)
+
+    def _traced(self) -> Any:
+        """The model's forward and backward pass, as a graph: all workers fail to make it, or none waits for another."""
+
+        def forward_and_backward() -> Any:
+            with tf.GradientTape() as tape:
+                outputs = keras.tree.flatten(self._model(self._rows, training=False))
+                total: Any = sum(
+                    tf.reduce_sum(tf.cast(leaf, tf.float32) * self._upstream(place, leaf))
+                    for place, leaf in enumerate(outputs)
+                    if leaf.dtype.is_floating
+                )
+            added: Any = sum((tf.cast(loss, tf.float32) for loss in self._model.losses), tf.constant(0.0))
+            sources = [variable.value for variable in self._variables]
+            found: Any = tape.gradient(total, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            return outputs, added, [tf.convert_to_tensor(gradient) for gradient in found]
+
+        return tf.function(forward_and_backward, autograph=False).get_concrete_function()
+
+    def _computed(self, traced: Any) -> Computed:
+        outputs, added, gradients = traced()
+
+        def numbers(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
+            return [tf.cast(each, tf.float64).numpy() for each in tensors]
+
+        return Computed(numbers(outputs), numbers([added])[0], numbers(gradients))
+
+    def _upstream(self, place: int, output: tf.Tensor) -> tf.Tensor:
+        """The weights of an output's numbers; where there is a part of it here, theirs."""
+        own = known_dims(output.shape)
+        shape = self._whole.outputs[place].shape if self._whole else own
+        drawn = np.random.default_rng(place).normal(size=shape).astype(np.float32)
+        return tf.constant(self._own(drawn, own))
+
+    # -- comparing -------------------------------------------------------------------------------------------------
+
+    def _own(self, whole: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """What is here, of this shape, of something whose last dim may be cut over `model`."""
+        if list(whole.shape) == list(shape):
+            return whole
+        group = self._runtime.group("model")
+        first, last = (member * whole.shape[-1] // group.size for member in (group.index, group.index + 1))
+        return whole[..., first:last]
+
+    def _difference(self, whole: Computed, own: Computed, parts: Mapping[int, Part], partial: frozenset[int]) -> str:
+        """What is not the same; "" if all is."""
+        cut = [a.shape != b.shape for a, b in zip(whole.outputs, own.outputs, strict=True)]
+        if any(cut) and len(cut) > 1:
+            return "one of its several outputs comes in parts"
+        for a, b in zip(whole.outputs, own.outputs, strict=True):
+            expected = self._own(a, b.shape)
+            if expected.shape != b.shape:
+                return f"its outputs have another shape, {b.shape} in place of {a.shape}"
+            if self._differ(expected, b):
+                return "its outputs are other numbers"
+        if self._differ(whole.added, own.added):
+            return "the losses that its layers add are other numbers"
+        noise = self._noise * max((np.max(np.abs(each), initial=0.0) for each in whole.gradients), default=0.0)
+        for variable, a, b in zip(self._variables, whole.gradients, own.gradients, strict=True):
+            part = parts.get(id(variable))
+            if part is not None and part.axis != "model":
+                continue  # the sum over what all of them have sent there
+            if self._differ(part.cut(a) if part else a, self._summed(b) if id(variable) in partial else b, noise):
+                return f"the gradient of {variable.path} is another"
+        return ""
+
+    def _summed(self, gradient: np.ndarray) -> np.ndarray:
+        return self._runtime.group("model").all_reduce(tf.constant(gradient, tf.float32)).numpy()
+
+    def _differ(self, one: np.ndarray, other: np.ndarray, noise: float = 0.0) -> bool:
+        """What is not finite tells nothing."""
+        if one.shape != other.shape:
+            return True
+        largest = np.max(np.abs(one), initial=0.0, where=np.isfinite(one))
+        with np.errstate(invalid="ignore"):
+            return bool(np.any(np.abs(one - other) > self._tolerance * largest + noise))
+
+    def _refuse(self, problem: str) -> None:
+        """Raises ConfigError on all workers if one of them has a problem."""
+        if not self._runtime.all_gather(np.array([bool(problem)], np.int64)).any():
+            return
+        fix = "rename layers that are not so, or give the workers to data="
+        if self._also:
+            fix = f"drop --sequence_parallel, {fix}"
+        raise ConfigError(
+            f"--mesh={self._runtime.mesh.describe()}{self._also} cuts layers of {self._model.name} by their names, but"
+            f" then it computes something else than whole: {problem or 'another worker has found out'}. What stands"
+            " between two layers that are cut must treat every channel on its own, as in tfdist/models/blocks.py, and"
+            f" logits that are cut must be the outputs, with nothing behind them that looks at several of them: {fix}."
+        )
+
+
+def _said(error: Exception) -> str:
+    """The line of an error that says what is wrong: Keras puts it between stars, behind where."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    starred = [line for line in lines if line.startswith("\033[1m") or line.endswith("\033[0m")]
+    return re.sub(r"\033\[\d+m", "", (starred or lines)[0]).strip()
