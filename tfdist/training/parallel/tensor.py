@@ -216,9 +216,9 @@ def parallelize_layers(
                     parts |= rule(layer, group)
                 except AttributeError:  # it has not the weights or settings of the layer that the name stands for
                     raise ConfigError(
-                        f"--mesh has {axis}={group.size}, which cuts layer {layer.name} of {model.name} by its name, but"
-                        f" it is of the kind {type(layer).__name__}, which cannot be cut so: give it another name, or"
-                        " the workers to data=."
+                        f"--mesh has {axis}={group.size}, which cuts layer {layer.name} of {model.name} by its name,"
+                        f" but it is of the kind {type(layer).__name__}, which cannot be cut so: give it another name,"
+                        " or the workers to data=."
                     ) from None
                 matched = True
                 break
