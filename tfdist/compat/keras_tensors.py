@@ -81,6 +81,14 @@ def functional_of(model: keras.Model) -> Any:
     return getattr(model, "_functional", None) or model
 
 
+def as_called(output: Any) -> Any:
+    """`model.output`, or outputs in its structure, as a functional model's call gives them: what is alone in a list or
+    tuple is taken out of it. As `unpack_singleton` of keras.src does; without it a model of one output in a list is
+    taken for one that returns a list.
+    """
+    return output[0] if isinstance(output, list | tuple) and len(output) == 1 else output
+
+
 def inputs_in_order(functional: Any, inputs: Any) -> list[tf.Tensor]:
     """A functional model's inputs as a list in the order of its own, whatever structure they come in. Relies on
     `Functional._standardize_inputs`; without it models of several inputs could not be recomputed.

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
-from tfdist.compat.keras_tensors import call_again, functional_of, node_of
+from tfdist.compat.keras_tensors import as_called, call_again, functional_of, node_of
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.sources.split import Split
@@ -109,7 +109,7 @@ def check_inputs(flag: str, model: keras.Model, x_spec: Any, of: str, batch: int
 def _named(nest: Any) -> dict[str, Any]:
     """name -> tensor; tensors in a list are called as they call themselves, or by their place."""
     if isinstance(nest, dict):
-        return dict(nest)
+        return {".".join(map(str, path)): tensor for path, tensor in keras.tree.flatten_with_path(nest)}
     return {getattr(tensor, "name", None) or str(at): tensor for at, tensor in enumerate(keras.tree.flatten(nest))}
 
 
@@ -125,7 +125,7 @@ def _takes(wanted: list[int | None], given: list[int]) -> bool:
 def output_shape(flag: str, model: keras.Model, x_spec: Any) -> tuple[int | None, ...]:
     """Of the outputs of one sample. Raises ConfigError if they are several tensors, or named."""
     try:
-        output = model.outputs[0] if isinstance(model, keras.Sequential) else model.output
+        output = model.outputs[0] if isinstance(model, keras.Sequential) else as_called(model.output)
     except (AttributeError, ValueError):
         symbols = tf.nest.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape), spec.dtype.name), x_spec)
         output = model.compute_output_spec(symbols)

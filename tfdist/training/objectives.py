@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat.keras_tensors import as_called
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import resolve
@@ -139,7 +140,7 @@ def scores_spec(model: keras.Model, objective: Objective, batch_spec: Any) -> Sc
     """The specs of what `objective` returns for a batch; runs nothing."""
     x, y, w = batch_spec
     try:
-        output = model.output  # functional and Sequential models know it
+        output = as_called(model.output)  # functional and Sequential models know it
     except (AttributeError, ValueError):
         output = _output_spec(model, x)
     output = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), output)

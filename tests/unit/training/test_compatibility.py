@@ -180,6 +180,11 @@ def test_a_batch_larger_than_the_data():
     assert checked(model(4), split(CLASSES, classes=4), global_batch=60) == []
 
 
+def nested():
+    inputs = {"part": {"a": keras.Input([8], name="a")}}
+    return keras.Model(inputs, keras.layers.Dense(4)(inputs["part"]["a"]))
+
+
 def two_inputs():
     a, b = keras.Input([8], name="a"), keras.Input([8], name="b")
     return keras.Model([a, b], keras.layers.Dense(4)(a + b))
@@ -197,6 +202,7 @@ def with_outputs(make):
         (lambda: model(4), np.full([60, 8], "a"), r"takes samples of float32 \[8\], but x of .* is string \[8\]"),
         (two_inputs, X, r"has the inputs a, b, but x of mine:data/train has 0: there is no a"),
         (two_inputs, {"a": X, "c": X}, r"has the inputs a, b, but x of mine:data/train has a, c: there is no b"),
+        (nested, {"part": {"b": X}}, r"has the inputs part.a, but x of mine:data/train has part.b: there is no part.a"),
         (lambda: with_outputs(lambda y: [y, y]), X, r"returns a list of 2, but losses of ours take one tensor"),
         (lambda: with_outputs(lambda y: {"out": y}), X, r"returns a dict of 1, but losses"),
     ],
@@ -213,6 +219,8 @@ def test_a_model_for_such_data():
         == []
     )
     assert checked(model(4), split(CLASSES, x=X[:, :, None])) == []  # Keras drops a last dim of 1
+    assert checked(with_outputs(lambda y: [y]), split(CLASSES)) == []  # and takes what is alone out of its list
+    assert checked(nested(), split(CLASSES, x={"part": {"a": X}})) == []
     free = keras.Sequential([keras.Input([None, 1]), keras.layers.GlobalMaxPool1D(), keras.layers.Dense(4)])
     assert checked(free, split(CLASSES, x=X[:, :, None]), split(CLASSES, x=X[:, :5, None])) == []
 

@@ -25,6 +25,13 @@ def test_classification(shape, smoothing):
     assert scores.weights.shape == shape
 
 
+def test_what_is_alone_in_a_list_is_taken_out_of_it_as_keras_does():
+    x = keras.Input([3])
+    spec = tf.TensorSpec([4, 3]), tf.TensorSpec([4], tf.int32), tf.TensorSpec([4])
+    scores = scores_spec(keras.Model(x, [keras.layers.Dense(2)(x)]), classification(), spec)
+    assert scores.losses.shape.rank == 1
+
+
 def test_token_weights_are_kept():
     weights = tf.constant([[1.0, 0.0], [1.0, 1.0]])
     scores = classification()(tf.zeros([2, 2, 3]), tf.zeros([2, 2], tf.int32), weights)

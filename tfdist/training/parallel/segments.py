@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
-from tfdist.compat.keras_tensors import carry_mask, functional_of, inputs_in_order, mask_of, node_of
+from tfdist.compat.keras_tensors import as_called, carry_mask, functional_of, inputs_in_order, mask_of, node_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.recompute import recomputed
@@ -96,10 +96,14 @@ def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variabl
     def call(inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         given = inputs_in_order(functional, inputs)
         tensors = run(segments, dict(zip(cut.inputs, given, strict=True)), training, storage)
-        outputs = keras.tree.pack_sequence_as(functional.output, [tensors[name] for name in cut.outputs])
-        return outputs[0] if isinstance(outputs, list | tuple) and len(outputs) == 1 else outputs  # as Keras gives them
+        return outputs_as_given(functional, [tensors[name] for name in cut.outputs])
 
     model.call = call
+
+
+def outputs_as_given(functional: Any, tensors: Sequence[tf.Tensor]) -> Any:
+    """A functional model's outputs in the structure in which Keras gives them."""
+    return as_called(keras.tree.pack_sequence_as(functional.output, list(tensors)))
 
 
 def with_recompute(model: keras.Model, segments: Sequence[Segment], names: Sequence[str], flag: str) -> list[Segment]:
