@@ -18,7 +18,7 @@ from tfdist.training.composition_checks import check_added
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel.compose import _check, _check_slots, _pieces, compose_mesh
 from tfdist.training.parallel.expert import parallelize_experts
-from tfdist.training.parallel.pipeline_stages import divide
+from tfdist.training.parallel.pipeline_parts import divide
 from tfdist.training.parallel.segments import cut_into_blocks
 from tfdist.training.parallel.sequence import parallelize_sequence
 from tfdist.training.parallel.shards import build_optimizer, empty_like, shard_variables

@@ -25,7 +25,8 @@ from tfdist.training.parallel.cut_trial import CutTrial
 from tfdist.training.parallel.expert import has_experts, parallelize_experts
 from tfdist.training.parallel.mesh_update import MeshUpdate, Placement
 from tfdist.training.parallel.pipe_schedule import make_schedule
-from tfdist.training.parallel.pipeline_stages import Pipeline, divide, stages_of
+from tfdist.training.parallel.pipeline_parts import divide, stages_of
+from tfdist.training.parallel.pipeline_stages import Pipeline
 from tfdist.training.parallel.sequence import parallelize_sequence
 from tfdist.training.parallel.tensor import Part, parallelize_layers, vocabulary_objective
 from tfdist.training.parallel.zero import sharded_update

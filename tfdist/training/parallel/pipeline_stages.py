@@ -11,118 +11,23 @@ of weights where the first part that uses the weight is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.control.exit_codes import ConfigError
+from tfdist.compat.keras_tensors import functional_of, inputs_in_order
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.dtypes import as_summands, zero_summands
 from tfdist.training.parallel import segments as cutting
 from tfdist.training.parallel.gathered import forbid_use
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.pipe_schedule import Receipt, Schedule, receipts
+from tfdist.training.parallel.pipeline_parts import first_users
 from tfdist.training.parallel.pipeline_state import ForwardPass, StageState
-from tfdist.training.parallel.segments import Cut, Segment
+from tfdist.training.parallel.segments import Segment
 from tfdist.training.parallel.tensor import static_dims
-
-
-def divide(model: Cut, parts: int, cut: str = "") -> list[list[Segment]]:
-    """The segments of a model as `parts` parts, the largest of which has as few parameters as possible.
-
-    cut: instead, the names of the segments with which parts 1, 2, ... begin, for example "block_02,block_05".
-    Raises ConfigError if there are too few segments, the names do not fit, or more than one tensor would go from part
-    to part.
-    """
-    segments = model.segments
-    names = [segment.gives[0] for segment in segments]
-    if len(segments) < parts:
-        raise ConfigError(
-            f"The pipeline has {parts} parts (pipe x --pipe_chunks), but the model can only be cut into"
-            f" {', '.join(names)}: lower one of them, or add layers."
-        )
-    if cut:
-        starts = [names.index(name) if name in names else -1 for name in cut.split(",")]
-        if len(starts) != parts - 1 or starts != sorted(set(starts)) or starts[0] < 1:
-            raise ConfigError(
-                f"--pipe_cut={cut} must name {parts - 1} of {', '.join(names[1:])}, in order: with which the parts"
-                " after the first begin."
-            )
-    else:
-        starts = _balanced(
-            [sum(math.prod(variable.shape) for variable in segment.part.trainable_variables) for segment in segments],
-            parts,
-        )
-    divided = [list(segments[start:stop]) for start, stop in zip([0, *starts], [*starts, len(segments)], strict=True)]
-    _check_one_tensor(model, divided)
-    return divided
-
-
-def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
-    """What a stage sends is what its last segment gives first."""
-    if len(model.inputs) != 1 or len(model.outputs) != 1:
-        raise ConfigError(
-            f"--mesh has pipe=, whose stages take one tensor and give one, but the model has {len(model.inputs)} inputs"
-            f" and {len(model.outputs)} outputs: use data= instead."
-        )
-    sent = model.inputs[0]
-    for part in parts:
-        inside = {name for segment in part for name in segment.gives}
-        others = {name for segment in part for name in segment.takes} - inside - {sent}
-        if others or model.outputs[0] in inside and part is not parts[-1]:
-            raise ConfigError(
-                f"--mesh has pipe=, whose stages hand on one tensor, but {part[0].gives[0]} and what follows it need"
-                " more of what is before them (a mask, such as of Embedding(mask_zero=True), an input, or an earlier"
-                " layer's output): use data= instead."
-            )
-        sent = part[-1].gives[0]
-
-
-def _balanced(sizes: list[int], parts: int) -> list[int]:
-    """Where parts 1, 2, ... begin. Dynamic programming over (first segments, parts): the smallest largest sum."""
-    best: dict[tuple[int, int], tuple[int, list[int]]] = {
-        (stop, 1): (sum(sizes[:stop]), []) for stop in range(1, len(sizes) + 1)
-    }
-    for count in range(2, parts + 1):
-        for stop in range(count, len(sizes) + 1):
-            best[stop, count] = min(
-                (
-                    (max(best[start, count - 1][0], sum(sizes[start:stop])), [*best[start, count - 1][1], start])
-                    for start in range(count - 1, stop)
-                ),
-                key=lambda found: found[0],
-            )
-    return best[len(sizes), parts][1]
-
-
-def stages_of(model: keras.Model, parts: Sequence[Sequence[Segment]], stages: int) -> dict[int, tuple[int, ...]]:
-    """id of a variable -> the stages that use it, in order; all, if none does."""
-    users: dict[int, set[int]] = {id(variable): set() for variable in model.variables}
-    for number, part in enumerate(parts):
-        for segment in part:
-            for variable in segment.part.variables:
-                users[id(variable)].add(number % stages)
-    return {key: tuple(sorted(found)) or tuple(range(stages)) for key, found in users.items()}
-
-
-def _first_users(parts: Sequence[Sequence[Segment]], variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
-    """Of each part, the regularized ones of `variables` that no part before it uses; the last has also those that none
-    uses.
-    """
-    left = {id(variable): variable for variable in variables if variable.regularizer is not None}
-    found = [
-        [
-            left.pop(id(variable))
-            for segment in part
-            for variable in segment.part.trainable_variables
-            if id(variable) in left
-        ]
-        for part in parts
-    ]
-    found[-1] += left.values()
-    return found
 
 
 class Pipeline:
@@ -143,10 +48,10 @@ class Pipeline:
     ):
         self._width = width
         self.group = runtime.group("pipe")
-        self.parts, self.model = parts, model
+        self.parts, self.model, self._functional = parts, model, functional_of(model)
         self.schedule, self.receipts = schedule[self.group.index], receipts(schedule)[self.group.index]
         self.sources, self.storage = update.sources, update.storage_variables()  # see segments.recompute
-        self._regularized = _first_users(parts, model.trainable_variables)
+        self._regularized = first_users(parts, model.trainable_variables)
         self._ties = [
             runtime.group_of([self.group.ranks[stage] for stage in update.stages[id(variable)]])
             for variable in update.trainable
@@ -158,7 +63,11 @@ class Pipeline:
 
     # -- forward only: evaluation -----------------------------------------------------------------------------------
 
-    def _call(self, inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
+    def _call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """The model's call: of one input and one output, in whatever structure they are."""
+        return self._as_given(self._forward_only(self._one_tensor(inputs), training))
+
+    def _forward_only(self, inputs: tf.Tensor, training: bool | None) -> tf.Tensor:
         last = len(self.parts) - 1
         x = inputs
         sent: list[tf.Tensor] = []
@@ -194,6 +103,7 @@ class Pipeline:
           added: the same of (w, losses that another part adds).
         """
         state = StageState(zero_summands(self.sources()), tf.zeros([sums]))
+        batches = [(self._one_tensor(x), y, w) for x, y, w in batches]
         for action, before in zip(self.schedule, self.receipts, strict=True):
             number = action.chunk * self.group.size + self.group.index
             with tf.control_dependencies(state.after):
@@ -212,7 +122,7 @@ class Pipeline:
         self, state: StageState, number: int, micro: int, batch: tuple, total: Callable, added: Callable
     ) -> None:
         received = state.received.pop(Receipt(True, micro, number - 1), None)
-        x = tf.nest.map_structure(tf.identity, batch[0]) if received is None else received
+        x = tf.identity(batch[0]) if received is None else received
         is_last, losses = number == len(self.parts) - 1, []
         with tf.GradientTape() as tape:
             if number:
@@ -221,7 +131,7 @@ class Pipeline:
             losses += [variable.regularizer(variable) for variable in self._regularized[number]]
             own = None  # what is differentiated on this stage
             if is_last or losses:
-                own, sums = total(y, *batch[1:], losses) if is_last else added(batch[2], losses)
+                own, sums = total(self._as_given(y), *batch[1:], losses) if is_last else added(batch[2], losses)
                 state.sums += sums
         state.passes[number, micro] = ForwardPass(tape, x, y, own)
         state.after = [y] if own is None else [y, own]
@@ -249,6 +159,15 @@ class Pipeline:
             return self._receive(receipt.part + 1, "forward", batch[0])
         number = receipt.part - 1
         return self._receive(number, "backward", state.passes[number, receipt.micro].output)
+
+    # -- what the model is called with, and gives: a tensor, or a structure around one --------------------------------
+
+    def _one_tensor(self, inputs: Any) -> tf.Tensor:
+        (tensor,) = inputs_in_order(self._functional, inputs)
+        return tensor
+
+    def _as_given(self, output: tf.Tensor) -> Any:
+        return cutting.outputs_as_given(self._functional, [output])
 
     # -- between stages ---------------------------------------------------------------------------------------------
 

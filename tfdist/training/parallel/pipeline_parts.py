@@ -1,0 +1,107 @@
+"""Which parts of a model a pipeline has, where they are cut, and what of the model is in which of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import keras
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.training.parallel.segments import Cut, Segment
+
+
+def divide(model: Cut, parts: int, cut: str = "") -> list[list[Segment]]:
+    """The segments of a model as `parts` parts, the largest of which has as few parameters as possible.
+
+    cut: instead, the names of the segments with which parts 1, 2, ... begin, for example "block_02,block_05".
+    Raises ConfigError if there are too few segments, the names do not fit, or more than one tensor would go from part
+    to part.
+    """
+    segments = model.segments
+    names = [segment.gives[0] for segment in segments]
+    if len(segments) < parts:
+        raise ConfigError(
+            f"The pipeline has {parts} parts (pipe x --pipe_chunks), but the model can only be cut into"
+            f" {', '.join(names)}: lower one of them, or add layers."
+        )
+    if cut:
+        starts = [names.index(name) if name in names else -1 for name in cut.split(",")]
+        if len(starts) != parts - 1 or starts != sorted(set(starts)) or starts[0] < 1:
+            raise ConfigError(
+                f"--pipe_cut={cut} must name {parts - 1} of {', '.join(names[1:])}, in order: with which the parts"
+                " after the first begin."
+            )
+    else:
+        starts = _balanced(
+            [sum(math.prod(variable.shape) for variable in segment.part.trainable_variables) for segment in segments],
+            parts,
+        )
+    divided = [list(segments[start:stop]) for start, stop in zip([0, *starts], [*starts, len(segments)], strict=True)]
+    _check_one_tensor(model, divided)
+    return divided
+
+
+def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
+    """What a stage sends is what its last segment gives first."""
+    if len(model.inputs) != 1 or len(model.outputs) != 1:
+        raise ConfigError(
+            f"--mesh has pipe=, whose stages take one tensor and give one, but the model has {len(model.inputs)} inputs"
+            f" and {len(model.outputs)} outputs: use data= instead."
+        )
+    sent = model.inputs[0]
+    for part in parts:
+        inside = {name for segment in part for name in segment.gives}
+        others = {name for segment in part for name in segment.takes} - inside - {sent}
+        if others or model.outputs[0] in inside and part is not parts[-1]:
+            raise ConfigError(
+                f"--mesh has pipe=, whose stages hand on one tensor, but {part[0].gives[0]} and what follows it need"
+                " more of what is before them (a mask, such as of Embedding(mask_zero=True), an input, or an earlier"
+                " layer's output): use data= instead."
+            )
+        sent = part[-1].gives[0]
+
+
+def _balanced(sizes: list[int], parts: int) -> list[int]:
+    """Where parts 1, 2, ... begin. Dynamic programming over (first segments, parts): the smallest largest sum."""
+    best: dict[tuple[int, int], tuple[int, list[int]]] = {
+        (stop, 1): (sum(sizes[:stop]), []) for stop in range(1, len(sizes) + 1)
+    }
+    for count in range(2, parts + 1):
+        for stop in range(count, len(sizes) + 1):
+            best[stop, count] = min(
+                (
+                    (max(best[start, count - 1][0], sum(sizes[start:stop])), [*best[start, count - 1][1], start])
+                    for start in range(count - 1, stop)
+                ),
+                key=lambda found: found[0],
+            )
+    return best[len(sizes), parts][1]
+
+
+def stages_of(model: keras.Model, parts: Sequence[Sequence[Segment]], stages: int) -> dict[int, tuple[int, ...]]:
+    """id of a variable -> the stages that use it, in order; all, if none does."""
+    users: dict[int, set[int]] = {id(variable): set() for variable in model.variables}
+    for number, part in enumerate(parts):
+        for segment in part:
+            for variable in segment.part.variables:
+                users[id(variable)].add(number % stages)
+    return {key: tuple(sorted(found)) or tuple(range(stages)) for key, found in users.items()}
+
+
+def first_users(parts: Sequence[Sequence[Segment]], variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+    """Of each part, the regularized ones of `variables` that no part before it uses; the last has also those that none
+    uses.
+    """
+    left = {id(variable): variable for variable in variables if variable.regularizer is not None}
+    found = [
+        [
+            left.pop(id(variable))
+            for segment in part
+            for variable in segment.part.trainable_variables
+            if id(variable) in left
+        ]
+        for part in parts
+    ]
+    found[-1] += left.values()
+    return found
