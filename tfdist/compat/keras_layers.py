@@ -83,6 +83,13 @@ def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
     return layer._trainable_variables
 
 
+def own_non_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Those of the layer without the layers and seed generators in it. Relies on `Layer._non_trainable_variables`, a
+    list that Keras' tracker fills; without it a layer is not named that sets its state where it may not.
+    """
+    return layer._non_trainable_variables
+
+
 def own_metrics(layer: keras.Layer) -> list[keras.metrics.Metric]:
     """Relies on `Layer._metrics`; without it metrics that a call updates count this worker's rows only."""
     return layer._metrics

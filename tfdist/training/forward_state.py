@@ -10,6 +10,17 @@ import tensorflow as tf
 
 from tfdist.compat import keras_variables
 from tfdist.runtime.base import Runtime
+from tfdist.training.seeds import is_seed_state
+
+
+def hidden_variables(layer: keras.Layer) -> list[tf.Variable]:
+    """TensorFlow's variables that a layer, or one in it, keeps without Keras' knowing."""
+    known = {id(keras_variables.stored_value(one)) for one in layer.variables}  # those of --zero=3 have none
+    return [
+        variable
+        for variable in tf.train.TrackableView(layer).descendants()
+        if isinstance(variable, tf.Variable) and id(variable) not in known
+    ]
 
 
 class ForwardState:
@@ -19,17 +30,9 @@ class ForwardState:
 
     def __init__(self, runtime: Runtime, model: keras.Model):
         self.runtime = runtime
-        known = {id(keras_variables.stored_value(one)) for one in model.variables}  # those of --zero=3 have none
-        others = [
-            variable
-            for variable in tf.train.TrackableView(model).descendants()
-            if isinstance(variable, tf.Variable) and id(variable) not in known
-        ]
         self._variables = [
-            variable.value
-            for variable in model.non_trainable_variables
-            if not variable.path.endswith("seed_generator_state")
-        ] + others
+            variable.value for variable in model.non_trainable_variables if not is_seed_state(variable)
+        ] + hidden_variables(model)
 
     def read(self) -> Any:
         """Inside a tf.function: the values, of every local replica. TensorFlow copies none that is not written to."""

@@ -11,9 +11,14 @@ import tensorflow as tf
 _fold_in: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.random.fold_in  # type: ignore[assignment]
 
 
+def is_seed_state(variable: keras.Variable) -> bool:
+    """Whether it is the state of a seed generator."""
+    return variable.path.endswith("seed_generator_state")
+
+
 def seed_states(model: keras.Model) -> list[tf.Variable]:
     """The states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order."""
-    return [variable.value for variable in model.variables if variable.path.endswith("seed_generator_state")]
+    return [variable.value for variable in model.variables if is_seed_state(variable)]
 
 
 def seed_values(count: int, seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> list[tf.Tensor]:

@@ -1,4 +1,5 @@
-"""Weights that a layer sets in its own forward pass, as keras.layers.SpectralNormalization does.
+"""Weights that a layer sets in its own forward pass, as keras.layers.SpectralNormalization does, and state, as
+keras.layers.BatchNormalization does.
 
 Where a weight lies in shards, in parts, on two stages or on parameter servers, or is computed with again, the layer
 would set a copy that nobody looks at: the run would go on with other weights than it should, and nothing would tell. So
@@ -7,12 +8,13 @@ such a layer is refused, by name, when it first sets one of them, which is while
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tfdist.compat import keras_layers
+from tfdist.compat import keras_layers, keras_variables
 from tfdist.control.exit_codes import ConfigError
 
 WHOLE = "must be whole, and set once, for that: drop the flag, or the layer"
@@ -20,31 +22,47 @@ ON_SERVERS = (
     "a worker would set in its own copy only, not on the servers: use another strategy, such as multi_worker, or drop"
     " the layer"
 )
+_SETTERS = ("assign", "assign_add", "assign_sub")
 
 
 def refuse_assigned(
-    model: keras.Model, variables: Iterable[keras.Variable], flag: str, why_and_fix: str = WHOLE
+    model: keras.Model, variables: Iterable[keras.Variable | tf.Variable], flag: str, why_and_fix: str = WHOLE
 ) -> None:
-    """From now on a layer of `model` that sets one of its trainable `variables` while it is called is a ConfigError,
-    which names `flag`.
+    """From now on a layer of `model` that sets one of these `variables` while it is called is a ConfigError, which
+    names `flag`. Trainable ones, or state, which may be TensorFlow's variables that a layer keeps by itself.
     """
     for variable in variables:
-        owners = [
-            layer.name
-            for layer in keras_layers.all_layers(model, include_self=False)
-            if any(own is variable for own in keras_layers.own_trainable_variables(layer))
-        ]
-        variable.assign = _refusing(
-            variable.assign,
-            f"{flag}, but layer {owners[0] if owners else model.name} sets its weight {variable.path} in the forward"
-            f" pass (as SpectralNormalization does), which {why_and_fix}.",
+        name, like = _owner(model, variable), " (as SpectralNormalization does)" if variable.trainable else ""
+        sentence = (
+            f"{flag}, but layer {name} sets its weight {getattr(variable, 'path', variable.name)} in the forward"
+            f" pass{like}, which {why_and_fix}."
         )
+        stored = variable if isinstance(variable, tf.Variable) else keras_variables.stored_value(variable)
+        for one in (variable, *([] if stored is None or stored is variable else [stored])):
+            for setter in _SETTERS:
+                setattr(one, setter, _refusing(getattr(one, setter), sentence))
 
 
-def _refusing(assign: Any, sentence: str) -> Any:
-    def refusing(value: Any) -> Any:
+def _owner(model: keras.Model, variable: keras.Variable | tf.Variable) -> str:
+    """The name of the layer that keeps it."""
+    layers = keras_layers.all_layers(model, include_self=False)
+    if isinstance(variable, tf.Variable):  # known to the layers around it, too, which come first
+        return next(layer.name for layer in [*reversed(layers), model] if _holds(layer, variable))
+    for layer in layers:
+        own = [*keras_layers.own_trainable_variables(layer), *keras_layers.own_non_trainable_variables(layer)]
+        if any(one is variable for one in own):
+            return layer.name
+    return model.name
+
+
+def _holds(layer: keras.Layer, variable: tf.Variable) -> bool:
+    return any(one is variable for one in tf.train.TrackableView(layer).descendants())
+
+
+def _refusing(assign: Callable[..., Any], sentence: str) -> Callable[..., Any]:
+    def refusing(*arguments: Any, **options: Any) -> Any:
         if keras_layers.is_inside_a_call():
             raise keras_layers.keep_message(ConfigError(sentence))
-        return assign(value)
+        return assign(*arguments, **options)
 
     return refusing

@@ -28,6 +28,7 @@ from tfdist.training.parallel.pipe_schedule import make_schedule
 from tfdist.training.parallel.pipeline_parts import divide, stages_of
 from tfdist.training.parallel.pipeline_stages import Pipeline
 from tfdist.training.parallel.sequence import parallelize_sequence
+from tfdist.training.parallel.shared_state import refuse_shared
 from tfdist.training.parallel.tensor import Part, parallelize_layers, vocabulary_objective
 from tfdist.training.parallel.zero import sharded_update
 
@@ -75,7 +76,7 @@ def compose_mesh(
     placement = Placement(
         {key: part.axis for key, part in layers.parts.items()},
         layers.summed_over_model,
-        _stages(runtime, model, pieces) if pieces else {},
+        _stages(runtime, model, pieces, plan) if pieces else {},
     )
     update = _update(config, runtime, model, optimizer, placement)
     pipeline = None
@@ -144,13 +145,12 @@ def _width(model: keras.Model) -> int:
 
 
 def _stages(
-    runtime: MeshRuntime, model: keras.Model, pieces: Sequence[Sequence[segments.Segment]]
+    runtime: MeshRuntime, model: keras.Model, pieces: Sequence[Sequence[segments.Segment]], plan: BatchPlan
 ) -> dict[int, tuple[int, ...]]:
     """id of a variable -> the stages that hold it."""
-    stages = stages_of(model, pieces, runtime.mesh.degree("pipe"))
-    tied = [variable for variable in model.trainable_variables if len(stages[id(variable)]) > 1]
-    refuse_assigned(model, tied, f"--mesh={runtime.mesh.describe()} ties a weight over its stages")
-    return stages
+    degree = runtime.mesh.degree("pipe")
+    refuse_shared(model, pieces, degree, f"--mesh={runtime.mesh.describe()}", plan.micro_batch)
+    return stages_of(model, pieces, degree)
 
 
 def _update(

@@ -1,0 +1,67 @@
+"""What several parts of a pipeline share and a layer sets in its forward pass: moving statistics, a counter, a weight.
+
+Each stage would set a copy of its own, and parts on one stage take the micro-batches in another order than one device
+does. So it is refused. What no forward pass sets may be shared: tables, frozen layers. Seed generators, too, whose
+states the step sets by itself (seeds.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat.keras_tensors import functional_of
+from tfdist.runtime import batch_norm
+from tfdist.training.forward_state import hidden_variables
+from tfdist.training.loss_probe import generators_kept
+from tfdist.training.parallel.assigned_weights import refuse_assigned
+from tfdist.training.parallel.segments import Segment
+from tfdist.training.seeds import is_seed_state
+
+
+def refuse_shared(
+    model: keras.Model, parts: Sequence[Sequence[Segment]], stages: int, flag: str, micro_batch: int
+) -> None:
+    """A layer that sets what several of the parts use, part p on stage p mod `stages`, is a ConfigError: at once if it
+    is state, so that all workers say so and none waits for another; of a trainable weight while the step is traced.
+    """
+    variables: dict[int, Any] = {}
+    users: dict[int, set[int]] = {}
+    for number, part in enumerate(parts):
+        for segment in part:
+            for variable in (*segment.part.variables, *hidden_variables(segment.part)):
+                variables[id(variable)] = variable
+                users.setdefault(id(variable), set()).add(number)
+    is_state = False
+    for key, variable in variables.items():
+        if len(users[key]) > 1 and not (isinstance(variable, keras.Variable) and is_seed_state(variable)):
+            refuse_assigned(model, [variable], flag, _why_and_fix(sorted(users[key]), stages))
+            is_state |= isinstance(variable, tf.Variable) or not variable.trainable
+    if is_state:
+        _trace(model, micro_batch)
+
+
+def _why_and_fix(users: Sequence[int], stages: int) -> str:
+    where = sorted({part % stages for part in users})
+    if len(where) > 1:
+        why = f"stages {_listed(where)} would each do in a copy of their own"
+    else:
+        chunks = _listed([part // stages for part in users])
+        why = f"chunks {chunks} of stage {where[0]} would do in another order than one device"
+    return f"{why}: give each block a layer of its own, or use data= instead"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _trace(model: keras.Model, micro_batch: int) -> None:
+    """A forward pass in training, which is not run."""
+    x = keras.tree.map_structure(
+        lambda tensor: tf.TensorSpec([micro_batch, *tensor.shape[1:]], tensor.dtype), functional_of(model).input
+    )
+    with batch_norm.each_alone(), generators_kept():
+        tf.function(lambda x: model(x, training=True), autograph=False).get_concrete_function(x)
