@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz.models import LENGTH, SIDE, TWO, VOCABULARY, WIDTH
+from tests.fuzz.models import LENGTH, ONLY, SIDE, TWO, VOCABULARY, WIDTH
 
 EVAL_SIZE = 13
 EVAL_BATCH = 4  # of one replica
@@ -27,7 +27,11 @@ def arrays(case: Mapping[str, Any], split: str = "train", rank: int = 0) -> tupl
     if data.get("nan") is not None and split == "train" and "a" in x:
         x["a"][data["nan"] % size] = np.nan
     y = _targets(model, size, random)
-    parts = [x if model["inputs"] in TWO else next(iter(x.values())), y]
+    named = model.get("named", ())
+    parts = [
+        x if model["inputs"] in TWO or "input" in named else next(iter(x.values())),
+        {ONLY: y} if "output" in named else y,
+    ]
     if data["weights"] != "none":
         shape = (size, LENGTH) if data["weights"].startswith("token") else (size,)
         w = random.uniform(0.2, 3.0, shape).astype("float32")
@@ -104,7 +108,8 @@ class Items:
         self.parts, self.mixed = parts, mixed
 
     def __len__(self) -> int:
-        return len(self.parts[1]) if not isinstance(self.parts[1], dict) else len(self.parts[1]["kind"])
+        targets = self.parts[1]
+        return len(next(iter(targets.values())) if isinstance(targets, dict) else targets)
 
     def __getitem__(self, index: int) -> tuple:
         x, y, *w = (_mapped(part, lambda values: values[index]) for part in self.parts)

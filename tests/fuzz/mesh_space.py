@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from tests.fuzz.models import NO_SUMS
+
 AXES = ("pipe", "data", "expert", "model")
 ELEMENTWISE = ("sgd", "momentum", "adam", "adamw", "lion")
 # workers -> meshes
@@ -64,6 +66,28 @@ def draw(
             model["around"] = chance.choice(kinds)
     if options.get("compression") and mesh not in ("", "data=2"):
         options["compression"] = None
+
+
+def forms(case: dict[str, Any], blocks: list[str], chance: random.Random) -> None:
+    """On a pipeline perhaps other forms of the model: one input or output that is named, or a layer with state that the
+    first and the last stage share.
+    """
+    model, options = case["model"], case.get("options", {})
+    if "pipe=" not in options.get("mesh", "") or "builtin" in model:
+        return
+    named = chance.choice([[], ["input"], ["output"], ["input", "output"]])
+    adds = {*NO_SUMS, "mean_loss", "sum_loss", "activity_loss", "dense_l2"} & set(blocks)
+    if adds and "output" in named:  # which takes an objective of one's own
+        named = ["input"]
+    if named:
+        model["named"] = named
+    if "output" in named:
+        options["objective"] = "tests.fuzz.objectives:only"
+        options.pop("label_smoothing", None)
+        return
+    refused_first = adds or case["data"]["weights"] != "none"
+    if chance.random() < 0.4 and model["inputs"] == "rows" and not refused_first:
+        model["shared"] = True
 
 
 def compress(chance: random.Random, model: dict[str, Any], *options: dict[str, Any]) -> None:

@@ -127,6 +127,8 @@ TO_ROWS = {
     "grid": ['x = layers.Flatten(name="flat")(x)', 'x = layers.Dense({width}, activation="tanh", name="narrow")(x)'],
     "steps": ['x = layers.GlobalAveragePooling1D(name="pooled")(x)'],
 }
+_INPUT = {"rows": "a", "grid": "a", "steps": "ids"}  # the name of one
+ONLY = "only"  # and of one output
 TWO = ("both", "averaged")  # inputs, by name
 HEADS = {
     "classes": ['outputs = layers.Dense(3, dtype="{head}", name="kind")(x)'],
@@ -184,7 +186,10 @@ def source(model: Mapping[str, Any], double: bool = False) -> str:
         line.format(**words, embedding=EMBEDDINGS.get(model.get("embedding", ""), "").format(**words))
         for line in INPUTS[model["inputs"]]
     ]
+    if model.get("shared"):  # by the first and the last segment
+        lines += ['shared = own.Counter(name="shared")', "x = shared(x)"]
     lines += _blocks(model["blocks"], words, "")
+    lines += ["x = shared(x)"] if model.get("shared") else []
     words["width"] = WIDTH
     lines += [
         line.format(**words)
@@ -192,7 +197,10 @@ def source(model: Mapping[str, Any], double: bool = False) -> str:
     ]
     kind = model.get("class")  # of train_steps.py
     made = f"train_steps.{kind}" if kind else "own.Withheld" if model.get("withheld") else "keras.Model"
-    lines.append(f"return {made}(inputs, outputs)")
+    named = model.get("named", ())
+    takes = f'{{"{_INPUT[model["inputs"]]}": inputs}}' if "input" in named else "inputs"
+    gives = f'{{"{ONLY}": outputs}}' if "output" in named else "outputs"
+    lines.append(f"return {made}({takes}, {gives})")
     return "def model():\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 

@@ -229,6 +229,8 @@ class Reference:
 
     def _scores(self, outputs: Any, y: Any, w: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]:
         """(losses, weights of the same shape, metrics)."""
+        if "output" in self.case["model"].get("named", ()):
+            outputs, y = outputs[models.ONLY], y[models.ONLY]
         outputs = tf.nest.map_structure(lambda output: tf.cast(output, self.float), outputs)
 
         def entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:

@@ -28,6 +28,7 @@ ALLOWED = (
     Refusal("ConfigError", r"--mesh has model=\d+, whose micro-batches after the first must be of one size"),
     Refusal("ConfigError", r"layer \w*spectral\w* sets its weight \S+ in the forward pass"),
     Refusal("ConfigError", r"--mesh has pipe=, whose stages hand on one tensor"),
+    Refusal("ConfigError", r"--mesh has pipe=\d+, over which the state of --optimizer=adafactor cannot be spread"),
     Refusal("ConfigError", r"Losses that layers add, and regularizers, do not go with weighted samples"),
     Refusal("ConfigError", r"--jit_compile cannot compile synchronised BatchNormalization over several replicas"),
     Refusal(
@@ -39,7 +40,10 @@ OTHER_BATCHES = Refusal("DataError", r"hold different batches")
 NO_MEAN_OR_SUM = Refusal("ConfigError", r"neither a mean nor a sum over the rows")
 MIXED_ROWS = Refusal("ConfigError", r"returns for a row depends on the other rows of its batch")
 EAGER_POSITIONS = Refusal("ConfigError", r"looks up rows of \S+ whatever the batch is")
-OWN_CALL = Refusal("ConfigError", r"^--(recompute|mesh)\S*: Withheld \w+ has a call of its own")
+OWN_CALL = Refusal("ConfigError", r"^--(recompute|mesh)[^:]*: Withheld \w+ has a call of its own")
+SHARED = Refusal(
+    "ConfigError", r"^--mesh\S*, but layer shared sets its weight shared/calls in the forward pass, which stages"
+)
 ALL_SKIPPED = Refusal("DivergedError", r"in each of the last \d+ steps up to step \d+, so all of them were skipped")
 DRIFT = Refusal("DivergedError", r"^The weights of (rank|replica) .* differ from")
 
@@ -72,6 +76,8 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
         return MIXED_ROWS
     if "withheld" in case["model"] and (case["options"].get("recompute") or "pipe=" in case["options"].get("mesh", "")):
         return OWN_CALL
+    if "shared" in case["model"]:
+        return SHARED
     return DRIFT if "running_mean" in blocks and copies > 1 else None
 
 

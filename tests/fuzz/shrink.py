@@ -93,6 +93,8 @@ def _simpler(case: Mapping[str, Any], changed: Callable) -> Iterator[dict[str, A
                 inputs="rows", head="classes" if other["model"]["head"] == "tokens" else other["model"]["head"]
             )
         )
+    if "named" in case["model"]:
+        yield changed(lambda other: (other["model"].pop("named"), other["options"].pop("objective", None)))
     if case.get("compile", {}).get("metrics"):
         yield changed(lambda other: other["compile"].update(metrics=[]))
 

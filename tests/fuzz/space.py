@@ -85,6 +85,7 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
     if "embedding" in case["model"] and random.Random(f"{seed}/{number}/negative").random() < 0.2:
         case["data"]["negative"] = True
     _some_causal(case["model"]["blocks"], random.Random(f"{seed}/{number}/causal"))
+    mesh_space.forms(case, flat_blocks(case), random.Random(f"{seed}/{number}/forms"))
     on_gpu = gpu_form.drawn(case, flat_blocks(case), random.Random(f"{seed}/{number}/gpu"))
     return case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu
 
@@ -435,7 +436,8 @@ def features(case: Mapping[str, Any]) -> list[str]:
     model = case["model"]
     found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
-    found += ["model:withheld"] if "withheld" in model else []
+    found += [f"model:{name}" for name in ("withheld", "shared") if name in model]
+    found += [f"model:named_{what}" for what in model.get("named", ())]
     for data in (case["data"], *case.get("again", ())):
         found += [f"data:{name}" for name in data if name not in ("size", "source", "weights", "draw")] + [
             f"source:{data['source']}",

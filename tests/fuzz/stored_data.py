@@ -31,7 +31,7 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "tfdist.fit takes data in memory"
     if case["runtime"].startswith("parameter_server"):
         return "with parameter servers the chief alone reads"
-    if model["inputs"] == "both" or model["head"] == "dict" or found["weights"] != "none":
+    if model["inputs"] == "both" or model["head"] == "dict" or "named" in model or found["weights"] != "none":
         return "the records hold one x and one y"
     if "differs" in found:
         return "all workers read the same objects"
