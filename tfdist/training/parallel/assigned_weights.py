@@ -49,7 +49,8 @@ def _owner(model: keras.Model, variable: keras.Variable | tf.Variable) -> str:
     if isinstance(variable, tf.Variable):  # known to the layers around it, too, which come first
         return next(layer.name for layer in [*reversed(layers), model] if _holds(layer, variable))
     for layer in layers:
-        own = [*keras_layers.own_trainable_variables(layer), *keras_layers.own_non_trainable_variables(layer)]
+        seeds = [generator.state for generator in keras_layers.own_seed_generators(layer)]
+        own = [*keras_layers.own_trainable_variables(layer), *keras_layers.own_non_trainable_variables(layer), *seeds]
         if any(one is variable for one in own):
             return layer.name
     return model.name

@@ -1,8 +1,8 @@
 """What several parts of a pipeline share and a layer sets in its forward pass: moving statistics, a counter, a weight.
 
 Each stage would set a copy of its own, and parts on one stage take the micro-batches in another order than one device
-does. So it is refused. What no forward pass sets may be shared: tables, frozen layers. Seed generators, too, whose
-states the step sets by itself (seeds.py).
+does. So it is refused. What no forward pass sets may be shared: tables, frozen layers. A generator that several parts
+draw from is state, too: one device draws other numbers for each of them, stages would draw the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tfdist.training.forward_state import hidden_variables
 from tfdist.training.loss_probe import generators_kept
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.segments import Segment
-from tfdist.training.seeds import is_seed_state
 
 
 def refuse_shared(
@@ -37,7 +36,7 @@ def refuse_shared(
                 users.setdefault(id(variable), set()).add(number)
     is_state = False
     for key, variable in variables.items():
-        if len(users[key]) > 1 and not (isinstance(variable, keras.Variable) and is_seed_state(variable)):
+        if len(users[key]) > 1:
             refuse_assigned(model, [variable], flag, _why_and_fix(sorted(users[key]), stages))
             is_state |= isinstance(variable, tf.Variable) or not variable.trainable
     if is_state:

@@ -72,6 +72,12 @@ CUT = "block_01,block_02,block_03"  # with which the stages 1, 0 and 1 begin
         (lambda: Counter("hidden", name="own"), (0, 1), 1, "layer own sets its weight calls:0 .* stages 0 and 1"),
         (lambda: Counter(name="own"), (0, 2), 2, "layer own sets .*, which chunks 0 and 1 of stage 0 .*another order"),
         (lambda: layers.BatchNormalization(name="own"), (1, 2), 2, "layer own sets its weight own/moving_mean"),
+        (
+            lambda: layers.Dropout(0.5, name="own"),
+            (0, 1),
+            1,
+            "layer own sets .*seed_generator_state",
+        ),
         (lambda: layers.SpectralNormalization(layers.Dense(WIDTH), name="own"), (0, 1), 1, "layer own sets .*stages"),
     ],
 )
@@ -94,7 +100,7 @@ def test_state_that_is_set_in_several_parts_is_refused_on_all_workers(make, bloc
         (lambda: layers.Dense(WIDTH, trainable=False), (0, 1)),
         (lambda: layers.BatchNormalization(trainable=False), (0, 1)),
         (lambda: layers.Dense(WIDTH), (0, 1)),  # which is trained on both
-        (lambda: layers.Dropout(0.5), (0, 1)),
+        (lambda: layers.Dropout(0.0), (0, 1)),
     ],
 )
 def test_what_no_forward_pass_sets_may_be_shared(make, blocks):
