@@ -33,20 +33,24 @@ def unreduced_on_rank_1(x_spec, num_outputs: int) -> keras.Model:
 
 
 class Keeps(keras.layers.Layer):
-    """A layer with a state of its own, which it makes of the rows that it sees."""
+    """A layer with a state of its own, of the type `kind`, which it makes of the rows that it sees."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
 
     def build(self, shape):
-        self.kept = self.add_weight(shape=(), initializer="zeros", trainable=False, name="kept")
+        self.kept = self.add_weight(shape=(), dtype=self.kind, initializer="zeros", trainable=False, name="kept")
 
     def call(self, x):
-        self.kept.assign(keras.ops.mean(x))
+        self.kept.assign(keras.ops.cast(1e6 * keras.ops.mean(x), self.kind))
         return x
 
 
-def keeping(x_spec, num_outputs: int) -> keras.Model:
+def keeping(x_spec, num_outputs: int, kind: str) -> keras.Model:
     """The mlp behind such a layer: every replica comes to another state."""
     inputs = keras.Input(x_spec.shape)
-    return keras.Model(inputs, mlp(x_spec=x_spec, num_outputs=num_outputs, widths=(16,))(Keeps()(inputs)))
+    return keras.Model(inputs, mlp(x_spec=x_spec, num_outputs=num_outputs, widths=(16,))(Keeps(kind)(inputs)))
 
 
 def slow_optimizer_on_rank_1(x_spec, num_outputs: int) -> keras.Model:

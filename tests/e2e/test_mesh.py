@@ -80,14 +80,18 @@ def test_saved_on_one_mesh_and_resumed_on_another(chain, more, tmp_path):
 @pytest.mark.parametrize(
     "workers, flags, words",
     [
-        (2, ["--strategy=mesh", "--zero=3"], "rank 1 differ from the chief's at step 4"),
-        (1, ["--strategy=mirrored", "--virtual_devices=2"], "replica 1 differ from those of the first at step 4"),
+        (2, ["--strategy=mesh", "--zero=3", "--model_args=kind=int32"], "rank 1 differ from the chief's at step 4"),
+        (
+            1,
+            ["--strategy=mirrored", "--virtual_devices=2", "--model_args=kind=float32"],
+            "replica 1 differ from those of the first at step 4",
+        ),
     ],
 )
 def test_replicas_that_drift_apart_are_noticed(workers, flags, words, tmp_path):
     output = run(
         workers,
-        [*CLUSTERS, "--model=tests.e2e.faults:keeping", "--model_args=", "--steps=4", f"--run_dir={tmp_path}", *flags],
+        [*CLUSTERS, "--model=tests.e2e.faults:keeping", "--steps=4", f"--run_dir={tmp_path}", *flags],
         code=8,
     )
     assert words in output and "keeps/kept)" in output, output

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.runtime.host import host_view
-from tfdist.runtime.weight_check import Held
+from tfdist.runtime.weight_check import Held, is_compared
 
 
 def collect(model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,11 +59,11 @@ class WholeState:
         )
 
     def held(self) -> list[Held]:
-        """The model's weights and moving statistics, for runtime/weight_check.py."""
+        """The model's weights and states, for runtime/weight_check.py."""
         return [
             Held(_name(variable), _tf_variable(variable))
             for key, variable in self.variables.items()
-            if key.startswith("model/") and tf.as_dtype(_tf_variable(variable).dtype).is_floating
+            if key.startswith("model/") and is_compared(variable)
         ]
 
     def first_of_stage(self) -> int:

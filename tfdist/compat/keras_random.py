@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import keras
 from keras.src.backend.common import global_state
@@ -18,6 +19,11 @@ MAKE_DEFAULT_SEED = "make_default_seed"
 def make_default_seed() -> Callable[[], int]:
     """The function that stands there now."""
     return getattr(SEEDS, MAKE_DEFAULT_SEED)
+
+
+def is_seed_state(variable: Any) -> bool:
+    """Whether a variable is the state of a SeedGenerator. Relies on the name that it gives it."""
+    return getattr(variable, "path", "").endswith("seed_generator_state")
 
 
 def global_seed_generator() -> keras.random.SeedGenerator | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import keras
 
+from tfdist.compat.keras_random import is_seed_state
 from tfdist.runtime import first_values
 from tfdist.runtime.base import PeerRuntime
 
@@ -23,10 +24,6 @@ def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
     """Compares the weights; if they drifted apart (a layer that keeps statistics of its batch), all take the
     chief's.
     """
-    weights = [variable for variable in model.variables if not _is_seed(variable)]
+    weights = [variable for variable in model.variables if not is_seed_state(variable)]
     if take_the_chiefs(runtime, weights) and runtime.rank == 0:
         print("tfdist: the workers' weights had drifted apart; all took the chief's.", file=sys.stderr, flush=True)
-
-
-def _is_seed(variable: keras.Variable) -> bool:
-    return variable.path.endswith("seed_generator_state")

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import google_crc32c
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.keras_random import is_seed_state
 from tfdist.control.exit_codes import DivergedError
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import host_view
@@ -19,7 +21,7 @@ _ABSENT = -1
 
 @dataclass(frozen=True)
 class Held:
-    """What this worker holds of one variable of a floating type.
+    """What this worker holds of one variable that `is_compared`.
 
     `piece`: who holds the same piece must hold the same bits.
     """
@@ -29,12 +31,16 @@ class Held:
     piece: int = 0
 
 
-def check_weights(runtime: Runtime, held: Sequence[Held], when: str) -> None:
-    """Compares a CRC-32C of every weight and moving statistic over all workers, and over the replicas of each. All must
-    call it.
+def is_compared(variable: Any) -> bool:
+    """Whether a variable of a model must be the same on all workers. The states of seed generators differ by
+    intention."""
+    return tf.as_dtype(variable.dtype) != tf.string and not is_seed_state(variable)
 
-    Moving statistics that are not synchronised differ by nature: make them the same before. Seed generators, which
-    differ by intention, are left out (they are not of a floating type).
+
+def check_weights(runtime: Runtime, held: Sequence[Held], when: str) -> None:
+    """Compares a CRC-32C of every weight and state over all workers, and over the replicas of each. All must call it.
+
+    Moving statistics that are not synchronised differ by nature: make them the same before.
 
     Args:
       held: the same variables in the same order on all workers.

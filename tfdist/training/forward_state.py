@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_variables
+from tfdist.compat.keras_random import is_seed_state
 from tfdist.runtime.base import Runtime
-from tfdist.training.seeds import is_seed_state
 
 
 def hidden_variables(layer: keras.Layer) -> list[tf.Variable]:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.artifacts import state
 from tfdist.compat import keras_layers, tensorflow_random
+from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.calm_layers import calmed
 from tfdist.training.stateless_call import stateless_call
@@ -106,7 +107,7 @@ class Probe:
         callback sets is not there yet.
         """
         states = [
-            value + draw if variable.path.endswith("seed_generator_state") else value
+            value + draw if is_seed_state(variable) else value
             for variable, value in zip(self.model.non_trainable_variables, self._states(states_off), strict=True)
         ]
         self._added = []

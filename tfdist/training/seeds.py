@@ -7,13 +7,10 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from tfdist.compat.keras_random import is_seed_state
+
 # TensorFlow's stubs know it as one of whole numbers.
 _fold_in: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.random.fold_in  # type: ignore[assignment]
-
-
-def is_seed_state(variable: keras.Variable) -> bool:
-    """Whether it is the state of a seed generator."""
-    return variable.path.endswith("seed_generator_state")
 
 
 def seed_states(model: keras.Model) -> list[tf.Variable]:

@@ -25,7 +25,7 @@ from tfdist.artifacts.parts import Shard
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.runtime.weight_check import Held
+from tfdist.runtime.weight_check import Held, is_compared
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.state_piece import Piece, shared_out
 from tfdist.training.parallel.tensor import Part
@@ -104,11 +104,11 @@ class ShardedState:
         return whole
 
     def held(self) -> list[Held]:
-        """The pieces of the model's weights and moving statistics, for runtime/weight_check.py."""
+        """The pieces of the model's weights and states, for runtime/weight_check.py."""
         return [
             Held(piece.name, piece.value if self._is_here(piece) else None, self._which(piece))
             for key, piece in self.pieces.items()
-            if key.startswith("model/") and piece.dtype.is_floating
+            if key.startswith("model/") and is_compared(piece.variable)
         ]
 
     def first_of_stage(self) -> int:

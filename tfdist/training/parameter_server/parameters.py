@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_optimizers
+from tfdist.compat.keras_random import is_seed_state
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.connected import apply_connected
 from tfdist.training.parallel.assigned_weights import ON_SERVERS, refuse_assigned
@@ -100,9 +101,7 @@ class Parameters:
                 " them from the model, or use another strategy."
             )
         refuse_assigned(model, self.weights, "--strategy=parameter_server", ON_SERVERS)
-        self.states = [
-            variable for variable in model.non_trainable_variables if not variable.path.endswith("seed_generator_state")
-        ]
+        self.states = [variable for variable in model.non_trainable_variables if not is_seed_state(variable)]
         self.schedule = ScaledSchedule(schedule)
         self.pieces = place([tuple(variable.shape) for variable in self.weights], len(devices), piece_bytes)
         self._values = [self._make_piece(piece) for piece in self.pieces]

@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.keras_random import is_seed_state
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.models import missing_rows
@@ -91,7 +92,7 @@ class RemoteStep:
             [plan.slice(micro, replica) for replica in range(plan.replicas)] for micro in range(plan.accumulation)
         ]
         self._bounds = np.array(bounds, np.int64)  # [accumulation, replicas, 2]
-        self._seeds = [variable.path.endswith("seed_generator_state") for variable in model.non_trainable_variables]
+        self._seeds = [is_seed_state(variable) for variable in model.non_trainable_variables]
         shapes = [(*variable.shape,) for variable in (*parameters.weights, *parameters.states)]
         self._sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
         self._shapes = shapes
