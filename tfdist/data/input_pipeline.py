@@ -68,9 +68,10 @@ def eval_dataset(
     """The evaluation batches of one replica, and their number, which is the same on all replicas.
 
     Step s, replica r takes samples s * batch * replicas + r * batch + (0..batch-1), in plain order: each of the first
-    `limit` samples (0: all) exactly once over all replicas. Rows beyond them repeat sample 0 with w == 0; a replica may
-    have nothing else. Unless `filled`, which one replica need not be, there are no such rows: a model that mixes the
-    rows of its batch would see them. Raises DataError if there is no sample.
+    `limit` samples (0: all) exactly once over all replicas. A batch is (x, y, w, real), `real` bool [n]: rows beyond
+    them repeat sample 0 with w == 0, and are not real; a replica may have nothing else. Unless `filled`, which one
+    replica need not be, there are no such rows: a model that mixes the rows of its batch would see them. Raises
+    DataError if there is no sample.
 
     A stream is counted first, by reading it through once if tf.data does not know its length; then every replica reads
     all of it and keeps its share.
@@ -78,18 +79,24 @@ def eval_dataset(
     width = batch * replicas
     size = stream_length(split, limit) if split.size is None else min(limit or split.size, split.size)
     steps, filled = -(-size // width), filled or size % batch == 0
-    shaped = shaper(batch if filled else None, split.element_spec)
+    rows = batch if filled else None
+    of_samples = shaper(rows, split.element_spec)
+
+    def shaped(x, y, w, real: tf.Tensor) -> tuple:
+        real.set_shape([rows])
+        return *of_samples(x, y, w), real
+
     if split.size is None:
         dataset = stream_eval(split, size, steps * width if filled else size, batch, replica, width).map(as_is(shaped))
     else:
 
-        def eval_batch(step: tf.Tensor) -> Sample:
+        def eval_batch(step: tf.Tensor) -> tuple:
             first = step * width + replica * batch
             last = first + batch if filled else tf.minimum(first + batch, size)
             index = tf.range(first, last)
             real = index < size
             x, y, w = weighted(split.fetch(tf.where(real, index, 0)), batch if filled else last - first)
-            return shaped(x, y, masked(w, real))
+            return shaped(x, y, masked(w, real), real)
 
         dataset = tf.data.Dataset.range(steps).map(as_is(eval_batch), num_parallel_calls=tf.data.AUTOTUNE)
     return untuned(dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())), steps

@@ -133,13 +133,14 @@ def stream_length(split: Split, limit: int) -> int:
 
 
 def stream_eval(split: Split, size: int, filled: int, batch: int, replica: int, width: int) -> tf.data.Dataset:
-    """filled: how many samples there shall be; the first is repeated with w == 0 where the stream has fewer."""
+    """Batches (x, y, w, real). filled: how many samples there shall be; the first is repeated with w == 0, and is not
+    real, where the stream has fewer."""
     stream = split.stream(0, 1)
     padded = stream.take(size).concatenate(stream.take(1).repeat()).take(filled).enumerate()
 
-    def finish(index: tf.Tensor, sample: Sample) -> Sample:
+    def finish(index: tf.Tensor, sample: Sample) -> tuple:
         x, y, w = weighted(sample, tf.shape(index)[0])
-        return x, y, masked(w, index < size)
+        return x, y, masked(w, index < size), index < size
 
     def is_own(index: tf.Tensor, _) -> tf.Tensor:
         return tf.equal(tf.math.floormod(index, width) // batch, replica)

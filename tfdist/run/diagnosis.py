@@ -72,6 +72,9 @@ class Diagnosis:
         """An evaluation has come to this."""
         if not math.isfinite(means["loss"]):
             self._tell("the loss of the evaluation is not finite", lambda: self.flaws(evaluated=True))
+        elif not means["samples"]:
+            nothing = "its loss and metrics are shown as 0, as in Keras' evaluate."
+            self._tell("all samples of the evaluation have the weight 0", lambda: nothing)
 
     def observed(self, event: Event) -> None:
         """A train event has been observed."""

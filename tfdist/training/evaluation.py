@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.reading import masked
 from tfdist.models import missing_rows
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective, scores_spec
+from tfdist.training.scores import Scores
 
 
 class Evaluator:
     """Evaluates a model on an evaluation split.
 
     Args:
-      datasets: makes, anew for each evaluation, ([one dataset of (x, y, w) per local replica], steps); the padding
-        rows have w = 0, and `steps` is the same on every replica.
+      datasets: makes, anew for each evaluation, ([one dataset of (x, y, w, real) per local replica], steps); rows that
+        are not `real` are padding, have w == 0 and count for nothing, whatever the objective makes of them; `steps` is
+        the same on every replica.
       averaged: makes a context in which the model computes with what is to be evaluated, for example moving averages.
     """
 
@@ -38,20 +42,25 @@ class Evaluator:
         self.averaged = averaged
         self.runtime, self.model, self.objective, self.datasets = runtime, model, objective, datasets
         self._names: tuple[str, ...] = ()
+        self._cuts = False  # padding off before the objective: nobody knows which row a loss is of
         self._function = tf.function(self._steps, autograph=False)
 
     def __call__(self) -> dict[str, float]:
-        """Means over the split: "loss", the objective's metrics, and "samples" (the sum of the weights)."""
+        """Means over the split: "loss", the objective's metrics, and "samples" (the sum of the weights). Means over
+        nothing are 0."""
         datasets, steps = self.datasets()
         if not self._names:
-            self._names = tuple(sorted(scores_spec(self.model, self.objective, datasets[0].element_spec).metrics))
+            *batch, real = datasets[0].element_spec
+            spec = scores_spec(self.model, self.objective, batch)
+            self._names = tuple(sorted(spec.metrics))
+            self._cuts = real.shape[0] is not None and spec.losses.shape[0] != real.shape[0]
         with self.averaged():
             local = (
                 self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy() * self.runtime.leads
             )
         loss, weight, *metrics = np.sum(self.runtime.all_gather(local), axis=0)
         means = {
-            name: float(value / weight) if weight else float("nan")
+            name: float(value / weight) if weight else 0.0  # as training shows
             for name, value in zip(("loss", *self._names), (loss, *metrics), strict=True)
         }
         return {**means, "samples": float(weight)}
@@ -67,12 +76,31 @@ class Evaluator:
             lambda step, _: step < steps, one, (tf.constant(0), tf.zeros([2 + len(self._names)], tf.float64))
         )[1]
 
-    def _sums(self, x, y, w: tf.Tensor) -> tf.Tensor:
+    def _sums(self, x, y, w: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
         with missing_rows.as_nan(missing_rows.are_silent()):
-            scores = self.objective(self.model(x, training=False), y, w)
+            scores = self._scores(self.model(x, training=False), y, w, real)
             weights = tf.cast(scores.weights, tf.float64)
             values = [scores.losses, *(scores.metrics[name] for name in self._names)]
             # A padding row may well have an infinite loss: select, do not multiply by 0.
             sums = [tf.reduce_sum(tf.where(weights > 0, tf.cast(value, tf.float64) * weights, 0)) for value in values]
             sums = missing_rows.told(sums)
         return tf.stack([sums[0], tf.reduce_sum(weights), *sums[1:]])
+
+    def _scores(self, outputs: Any, y: Any, w: tf.Tensor, real: tf.Tensor) -> Scores:
+        """Of rows that are real; a weight of 0 elsewhere. An objective of the user's own may take no notice of w."""
+        if not self._cuts:
+            scores = self.objective(outputs, y, w)
+            # Batches of an unknown number of rows are not padded.
+            return scores if real.shape[0] is None else scores._replace(weights=masked(scores.weights, real))
+        count = tf.reduce_sum(tf.cast(real, tf.int32))  # they come first
+
+        def of_real() -> list[tf.Tensor]:
+            scores = self.objective(*keras.tree.map_structure(lambda part: part[:count], (outputs, y, w)))
+            values = (scores.losses, scores.weights, *(scores.metrics[name] for name in self._names))
+            return [tf.reshape(value, [-1]) for value in values]
+
+        def of_none() -> list[tf.Tensor]:
+            return [tf.zeros([0])] * (2 + len(self._names))
+
+        losses, weights, *metrics = tf.cond(count > 0, of_real, of_none)
+        return Scores(losses, weights, dict(zip(self._names, metrics, strict=True)))

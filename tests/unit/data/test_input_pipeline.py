@@ -134,7 +134,7 @@ def test_static_shapes():
         assert (x.shape.as_list(), y.shape.as_list(), w.shape.as_list()) == ([rows, 4, 4, 1], [rows], [rows])
         assert w.dtype == tf.float32
     evaluation, _ = input_pipeline.eval_dataset(split, batch=4, replica=0, replicas=2)
-    assert [s.shape.as_list() for s in evaluation.element_spec] == [[4, 4, 4, 1], [4], [4]]
+    assert [s.shape.as_list() for s in evaluation.element_spec] == [[4, 4, 4, 1], [4], [4], [4]]
 
 
 def test_fixed_split_repeats_its_first_batches():
@@ -154,10 +154,10 @@ def test_evaluation_takes_every_sample_once(make, replicas, size, batch, limit):
             make(size), batch=batch, replica=replica, replicas=replicas, limit=limit
         )
         batches = list(dataset.as_numpy_iterator())
-        assert len(batches) == steps and all(len(x) == len(y) == len(w) == batch for x, y, w in batches)
+        assert len(batches) == steps and all(len(part) == batch for parts in batches for part in parts)
         all_steps.add(steps)
-        for x, y, w in batches:
-            assert set(w) <= {0.0, 1.0} and (x[w == 0] == 0).all() and (y == x % 10).all()
+        for x, y, w, real in batches:
+            assert (w == real).all() and (x[w == 0] == 0).all() and (y == x % 10).all()
             seen += x[w == 1].tolist()
     assert all_steps == {-(-min(size, limit or size) // (batch * replicas))}
     assert sorted(seen) == list(range(min(size, limit or size)))
@@ -169,21 +169,21 @@ def test_evaluation_of_one_replica_need_not_be_filled(make, size, rows):
     """What mixes the rows of a batch would see those that fill the last one."""
     dataset, steps = input_pipeline.eval_dataset(make(size), batch=10, replica=0, replicas=1, filled=False)
     batches = list(dataset.as_numpy_iterator())
-    assert steps == len(batches) and [len(x) for x, _, _ in batches] == rows
-    assert all(len(x) == len(y) == len(w) and (w == 1).all() for x, y, w in batches)
-    assert np.concatenate([x for x, _, _ in batches]).tolist() == list(range(size))
+    assert steps == len(batches) and [len(x) for x, *_ in batches] == rows
+    assert all(len(x) == len(y) == len(w) and (w == 1).all() and real.all() for x, y, w, real in batches)
+    assert np.concatenate([x for x, *_ in batches]).tolist() == list(range(size))
 
 
 def test_evaluation_masks_weights_a_token():
     weights = np.full([5, 3], np.nan, np.float32)
     weights[1:] = np.arange(12).reshape(4, 3)
     split = array_split("tokens", (np.arange(5), np.arange(5), weights))
-    (_, _, first), (x, _, last) = input_pipeline.eval_dataset(split, batch=4, replica=0, replicas=1)[
+    (_, _, first, _), (x, _, last, real) = input_pipeline.eval_dataset(split, batch=4, replica=0, replicas=1)[
         0
     ].as_numpy_iterator()
     np.testing.assert_array_equal(first, weights[:4])
     np.testing.assert_array_equal(last, np.vstack([weights[4], np.zeros([3, 3])]))  # no NaN from the repeated sample 0
-    assert x.tolist() == [4, 0, 0, 0]
+    assert x.tolist() == [4, 0, 0, 0] and real.tolist() == [True, False, False, False]
 
 
 @pytest.mark.slow
@@ -304,7 +304,7 @@ def test_streams_that_cannot_be_evaluated():
     with pytest.raises(DataError, match="--eval_samples"):
         input_pipeline.eval_dataset(endless, batch=2, replica=0, replicas=1)
     dataset, steps = input_pipeline.eval_dataset(endless, batch=2, replica=0, replicas=1, limit=7)
-    assert steps == 4 and sum(w.sum() for _, _, w in dataset.as_numpy_iterator()) == 7
+    assert steps == 4 and sum(w.sum() for _, _, w, _ in dataset.as_numpy_iterator()) == 7
     with pytest.raises(DataError, match="empty"):
         input_pipeline.eval_dataset(stream(0), batch=2, replica=0, replicas=1)
     of_unknown_length = dataclasses.replace(

@@ -97,7 +97,7 @@ def load(data_dir, split="train", source_args="name=tiny_images"):
 def rows(split) -> tuple[np.ndarray, np.ndarray]:
     """All samples, in order."""
     dataset = input_pipeline.eval_dataset(split, batch=7, replica=0, replicas=1)[0]
-    x, y, w = (np.concatenate(parts) for parts in zip(*dataset.as_numpy_iterator(), strict=True))
+    x, y, w, _ = (np.concatenate(parts) for parts in zip(*dataset.as_numpy_iterator(), strict=True))
     return x[w == 1], y[w == 1]
 
 

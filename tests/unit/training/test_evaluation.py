@@ -1,0 +1,87 @@
+"""What fills the last batches of an evaluation counts for nothing, whatever an objective does with its weights."""
+
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.data.input_pipeline import eval_dataset
+from tfdist.data.sources.split import array_split
+from tfdist.training.evaluation import Evaluator
+from tfdist.training.own_objective import own_objective
+from tfdist.training.scores import Scores
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(21, 6)).astype("float32")
+Y = RANDOM.integers(0, 3, (21, 6)).astype("float32")
+
+
+def parts(outputs, y):
+    return tf.square(outputs - y), tf.cast(y != 0, tf.float32), tf.abs(outputs - y)
+
+
+def own_mask(outputs, y, w):
+    losses, mask, error = parts(outputs, y)
+    return Scores(losses, mask, {"error": error})
+
+
+def of_rows(outputs, y, w):
+    losses, mask, error = parts(outputs, y)
+    return Scores(tf.reduce_sum(losses * mask, -1), tf.ones_like(w), {"error": tf.reduce_mean(error, -1)})
+
+
+def flat(outputs, y, w):
+    losses, mask, error = (tf.reshape(part, [-1]) for part in parts(outputs, y))
+    return Scores(losses, mask, {"error": error})
+
+
+def chosen(outputs, y, w):
+    """Those of the tokens that count."""
+    losses, mask, error = parts(outputs, y)
+    losses, error = tf.boolean_mask(losses, mask > 0), tf.boolean_mask(error, mask > 0)
+    return Scores(losses, tf.ones_like(losses), {"error": error})
+
+
+def evaluate(objective, arrays, workers, batch=4, filled=True):
+    """What the last worker finds."""
+    model, gathered = keras.Sequential([keras.Input((6,)), keras.layers.Activation("linear")]), []
+
+    def all_gather(own):
+        gathered.append(own)
+        return np.stack(gathered)
+
+    for replica in range(workers):
+        dataset, steps = eval_dataset(
+            array_split("rows", arrays), batch=batch, replica=replica, replicas=workers, filled=filled
+        )
+        runtime = SimpleNamespace(
+            leads=1,
+            per_replica=lambda batches: batches[0],
+            run=lambda function, batch: function(*batch),
+            local=lambda value: [value],
+            all_gather=all_gather,
+        )
+        found = Evaluator(runtime, model, objective, lambda made=dataset, count=steps: ([made], count))()
+    return found
+
+
+@pytest.mark.parametrize("function", [own_mask, of_rows, flat, chosen])
+@pytest.mark.parametrize("rows", [21, 3])  # of which the second worker has one in its last batch, or none
+def test_padding_does_not_count(function, rows):
+    objective, arrays = own_objective(function.__name__, function), (X[:rows], Y[:rows])
+    together = objective(*map(tf.constant, (*arrays, np.ones(rows, "float32"))))
+    weight = float(tf.reduce_sum(together.weights))
+    wanted = {
+        "loss": float(tf.reduce_sum(together.losses * together.weights)) / weight,
+        "error": float(tf.reduce_sum(together.metrics["error"] * together.weights)) / weight,
+        "samples": weight,
+    }
+    assert evaluate(objective, arrays, workers=2) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_of_nothing_it_is_0():
+    weights = np.zeros(21, "float32")
+    found = evaluate(lambda outputs, y, w: Scores(outputs[:, 0], w, {}), (X, Y, weights), workers=1)
+    assert found == {"loss": 0.0, "samples": 0.0}
