@@ -57,7 +57,7 @@ def batch_fetch(split: Split, reading: Reading) -> Callable[[tf.Tensor], Sample]
 
     def batch(positions: tf.Tensor) -> Sample:
         samples = order.sample_of(positions, split.length, reading.seed, reading.shuffle)
-        return shaped(*weighted(fetch(samples, positions), tf.shape(positions)[0]))
+        return shaped(*weighted(fetch(samples, positions), split, samples))
 
     return batch
 
@@ -95,7 +95,8 @@ def eval_dataset(
             last = first + batch if filled else tf.minimum(first + batch, size)
             index = tf.range(first, last)
             real = index < size
-            x, y, w = weighted(split.fetch(tf.where(real, index, 0)), batch if filled else last - first)
+            samples = tf.where(real, index, 0)
+            x, y, w = weighted(split.fetch(samples), split, samples)
             return shaped(x, y, masked(w, real), real)
 
         dataset = tf.data.Dataset.range(steps).map(as_is(eval_batch), num_parallel_calls=tf.data.AUTOTUNE)
@@ -122,7 +123,7 @@ def _indexed_batches(split: Split, reading: Reading, plan: BatchPlan, replica: i
     def make(first: tf.Tensor) -> Sample:
         at = positions(first + tf.range(block, dtype=tf.int64))
         samples = order.sample_of(at, split.length, reading.seed, reading.shuffle)
-        batch = shaped(*weighted(fetch(samples, at), tf.shape(at)[0]))
+        batch = shaped(*weighted(fetch(samples, at), split, samples))
         return batch if block == 1 else tf.nest.map_structure(in_block, batch)
 
     def in_block(t: tf.Tensor) -> tf.Tensor:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfdist.data.augment import Augmentation
-from tfdist.data.sources.split import Sample
+from tfdist.data.sources.split import Sample, Split
+from tfdist.runtime import negative_weights
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,11 @@ def as_is(function: Callable) -> Callable:
     return tf.autograph.experimental.do_not_convert(function)
 
 
-def weighted(sample: Sample, rows: int | tf.Tensor) -> Sample:
-    """(x, y) -> (x, y, ones [rows]); (x, y, w) stays."""
-    return sample if len(sample) == 3 else (*sample, tf.ones([rows], tf.float32))
+def weighted(sample: Sample, split: Split, numbers: tf.Tensor) -> Sample:
+    """(x, y) -> (x, y, ones); (x, y, w) stays, or fails where a weight is negative. numbers: [n], of these samples."""
+    if len(sample) == 3:
+        return *sample[:2], negative_weights.refused(sample[2], split.name, numbers)
+    return *sample, tf.ones([tf.shape(numbers)[0]], tf.float32)
 
 
 def masked(w: tf.Tensor, real: tf.Tensor) -> tf.Tensor:

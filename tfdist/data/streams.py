@@ -60,7 +60,7 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
     def finish(numbers: tf.Tensor, sample: Sample) -> Sample:
         if augment is not None:
             sample = augmentation.apply(augment, sample, order.element_seeds(numbers, seed), split.name)
-        return shaped(*weighted(sample, tf.shape(numbers)[0]))
+        return shaped(*weighted(sample, split, numbers))
 
     batched = (
         numbered.batch(sum(lengths)).rebatch(tf.constant(lengths, tf.int64))
@@ -139,7 +139,7 @@ def stream_eval(split: Split, size: int, filled: int, batch: int, replica: int, 
     padded = stream.take(size).concatenate(stream.take(1).repeat()).take(filled).enumerate()
 
     def finish(index: tf.Tensor, sample: Sample) -> tuple:
-        x, y, w = weighted(sample, tf.shape(index)[0])
+        x, y, w = weighted(sample, split, index)
         return x, y, masked(w, index < size), index < size
 
     def is_own(index: tf.Tensor, _) -> tf.Tensor:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, StartupError, TfdistError
 from tfdist.control.user_errors import failure, failure_in_text, said, what_in_text, without_internals
+from tfdist.runtime import negative_weights
 from tfdist.runtime.ring_error import MARK, user_error
 
 _PEER_ERRORS = (
@@ -112,6 +113,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         )
     if MARK in text:
         return user_error(text)
+    if sentence := negative_weights.sentence_of(text):
+        return DataError(sentence)
     if found := _OWN_ASSERTION.search(text):
         return ConfigError(f"T{found[1]}".replace("\\'", "'"))
     if found := _NOT_COMPILED.search(text):

@@ -50,7 +50,8 @@ class Evaluator:
         nothing are 0."""
         datasets, steps = self.datasets()
         if not self._names:
-            *batch, real = datasets[0].element_spec
+            element: Any = datasets[0].element_spec
+            *batch, real = element
             spec = scores_spec(self.model, self.objective, batch)
             self._names = tuple(sorted(spec.metrics))
             self._cuts = real.shape[0] is not None and spec.losses.shape[0] != real.shape[0]
@@ -95,12 +96,14 @@ class Evaluator:
         count = tf.reduce_sum(tf.cast(real, tf.int32))  # they come first
 
         def of_real() -> list[tf.Tensor]:
-            scores = self.objective(*keras.tree.map_structure(lambda part: part[:count], (outputs, y, w)))
+            given: Any = keras.tree.map_structure(lambda part: part[:count], (outputs, y, w))
+            scores = self.objective(*given)
             values = (scores.losses, scores.weights, *(scores.metrics[name] for name in self._names))
             return [tf.reshape(value, [-1]) for value in values]
 
         def of_none() -> list[tf.Tensor]:
             return [tf.zeros([0])] * (2 + len(self._names))
 
-        losses, weights, *metrics = tf.cond(count > 0, of_real, of_none)
+        values: Any = tf.cond(count > 0, of_real, of_none)
+        losses, weights, *metrics = values
         return Scores(losses, weights, dict(zip(self._names, metrics, strict=True)))

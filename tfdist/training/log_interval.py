@@ -59,8 +59,8 @@ class Interval:
         if self._skipped_in_a_row >= _MOST_SKIPPED or (last and self._skipped_in_a_row == out.step):
             raise DivergedError(
                 f"Loss or gradients were NaN or infinite in each of the last {self._skipped_in_a_row} steps up to step"
-                f" {out.step}, so all of them were skipped and nothing was learned: look for NaN in the data, lower"
-                " --learning_rate, or set --clip_norm."
+                f" {out.step}, so all of them were skipped and nothing was learned: look for NaN in the data, and"
+                " negative weights of an --objective, lower --learning_rate, or set --clip_norm."
             )
         self.steps += n
         self.weight += out.weight

@@ -20,7 +20,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.events import Event, Observer
@@ -97,7 +97,7 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
         stopped, left = out.signals["stop"], out.signals["leave"]
         if not out.finite:
             if hooks.rollback is None:
-                _diverged(out, before)
+                raise DivergedError(out.why_not_finite(before))
             with clock.pause("rollback"), hooks.section("restore"):
                 step, iterators = hooks.rollback(step)
             interval = _interval(hooks)
@@ -141,10 +141,3 @@ def _evaluate(hooks: LoopHooks, evaluate: Callable[[], dict[str, float]], step: 
 def _save(hooks: LoopHooks, save: Callable[[int], None], step: int) -> None:
     with hooks.clock.pause("saving"), hooks.section("save"):
         save(step)
-
-
-def _diverged(out: StepOutput, before: int) -> NoReturn:
-    raise DivergedError(
-        f"Loss, gradients or weights became NaN or infinite between step {before} and {out.step} (loss"
-        f" {out.means['loss']}): lower --learning_rate, set --clip_norm, or use --on_nan=skip or --on_nan=rollback."
-    )

@@ -47,7 +47,7 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
             raise ConfigError(f"--objective={name} has a metric called {wrong!r}: give each a name.")
         scores = Scores(
             _numbers(name, "losses", scores[0], learnable=True),
-            _numbers(name, "weights", scores[1]),
+            _not_negative(_numbers(name, "weights", scores[1])),
             {metric: _numbers(name, f"the metric {metric!r}", values) for metric, values in scores[2].items()},
         )
         if scores.losses.shape.rank == 0:
@@ -61,6 +61,11 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
         return scores
 
     return objective
+
+
+def _not_negative(weights: tf.Tensor) -> tf.Tensor:
+    """NaN in place of what is: the run ends with a sentence (training/step_output.py). Data are looked at before."""
+    return tf.where(weights < 0, float("nan"), weights)
 
 
 def _numbers(name: str, what: str, values: Any, learnable: bool = False) -> tf.Tensor:

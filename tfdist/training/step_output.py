@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,19 @@ class StepOutput:
     compute_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
     call: Call | None = None  # where the seconds of this call went on this worker
     news: tuple[str, ...] = ()  # sentences for the user
+
+    def why_not_finite(self, before: int) -> str:
+        """A sentence about the steps since step `before`."""
+        if math.isnan(self.weight):
+            return (
+                f"Weights of samples were NaN, or --objective gave negative ones, between step {before} and"
+                f" {self.step}: losses are means by weights from 0 on; multiply the losses by an advantage."
+            )
+        return (
+            f"Loss, gradients or weights became NaN or infinite between step {before} and {self.step} (loss"
+            f" {self.means['loss']}): lower --learning_rate, set --clip_norm, or use --on_nan=skip or"
+            " --on_nan=rollback."
+        )
 
 
 def means_of(sums: Mapping[str, float], weight: float) -> dict[str, float]:

@@ -105,3 +105,10 @@ def test_what_is_one():
     scores = traced(of_other_types)(tf.ones([24, 4]), tf.zeros([24], tf.int32), tf.ones([24]))
     assert {part.dtype for part in tf.nest.flatten(scores)} == {tf.float32}
     assert traced(branches)(tf.ones([24, 4]), tf.zeros([24], tf.int32), tf.ones([24])).losses.shape == 24
+
+
+def test_negative_weights_are_none():
+    """A batch whose weights come to less than 0 would be learned from with the wrong sign, or not at all."""
+    objective = own_objective("mine:signed", lambda outputs, y, w: Scores(outputs[:, 0], w, {}))
+    given = tf.constant([1.0, -2.0, 0.0])
+    assert str(objective(tf.ones([3, 4]), given, given).weights.numpy()) == "[ 1. nan  0.]"

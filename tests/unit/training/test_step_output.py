@@ -1,6 +1,7 @@
 """What a call of the step gives back: from the sums inside the tf.function to named numbers."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -61,3 +62,18 @@ def test_the_factor_of_the_mean_loss(weight, scale, expected):
 @pytest.mark.parametrize("norm, expected", [(4.0, 0.25), (0.5, 1.0), (0.0, 1.0)])
 def test_clipping_shortens_only_what_is_longer(norm, expected):
     assert float(clipping(tf.constant(norm), 1.0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (math.nan, "--objective gave negative ones, between step 3 and 7"),
+        (4.0, "became NaN .* between step 3 and 7 .*nan"),
+    ],
+)
+def test_why_a_run_ends(weight, words):
+    signals = LAYOUT.signals_of(0, NOTHING, 0.25, 0.125)
+    found = output(
+        Totals.of_no_step(LAYOUT).plus(one_step(math.nan, weight, 0.0, signals, gradient_norm=1.0)), 1, bad=True
+    )
+    assert not found.finite and re.search(words, found.why_not_finite(3))

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.checksums import checksum
+from tfdist.runtime import negative_weights
 from tfdist.runtime.host import host_view
 
 Sample = tuple  # (x, y) or (x, y, w): nests of tensors; w, the weight, is float32, a scalar or one per token
@@ -145,6 +146,9 @@ def array_split(
         raise DataError(
             f"{name} has an array that cannot be a tensor ({error}): use numeric arrays of one shape."
         ) from error
+
+    if len(arrays) == 3:
+        negative_weights.refuse(arrays[2], name)
 
     def fetch(indices: tf.Tensor) -> Sample:
         sample = tf.nest.map_structure(lambda t: tf.gather(t, indices), tensors)

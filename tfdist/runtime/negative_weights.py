@@ -1,0 +1,52 @@
+"""Weights of samples below 0, which are refused where samples are read: a mean by such weights is none. TensorFlow
+stops, and runtime/errors.py says why."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.control.exit_codes import DataError
+
+_MARK = "tfdist: a negative weight"
+_FOUND = re.compile(rf"\[{_MARK}\] \[(.*?)\] \[(\d+)\] \[(-[^\]]+)\]")
+
+
+def refused(w: Any, name: str, numbers: tf.Tensor) -> Any:
+    """The same weights; what comes of them fails if one is negative. numbers: [n], of the samples of a split."""
+
+    def checked(part: tf.Tensor) -> tf.Tensor:
+        if not (part.dtype.is_floating or part.dtype.is_integer):
+            return part
+        lowest = tf.reduce_min(part, tf.range(1, tf.rank(part)))  # of each sample
+        below = lowest < 0
+        at = tf.argmax(tf.cast(below, tf.int32))
+        found = [_MARK, name, tf.gather(numbers, at), tf.gather(lowest, at)]
+        with tf.control_dependencies([tf.debugging.Assert(~tf.reduce_any(below), found)]):
+            return tf.identity(part)
+
+    return tf.nest.map_structure(checked, w)
+
+
+def refuse(w: Any, name: str) -> None:
+    """Raises DataError if one of a split's weights, arrays with a row a sample, is negative."""
+    for part in tf.nest.flatten(w):
+        if (below := np.argwhere(np.asarray(part) < 0)).size:
+            at = tuple(below[0])
+            raise DataError(_sentence(name, at[0], np.asarray(part)[at]))
+
+
+def sentence_of(text: str) -> str:
+    """What the message of TensorFlow's error says, if it is about such a weight; or ""."""
+    found = _FOUND.search(text)
+    return _sentence(*found.groups()) if found else ""
+
+
+def _sentence(name: str, number: Any, value: Any) -> str:
+    return (
+        f"--source: sample {number} of {name} has the weight {float(value):.6g}, but losses are means by weights from 0"
+        " on: hand an advantage over in y, and multiply the losses by it in an --objective of your own."
+    )
