@@ -58,6 +58,7 @@ class Reference:
         self.optimizer = self._optimizer()
         self.optimizer.build(self.model.trainable_variables)
         self.parts = data.arrays(case)
+        self.masked = self.options.get("objective") == space.MASKED
         self.scale = (
             float(self.options.get("loss_scale_initial", 32768.0))
             if self.options.get("precision") == "float16"
@@ -158,6 +159,8 @@ class Reference:
 
     def _weight(self, rows: np.ndarray) -> float:
         """The sum of all weights of a batch."""
+        if self.masked:
+            return float(np.count_nonzero(self.parts[1][rows]))
         per_row = models.LENGTH if self.case["model"]["head"] == "tokens" else 1
         if len(self.parts) < 3:
             return float(len(rows) * per_row)
@@ -250,6 +253,8 @@ class Reference:
         else:
             right = tf.equal(tf.argmax(outputs, -1), tf.cast(y, tf.int64))
             losses, metrics = entropy(y, outputs), {"accuracy": tf.cast(right, self.float)}
+        if self.masked:
+            return losses, tf.cast(y != 0, self.float), metrics
         return (
             losses,
             tf.broadcast_to(w if w.shape.rank == losses.shape.rank else w[:, tf.newaxis], losses.shape),

@@ -42,6 +42,7 @@ FLAGS_OF = {"sockets_tcp": {"strategy": "sockets", "communication": "socket"}}
 
 UNDRAWN = ("block", "attention_causal")  # as a block by itself
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
+MASKED = "tests.fuzz.objectives:masked"
 AGAIN = 5  # other data for a case's graph
 MOVABLE = (
     "one_device",
@@ -84,10 +85,24 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
     # Drawn apart, so that all else of a case is as without it.
     if "embedding" in case["model"] and random.Random(f"{seed}/{number}/negative").random() < 0.2:
         case["data"]["negative"] = True
+    if _may_mask(case) and random.Random(f"{seed}/{number}/mask").random() < 0.4:
+        case["options"] = _without(case["options"], "label_smoothing") | {"objective": MASKED}
+        for each in (case["data"], *case.get("again", ())):
+            each["weights"] = "none"
     _some_causal(case["model"]["blocks"], random.Random(f"{seed}/{number}/causal"))
     mesh_space.forms(case, flat_blocks(case), random.Random(f"{seed}/{number}/forms"))
     on_gpu = gpu_form.drawn(case, flat_blocks(case), random.Random(f"{seed}/{number}/gpu"))
     return case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu
+
+
+def _may_mask(case: Mapping[str, Any]) -> bool:
+    """Whether an objective may weigh tokens by itself; its data have no weights then."""
+    model, differs = case["model"], case["data"].get("differs")
+    return case["kind"] == "train" and model["head"] == "tokens" and "builtin" not in model and differs != "weight"
+
+
+def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {each: value for each, value in options.items() if each != name}
 
 
 def _some_causal(blocks: list, chance: random.Random) -> None:
@@ -471,6 +486,7 @@ def _train_features(case: Mapping[str, Any]) -> list[str]:
         )
     ]
     found += [f"compression:{options['compression']}"] if "compression" in options else []
+    found += ["option:own_mask"] if options.get("objective") == MASKED else []
     found += ["option:accumulation"] if options["accumulation"] > 1 else []
     found += ["option:unshuffled"] if options.get("shuffle") is False else []
     found += ["option:steps_per_loop"] if max(case["calls"]) > 1 else []
