@@ -83,7 +83,7 @@ class Evaluator:
             weights = tf.cast(scores.weights, tf.float64)
             values = [scores.losses, *(scores.metrics[name] for name in self._names)]
             # A padding row may well have an infinite loss: select, do not multiply by 0.
-            sums = [tf.reduce_sum(tf.where(weights > 0, tf.cast(value, tf.float64) * weights, 0)) for value in values]
+            sums = [tf.reduce_sum(tf.where(weights != 0, tf.cast(value, tf.float64) * weights, 0)) for value in values]
             sums = missing_rows.told(sums)
         return tf.stack([sums[0], tf.reduce_sum(weights), *sums[1:]])
 

@@ -64,8 +64,9 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
 
 
 def _not_negative(weights: tf.Tensor) -> tf.Tensor:
-    """NaN in place of what is: the run ends with a sentence (training/step_output.py). Data are looked at before."""
-    return tf.where(weights < 0, float("nan"), weights)
+    """Minus infinity in place of what is: the run ends with a sentence of its own (training/step_output.py), and an
+    evaluation gives NaN. Data are looked at before."""
+    return tf.where(weights < 0, float("-inf"), weights)
 
 
 def _numbers(name: str, what: str, values: Any, learnable: bool = False) -> tf.Tensor:

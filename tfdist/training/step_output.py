@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,10 +38,10 @@ class StepOutput:
 
     def why_not_finite(self, before: int) -> str:
         """A sentence about the steps since step `before`."""
-        if math.isnan(self.weight):
+        if self.weight < 0:
             return (
-                f"Weights of samples were NaN, or --objective gave negative ones, between step {before} and"
-                f" {self.step}: losses are means by weights from 0 on; multiply the losses by an advantage."
+                f"--objective gave negative weights between step {before} and {self.step}: losses are means by weights"
+                " from 0 on; multiply the losses by an advantage."
             )
         return (
             f"Loss, gradients or weights became NaN or infinite between step {before} and {self.step} (loss"

@@ -85,3 +85,8 @@ def test_of_nothing_it_is_0():
     weights = np.zeros(21, "float32")
     found = evaluate(lambda outputs, y, w: Scores(outputs[:, 0], w, {}), (X, Y, weights), workers=1)
     assert found == {"loss": 0.0, "samples": 0.0}
+
+
+def test_negative_weights_of_an_objective_are_seen():
+    objective = own_objective("mine:signed", lambda outputs, y, w: Scores(outputs[:, 0], tf.sign(outputs[:, 1]), {}))
+    assert np.isnan(evaluate(objective, (X, Y), workers=1)["loss"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import keras
 import pytest
 import tensorflow as tf
@@ -111,4 +113,4 @@ def test_negative_weights_are_none():
     """A batch whose weights come to less than 0 would be learned from with the wrong sign, or not at all."""
     objective = own_objective("mine:signed", lambda outputs, y, w: Scores(outputs[:, 0], w, {}))
     given = tf.constant([1.0, -2.0, 0.0])
-    assert str(objective(tf.ones([3, 4]), given, given).weights.numpy()) == "[ 1. nan  0.]"
+    assert objective(tf.ones([3, 4]), given, given).weights.numpy().tolist() == [1.0, -math.inf, 0.0]
