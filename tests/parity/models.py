@@ -204,6 +204,20 @@ def idle(num_outputs: int) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(num_outputs, dtype="float32", name="outputs")(x))
 
 
+def towers(num_outputs: int) -> keras.Model:
+    """Two that one function makes: their variables have the same paths."""
+
+    def tower(side: str) -> keras.Model:
+        inputs = keras.Input((64,))
+        x = keras.layers.Dense(8, activation="tanh", name="hidden")(inputs)
+        return keras.Model(inputs, keras.layers.Dense(4, activation="tanh", name="out")(x), name=side)
+
+    inputs = keras.Input((8, 8, 1))
+    x = keras.layers.Flatten()(inputs)
+    x = keras.layers.Concatenate()([tower("left")(x), tower("right")(x)])
+    return keras.Model(inputs, keras.layers.Dense(num_outputs, dtype="float32", name="outputs")(x))
+
+
 class Penalty(keras.layers.Layer):
     """Passes on what it gets, and adds a loss of its own: a mean over samples."""
 

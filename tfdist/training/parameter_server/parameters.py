@@ -115,7 +115,7 @@ class Parameters:
             server: self._build_optimizer(server, make_optimizer)
             for server in sorted({piece.server for piece in self.pieces})
         }
-        self._local = {variable.name: variable for variable in optimizer.variables}
+        self._local = self._local_slots()
         self._iterations: Any = optimizer.iterations  # there since it was built
         self.skipped = 0  # steps without an update, which the optimizer does not count
 
@@ -198,15 +198,14 @@ class Parameters:
             variable.assign(array)
         for variable, state in zip(self.states, self._states, strict=True):
             variable.assign(state.numpy())
-        slots: dict[str, np.ndarray] = {}
+        slots = {key: np.empty(local.shape, local.dtype) for key, local in self._local.items()}
         for piece, name, value in self._slots:
-            local = self._slot(piece, name)
-            array = slots.setdefault(local.name, np.empty(local.shape, local.dtype))
+            array = slots[piece.weight, name]
             (_rows(array, piece) if tuple(array.shape) == tuple(self.weights[piece.weight].shape) else array)[...] = (
                 value.numpy()
             )
-        for name, array in slots.items():
-            self._local[name].assign(array)
+        for key, array in slots.items():
+            self._local[key].assign(array)
         for local, remote in self._others(min(self._optimizers)):
             local.assign(remote.numpy())
         self.set_local_step(step)
@@ -220,7 +219,7 @@ class Parameters:
         for variable, state in zip(self.states, self._states, strict=True):
             state.assign(variable.numpy())
         for piece, name, value in self._slots:
-            array = self._slot(piece, name).numpy()
+            array = self._local[piece.weight, name].numpy()
             value.assign(
                 _rows(array, piece) if tuple(array.shape) == tuple(self.weights[piece.weight].shape) else array
             )
@@ -244,14 +243,23 @@ class Parameters:
         self._iterations.assign(step - self.skipped)
         self.on_step(step)
 
-    def _slot(self, piece: Piece, name: str) -> keras.Variable:
-        """The chief's slot of a piece's weight, by the name that Keras gives it."""
-        return self._local[f"{self.weights[piece.weight].path.replace('/', '_')}_{name}"]
+    def _local_slots(self) -> dict[tuple[int, str], keras.Variable]:
+        """(number of a weight, name of a slot) -> the chief's slot, by the name that Keras gives it.
+
+        Weights may share a path, as in two towers that one function makes: their slots are in the order of the weights.
+        """
+        named: dict[str, list[keras.Variable]] = {}
+        for variable in self.optimizer.variables:
+            named.setdefault(variable.name, []).append(variable)
+        return {
+            (weight, name): named[f"{self.weights[weight].path.replace('/', '_')}_{name}"].pop(0)
+            for weight, name in sorted({(piece.weight, name) for piece, name, _ in self._slots})
+        }
 
     def _others(self, server: int) -> list[tuple[keras.Variable, keras.Variable]]:
         """(the chief's, the server's) optimizer variables that belong to no weight, but for the iterations."""
         slots = {id(value) for _, _, value in self._slots}
-        taken = {id(self._slot(piece, name)) for piece, name, _ in self._slots}
+        taken = {id(variable) for variable in self._local.values()}
         local = [
             variable
             for variable in self.optimizer.variables
