@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,10 +179,10 @@ class Parameters:
                 apply_connected(optimizer, rows, [value for _, value in own])
         self.schedule.factor = None
 
-    def set_states(self, values: Sequence[tf.Tensor]) -> None:
-        """New statistics (of BatchNormalization, for example)."""
-        for state, value in zip(self._states, values, strict=True):
-            state.assign(tf.cast(value, state.dtype))
+    def set_states(self, values: Mapping[int, tf.Tensor]) -> None:
+        """New statistics (of BatchNormalization, for example), by their places."""
+        for place, value in values.items():
+            self._states[place].assign(tf.cast(value, self._states[place].dtype))
 
     # -- between steps ---------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -30,6 +30,7 @@ from tfdist.training.gradient_scale import clipping, unscaling
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.parameter_server.contained_batch import ContainedBatch
 from tfdist.training.parameter_server.parameters import Parameters
+from tfdist.training.parameter_server.slice_values import SliceValues
 from tfdist.training.seeds import seed_values
 from tfdist.training.stateless_call import stateless_call
 from tfdist.training.step_output import FIRST_SUMS, Fields
@@ -58,7 +59,7 @@ class Result(NamedTuple):
     finite: bool
     norm: float  # of the gradient, before clipping
     sums: np.ndarray  # float64: see RemoteStep.sums
-    gradient: np.ndarray  # float32, all gradients and then all statistics, flat; synchronous, else empty
+    values: tuple[np.ndarray, ...] = ()  # synchronous: gradients and states, see SliceValues
 
 
 class RemoteStep:
@@ -93,14 +94,7 @@ class RemoteStep:
         ]
         self._bounds = np.array(bounds, np.int64)  # [accumulation, replicas, 2]
         self._seeds = [is_seed_state(variable) for variable in model.non_trainable_variables]
-        shapes = [(*variable.shape,) for variable in (*parameters.weights, *parameters.states)]
-        self._sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
-        self._shapes = shapes
-        self.apply = tf.function(
-            self._apply,
-            autograph=False,
-            input_signature=[tf.TensorSpec([sum(self._sizes)], tf.float32), tf.TensorSpec([], tf.float32)],
-        )
+        self._values = SliceValues(parameters.weights, parameters.states)
 
     @functools.cached_property
     def update(self) -> tf.types.experimental.ConcreteFunction:
@@ -114,9 +108,15 @@ class RemoteStep:
             *[tf.TensorSpec([], tf.int64)] * 3
         )
 
+    @functools.cached_property
+    def apply(self) -> Callable[[tuple, Any], tuple[tf.Tensor, tf.Tensor]]:
+        """(what `combine` returned, weight) -> see `_apply`. After `differentiate`, which tells what travels."""
+        signature = [self._values.specs(), tf.TensorSpec([], tf.float32)]
+        return tf.function(self._apply, autograph=False, input_signature=signature)
+
     def result(self, fetched: tuple) -> Result:
         """Reads what `update` or `differentiate` returned, fetched."""
-        numbers, *gradient = fetched
+        numbers, *values = fetched
         version, staleness, applied, finite, norm = numbers[:5]
         return Result(
             int(version),
@@ -125,7 +125,7 @@ class RemoteStep:
             bool(finite),
             float(norm),
             numbers[5:],
-            gradient[0] if gradient else np.zeros(0, np.float32),
+            tuple(values),
         )
 
     # -- on a worker -----------------------------------------------------------------------------------------------
@@ -144,17 +144,16 @@ class RemoteStep:
             # Before the update: another worker that reads in the middle of it must not count as fresh.
             with tf.control_dependencies([parameters.counter.assign_add(1)]):
                 parameters.update(self.connected.only(gradients), factor)
-                parameters.set_states(states)
+                parameters.set_states(self._values.of_states(states))
             return tf.constant(True)
 
         applied = tf.cond(tf.logical_and(fresh, finite), update, lambda: tf.constant(False))
         return (_numbers(version, staleness, applied, finite, norm, sums),)
 
-    def _differentiate(self, step: tf.Tensor, position: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Synchronous: gradients and statistics of slice `replica` of batch number `step`."""
+    def _differentiate(self, step: tf.Tensor, position: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Synchronous: gradients and states of slice `replica` of batch number `step`."""
         version, gradients, states, sums = self._gradients(step, position, replica)
-        flat = tf.concat([tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in (*gradients, *states)], 0)
-        return _numbers(version, 0, False, True, 0.0, sums), flat
+        return _numbers(version, 0, False, True, 0.0, sums), *self._values.packed(gradients, states)
 
     def _gradients(self, step: tf.Tensor, position: tf.Tensor, replica: tf.Tensor) -> tuple:
         """(version, gradients, statistics, sums) of a slice, added up over its micro-batches."""
@@ -205,13 +204,9 @@ class RemoteStep:
         self.connected.note(found)
         gradients = as_summands(with_zeros(found, weights), weights)
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]  # of embeddings: IndexedSlices
-        states = [
-            tf.cast(new, old.dtype)
-            for new, old in zip(
-                (new for new, is_seed in zip(updated, self._seeds, strict=True) if not is_seed), states, strict=True
-            )
-        ]
-        return gradients, states, sums
+        updated = [new for new, is_seed in zip(updated, self._seeds, strict=True) if not is_seed]
+        self._values.note(states, updated)
+        return gradients, [tf.cast(new, old.dtype) for new, old in zip(updated, states, strict=True)], sums
 
     def _check(self, losses: Sequence[tf.Tensor]) -> None:
         plan = self.options.plan
@@ -236,30 +231,26 @@ class RemoteStep:
 
     # -- on the chief ----------------------------------------------------------------------------------------------
 
-    def _apply(self, flat: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _apply(self, flat: tuple[tf.Tensor, ...], weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Synchronous: one update with the sum of all slices.
 
         `weight`: the sum of the samples' weights. Returns (norm, finite).
         """
-        tensors = [
-            tf.reshape(part, shape) for part, shape in zip(tf.split(flat, self._sizes), self._shapes, strict=True)
-        ]
-        count = len(self.parameters.weights)
-        gradients, norm, finite = self._finish(tensors[:count], tf.constant(0.0), weight)
+        summed, states = self._values.unpacked(flat)
+        gradients, norm, finite = self._finish(summed, tf.constant(0.0), weight)
 
         def update() -> None:
             self.parameters.update(self.connected.only(gradients))
-            self.parameters.set_states(tensors[count:])
+            self.parameters.set_states(states)
 
         tf.cond(finite, update, lambda: None)
         self.parameters.counter.assign_add(1)
         return norm, finite
 
-    def combine(self, results: list[Result]) -> np.ndarray:
-        """float32: the sum of the slices' gradients, and the mean of their statistics, in slice order."""
-        total = np.stack([result.gradient for result in results]).sum(axis=0, dtype=np.float32)
-        total[sum(self._sizes[: len(self.parameters.weights)]) :] /= len(results)
-        return total
+    def combine(self, results: list[Result]) -> tuple[tf.Tensor, ...]:
+        """Of all slices, in order: see SliceValues.combined."""
+        step = results[0].version + 1
+        return tuple(map(tf.constant, self._values.combined([result.values for result in results], step)))
 
 
 def _numbers(version, staleness, applied, finite, norm, sums: tf.Tensor) -> tf.Tensor:

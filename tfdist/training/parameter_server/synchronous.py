@@ -34,7 +34,7 @@ class Synchronous(ServerSteps):
     def _next(self, last: int) -> StepResult:
         results = self._slices(self.done)
         norm, finite = self.remote.apply(
-            tf.constant(self.remote.combine(results)),
+            self.remote.combine(results),
             tf.constant(sum(self.remote.sums.of(result.sums, "weight") for result in results), tf.float32),
         )
         return StepResult(np.sum([result.sums for result in results], axis=0), float(norm), bool(finite))
