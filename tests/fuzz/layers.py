@@ -73,6 +73,25 @@ class Counter(keras.layers.Layer):
         return x
 
 
+class LongCounter(keras.layers.Layer):
+    """The same in whole numbers above 2^24, with a table of such numbers, which changes what it computes."""
+
+    supports_masking = True
+
+    def build(self, shape):
+        def whole(value):
+            return lambda shape, dtype=None: ops.full(shape, value, dtype=dtype)
+
+        self.calls = self.add_weight(shape=(), dtype="int64", initializer=whole(2**24), trainable=False, name="calls")
+        self.ids = self.add_weight(shape=(2,), dtype="int64", initializer=whole(2**40 + 1), trainable=False, name="ids")
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1)
+        turn = ops.cast(self.calls % 3 + ops.sum(self.ids % 2), x.dtype)
+        return x * (1 + 0.1 * turn)
+
+
 class Louder(keras.layers.Layer):
     """Computes something else in training."""
 
@@ -140,6 +159,17 @@ def centered(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
         return keras.layers.Activation(function, name=name)(x)
     inner = keras.Input(x.shape[1:])
     return keras.Model(inner, less_the_mean(inner), name=name)(x)
+
+
+def twins(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
+    """The sum of two models made by one function, whose variables have the same paths."""
+
+    def twin(side: str) -> keras.Model:
+        inner = keras.Input(x.shape[1:])
+        hidden = keras.layers.Dense(width, activation="tanh", name=f"{name}_hidden")(inner)
+        return keras.Model(inner, hidden, name=f"{name}_{side}")
+
+    return keras.layers.Add(name=f"{name}_add")([x, twin("left")(x), twin("right")(x)])
 
 
 class Positions(keras.layers.Layer):

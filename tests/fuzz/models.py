@@ -47,6 +47,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
         ),
     ),
     "counter": ("rows steps grid", 'x = own.Counter(name="{name}")(x)'),
+    "long_counter": ("rows steps grid", 'x = own.LongCounter(name="{name}")(x)'),  # in the place of the one before it
     "centered": ("rows grid steps", 'x = own.centered(x, {width}, "{name}")'),
     "louder": ("rows grid steps", 'x = own.Around(own.Louder(name="{name}_inner"), name="{name}")(x)'),
     "running_mean": ("rows", 'x = own.RunningMean(name="{name}")(x)'),
@@ -60,6 +61,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "bfloat16": ("rows", 'x = layers.Dense({width}, activation="tanh", dtype="{low_bfloat16}", name="{name}")(x)'),
     "float16": ("rows", 'x = layers.Dense({width}, activation="tanh", dtype="{low_float16}", name="{name}")(x)'),
     "residual": ("rows steps", 'x = layers.Add(name="{name}_add")([x, layers.Dense({width}, name="{name}")(x)])'),
+    "twins": ("rows steps", 'x = own.twins(x, {width}, "{name}")'),  # drawn in the place of the one before it
     "conv": (
         "grid",
         'x = layers.Conv2D({width}, 3, padding="same", use_bias=False, activation="tanh", name="{name}")(x)',

@@ -40,7 +40,8 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
 # Runtimes that are a strategy with other flags.
 FLAGS_OF = {"sockets_tcp": {"strategy": "sockets", "communication": "socket"}}
 
-UNDRAWN = ("block", "attention_causal")  # as a block by itself
+INSTEAD = {"attention": "attention_causal", "counter": "long_counter", "residual": "twins"}  # drawn in their place
+UNDRAWN = ("block", *INSTEAD.values())  # as a block by itself
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
 MASKED = "tests.fuzz.objectives:masked"
 AGAIN = 5  # other data for a case's graph
@@ -89,7 +90,8 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         case["options"] = _without(case["options"], "label_smoothing") | {"objective": MASKED}
         for each in (case["data"], *case.get("again", ())):
             each["weights"] = "none"
-    _some_causal(case["model"]["blocks"], random.Random(f"{seed}/{number}/causal"))
+    for name, other in INSTEAD.items():
+        _some_instead(case["model"]["blocks"], name, other, random.Random(f"{seed}/{number}/{other}"))
     mesh_space.forms(case, flat_blocks(case), random.Random(f"{seed}/{number}/forms"))
     on_gpu = gpu_form.drawn(case, flat_blocks(case), random.Random(f"{seed}/{number}/gpu"))
     return case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu
@@ -105,12 +107,12 @@ def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {each: value for each, value in options.items() if each != name}
 
 
-def _some_causal(blocks: list, chance: random.Random) -> None:
+def _some_instead(blocks: list, name: str, other: str, chance: random.Random) -> None:
     for index, block in enumerate(blocks):
         if isinstance(block, list):
-            _some_causal(block, chance)
-        elif block == "attention" and chance.random() < 0.5:
-            blocks[index] = "attention_causal"
+            _some_instead(block, name, other, chance)
+        elif block == name and chance.random() < 0.5:
+            blocks[index] = other
 
 
 def strategy_flags(runtime: str) -> dict[str, str]:
@@ -389,7 +391,7 @@ def conflicts(case: Mapping[str, Any]) -> str:
     if (
         set(models.NO_SUMS) & set(blocks)
         and options["accumulation"] > 1
-        and set(blocks) & {"batch_norm", "counter", "spectral", "running_mean"}
+        and set(blocks) & {"batch_norm", "counter", "long_counter", "spectral", "running_mean"}
     ):
         return "the oracle takes the rows of all micro-batches at once"
     if "floored_loss" in blocks and case["model"]["inputs"] not in ("rows", "grid"):
@@ -413,7 +415,7 @@ def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     options = case["options"]
     if "differs" in case["data"]:
         return "the chief alone reads"
-    if set(blocks) & {"batch_norm", "counter", "running_mean", "spectral"}:
+    if set(blocks) & {"batch_norm", "running_mean", "spectral"}:
         return "statistics are of what one worker has"
     if case["data"]["weights"] != "none" and set(blocks) & {"mean_loss", "sum_loss", "activity_loss", "dense_l2"}:
         return "cannot bring together losses that layers add and weighted samples"
