@@ -47,6 +47,13 @@ FAULTS: dict[str, Fault] = {
         "fit:2,mirrored:2,sockets:2",
         "of the gradients of a row that is looked up twice one is lost",
     ),
+    "servers_float32": Fault(
+        "training/parameter_server/slice_values.py",
+        "tf.float32 if dtype.is_floating and dtype.size < 4 else dtype",
+        "tf.float32",
+        "parameter_server:2",
+        "what layers keep in whole numbers travels to parameter servers in float32",
+    ),
     "clip": Fault(
         "training/gradient_scale.py",
         "tf.maximum(norm, limit)",

@@ -74,10 +74,10 @@ class SliceValues:
     def _combined_of(self, dtype: tf.DType, places: list[int], arrays: list[np.ndarray], step: int) -> np.ndarray:
         variables, count = self._variables(), len(self._weights)
         first_state = sum(_size(variables[place]) for place in places if place < count)
-        if dtype.is_floating:
+        if dtype.is_floating or dtype.is_complex:
             total = np.stack(arrays).sum(axis=0, dtype=arrays[0].dtype)
             total[first_state:] /= len(arrays)
-            if dtype == tf.float32:  # a count in it is exact up to 2^24 only
+            if dtype == tf.float32:  # a mean of equal numbers is theirs up to rounding, as ever
                 return total
             same = np.all([array == arrays[0] for array in arrays], axis=0)
             same[:first_state] = False
