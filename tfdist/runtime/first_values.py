@@ -59,12 +59,17 @@ def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> bool
     """Every worker gets the chief's bits; all must call it. What has two equal checksums is taken for equal. Returns
     whether something differed.
 
-    Raises ConfigError if the workers' shapes differ.
+    Raises ConfigError if the workers' shapes differ, or strings, which do not travel.
     """
     must_be_alike(workers, variables)
     found = workers.all_gather(np.array([_checksums(variable) for variable in variables], np.int64).reshape(-1, 2))
     are_alike = (found == found[0]).all(axis=(0, 2))
     waiting = [variable for variable, is_alike in zip(variables, are_alike, strict=True) if not is_alike]
+    if strings := [variable.name for variable in waiting if variable.dtype == tf.string]:
+        raise ConfigError(
+            f"The workers begin with different strings in {strings[0]}: make the same on all of them, for example not"
+            " from names of hosts, times or what is drawn at random."
+        )
     while waiting:
         some, size = [], 0
         while waiting and size < _BYTES_AT_ONCE:
@@ -79,7 +84,10 @@ def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> bool
 
 def _checksums(variable: tf.Variable) -> tuple[int, int]:
     """Of two kinds: one alone would be the same for one in four thousand million that differ."""
-    content = np.ascontiguousarray(host_view(variable)).reshape(-1).view(np.uint8)
+    array = np.ascontiguousarray(host_view(variable)).reshape(-1)
+    if variable.dtype == tf.string:
+        array = np.frombuffer(repr(array.tolist()).encode(), np.uint8)
+    content = array.view(np.uint8)
     return google_crc32c.extend(0, content), zlib.crc32(content.data)
 
 

@@ -61,13 +61,16 @@ def check_weights(runtime: Runtime, held: Sequence[Held], when: str) -> None:
             if piece != _ABSENT and first.setdefault(piece, digest) != digest:
                 different.setdefault(place, set()).add(who)
     if different:
-        kind = "rank" if runtime.local_replicas == 1 else "replica"
+        kind, named = "rank" if runtime.local_replicas == 1 else "replica", held[min(different)]
+        variable: Any = named.variable
+        counts = variable is not None and not tf.as_dtype(variable.dtype).is_floating
+        fix = " count what is the same on all of them, such as steps, not rows;" if counts else ""
         raise DivergedError(
             f"The weights of {kind} {', '.join(map(str, sorted(set.union(*different.values()))))} differ from"
             f" {_reference(runtime, found[:, min(different), 0])} {when} ({len(different)} of {len(held)} variables,"
-            f" the first is {held[min(different)].name}): model and gradients must be the same on all workers, and so"
-            " must what layers keep of their batch; look for code that runs on some of them only, then go on from the"
-            " last snapshot."
+            f" the first is {named.name}): model and gradients must be the same on all workers, and so must what layers"
+            f" keep of their batch;{fix} look for code that runs on some of them only, then go on from the last"
+            " snapshot."
         )
 
 

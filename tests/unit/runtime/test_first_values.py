@@ -40,6 +40,13 @@ def test_all_have_the_chiefs_values_afterwards():
     assert third.numpy().tolist() == [2.0, 3.0] and third.dtype == tf.bfloat16
 
 
+def test_strings_must_be_the_same():
+    with chiefs_first_values(workers(lambda mine: mine, others=lambda own: own)):
+        tf.Variable(["a", "b"])
+    with pytest.raises(ConfigError, match="different strings in"), chiefs_first_values(workers(lambda mine: mine)):
+        tf.Variable(["a", "b"])
+
+
 def test_large_ones_travel_by_themselves(monkeypatch):
     monkeypatch.setattr(first_values, "_BYTES_AT_ONCE", 100)
     told = []

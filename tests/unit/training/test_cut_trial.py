@@ -56,6 +56,18 @@ def test_other_gradients_are_refused_but_for_parts_that_are_summed():
     assert trial.check({}, frozenset(id(variable) for variable in up.trainable_variables)) == 0
 
 
+def test_all_workers_add_up_whatever_one_of_them_finds(monkeypatch):
+    """Else one would wait for the other, which refuses what it has found in the outputs."""
+    model, summed = _model(), []
+    group = SimpleNamespace(index=1, size=2, all_reduce=lambda x: summed.append(x) or x)
+    monkeypatch.setattr(RUNTIME, "group", lambda axis: group)
+    trial, partial = _trial(model), frozenset(map(id, model.get_layer("up").trainable_variables))
+    model.get_layer("down").bias.assign([0.0, 0.5, 0.0])
+    with pytest.raises(ConfigError, match="outputs are other numbers"):
+        trial.check({}, partial)
+    assert len(summed) == 2
+
+
 def test_a_part_has_its_part_of_the_gradient():
     model = _model()
     trial, down = _trial(model), model.get_layer("down")

@@ -57,7 +57,7 @@ class CutTrial:
         self._whole: Computed | None = None  # of a model that cannot be run here, or is random: it is not tried
         with contextlib.suppress(Exception), self._without_a_trace():
             whole, again = (self._computed(self._traced()) for _ in range(2))
-            if not self._difference(whole, again, {}, frozenset()):
+            if not self._difference(whole, again, {}):
                 self._whole = whole
         if not runtime.all_gather(np.array([self._whole is not None], np.int64)).all():
             self._whole = None
@@ -80,7 +80,10 @@ class CutTrial:
             self._refuse(problem)
             assert traced is not None
             computed = self._computed(traced)
-        self._refuse(self._difference(self._whole, computed, parts, partial))
+        gradients = zip(self._variables, computed.gradients, strict=True)
+        # On all workers, whatever each of them finds then: the sum is a collective.
+        summed = [self._summed(each) if id(variable) in partial else each for variable, each in gradients]
+        self._refuse(self._difference(self._whole, computed._replace(gradients=summed), parts))
         whole, own = self._whole.outputs[0].shape, computed.outputs[0].shape
         return whole[-1] if whole != own else 0
 
@@ -139,8 +142,8 @@ class CutTrial:
         first, last = (member * whole.shape[-1] // group.size for member in (group.index, group.index + 1))
         return whole[..., first:last]
 
-    def _difference(self, whole: Computed, own: Computed, parts: Mapping[int, Part], partial: frozenset[int]) -> str:
-        """What is not the same; "" if all is."""
+    def _difference(self, whole: Computed, own: Computed, parts: Mapping[int, Part]) -> str:
+        """What is not the same; "" if all is. No collective."""
         cut = [a.shape != b.shape for a, b in zip(whole.outputs, own.outputs, strict=True)]
         if any(cut) and len(cut) > 1:
             return "one of its several outputs comes in parts"
@@ -157,7 +160,7 @@ class CutTrial:
             part = parts.get(id(variable))
             if part is not None and part.axis != "model":
                 continue  # the sum over what all of them have sent there
-            if self._differ(part.cut(a) if part else a, self._summed(b) if id(variable) in partial else b, noise):
+            if self._differ(part.cut(a) if part else a, b, noise):
                 return f"the gradient of {variable.path} is another"
         return ""
 
@@ -176,14 +179,16 @@ class CutTrial:
         """Raises ConfigError on all workers if one of them has a problem."""
         if not self._runtime.all_gather(np.array([bool(problem)], np.int64)).any():
             return
-        fix = "rename layers that are not so, or give the workers to data="
+        why = (
+            "What stands between two layers that are cut must treat every channel on its own, as in"
+            " tfdist/models/blocks.py, and logits that are cut must be the outputs, with nothing behind them that looks"
+            " at several of them: rename layers that are not so, or give the workers to data=."
+        )
         if self._also:
-            fix = f"drop --sequence_parallel, {fix}"
+            why = "Layers of your own would have some of the positions on each worker: drop --sequence_parallel."
         raise ConfigError(
             f"--mesh={self._runtime.mesh.describe()}{self._also} cuts layers of {self._model.name} by their names, but"
-            f" then it computes something else than whole: {problem or 'another worker has found out'}. What stands"
-            " between two layers that are cut must treat every channel on its own, as in tfdist/models/blocks.py, and"
-            f" logits that are cut must be the outputs, with nothing behind them that looks at several of them: {fix}."
+            f" then it computes something else than whole: {problem or 'another worker has found out'}. {why}"
         )
 
 
