@@ -30,20 +30,32 @@ def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float) -> bool:
     """
     # Whole numbers as they are: made-up ones are alike in a row, and rows that are alike can hide it.
     rows = keras.tree.map_structure(tf.convert_to_tensor, probe.some_rows())
-    x = keras.tree.map_structure(lambda leaf: sound(leaf, 1.0, float(leaf.dtype.is_floating)), rows)
+    for kept in (1.0, 0.0):  # behind what large rows drive to its limit nothing comes back, mixed or not
+        x = keras.tree.map_structure(
+            lambda leaf, kept=kept: sound(leaf, kept, 1.0) if leaf.dtype.is_floating else sound(leaf, 1.0, 0.0), rows
+        )
+        found = _mixed(probe, weights, off, x)
+        if found is not None:
+            return found
+    return False
+
+
+def _mixed(probe: Probe, weights: Sequence[tf.Tensor], off: float, x: Any) -> bool | None:
+    """Of these rows; None if they are not, but some weights have no gradient to tell."""
     half, every = ROWS // 2, range(ROWS)
 
     def gradients(places: Sequence[int], draw: int = 0) -> list[np.ndarray]:
         return _gradients(probe, x, weights, off, places, draw)
 
     together, first, last = gradients(every), gradients(every[:half]), gradients(every[half:])
-    largest = max((np.max(np.abs(each), initial=0.0) for each in together), default=0.0)
+    sizes = [np.max(np.abs(each), initial=0.0) for each in together]
+    largest = max(sizes, default=0.0)
     if not np.isfinite(largest):
-        return False
+        return None
     sums = [a + b for a, b in zip(first, last, strict=True)]
     rounded = max(_ROUNDED, probe.tolerance)
-    if not _differ(together, sums, rounded, [_LEAST_NOISE * largest] * len(sums)):
-        return False  # as of most models
+    if not _differ(together, sums, rounded, [_LEAST_NOISE * largest] * len(sums)):  # as of most models
+        return None if any(size <= _LEAST_NOISE * largest for size in sizes) else False
     noises = [np.max(np.abs(a - b), initial=0.0) for a, b in zip(together, gradients(every[::-1]), strict=True)]
     # No more than so much: what depends on the place of a row is mixed.
     known = [max(_LEAST_NOISE * largest, min(_NOISES * noise, probe.tolerance * largest)) for noise in noises]

@@ -117,6 +117,12 @@ def test_what_looks_at_other_rows_on_the_way_back_is_found(name):
     assert row_mixing.mixes(model_of(layers.Dense(4), Own(backwards(MIXING_BACKWARDS[name]))), X)
 
 
+def test_it_is_found_behind_what_the_rows_drive_to_its_limit():
+    """Where no gradient of theirs comes back to a weight."""
+    model = model_of(layers.Dense(4, activation="tanh"), Own(backwards(MIXING_BACKWARDS["centered"])))
+    assert row_mixing.mixes(model, X + 1000)
+
+
 @pytest.mark.parametrize("name", APART_BACKWARDS)
 def test_a_gradient_of_each_row_is_no_mixing(name):
     model = model_of(layers.Dense(4), Own(backwards(APART_BACKWARDS[name])))
