@@ -56,7 +56,8 @@ class CutTrial:
         self._tolerance, self._noise = (_TOLERANCE_HALF, _NOISE_HALF) if half else (_TOLERANCE, _NOISE)
         self._whole: Computed | None = None  # of a model that cannot be run here, or is random: it is not tried
         with contextlib.suppress(Exception), self._without_a_trace():
-            whole, again = (self._computed(self._traced()) for _ in range(2))
+            traced = self._traced()
+            whole, again = self._computed(traced), self._computed(traced)
             if not self._difference(whole, again, {}):
                 self._whole = whole
         if not runtime.all_gather(np.array([self._whole is not None], np.int64)).all():
