@@ -37,7 +37,7 @@ from tfdist.runtime.weight_check import check_weights
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.observers import build_observers
 from tfdist.telemetry.timer import Clock
-from tfdist.telemetry.trackers import Run
+from tfdist.telemetry.trackers import Run, by_path
 from tfdist.training.loop import TrainResult, train
 from tfdist.training.loop_schedule import LoopSchedule
 
@@ -177,7 +177,7 @@ class Session:
             self.runtime.rank,
             self.start.cluster.local_rank,
             self.config.flat(),
-            weights=lambda: {variable.path: variable.numpy() for variable in self.job.model.trainable_variables},
+            weights=lambda: by_path(self.job.model.trainable_variables),
             step=self._counter,
         )
         epoch = size / self.job.plan.global_batch if size else None

@@ -8,7 +8,7 @@ taken from the JSONL log (`Run.replay`). So a curve has each step once, whatever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -56,6 +56,17 @@ class Run:
         return (
             event for event in replay(self.log, self.resumed_step) if event.step > (after or {}).get(event.kind, -1)
         )
+
+
+def by_path(variables: Iterable[Any]) -> dict[str, np.ndarray]:
+    """Path -> value; of those that share one, as in two towers made by one function, the second has "_2" behind it."""
+    found: dict[str, np.ndarray] = {}
+    for variable in variables:
+        name, number = variable.path, 2
+        while name in found:
+            name, number = f"{variable.path}_{number}", number + 1
+        found[name] = variable.numpy()
+    return found
 
 
 def make_trackers(names: str, run: Run) -> list[Observer]:

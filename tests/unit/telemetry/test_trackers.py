@@ -3,6 +3,7 @@
 import csv
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tfdist.telemetry.background import Background
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.jsonl import JsonlObserver, replay
 from tfdist.telemetry.observers import build_observers
-from tfdist.telemetry.trackers import Run, make_trackers
+from tfdist.telemetry.trackers import Run, by_path, make_trackers
 
 
 def train_event(step, loss, **values):
@@ -138,6 +139,11 @@ def test_tensorboard_has_hyper_parameters_histograms_and_forgets_rollbacks(tmp_p
         ).status
         == api_pb2.STATUS_SUCCESS
     )
+
+
+def test_weights_that_share_a_path_are_told_apart():
+    weights = [SimpleNamespace(path=path, numpy=lambda n=n: n) for n, path in enumerate(["a/b", "c", "a/b", "a/b"])]
+    assert by_path(weights) == {"a/b": 0, "c": 1, "a/b_2": 2, "a/b_3": 3}
 
 
 def mlflow_run(folder):
