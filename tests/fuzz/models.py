@@ -151,7 +151,7 @@ def shape_of(inputs: str) -> str:
 # What is built around tfdist's transformer, and then is a model of the user's own.
 AROUND = {
     "": "return inner",
-    "scaled": "return keras.Model(inner.input, layers.Rescaling(0.5)(inner.output))",
+    "scaled": "return keras.Model(inner.input, layers.Rescaling(0.5, dtype='{head}')(inner.output))",
     "nested": "inputs = keras.Input(inner.input.shape[1:], dtype='int32')\nreturn keras.Model(inputs, inner(inputs))",
     "own_head": (
         "body = inner.get_layer('final_norm').output\n"
