@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist.compat import tensorflow_tapes
 from tfdist.runtime.host import known_dims
 from tfdist.training.loss_probe import ROWS, Probe
-from tfdist.training.trial_values import sound, spread
+from tfdist.training.trial_values import differ_beyond_noise, sound, spread
 
 _SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limits lie between two of them
 _ROUNDED = 1e-3  # of the largest number of a gradient
@@ -87,6 +87,5 @@ def _upstream(output: tf.Tensor) -> tf.Tensor:
 
 def _differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray], rounded: float, known: Sequence[float]) -> bool:
     return any(
-        np.any(np.abs(one - other) > rounded * np.max(np.abs(one), initial=0.0) + noise)
-        for one, other, noise in zip(some, others, known, strict=True)
+        differ_beyond_noise(one, other, rounded, noise) for one, other, noise in zip(some, others, known, strict=True)
     )

@@ -72,3 +72,12 @@ def differ(one: np.ndarray, other: np.ndarray, tolerance: float, sizes: np.ndarr
     largest = np.max(sizes, where=np.isfinite(sizes), initial=0.0)
     apart = np.subtract(one, other, out=np.zeros(np.shape(one)), where=finite)
     return bool(np.any(np.abs(apart) > tolerance * largest))
+
+
+def differ_beyond_noise(one: np.ndarray, other: np.ndarray, tolerance: float, noise: float) -> bool:
+    """Whether numbers are further apart than `tolerance`, in parts of the largest finite one of `one`, and `noise`. NaN
+    tells nothing.
+    """
+    largest = np.max(np.abs(one), initial=0.0, where=np.isfinite(one))
+    with np.errstate(invalid="ignore"):
+        return bool(np.any(np.abs(one - other) > tolerance * largest + noise))

@@ -29,7 +29,7 @@ from tfdist.training.parallel.pipeline_parts import divide, stages_of
 from tfdist.training.parallel.pipeline_stages import Pipeline
 from tfdist.training.parallel.sequence import parallelize_sequence
 from tfdist.training.parallel.shared_state import refuse_shared
-from tfdist.training.parallel.tensor import Part, parallelize_layers, vocabulary_objective
+from tfdist.training.parallel.tensor import Part, parallelize_layers, share, vocabulary_objective
 from tfdist.training.parallel.zero import sharded_update
 
 
@@ -124,7 +124,8 @@ def _parallelize(
     if cut_logits:
         _check_width(width, model, group)
         objective = vocabulary_objective(config.model, group, width)
-        width = (group.index + 1) * width // group.size - group.index * width // group.size
+        first, last = share(width, group)
+        width = last - first
     return _Layers(objective, width, parts, partial)
 
 

@@ -22,7 +22,8 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.loss_probe import generators_kept
-from tfdist.training.parallel.tensor import Part
+from tfdist.training.parallel.tensor import Part, share
+from tfdist.training.trial_values import differ_beyond_noise
 
 ROWS = 2
 # What is wrong is wrong by a large part; what is right is summed in another order.
@@ -139,8 +140,7 @@ class CutTrial:
         """What is here, of this shape, of something whose last dim may be cut over `model`."""
         if list(whole.shape) == list(shape):
             return whole
-        group = self._runtime.group("model")
-        first, last = (member * whole.shape[-1] // group.size for member in (group.index, group.index + 1))
+        first, last = share(whole.shape[-1], self._runtime.group("model"))
         return whole[..., first:last]
 
     def _difference(self, whole: Computed, own: Computed, parts: Mapping[int, Part]) -> str:
@@ -169,12 +169,7 @@ class CutTrial:
         return self._runtime.group("model").all_reduce(tf.constant(gradient, tf.float32)).numpy()
 
     def _differ(self, one: np.ndarray, other: np.ndarray, noise: float = 0.0) -> bool:
-        """What is not finite tells nothing."""
-        if one.shape != other.shape:
-            return True
-        largest = np.max(np.abs(one), initial=0.0, where=np.isfinite(one))
-        with np.errstate(invalid="ignore"):
-            return bool(np.any(np.abs(one - other) > self._tolerance * largest + noise))
+        return one.shape != other.shape or differ_beyond_noise(one, other, self._tolerance, noise)
 
     def _refuse(self, problem: str) -> None:
         """Raises ConfigError on all workers if one of them has a problem."""

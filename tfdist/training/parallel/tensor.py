@@ -240,7 +240,7 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
             f"--objective={config.objective} needs whole logits, but --mesh has model={group.size}, which spreads them:"
             " use --objective=next_token."
         )
-    first = group.index * size // group.size
+    first, _ = share(size, group)
 
     def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
         logits, y = tf.cast(outputs, tf.float32), tf.cast(y, tf.int32)
@@ -257,6 +257,11 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
         return Scores(losses, weights_like(w, losses), {"accuracy": tf.cast(tf.equal(guess, y), tf.float32)})
 
     return objective
+
+
+def share(size: int, group: Group) -> tuple[int, int]:
+    """(first, last + 1) of what this member has of so many places in a row."""
+    return group.index * size // group.size, (group.index + 1) * size // group.size
 
 
 def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
