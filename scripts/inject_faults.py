@@ -231,8 +231,8 @@ FAULTS: dict[str, Fault] = {
     "fused attention": Fault(
         "the gradient of cuDNN's attention is that of another scale",
         "models/cudnn_attention.py",
-        "_config(by_head[0], by_head[1], scale, is_causal, _BACKWARD)",
-        "_config(by_head[0], by_head[1], 1.0, is_causal, _BACKWARD)",
+        "_config(by_head[0], by_head[1], scores, _BACKWARD)",
+        "_config(by_head[0], by_head[1], Scores(1.0, scores.is_causal), _BACKWARD)",
         ("tests/unit/models/test_fused_attention.py",),
     ),
     "datagram hash": Fault(

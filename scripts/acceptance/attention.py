@@ -4,6 +4,7 @@ that models have and in odd ones; and how long both take for GPT-2's.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -34,30 +35,35 @@ def main(out: Path, rehearse: bool) -> None:
     rows: list[dict[str, Any]] = []
     for dtype in (tf.bfloat16, tf.float16):
         for sizes in SIZES:
-            for is_causal in (False, True) if sizes[1] == sizes[2] else (False,):
-                found = distance(dtype, sizes, sizes[-1] ** -0.5, is_causal)
-                rows.append({"B, T, S, N, H": str(sizes), "dtype": dtype.name, "causal": is_causal, "off": found})
+            is_even = sizes[1] % 2 == sizes[2] % 2 == 0  # others have no kernel with a mask
+            for is_masked, is_causal in itertools.product((False, True), repeat=2):
+                if is_masked and not is_even or is_causal and sizes[1] != sizes[2]:
+                    continue
+                found = distance(dtype, sizes, sizes[-1] ** -0.5, is_causal, is_masked)
+                kind = {"causal": is_causal, "mask": is_masked}
+                rows.append({"B, T, S, N, H": str(sizes), "dtype": dtype.name, **kind, "off": found})
                 write_rows(out, rows)
     if wrong := [row for row in rows if not row["off"] <= TOLERANCE]:
         fail(f"{len(wrong)} of {len(rows)} are off the formula by more than {TOLERANCE}: {wrong[0]}")
     batch = (2 if rehearse else GPT2[0], *GPT2[1:])
-    for name in ("cudnn_attention", "attention_by_formula"):
-        rows.append({"B, T, S, N, H": str(batch), "by": name, "ms": milliseconds(name, batch)})
+    print(f"{len(rows)} shapes within {max(row['off'] for row in rows):.2g} of the formula")
+    for name, is_masked in itertools.product(("cudnn_attention", "attention_by_formula"), (False, True)):
+        found = milliseconds(name, batch, is_masked)
+        rows.append({"B, T, S, N, H": str(batch), "by": name, "causal": True, "mask": is_masked, "ms": found})
         write_rows(out, rows)
-    print(f"{len(rows) - 2} shapes within {max(row['off'] for row in rows[:-2]):.2g} of the formula")
 
 
-def milliseconds(name: str, sizes: tuple[int, int, int, int, int]) -> float:
+def milliseconds(name: str, sizes: tuple[int, int, int, int, int], is_masked: bool) -> float:
     """Of one forward and backward pass, causal, in bfloat16, compiled by XLA."""
     import tensorflow as tf
 
     from tfdist.models import cudnn_attention
 
     inputs = cudnn_attention.random_inputs(tf.bfloat16, sizes)
+    mask = cudnn_attention.random_mask((sizes[0], 1, *sizes[1:3])) if is_masked else None
+    scores = cudnn_attention.Scores(sizes[-1] ** -0.5, True, mask)
     attention = getattr(cudnn_attention, name)
-    compute = tf.function(
-        cudnn_attention.with_gradients(attention, sizes[-1] ** -0.5, True), jit_compile=True, autograph=False
-    )
+    compute = tf.function(cudnn_attention.with_gradients(attention, scores), jit_compile=True, autograph=False)
     compute(*inputs)[0].numpy()
     began, times = time.perf_counter(), 20
     for _ in range(times):

@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 
-from tests.fuzz import fixed, space
+from tests.fuzz import fixed, gpu_form, space
 from tests.fuzz.coverage import LEAST, Coverage, allowed_pairs, cases
 from tests.fuzz.fleet import judge_all
 from tests.fuzz.pool import Pool
@@ -17,7 +17,7 @@ from tests.fuzz.verdict import Verdict, judge
 
 def main(argv: list[str]) -> int:
     arguments = _parse(argv)
-    pool, begun = Pool(), time.monotonic()
+    pool, begun = Pool(environment=gpu_form.ON_GPU if arguments.gpu else {}), time.monotonic()
     verdicts: list[Verdict] = []
     coverage = Coverage(arguments.tally)
     try:
@@ -34,6 +34,8 @@ def main(argv: list[str]) -> int:
                 arguments.seed, arguments.runtimes, coverage, arguments.first, arguments.with_known, arguments.again
             )
             chosen = fixed.cases()[arguments.first :] if arguments.fixed else drawn
+            if arguments.gpu:
+                chosen = (case for case in chosen if not gpu_form.left_out(case, space.flat_blocks(case)))
             chosen = itertools.takewhile(
                 lambda _: time.monotonic() - begun < arguments.minutes * 60, itertools.islice(chosen, arguments.cases)
             )
@@ -73,26 +75,36 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="names or their beginnings, such as mirrored,fit:2",
     )
     parser.add_argument("--replay", default="", help="one case, as JSON")
-    parser.add_argument(
-        "--shrink_seconds", type=float, default=60.0, help="for making a failing case smaller; 0: as it is"
-    )
-    parser.add_argument("--until_first", action="store_true", help="end with the first difference")
     parser.add_argument("--fixed", action="store_true", help="the fixed set of tests/fuzz/test_fuzz.py")
     parser.add_argument(
         "--with_known", action="store_true", help="draw also what known.py says is wrong and not mended yet"
     )
-    parser.add_argument("--at_a_time", type=int, default=2, help="cases under way in groups of processes")
     parser.add_argument(
         "--tally", default="", help="a file of counts: what is rare in it is drawn first, and what was drawn is added"
     )
     parser.add_argument(
         "--again", type=int, default=space.AGAIN, help="other data for the graph of a case, at most: they cost little"
     )
+    _add_ways_to_run(parser)
+    return parser.parse_args(argv)
+
+
+def _add_ways_to_run(parser: argparse.ArgumentParser) -> None:
+    """Arguments that change no case."""
+    parser.add_argument(
+        "--shrink_seconds", type=float, default=60.0, help="for making a failing case smaller; 0: as it is"
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="workers of one_device, fit:1 and fit_ring:2 compute on this machine's GPU, the oracle on the CPU",
+    )
+    parser.add_argument("--until_first", action="store_true", help="end with the first difference")
+    parser.add_argument("--at_a_time", type=int, default=2, help="cases under way in groups of processes")
     parser.add_argument("--verbose", action="store_true", help="a line for each case")
     parser.add_argument(
         "--table", action="store_true", help="at the end, how often each feature was drawn with each runtime"
     )
-    return parser.parse_args(argv)
 
 
 def _tell(verdict: Verdict, number: int, arguments: argparse.Namespace, pool: Pool) -> None:

@@ -8,6 +8,7 @@ as without.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,42 @@ HALVES = ("bfloat16", "float16")
 ATTENTION = {"attention", "attention_causal"}
 RUNTIMES = ("one_device", "mirrored", "sockets", "multi_worker", "fit", "fit_ring")
 
+REAL = "TFDIST_FUZZ_GPU"  # an environment variable: the workers have a GPU
+# One GPU for all processes, and products in whole float32: the oracle computes on the CPU.
+ON_GPU = {
+    REAL: "1",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+}
+
 Case = Mapping[str, Any]
+
+
+def is_real() -> bool:
+    """Whether the workers have a GPU, and nothing has to stand in for it."""
+    return REAL in os.environ
+
+
+def left_out(case: Case, blocks: Sequence[str]) -> str:
+    """Why a case is not run on a GPU; "" if it is."""
+    if "lstm" in blocks:
+        return "slow to compile"
+    if {"stored", "data_in_store"} & set(case):
+        return "needs a server of S3, and nothing of it is computed on a GPU"
+    if "resumed" in case or "backup" in case.get("fit", {}):
+        return "no two runs on a GPU are the same bit for bit without --deterministic"
+    return ""
+
+
+def prepare() -> None:
+    """In a worker that has a GPU, before TensorFlow starts: as `tfdist.train`, but with products in whole float32."""
+    from tfdist.control import versions
+
+    versions.prefer_cublas()
+    import tensorflow as tf
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
 def drawn(case: Case, blocks: Sequence[str], chance: random.Random) -> dict[str, Any]:
@@ -54,7 +90,8 @@ def composed(case: Case) -> Iterator[None]:
     """Within it a job is composed as the case wants it."""
     from tests.gpu.combinations import as_on_gpu
 
-    with as_on_gpu() if "gpu" in case and case["runtime"] == "one_device" else contextlib.nullcontext():
+    is_made = "gpu" in case and case["runtime"] == "one_device" and not is_real()
+    with as_on_gpu() if is_made else contextlib.nullcontext():
         yield
 
 
@@ -63,5 +100,5 @@ def kernels(case: Case) -> Iterator[None]:
     """Within it TensorFlow has the kernels that the case wants."""
     from tests.gpu.cudnn_kernel import cudnn_kernel
 
-    with cudnn_kernel() if "gpu" in case else contextlib.nullcontext():
+    with cudnn_kernel() if "gpu" in case and not is_real() else contextlib.nullcontext():
         yield

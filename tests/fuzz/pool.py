@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ START_SECONDS, CASE_SECONDS, OTHERS_SECONDS = 300.0, 600.0, 120.0  # on a machin
 class Group:
     """The processes of one kind: "local", "sockets", "tensorflow", "horovod", "servers"."""
 
-    def __init__(self, kind: str, workers: int):
+    def __init__(self, kind: str, workers: int, environment: Mapping[str, str]):
         self._folder = tempfile.TemporaryDirectory(prefix="tfdist-fuzz-")
         with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
             port = str(listener.address[1])
@@ -45,7 +45,7 @@ class Group:
                 workers,
                 Path(self._folder.name),
                 pin=False,
-                environment=ENVIRONMENT,
+                environment={**ENVIRONMENT, **environment},
                 show=set(),
                 servers=servers,
             )
@@ -125,9 +125,13 @@ def processes_of(kind: str, workers: int) -> int:
 
 
 class Pool:
-    """All groups, each started when a case first needs it. Threads may share it; a group runs one case at a time."""
+    """All groups, each started when a case first needs it. Threads may share it; a group runs one case at a time.
 
-    def __init__(self, most: int = MOST_PROCESSES):
+    environment: what its processes have beside that of all tests.
+    """
+
+    def __init__(self, most: int = MOST_PROCESSES, environment: Mapping[str, str] | None = None):
+        self._environment = environment or {}
         self._groups: dict[Key, Group] = {}  # the one that was used last comes last
         self._locks: defaultdict[Key, threading.Lock] = defaultdict(threading.Lock)
         self._most = most
@@ -136,7 +140,7 @@ class Pool:
         """The groups of these runtimes, now. Their processes end with the thread that started them."""
         for key in sorted({group_of(name) for name in runtimes} - set(self._groups)):
             self._make_room(processes_of(*key), key)
-            self._groups[key] = Group(*key)
+            self._groups[key] = Group(*key, self._environment)
 
     def _make_room(self, count: int, wanted: Key) -> None:
         for key, group in list(self._groups.items()):

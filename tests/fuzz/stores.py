@@ -12,8 +12,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from tests.stores.s3_server import BUCKET, s3_server
-
 _starting = threading.Lock()
 _environment: dict[str, str] = {}
 
@@ -24,6 +22,8 @@ def reachable(case: Mapping[str, Any]) -> dict[str, Any]:
         return dict(case)
     with _starting:
         if not _environment:
+            from tests.stores.s3_server import s3_server  # whose libraries a machine with a GPU may not have
+
             opened = contextlib.ExitStack()
             _environment.update(opened.enter_context(s3_server()).environment())
             atexit.register(opened.close)
@@ -32,6 +32,8 @@ def reachable(case: Mapping[str, Any]) -> dict[str, Any]:
 
 def new_place(case: Mapping[str, Any]) -> str:
     """In a worker: a URL that nobody has used; this process reaches it from now on."""
+    from tests.stores.s3_server import BUCKET
+
     reach(case)
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 

@@ -51,7 +51,10 @@ def _in_short(error: Exception) -> str:
 
 
 def main(port: int, kind: str) -> None:
-    from tests.fuzz import given
+    from tests.fuzz import given, gpu_form
+
+    if gpu_form.is_real():
+        gpu_form.prepare()
     from tests.fuzz.runtimes import PATIENCE, Runtimes, prepare_devices
     from tfdist.control.resolvers import resolve_cluster
 

@@ -39,17 +39,22 @@ def cudnn_kernel() -> Iterator[list[str]]:
 def computed(target, operands, config, results):
     """What XLA says that these custom calls give, [B, N, T, H]."""
     options = json.loads(config)["cudnn_fmha_backend_config"]
-    is_backward = target == "__cudnn$fmhaSoftmaxBackward"
-    assert is_backward or target == "__cudnn$fmhaSoftmax"
+    is_backward, has_bias = target.endswith("Backward"), "ScaleBias" in target
+    assert target == f"__cudnn$fmha{'ScaleBias' * has_bias}Softmax{'Backward' * is_backward}"
     query, key, value = (tf.cast(x, tf.float64) for x in operands[:3])
     assert options["intermediate_tensor_shape"]["dimensions"] == [str(n) for n in (*query.shape[:3], key.shape[2])]
     scores = options["fmha_scale"] * tf.matmul(query, key, transpose_b=True)
+    if has_bias:
+        bias = operands[5 if is_backward else 3]
+        assert bias.dtype == operands[0].dtype and bias.shape[2:] == scores.shape[2:], "cuDNN repeats no positions"
+        assert not any(size % 2 for size in bias.shape[2:]), "cuDNN has no gradient for odd numbers"
+        scores += tf.cast(bias, tf.float64)
     if options["mask_type"] == "CAUSAL":
         scores = tf.where(tf.linalg.band_part(tf.ones(scores.shape[2:], bool), -1, 0), scores, -np.inf)
     weights = tf.nn.softmax(scores)
     output, statistics = tf.matmul(weights, value), tf.reduce_logsumexp(scores, -1)
     if is_backward:
-        given, upstream, given_output = (tf.cast(x, tf.float64) for x in operands[3:])
+        given, upstream, given_output = (tf.cast(operands[index], tf.float64) for index in (3, 4, -1))
         tf.debugging.assert_near(given, statistics, 1e-2, 1e-2)
         tf.debugging.assert_near(given_output, output, 2e-2, 2e-2)
         of_weights = tf.matmul(upstream, value, transpose_b=True)

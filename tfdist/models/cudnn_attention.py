@@ -9,6 +9,7 @@ Shapes as in Keras: B batch, T queries, S keys, N heads, H numbers in each.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -22,24 +23,47 @@ _MASKED = -1e9
 _WORKSPACE = (tf.uint8, [0])  # XLA finds out how much
 
 
-def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, is_causal: bool) -> tf.Tensor:
-    """softmax(scale * query key^T) value, [B, T, N, H], by cuDNN, with its gradient. Causal: query t sees keys 0..t.
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the products of queries and keys before the softmax.
+
+    Args: scale: their factor; is_causal: query t sees keys 0..t; mask: bool [B or 1, N or 1, T, S], who sees whom, or
+    None. Where both are given, a key is seen if both say so.
+    """
+
+    scale: float
+    is_causal: bool = False
+    mask: tf.Tensor | None = None
+
+    def seen(self, query: tf.Tensor, key: tf.Tensor) -> tf.Tensor | None:
+        """Who sees whom, bool, [..., T, S]; None if all see all. query [B, T, N, H], key [B, S, N, H]."""
+        if not self.is_causal:
+            return self.mask
+        queries, keys = known_dims(query.shape)[1], known_dims(key.shape)[1]
+        causal = tf.range(queries)[:, None] >= tf.range(keys)
+        return causal if self.mask is None else causal & self.mask
+
+
+def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scores: Scores) -> tf.Tensor:
+    """softmax(scores) value, [B, T, N, H], by cuDNN, with its gradient. A query that sees no key has the mean of all
+    values, as in Keras.
 
     Args: query [B, T, N, H], key and value [B, S, N, H], float16 or bfloat16, of static shapes. In a function that XLA
     compiles for a GPU; elsewhere XLA says that it has no implementation.
     """
+    bias = _bias(scores.mask, query.dtype)
 
     @tf.custom_gradient
     def attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        output, statistics = _forward(query, key, value, scale, is_causal)
+        output, statistics = _forward(query, key, value, bias, scores)
 
         @tf.custom_gradient
         def gradient(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, upstream: tf.Tensor) -> tuple[list, Any]:
-            found = _backward(query, key, value, output, statistics, upstream, scale, is_causal)
+            found = _backward(query, key, value, output, statistics, upstream, bias, scores)
 
             def of_gradient(*upstreams: tf.Tensor) -> list[tf.Tensor]:
                 """Of which cuDNN has none: of a gradient penalty, for example."""
-                by_formula = with_gradients(attention_by_formula, scale, is_causal)
+                by_formula = with_gradients(attention_by_formula, scores)
                 inputs = [query, key, value, upstream]
                 with tf.GradientTape() as tape:
                     tape.watch(inputs)
@@ -52,19 +76,30 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: f
         return output, lambda upstream: gradient(query, key, value, upstream)
 
     output: Any = attention(query, key, value)  # without the gradient, which its type has beside it
-    return output
+    if scores.mask is None:
+        return output
+    sees_any_BNT1 = tf.reduce_any(scores.seen(query, key), -1, keepdims=True)
+    mean = tf.cast(tf.reduce_mean(tf.cast(value, tf.float32), 1, keepdims=True), value.dtype)
+    return tf.where(_swapped(sees_any_BNT1), output, mean)
+
+
+def _bias(mask: tf.Tensor | None, dtype: tf.DType) -> tf.Tensor | None:
+    """What is added to the scores for a mask, as JAX has it: larger numbers meet a fault of cuDNN's."""
+    if mask is None:
+        return None
+    return tf.where(mask, tf.cast(0, dtype), tf.cast(-(2.0**41) if dtype == tf.bfloat16 else -(2.0**15), dtype))
 
 
 def _forward(
-    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, is_causal: bool
+    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, bias: tf.Tensor | None, scores: Scores
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The output [B, T, N, H], and of each row of scores what the backward pass needs: float32 [B, N, T]."""
     by_head = [_swapped(x) for x in (query, key, value)]
     batch, heads, queries, width = known_dims(by_head[0].shape)
     output_BNTH, statistics, _ = tensorflow_xla.custom_call(
-        "__cudnn$fmhaSoftmax",
-        by_head,
-        _config(by_head[0], by_head[1], scale, is_causal, _FORWARD),
+        "__cudnn$fmhaSoftmax" if bias is None else "__cudnn$fmhaScaleBiasSoftmax",
+        [*by_head, *([] if bias is None else [bias])],
+        _config(by_head[0], by_head[1], scores, _FORWARD),
         [(query.dtype, [batch, heads, queries, width]), (tf.float32, [batch, heads, queries]), _WORKSPACE],
     )
     return _swapped(output_BNTH), statistics
@@ -77,15 +112,15 @@ def _backward(
     output: tf.Tensor,
     statistics: tf.Tensor,
     upstream: tf.Tensor,
-    scale: float,
-    is_causal: bool,
+    bias: tf.Tensor | None,
+    scores: Scores,
 ) -> list[tf.Tensor]:
     """The gradients of query, key and value."""
     by_head = [_swapped(x) for x in (query, key, value)]
     *found, _ = tensorflow_xla.custom_call(
-        "__cudnn$fmhaSoftmaxBackward",
-        [*by_head, statistics, _swapped(upstream), _swapped(output)],
-        _config(by_head[0], by_head[1], scale, is_causal, _BACKWARD),
+        "__cudnn$fmhaSoftmaxBackward" if bias is None else "__cudnn$fmhaScaleBiasSoftmaxBackward",
+        [*by_head, statistics, _swapped(upstream), *([] if bias is None else [bias]), _swapped(output)],
+        _config(by_head[0], by_head[1], scores, _BACKWARD),
         [*((x.dtype, known_dims(x.shape)) for x in by_head), _WORKSPACE],
     )
     return [_swapped(x) for x in found]
@@ -107,9 +142,7 @@ _BACKWARD = {
 }
 
 
-def _config(
-    query: tf.Tensor, key: tf.Tensor, scale: float, is_causal: bool, products: dict[str, tuple[int, int]]
-) -> str:
+def _config(query: tf.Tensor, key: tf.Tensor, scores: Scores, products: dict[str, tuple[int, int]]) -> str:
     dims = {
         f"{name}_dot_dimension_numbers": {
             "lhs_contracting_dimensions": [str(left)],
@@ -119,7 +152,7 @@ def _config(
         }
         for name, (left, right) in products.items()
     }
-    scores = {
+    intermediate = {
         "element_type": DTYPES[query.dtype],
         "dimensions": [str(size) for size in (*query.shape[:3], key.shape[2])],
         "layout": {"minor_to_major": ["3", "2", "1", "0"]},
@@ -137,10 +170,10 @@ def _config(
             "operation_queue_id": "0",
             "cudnn_fmha_backend_config": {
                 "algorithm": algorithm,
-                "fmha_scale": scale,
-                "intermediate_tensor_shape": scores,
+                "fmha_scale": scores.scale,
+                "intermediate_tensor_shape": intermediate,
                 "is_flash_attention": True,
-                "mask_type": "CAUSAL" if is_causal else "NO_MASK",
+                "mask_type": "CAUSAL" if scores.is_causal else "NO_MASK",
                 "dropout_rate": 0.0,
                 "seed": 42,
                 "sliding_window_length": 0,
@@ -152,14 +185,17 @@ def _config(
     )
 
 
-def distance(dtype: tf.DType, sizes: tuple[int, int, int, int, int], scale: float, is_causal: bool) -> float:
+def distance(
+    dtype: tf.DType, sizes: tuple[int, int, int, int, int], scale: float, is_causal: bool, is_masked: bool
+) -> float:
     """How far cuDNN's output and three gradients for random numbers are from the formula's in float32: the largest of
     the norms of the differences, in parts of the norms. sizes: B, T, S, N, H.
     """
     inputs = random_inputs(dtype, sizes)
-    fused = tf.function(with_gradients(cudnn_attention, scale, is_causal), jit_compile=True, autograph=False)
+    scores = Scores(scale, is_causal, random_mask((sizes[0], 1, *sizes[1:3])) if is_masked else None)
+    fused = tf.function(with_gradients(cudnn_attention, scores), jit_compile=True, autograph=False)
     found = fused(*inputs)
-    expected = with_gradients(attention_by_formula, scale, is_causal)(*(tf.cast(x, tf.float32) for x in inputs))
+    expected = with_gradients(attention_by_formula, scores)(*(tf.cast(x, tf.float32) for x in inputs))
     return max(
         float(tf.norm(tf.cast(one, tf.float32) - other) / tf.norm(other))
         for one, other in zip(found, expected, strict=True)
@@ -176,26 +212,32 @@ def random_inputs(dtype: tf.DType, sizes: tuple[int, int, int, int, int]) -> lis
     ]
 
 
-def with_gradients(attention: Any, scale: float, is_causal: bool) -> Any:
+def random_mask(sizes: tuple[int, int, int, int]) -> tf.Tensor:
+    """A mask as of padding, always the same: about half of the keys are seen, and the first query of the first row sees
+    none. sizes: B, N, T, S; B and N may be 1.
+    """
+    mask = tf.random.stateless_uniform(sizes, (7, 9)) < 0.5
+    return mask & (tf.reshape(tf.range(tf.reduce_prod(sizes)), sizes) >= sizes[-1])
+
+
+def with_gradients(attention: Any, scores: Scores) -> Any:
     """(query, key, value, gradient of the output) -> [output, and the gradients of the three]."""
 
     def compute(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, upstream: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             tape.watch([query, key, value])
-            output = attention(query, key, value, scale, is_causal)
+            output = attention(query, key, value, scores)
         found: Any = tape.gradient([output], [query, key, value], output_gradients=[upstream])
         return [output, *found]
 
     return compute
 
 
-def attention_by_formula(
-    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, is_causal: bool
-) -> tf.Tensor:
+def attention_by_formula(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scores: Scores) -> tf.Tensor:
     """The same as `cudnn_attention` by TensorFlow's operations, in float16, bfloat16 or float32."""
-    scores_BNTS = scale * tf.cast(tf.einsum("btnh,bsnh->bnts", query, key), tf.float32)
-    if is_causal:
-        seen = tf.range(query.shape[1])[:, None] >= tf.range(key.shape[1])
+    scores_BNTS = scores.scale * tf.cast(tf.einsum("btnh,bsnh->bnts", query, key), tf.float32)
+    seen = scores.seen(query, key)
+    if seen is not None:
         scores_BNTS = tf.where(seen, scores_BNTS, _MASKED)
     weights_BNTS = tf.cast(short_softmax(scores_BNTS, -1, value.dtype), value.dtype)
     return tf.einsum("bnts,bsnh->btnh", weights_BNTS, value)

@@ -17,7 +17,13 @@ import tensorflow as tf
 
 from tfdist.compat import keras_attention, tensorflow_xla
 from tfdist.control.user_errors import first_line
-from tfdist.models.cudnn_attention import DTYPES, attention_by_formula, cudnn_attention, distance
+from tfdist.models.cudnn_attention import (
+    DTYPES,
+    Scores,
+    attention_by_formula,
+    cudnn_attention,
+    distance,
+)
 from tfdist.runtime.host import known_dims
 
 TOLERANCE = 0.02  # of the norm; bfloat16 rounds to 0.004 of each number
@@ -27,7 +33,8 @@ _TRIED_POSITIONS = 1024  # at most, as the trial writes the weights of [B, N, T,
 def fuse_attention() -> None:
     """From now on Keras' MultiHeadAttention and `keras.ops.dot_product_attention` take cuDNN's kernel in this process
     where it can be had: on GPUs of compute capability 8.0 or newer, in a function that XLA compiles, in half precision,
-    without mask, bias or dropout of the weights, H a multiple of 8 up to 128 (from 9.0 on 256). On other GPUs the same
+    without bias or dropout of the weights, H a multiple of 8 up to 128 (from 9.0 on 256), with a mask even numbers of
+    positions. (cuDNN's dropout counts its own calls: a resumed run would draw others.) On other GPUs the same
     attention keeps half precision for its gradient (short_softmax.py); everything else is computed as before.
     `keras.config.disable_flash_attention()` turns cuDNN's off.
 
@@ -60,13 +67,14 @@ def _fused_where_possible(of_keras: keras_attention.Attention) -> keras_attentio
         is_causal: bool = False,
         **options: Any,  # flash_attention, attn_logits_soft_cap
     ) -> Any:
-        is_plain = bias is None and mask is None and not any(options.values())
+        is_plain = bias is None and not any(options.values())
         factor = _number(scale, query) if is_plain and _has_gpu() else None
-        if factor is not None and _are_alike(query, key, value, is_causal):
+        if factor is not None and _are_alike(query, key, value, is_causal) and _fits(mask, query, key):
+            scores = Scores(factor, is_causal, None if mask is None else _over_positions(mask, query, key))
             is_off = options.get("flash_attention") is False or keras.config.is_flash_attention_enabled() is False
-            if not is_off and tensorflow_xla.is_compiled_by_xla() and _is_had(query, key, factor, is_causal):
-                return cudnn_attention(query, key, value, factor, is_causal)
-            return attention_by_formula(query, key, value, factor, is_causal)
+            if not is_off and tensorflow_xla.is_compiled_by_xla() and _is_had(query, key, scores):
+                return cudnn_attention(query, key, value, scores)
+            return attention_by_formula(query, key, value, scores)
         return of_keras(query, key, value, bias, mask, scale, is_causal, **options)
 
     return dot_product_attention
@@ -89,12 +97,30 @@ def _are_alike(query: Any, key: Any, value: Any, is_causal: bool) -> bool:
     return fits and min(batch, queries, keys) > 0 and (queries == keys or not is_causal)
 
 
-def _is_had(query: tf.Tensor, key: tf.Tensor, scale: float, is_causal: bool) -> bool:
+def _fits(mask: Any, query: tf.Tensor, key: tf.Tensor) -> bool:
+    """Whether it is none, or says for [B, N, T, S], each of which may be 1, who sees whom."""
+    if mask is None:
+        return True
+    (batch, queries, heads, _), keys = query.shape, key.shape[1]
+    if not (isinstance(mask, tf.Tensor) and mask.dtype == tf.bool and mask.shape.is_fully_defined()):
+        return False
+    whole = (batch, heads, queries, keys)
+    return mask.shape.rank == 4 and all(own in (1, dim) for own, dim in zip(mask.shape, whole, strict=True))
+
+
+def _over_positions(mask: tf.Tensor, query: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+    """[B or 1, N or 1, T, S]: cuDNN repeats a mask for rows and heads, not for positions."""
+    return tf.broadcast_to(mask, [*known_dims(mask.shape)[:2], query.shape[1], key.shape[1]])
+
+
+def _is_had(query: tf.Tensor, key: tf.Tensor, scores: Scores) -> bool:
     """Whether cuDNN has a kernel for these, and it is right."""
     (_, queries, _, width), (_, keys, _, _) = known_dims(query.shape), known_dims(key.shape)
-    if width % 8 or width > _widest_head():
+    is_masked = scores.mask is not None
+    if width % 8 or width > _widest_head() or is_masked and (queries % 2 or keys % 2):
         return False
-    return _is_right(query.dtype, min(queries, _TRIED_POSITIONS), min(keys, _TRIED_POSITIONS), width, scale, is_causal)
+    tried = min(queries, _TRIED_POSITIONS), min(keys, _TRIED_POSITIONS)
+    return _is_right(query.dtype, *tried, width, scores.scale, scores.is_causal, is_masked)
 
 
 @functools.cache
@@ -107,13 +133,15 @@ def _widest_head() -> int:
 
 
 @functools.cache
-def _is_right(dtype: tf.DType, queries: int, keys: int, width: int, scale: float, is_causal: bool) -> bool:
+def _is_right(
+    dtype: tf.DType, queries: int, keys: int, width: int, scale: float, is_causal: bool, is_masked: bool
+) -> bool:
     """Tries the kernel: whether results and gradients are those of the formula up to rounding. Once for each of these,
     about a second."""
     try:
         # In a thread of its own, as this one is tracing a step, with its graph, tape and place.
         with ThreadPoolExecutor(1) as thread:
-            off = thread.submit(distance, dtype, (2, queries, keys, 2, width), scale, is_causal).result()
+            off = thread.submit(distance, dtype, (2, queries, keys, 2, width), scale, is_causal, is_masked).result()
         wrong = f"is {off:.2g} off the formula" if not off <= TOLERANCE else ""
     except Exception as error:  # whatever cuDNN, XLA or TensorFlow say, there is another way
         wrong = f"fails: {first_line(error):.200}"

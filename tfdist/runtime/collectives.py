@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdist.runtime.host import known_dims
+from tfdist.runtime.host import known_dims, on_host
 from tfdist.runtime.launch_order import Launch, note, ordering_token
 from tfdist.runtime.own_gradient import with_gradient
 
@@ -70,9 +70,15 @@ class Group:
 
         Raises tf.errors.DeadlineExceededError after `timeout` seconds; 0: waits.
         """
+
+        def first_call() -> tf.Tensor:
+            # Placed as all later ones are: TensorFlow holds a group to the kind of device that it first met on.
+            with contextlib.nullcontext() if self._nccl else on_host():
+                return self._all_reduce(tf.constant(1.0), timeout=timeout)
+
         if self.size > 1:
             with tf.init_scope():
-                tf.function(lambda: self._all_reduce(tf.constant(1.0), timeout=timeout), autograph=False)()
+                tf.function(first_call, autograph=False)()
 
     # -- collectives -----------------------------------------------------------------------------------------------
 

@@ -117,16 +117,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return DataError(sentence)
     if found := _OWN_ASSERTION.search(text):
         return ConfigError(f"T{found[1]}".replace("\\'", "'"))
-    if found := _NOT_COMPILED.search(text):
-        return ConfigError(
-            f"XLA cannot compile the operation {found[1]}: train with --nojit_compile (tfdist.fit: compile the model"
-            " with jit_compile=False), or replace it in the model or objective."
-        )
-    if found := _NO_KERNEL.search(text):
-        return ConfigError(
-            f"The operation {found[1]} has no kernel for GPUs: replace it in the model or objective, place it on the"
-            ' host with tf.device("CPU:0"), or let such operations run there with --soft_placement.'
-        )
+    if sentence := _refused_by_gpus(text):
+        return ConfigError(sentence)
     if found := _OWN_ERROR.search(text):  # as a source raises inside tf.data
         return _OWN_ERRORS[found[1]](found[2])
     if isinstance(error, tf.errors.DataLossError) or _RECORD.search(text):
@@ -147,6 +139,26 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         return _lost_peer(error, text, cluster)
     return None
+
+
+def _refused_by_gpus(text: str) -> str:
+    """What XLA, TensorFlow or NCCL do not do on these GPUs, and how to do without; "" if it is something else."""
+    if found := _NOT_COMPILED.search(text):
+        return (
+            f"XLA cannot compile the operation {found[1]}: train with --nojit_compile (tfdist.fit: compile the model"
+            " with jit_compile=False), or replace it in the model or objective."
+        )
+    if found := _NO_KERNEL.search(text):
+        return (
+            f"The operation {found[1]} has no kernel for GPUs: replace it in the model or objective, place it on the"
+            ' host with tf.device("CPU:0"), or let such operations run there with --soft_placement.'
+        )
+    if "NCCL: invalid usage" in text:
+        return (
+            "NCCL refuses these GPUs, most often because two workers share one: start one worker for each GPU, and see"
+            f" that CUDA_VISIBLE_DEVICES names another to each. TensorFlow says: {_first_line(text)}"
+        )
+    return ""
 
 
 def _lost_peer(error: tf.errors.OpError, text: str, cluster: Cluster) -> PeerLostError:

@@ -29,14 +29,23 @@ def inputs(sizes, dtype):
 
 
 @pytest.mark.parametrize(
-    "sizes, is_causal", [((2, 6, 6, 3, 8), True), ((2, 6, 6, 3, 8), False), ((1, 3, 7, 2, 16), False)]
+    "sizes, is_causal, mask",
+    [
+        ((2, 6, 6, 3, 8), True, None),
+        ((2, 6, 6, 3, 8), False, None),
+        ((1, 3, 7, 2, 16), False, None),
+        ((2, 6, 6, 3, 8), True, (2, 1, 6, 6)),  # of which some queries see no key
+        ((2, 4, 6, 3, 8), False, (1, 3, 4, 6)),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_output_gradients_and_theirs_are_the_formulas(kernel, dtype, sizes, is_causal):
+def test_output_gradients_and_theirs_are_the_formulas(kernel, dtype, sizes, is_causal, mask):
+    scores = cudnn_attention.Scores(0.4, is_causal, None if mask is None else cudnn_attention.random_mask(mask))
+
     def all_of(attention, *tensors):
         with tf.GradientTape() as tape:
             tape.watch(tensors)
-            first = cudnn_attention.with_gradients(attention, 0.4, is_causal)(*tensors)
+            first = cudnn_attention.with_gradients(attention, scores)(*tensors)
             weighed = [tf.cast(each * each, tf.float32) for each in first[1:]]
         return [*first, *tape.gradient(weighed, tensors)]
 
@@ -72,20 +81,35 @@ def attending(layer):
     return keras.Model(inputs, layer()(inputs))
 
 
+def masked(x, positions=8):
+    mask = np.tri(positions)[::-1, ::-1].copy()[None] == 1
+    return keras.layers.MultiHeadAttention(2, 8, dtype="mixed_bfloat16")(x, x, attention_mask=mask)
+
+
+def padded(x):
+    """A mask as of padding, by which some queries see nothing."""
+    is_real = keras.ops.cast(x[..., :1] > -0.5, x.dtype)
+    x = keras.layers.Masking()(x * is_real)
+    return keras.layers.MultiHeadAttention(2, 8, dtype="mixed_bfloat16")(x, x, use_causal_mask=True)
+
+
 LAYERS = {
     "causal": lambda: (
         lambda x: keras.layers.MultiHeadAttention(2, 8, dtype="mixed_bfloat16")(x, x, use_causal_mask=True)
     ),
     "grouped": lambda: lambda x: keras.layers.GroupQueryAttention(8, 4, 2, dtype="mixed_bfloat16")(x, x),
     "float16": lambda: lambda x: keras.layers.MultiHeadAttention(2, 8, dtype="mixed_float16")(x, x),
+    "masked": lambda: masked,
+    "masked and causal": lambda: padded,
 }
 X = np.random.default_rng(0).normal(size=(4, 8, 16)).astype("float32")
 
 
-@pytest.mark.parametrize("layer", slow_but(LAYERS, "causal"))
+@pytest.mark.parametrize("layer", slow_but(LAYERS, "causal", "masked and causal"))
 def test_layers_of_keras_take_the_kernel_where_xla_compiles(kernel, layer, monkeypatch):
     found = loss_and_gradients(attending(LAYERS[layer]), X, True)
-    assert set(kernel) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    name = "__cudnn$fmhaScaleBiasSoftmax" if "masked" in layer else "__cudnn$fmhaSoftmax"
+    assert set(kernel) == {name, f"{name}Backward"}
     kernel.clear()
     without = loss_and_gradients(attending(LAYERS[layer]), X, False)  # by the formula
     assert not kernel
@@ -94,12 +118,8 @@ def test_layers_of_keras_take_the_kernel_where_xla_compiles(kernel, layer, monke
     assert is_near(found, expected) and is_near(without, expected)
 
 
-def masked(x):
-    return keras.layers.MultiHeadAttention(2, 8, dtype="mixed_bfloat16")(x, x, attention_mask=np.eye(8)[None] == 1)
-
-
 OTHERS = {
-    "masked": masked,
+    "odd positions, masked": lambda x: masked(x[:, 1:], 7),
     "float32": lambda x: keras.layers.MultiHeadAttention(2, 8, dtype="float32")(x, x),
     "6 wide": lambda x: keras.layers.MultiHeadAttention(2, 6, dtype="mixed_bfloat16")(x, x),
     "136 wide": lambda x: keras.layers.MultiHeadAttention(2, 136, dtype="mixed_bfloat16")(x, x),
@@ -107,7 +127,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("layer", slow_but(OTHERS, "masked"))
+@pytest.mark.parametrize("layer", slow_but(OTHERS, "odd positions, masked"))
 def test_others_do_not(kernel, layer):
     loss_and_gradients(attending(lambda: OTHERS[layer]), X, True)
     assert not kernel

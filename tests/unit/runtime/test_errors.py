@@ -45,6 +45,11 @@ CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
         ),
         (tf.errors.InternalError(None, None, "Collective ops is aborted by: x"), PeerLostError, ["a peer"]),
         (
+            tf.errors.InternalError(None, None, "Collective ops is aborted by: NCCL: invalid usage (run with NCCL_DE"),
+            ConfigError,
+            ["one worker for each GPU", "CUDA_VISIBLE_DEVICES"],
+        ),
+        (
             tf.errors.UnknownError(
                 None, None, f"RingError: {MARK}lost contact with rank 1 (it closed the connection).\nTraceback"
             ),
