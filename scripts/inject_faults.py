@@ -228,6 +228,13 @@ FAULTS: dict[str, Fault] = {
         "_ROUNDINGS = 1e6 ",
         ("tests/unit/runtime/test_rounding.py",),
     ),
+    "another model": Fault(
+        "a worker with another activation trains along",
+        "training/same_model.py",
+        "if (rows[:, 0] == rows[0, 0]).all():",
+        "if True:",
+        ("tests/unit/training/test_same_model.py",),
+    ),
     "fused attention": Fault(
         "the gradient of cuDNN's attention is that of another scale",
         "models/cudnn_attention.py",

@@ -138,6 +138,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     batch_norm.synchronize_with(runtime)
     with runtime.scope():
         model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
+        composition_checks.check_same(config, runtime, model)
         config = composition_checks.with_xla(config, runtime, model)
         options = _step_options(config, runtime, plan, train_split)
         composition_checks.check_added(runtime, model, options.weighted, spec[0])

@@ -139,7 +139,12 @@ def test_refusals(end, tmp_path):
         )
         assert "other epochs: ConfigError: tfdist.fit: Rank" in output
         assert "train_step: ConfigError: The train_step of Ignores never calls the model itself" in output
-        assert "variables: ConfigError: The model and optimizer have 4 and 6 variables" in output
+        assert "variables: ConfigError: The model and optimizer have 3 and 4 variables" in output
+        unlike = "ConfigError: Rank 1 trains something else than rank 0; they differ first in"
+        assert f"layers: {unlike} how many layers" in output
+        assert f"lossy: {unlike} what compile(...) was given" in output
+        for name in ("fit", "evaluate", "predict"):
+            assert re.search(rf"curved, {name}: {unlike} layer 2, dense", output), name
         assert "not a model: ConfigError: tfdist.fit takes a keras.Model, not ndarray" in output
         for name in ("class weight", "callback", "frequency", "validation", "rows", "data"):
             assert f"mistaken {name}: ConfigError: " in output, name

@@ -44,6 +44,7 @@ OWN_CALL = Refusal("ConfigError", r"^--(recompute|mesh)[^:]*: Withheld \w+ has a
 SHARED = Refusal(
     "ConfigError", r"^--mesh\S*, but layer shared sets its weight shared/calls in the forward pass, which stages"
 )
+UNLIKE = Refusal("ConfigError", r"^Rank \d+ trains something else than rank 0; they differ first in layer")
 ALL_SKIPPED = Refusal("DivergedError", r"in each of the last \d+ steps up to step \d+, so all of them were skipped")
 DRIFT = Refusal("DivergedError", r"^The weights of (rank|replica) .* differ from")
 
@@ -60,6 +61,8 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
     blocks, data = space.flat_blocks(case), case["data"]
     if case["runtime"] == "fit:1":
         return None
+    if "unlike" in case["model"] and space.RUNTIMES[case["runtime"]][1] > 1:
+        return UNLIKE
     if case["kind"] == "fit":
         if "centered" in blocks:
             return MIXED_ROWS

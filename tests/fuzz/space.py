@@ -90,6 +90,9 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         case["options"] = _without(case["options"], "label_smoothing") | {"objective": MASKED}
         for each in (case["data"], *case.get("again", ())):
             each["weights"] = "none"
+    if _may_be_unlike(case) and random.Random(f"{seed}/{number}/unlike").random() < 0.03:
+        case["model"]["unlike"] = True
+        case.pop("again", None)
     for name, other in INSTEAD.items():
         _some_instead(case["model"]["blocks"], name, other, random.Random(f"{seed}/{number}/{other}"))
     mesh_space.forms(case, flat_blocks(case), random.Random(f"{seed}/{number}/forms"))
@@ -101,6 +104,13 @@ def _may_mask(case: Mapping[str, Any]) -> bool:
     """Whether an objective may weigh tokens by itself; its data have no weights then."""
     model, differs = case["model"], case["data"].get("differs")
     return case["kind"] == "train" and model["head"] == "tokens" and "builtin" not in model and differs != "weight"
+
+
+def _may_be_unlike(case: Mapping[str, Any]) -> bool:
+    """Whether the workers after the first may have another model, which must be refused."""
+    is_alone = RUNTIMES[case["runtime"]][1] == 1 or case["runtime"].startswith("parameter_server")
+    is_own = "builtin" not in case["model"] or "around" in case["model"]
+    return is_own and not is_alone and not {"resumed", "moved"} & set(case) and "differs" not in case["data"]
 
 
 def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -453,7 +463,7 @@ def features(case: Mapping[str, Any]) -> list[str]:
     model = case["model"]
     found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
-    found += [f"model:{name}" for name in ("withheld", "shared") if name in model]
+    found += [f"model:{name}" for name in ("withheld", "shared", "unlike") if name in model]
     found += [f"model:named_{what}" for what in model.get("named", ())]
     for data in (case["data"], *case.get("again", ())):
         found += [f"data:{name}" for name in data if name not in ("size", "source", "weights", "draw")] + [

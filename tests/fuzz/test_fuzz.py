@@ -94,8 +94,8 @@ def test_groups_end_that_have_grown_or_are_idle_where_others_need_their_place(mo
     alive, started = [], []
 
     class Fake:
-        def __init__(self, *key):
-            self.key = key
+        def __init__(self, *key_and_environment):
+            self.key = key = key_and_environment[:2]
             alive.append(key)
             started.append(key)
 

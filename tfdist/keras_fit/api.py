@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from tfdist.keras_fit.model import DistributedModel, build_optimizer, rows_in_on
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.runtime.errors import cause, message_of
 from tfdist.runtime.one_device import OneDevice
+from tfdist.training import same_model
 
 __all__ = ["barrier", "evaluate", "fit", "init", "is_chief", "predict", "spread"]
 
@@ -37,6 +40,8 @@ _MISTAKES = (
     tf.errors.InvalidArgumentError,
     tf.errors.UnimplementedError,
 )
+
+_compared: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # with those of the other workers
 
 
 @contextlib.contextmanager
@@ -213,8 +218,10 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
     refuse_unsupported(model)
     if not model.built:
         raise ConfigError("tfdist.spread needs a model that is built: give it an Input, or call it on a batch, before.")
-    with explained(runtime), DistributedModel.of(model, runtime).installed(training=True, optimizer=optimizer):
-        yield
+    with explained(runtime):
+        _compare(runtime, model, {"the optimizer": optimizer or model.optimizer})
+        with DistributedModel.of(model, runtime).installed(training=True, optimizer=optimizer):
+            yield
 
 
 def _over_workers(
@@ -244,8 +251,21 @@ def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Cal
             file=sys.stderr,
             flush=True,
         )
+    if purpose == "fit" or model not in _compared:  # not before each of many predictions
+        settings = None
+        with contextlib.suppress(Exception), warnings.catch_warnings():  # parts that Keras cannot write down
+            warnings.simplefilter("ignore")
+            settings = model.get_compile_config()
+        _compare(runtime, model, {"what compile(...) was given": settings})
     with DistributedModel.of(model, runtime).installed(training=purpose == "fit"):
         return loop()
+
+
+def _compare(runtime: OneDevice, model: keras.Model, settings: dict[str, Any]) -> None:
+    """Raises ConfigError unless all workers have this model and these settings."""
+    own = [each for each in keras.tree.flatten(getattr(model, "loss", None)) if each is not None]
+    same_model.must_be_the_same(runtime, same_model.facts_of(model, own, settings))
+    _compared.add(model)
 
 
 def _alone(model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import plugins
 from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
@@ -18,6 +19,7 @@ from tfdist.planner.memory_check import MemoryLimits
 from tfdist.planner.shapes import Weight
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.mesh import Mesh
+from tfdist.training import same_model
 
 
 def check_best(config: Config, metrics: Sequence[str] | None) -> None:
@@ -29,6 +31,18 @@ def check_best(config: Config, metrics: Sequence[str] | None) -> None:
             f"--keep_best={best}: evaluations have no such metric; they have"
             f" {', '.join(found) or 'none, as --source has no evaluation split'}."
         )
+
+
+def check_same(config: Config, runtime: Runtime, model: keras.Model) -> None:
+    """Whether all workers have this model, and the same code of the user's own. A collective."""
+    named = {
+        "source": config.data.source,
+        "augment": config.data.augment,
+        "model": config.model.model,
+        "objective": config.model.objective,
+    }
+    own = [plugins.resolve(flag, name, {}) for flag, name in named.items() if ":" in name]
+    same_model.must_be_the_same(runtime, same_model.facts_of(model, own))
 
 
 def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:

@@ -27,6 +27,12 @@ def dense(units=1):
     return compiled(keras.Sequential([keras.Input((1,)), keras.layers.Dense(units)]))
 
 
+def compiled_with(loss):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", loss)
+    return model
+
+
 def refused(name, function):
     try:
         function()
@@ -121,7 +127,26 @@ refused(
     "train_step", lambda: tfdist.fit(compiled(Ignores([keras.Input((1,)), keras.layers.Dense(1)])), x, x, verbose=0)
 )
 deeper = compiled(keras.Sequential([keras.Input((1,)), *(keras.layers.Dense(1) for _ in range(1 + rank))]))
-refused("variables", lambda: tfdist.fit(deeper, x, x, verbose=0))
+refused("layers", lambda: tfdist.fit(deeper, x, x, verbose=0))
+curved = compiled(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, activation=["relu", "tanh"][rank])]))
+for name, use in (("fit", tfdist.fit), ("evaluate", tfdist.evaluate)):
+    refused(f"curved, {name}", lambda use=use: use(curved, x, x, verbose=0))
+refused("curved, predict", lambda: tfdist.predict(curved, x, verbose=0))
+refused("lossy", lambda: tfdist.fit(compiled_with(["mse", "mae"][rank]), x, x, verbose=0))
+
+
+class Widened(keras.layers.Layer):
+    """Of which nothing tells that it has more weights on the second worker."""
+
+    def build(self, shape):
+        self.rows = [self.add_weight(shape=(1,), name=f"row_{number}") for number in range(1 + rank)]
+
+    def call(self, x):
+        return x + sum(self.rows)
+
+
+widened = compiled(keras.Sequential([keras.Input((1,)), Widened()]))
+refused("variables", lambda: tfdist.fit(widened, x, x, verbose=0))
 refused("not a model", lambda: tfdist.fit(x, x))
 for name, arguments in {
     "class weight": {"class_weight": np.ones(3)},

@@ -1,0 +1,92 @@
+"""Whether all workers compute the same."""
+
+import importlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+
+from tfdist.control.exit_codes import ConfigError
+from tfdist.training.same_model import facts_of, must_be_the_same
+
+
+class Scaled(keras.layers.Layer):
+    def __init__(self, by=1.0):
+        super().__init__()
+        self.by = by
+
+    def call(self, x):
+        return x * self.by
+
+
+def model(activation="relu", rate=0.1, by=2.0, more=()):
+    stack = [keras.layers.Dense(3, activation), keras.layers.Dropout(rate), Scaled(by), keras.layers.Lambda(abs), *more]
+    return keras.Sequential([keras.Input((2,)), *stack])
+
+
+def mean(y, outputs):
+    return keras.ops.mean(y - outputs)
+
+
+def together(*facts):
+    """What each of so many workers is told; "" if nothing."""
+    rows, barrier = [None] * len(facts), threading.Barrier(len(facts))
+
+    def told(rank):
+        def all_gather(array):
+            rows[rank] = array
+            barrier.wait(10)
+            found = np.stack(rows)
+            barrier.wait(10)
+            return found
+
+        try:
+            must_be_the_same(SimpleNamespace(size=len(facts), all_gather=all_gather), facts[rank])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(facts)) as threads:
+        return list(threads.map(told, range(len(facts))))
+
+
+def test_the_same_model_whatever_was_made_before_and_whatever_its_layers_are_called():
+    first = facts_of(model(), [mean])
+    keras.layers.Dense(1)  # the next one has another name
+    assert together(first, facts_of(model(), [mean])) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        ({"activation": "tanh"}, "layer 2, dense"),
+        ({"rate": 0.2}, "layer 3, dropout"),
+        ({"by": 3.0}, "layer 4, scaled"),
+        ({"more": [keras.layers.ReLU()]}, "how many layers"),
+    ],
+)
+def test_a_worker_with_another_model_is_told_by_all(other, words):
+    keras.utils.clear_session(False)
+    mine = facts_of(model())
+    keras.utils.clear_session(False)
+    said = together(mine, mine, facts_of(model(**other)))
+    assert said[0].startswith("Rank 2 trains something else than rank 0; they differ first in ") and words in said[0]
+    assert said == said[:1] * 3
+
+
+def test_a_worker_with_other_settings_or_another_version_of_a_file_is_told_by_all(tmp_path, monkeypatch):
+    adam = {"what compile(...) was given": {"optimizer": keras.optimizers.Adam(0.1)}}
+    sgd = {"what compile(...) was given": {"optimizer": keras.optimizers.Adam(0.2)}}
+    assert "what compile(...) was given" in together(facts_of(model(), (), adam), facts_of(model(), (), sgd))[0]
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "of_the_user.py"
+    file.write_text("def loss(y, outputs):\n    return y - outputs\n")
+    loss = importlib.import_module("of_the_user").loss
+    before = facts_of(model(), [loss])
+    file.write_bytes(b"def loss(y, outputs):\r\n    return y - outputs\r\n")  # as Windows writes it
+    assert together(before, facts_of(model(), [loss])) == ["", ""]
+    file.write_text("def loss(y, outputs):\n    return y - 2 * outputs\n")
+    assert "the file of_the_user.py" in together(before, facts_of(model(), [loss]))[0]

@@ -1,0 +1,130 @@
+"""Whether all workers compute the same: their models, losses and the code of the user's own, compared at the start.
+
+Workers add up their gradients. One with another activation or loss, or with last week's file of a model on its disk,
+adds to what it was not asked for, and nothing tells: the weights stay the same on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import sys
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.compat import keras_layers
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.base import Runtime
+
+# Of a configuration of Keras' what may differ: names count what a process has made so far, seeds are drawn at random or
+# sent by the chief.
+_MAY_DIFFER = ("name", "seed", "random_seed", "seed_generator", "build_config", "registered_name")
+_NOT_OF_THE_USER = ("keras", "tensorflow", "tfdist", "builtins", "numpy", "functools")
+_MAIN = "__main__"  # a script may be another on each worker; what it defines may not
+
+Facts = list[tuple[str, int]]  # (what, a checksum of it)
+
+
+def must_be_the_same(runtime: Runtime, facts: Facts) -> None:
+    """Raises ConfigError on all workers, naming the first difference, unless they are the same. A collective."""
+    if runtime.size == 1:
+        return
+    text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    sums = [checksum for _, checksum in facts]  # without what names them: a layer may be the worker's second dense
+    rows = runtime.all_gather(np.array([zlib.crc32(repr(sums).encode()), text.size], np.int64))
+    if (rows[:, 0] == rows[0, 0]).all():
+        return
+    padded = np.zeros(int(rows[:, 1].max()), np.uint8)
+    padded[: text.size] = text
+    found = [json.loads(row.tobytes().rstrip(b"\0")) for row in runtime.all_gather(padded)]
+    for rank, other in enumerate(found):
+        if (what := _first_difference(found[0], other)) is not None:
+            raise ConfigError(
+                f"Rank {rank} trains something else than rank 0; they differ first in {what}: give all workers the same"
+                " code, which does the same on each."
+            )
+
+
+def _first_difference(first: Facts, other: Facts) -> str | None:
+    for one, its in zip(first, other, strict=False):
+        if one[1] != its[1]:
+            return one[0]
+    return None if len(first) == len(other) else "how many files of the user's own there are"
+
+
+def facts_of(model: keras.Model, own: Iterable[Any] = (), settings: Mapping[str, Any] | None = None) -> Facts:
+    """What is compared. own: functions and objects of the user's beside the model's layers. settings: configurations,
+    under the names by which the user knows them."""
+    layers = keras_layers.all_layers(model)
+    everywhere = [keras.config.floatx(), keras.config.epsilon(), keras.config.image_data_format()]
+    found = [("keras.config", _checksum(everywhere)), ("how many layers there are", len(layers))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of lambdas, which Keras would not write to a file
+        for number, layer in enumerate(layers):
+            config = {} if isinstance(layer, keras.Model) else _config(layer)
+            found.append((f"layer {number}, {layer.name}", _checksum([type(layer).__name__, config])))
+    found += [(name, _checksum(value)) for name, value in (settings or {}).items()]
+    return found + [(name, zlib.crc32(text.encode())) for name, text in sorted(_own_code([*layers, *own]))]
+
+
+def _config(layer: keras.Layer) -> Any:
+    with contextlib.suppress(Exception):  # of the user's own making, or one that cannot be told
+        return layer.get_config()
+    return None
+
+
+def _checksum(value: Any) -> int:
+    return zlib.crc32(json.dumps(_plain(value)).encode())
+
+
+def _plain(value: Any) -> Any:
+    """Without what may differ between workers that compute the same."""
+    if isinstance(value, Mapping):
+        if value.get("class_name") == "__lambda__":  # its code names the folder that it is in; see _own_code
+            return "a lambda"
+        return {str(key): _plain(each) for key, each in sorted(value.items(), key=str) if key not in _MAY_DIFFER}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)):
+        return [str(value.dtype), list(value.shape), zlib.crc32(np.ascontiguousarray(value).tobytes())]
+    if hasattr(value, "get_config"):
+        with contextlib.suppress(Exception):
+            return [type(value).__name__, _plain(value.get_config())]
+    return getattr(value, "__qualname__", type(value).__name__)
+
+
+def _own_code(objects: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """(where, its text) of the modules in which the user has written these, or their classes."""
+    seen: set[Any] = set()
+    for each in objects:
+        for definition in _definitions(each):
+            module = definition.__module__
+            key = definition if module == _MAIN else module
+            if key in seen or module is None or module.partition(".")[0] in _NOT_OF_THE_USER:
+                continue
+            seen.add(key)
+            with contextlib.suppress(OSError, TypeError, UnicodeError):  # a notebook's, or compiled
+                if module == _MAIN:
+                    yield f"the code of {definition.__qualname__}", inspect.getsource(definition)
+                else:
+                    file = Path(sys.modules[module].__file__ or "")
+                    yield f"the file {file.name}", file.read_text()  # which takes all ends of lines for the same
+
+
+def _definitions(each: Any) -> list[Any]:
+    if isinstance(each, FunctionType):
+        return [each]
+    if isinstance(each, type):
+        return [kind for kind in each.__mro__ if kind is not object]
+    held = [value for value in getattr(each, "__dict__", {}).values() if isinstance(value, FunctionType)]
+    return [*(kind for kind in type(each).__mro__ if kind is not object), *held]
