@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Is tfdist right and fast on this machine's GPUs? From nothing: installs, then runs every stage; one page and a JSON.
 #
-#   bash scripts/gpu_acceptance.sh                       on a machine with one NVIDIA GPU or several, 25 minutes
+#   bash scripts/gpu_acceptance.sh                       on a machine with one NVIDIA GPU or several, 30 minutes
 #   bash scripts/gpu_acceptance.sh --wheels=FOLDER       the same without a network: installs from these wheels alone
 #   bash scripts/gpu_acceptance.sh --rehearse            all of it on the CPU at a small size, in minutes
 #   bash scripts/gpu_acceptance.sh --only=doctor,parity  some stages

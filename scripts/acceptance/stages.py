@@ -41,6 +41,7 @@ def stages(out: Path, rehearse: bool, peers: dict[str, str]) -> list[Stage]:
         own("lookups", "rows that no table has are NaN or an error", 180),
         own("resume", "a run that is killed ends, bit for bit, where an undisturbed one ends", 180),
         own("workers", "two workers (by NCCL, where there are two GPUs) compute what one does", 240),
+        own("fuzzed", "drawn combinations compute on the GPU what plain Keras does on the CPU", 400),
         own("ways", "BatchNormalization as one operation or several, with XLA or without", 240),
         own("stalls", "what a snapshot and the input pipeline cost", 240),
         stage("speed", "GPT-2 124M and ResNet-50 beside PyTorch and JAX", 900, *speed),
