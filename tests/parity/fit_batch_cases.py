@@ -172,3 +172,47 @@ def layers_that_mix_what_no_small_try_shows(fit, evaluate, predict, folder):
 
     room = layers.Lambda(lambda x: ops.where(ops.arange(ops.shape(x)[0])[:, None, None, None] < 15, x, 0 * x))
     return {"mixed up": refused(layers.MixUp()), "cut": refused(layers.CutMix()), "with room for 15": refused(room)}
+
+
+@case
+def what_only_as_many_rows_as_a_batch_has_show(fit, evaluate, predict, folder):
+    x, y = samples(96)
+
+    class First(layers.Layer):
+        """Adds a loss of the first rows."""
+
+        def call(self, x):
+            self.add_loss(ops.mean(x[:8] ** 2))
+            return x
+
+    def refused(layer, words):
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(6), layer, layers.Dense(3)])
+        model.compile("sgd", LOGITS)
+        return is_refused(lambda: fit(model, x, y, batch_size=96), words)
+
+    def halved(x):
+        return ops.concatenate([x[:80], 0.5 * x[80:]])
+
+    def above_the_90th(x):
+        return x / (1e-3 + tf.math.top_k(ops.norm(x, axis=-1), 90)[0][-1])  # there is no such row among a few
+
+    return {
+        "place": refused(layers.Lambda(halved, (6,)), "depends on the other rows"),
+        "fails with few": refused(layers.Lambda(above_the_90th, (6,)), "depends on the other rows"),
+        "added": refused(First(), "neither a mean nor a sum over the rows"),
+    }
+
+
+@case
+def losses_inside_in_float64(fit, evaluate, predict, folder):
+    x, y = samples(40)
+    keras.config.set_floatx("float64")
+    try:
+        model = keras.Sequential(
+            [keras.Input((8,)), layers.Dense(6, activity_regularizer="l2"), layers.Dense(3, kernel_regularizer="l2")]
+        )
+        model.compile("sgd", LOGITS)
+        history = fit(model, x.astype("float64"), y, batch_size=16, epochs=2)
+        return {"history": history.history, "weights": weights(model)}
+    finally:
+        keras.config.set_floatx("float32")

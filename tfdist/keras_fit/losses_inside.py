@@ -17,6 +17,7 @@ from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.added_losses import added_losses
 from tfdist.training.loss_probe import generators_kept
+from tfdist.training.row_proof import Proofs
 
 Key = tuple[int, int]  # number of a layer, and which of its losses
 
@@ -68,7 +69,7 @@ class Scales:
             found = self._probed(x, cut)
             found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random
         if isinstance(found, str):
-            raise ConfigError(found)
+            raise keras_layers.keep_message(ConfigError(found))
         self._known.update({(number, place): scales for number, place, scales in found})
 
     def _probed(self, x: Any, cut: Sequence[bool]) -> list | str:
@@ -76,9 +77,9 @@ class Scales:
         take, count = taking(x, cut)
         try:
             layers = keras_layers.all_layers(self._model)
-            return [
-                [layers.index(one.layer), one.place, one.scales] for one in added_losses(self._model, x, take, count)
-            ]
+            proofs = Proofs(self._model, count, -(-count // self._runtime.size))
+            found = added_losses(self._model, x, take, count, proofs, "train in one process")
+            return [[layers.index(one.layer), one.place, one.scales] for one in found]
         except ConfigError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - a model that takes batches of one size only, for example

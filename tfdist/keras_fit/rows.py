@@ -135,16 +135,8 @@ def together(runtime: PeerRuntime, part: Part, forward: Callable[[], Forward]) -
             )
     masks = [mask_of(output) for output in flat]
     mine = [part.trim(tensor) for tensor in (*flat, *(mask for mask in masks if mask is not None))]
-    share = tf.cast(part.count, tf.float32) / tf.cast(part.n, tf.float32)
     if own.losses:
-        mine.append(
-            tf.stack(
-                [
-                    tf.cast(tf.reduce_sum(loss), tf.float32) * (weight if scales == SUM else share)
-                    for loss, scales in zip(own.losses, own.scales, strict=True)
-                ]
-            )[tf.newaxis]
-        )
+        mine.append(_parts_of_losses(part, own)[tf.newaxis])
     everyone = every_row(runtime, mine, part.sample)
     for row in everyone[: len(mine) - bool(own.losses)]:
         row.set_shape([part.n if isinstance(part.n, int) else None, *row.shape[1:]])
@@ -153,8 +145,26 @@ def together(runtime: PeerRuntime, part: Part, forward: Callable[[], Forward]) -
     for output, mask in zip(gathered, masks, strict=True):
         if mask is not None:
             carry_mask(output, next(rows))
-    losses = list(tf.unstack(tf.reduce_sum(next(rows), 0), num=len(own.losses))) if own.losses else []
+    sums = tf.unstack(tf.reduce_sum(next(rows), 0), num=len(own.losses)) if own.losses else []
+    # Keras adds them to what the compiled loss gives, of which those in float64 have the type.
+    losses = [
+        total if own_loss.dtype == tf.float64 else tf.cast(total, tf.float32)
+        for total, own_loss in zip(sums, own.losses, strict=True)
+    ]
     return keras.tree.pack_sequence_as(own.outputs, gathered), losses
+
+
+def _parts_of_losses(part: Part, own: Forward) -> tf.Tensor:
+    """[losses]: what this worker's rows add to each; in float32, or in float64 if one of them is."""
+    dtype = tf.float64 if any(loss.dtype == tf.float64 for loss in own.losses) else tf.float32
+    weight = tf.cast(tf.minimum(part.count, 1), dtype)
+    share = tf.cast(part.count, dtype) / tf.cast(part.n, dtype)
+    return tf.stack(
+        [
+            tf.cast(tf.reduce_sum(loss), dtype) * (weight if scales == SUM else share)
+            for loss, scales in zip(own.losses, own.scales, strict=True)
+        ]
+    )
 
 
 def total(runtime: PeerRuntime, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -31,7 +31,7 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.training.calm_layers import is_of_keras
 from tfdist.training.dtypes import at_least_float32
-from tfdist.training.loss_probe import MEAN, OTHER, SUM, UNKNOWN, Probe, Take, generators_kept
+from tfdist.training.loss_probe import MEAN, OTHER, ROWS, SUM, UNKNOWN, Probe, Take, generators_kept
 from tfdist.training.row_proof import Proofs
 
 _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of one value for each row"
@@ -64,6 +64,7 @@ def added_losses(
     take: Take = take_rows,
     count: int | None = None,
     proofs: Proofs | None = None,
+    otherwise: str = "train with one replica and --accumulation=1",
 ) -> tuple[AddedLoss, ...]:
     """What `model` adds in training, in the order of `model.losses`; all of its variables and states stay as they are.
 
@@ -73,13 +74,15 @@ def added_losses(
       x: rows to try it with, as the model is called with them; the first few will do.
       take: (x, numbers of rows) -> an x of these rows, some of which may come twice.
       count: how many rows there are; None: as the first tensor of `x` says.
-      proofs: of this model, if its graphs are of use elsewhere.
+      proofs: of this model, if its graphs are of use elsewhere or its batches have more than a few rows.
+      otherwise: what can be done beside mending the loss.
     Raises: ConfigError, a sentence, if one is neither a mean nor a sum over rows.
     """
     if not may_add(model):
         return ()
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
-    if (proofs or Proofs(model)).of(x, take, training=True).adds_nothing:
+    proofs = proofs or Proofs(model)
+    if proofs.of(x, take, training=True).adds_nothing:
         return ()
     probe = Probe(model, x, take, count)
     with probe.watching(), batch_norm.each_alone():
@@ -90,16 +93,17 @@ def added_losses(
                 found = {key: calm[key] if found[key] == OTHER else found[key] for key in found}
         if not all(is_of_keras(probe.layers[number]) for number, _ in found):
             found = probe.tried_apart(found, training=True)
+            found = probe.tried_whole(found, proofs.tried) if proofs.tried > ROWS else found
         for key, scales in found.items():
             if scales == UNKNOWN and not probe.depends_on_rows(key):
                 found[key] = MEAN
     for (number, place), scales in found.items():
         if scales not in (MEAN, SUM):
-            raise ConfigError(_refusal(probe.layers[number], place, scales))
+            raise ConfigError(_refusal(probe.layers[number], place, scales, otherwise))
     return tuple(AddedLoss(probe.layers[number], place, found[number, place]) for number, place in sorted(found))
 
 
-def _refusal(layer: keras.Layer, place: int, scales: str) -> str:
+def _refusal(layer: keras.Layer, place: int, scales: str, otherwise: str) -> str:
     what = f"The loss number {place + 1} that layer {layer.name} adds"
     if scales == UNKNOWN:
         return (
@@ -109,7 +113,7 @@ def _refusal(layer: keras.Layer, place: int, scales: str) -> str:
     return (
         f"{what} is neither a mean nor a sum over the rows of a batch (such as a maximum, or a mean over what a mask"
         " leaves), so that workers and micro-batches, which have some of the rows each, cannot add what one would:"
-        f" {_FIX}, or train with one replica and --accumulation=1."
+        f" {_FIX}, or {otherwise}."
     )
 
 

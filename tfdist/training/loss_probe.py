@@ -18,7 +18,7 @@ from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.calm_layers import calmed
 from tfdist.training.stateless_call import stateless_call
-from tfdist.training.trial_values import APART, disturbed, sound, spread, with_rows_apart
+from tfdist.training.trial_values import APART, disturbed, shortened, sound, spread, with_rows_apart
 
 MEAN, SUM = "mean", "sum"
 UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"
@@ -54,7 +54,7 @@ class Probe:
     def __init__(self, model: keras.Model, x: Any, take: Take, count: int):
         self.model, self.layers = model, list(keras_layers.all_layers(model))
         self.take = take
-        self._x, self._count = x, count
+        self._x, self.count = x, count
         self.weights = [variable.numpy() for variable in model.trainable_variables]
         self.states = [variable.numpy() for variable in model.non_trainable_variables]
         types = {tf.as_dtype(layer.compute_dtype) for layer in self.layers if layer.compute_dtype}
@@ -73,7 +73,7 @@ class Probe:
 
     def some_rows(self, number: int = ROWS) -> Any:
         """The first of x, and if there are fewer than `number` from the first on again."""
-        return self.take(self._x, [row % self._count for row in range(number)])
+        return self.take(self._x, [row % self.count for row in range(number)])
 
     # -- running the model -----------------------------------------------------------------------------------------
 
@@ -204,6 +204,23 @@ class Probe:
                 if redrawn.get(key) == whole[key]:
                     left[key] = left[key] - {scales}
         return {key: found[key] if len(kinds) > 1 else next(iter(kinds), OTHER) for key, kinds in left.items()}
+
+    def tried_whole(self, found: dict[Key, str], number: int) -> dict[Key, str]:
+        """`found`, after a try with as many rows as a batch has: what takes the first of them takes all of a few."""
+        half = number // 2
+        x = keras.tree.map_structure(lambda leaf: shortened(sound(leaf, 1.0, 1.0), 2 * half), self.some_rows(2 * half))
+        batches = [self.take(x, range(*each)) for each in ((0, 2 * half), (0, half), (half, 2 * half))]
+        weights = [tf.constant(each) for each in disturbed(self.weights, 0.3)]
+        whole, *halves = (self.values(batch, weights, 0, True) for batch in batches)
+        wrong = [
+            key
+            for key, scales in found.items()
+            if scales in (SUM, MEAN)
+            and all(key in one for one in (whole, *halves))
+            and self._is_not(scales, whole[key], [one[key] for one in halves])
+        ]
+        redrawn = self.values(batches[0], weights, 1, True) if wrong else {}  # what is random tells nothing
+        return found | {key: OTHER for key in wrong if redrawn.get(key) == whole[key]}
 
     def _is_not(self, scales: str, whole: float, halves: Sequence[float]) -> bool:
         largest = max(map(abs, (whole, *halves)))

@@ -30,10 +30,9 @@ from tfdist.training.added_losses import take_rows
 from tfdist.training.calm_layers import holds_own_function, is_of_keras
 from tfdist.training.loss_probe import ROWS, Probe, Take, generators_kept
 from tfdist.training.row_proof import Proofs
-from tfdist.training.trial_values import differ, disturbed, sound, spread
+from tfdist.training.trial_values import differ, disturbed, shortened, sound, spread
 
 _TOLERANCE = 1e-5  # of the largest output
-_MOST = 64  # rows of an attempt
 _ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half precision the tolerance of the probe
 
 
@@ -122,10 +121,10 @@ def mixes(
     attempts = [attempt for attempt in attempts if not proofs.of(x, take, attempt.training).apart]
     if not attempts:
         return False
-    probe, many = Probe(model, x, take, count), min(proofs.many, _MOST)
+    probe = Probe(model, x, take, count)
     with probe.watching(), batch_norm.each_alone():
         return any(
-            _one_tells(list(alike), probe, disturbed(probe.weights, by), many)
+            _one_tells(list(alike), probe, disturbed(probe.weights, by), proofs.tried)
             for by, alike in itertools.groupby(attempts, lambda attempt: attempt.disturbed)
         )
 
@@ -133,32 +132,56 @@ def mixes(
 def _one_tells(attempts: Sequence[Attempt], probe: Probe, weights: Sequence[np.ndarray], many: int) -> bool:
     """Of attempts with the same weights, which are on the device once, and no longer than these last."""
     there = [tf.constant(weight) for weight in weights]
-    return any(_tells(attempt, probe, there, many if attempt.moves else ROWS) for attempt in attempts)
+    return any(_tells(attempt, probe, there, many) for attempt in attempts)
 
 
-def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], number: int) -> bool:
-    """Whether it tells, with as many rows, that they are mixed. One that fails tells nothing."""
+def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], many: int) -> bool:
+    """Whether it tells that rows are mixed. What fails with a few rows, or outside of a graph, is tried with as many as
+    a batch has, and in a graph, as it will be trained. What fails there, too, tells nothing: it cannot be trained.
+    """
+    # As they are, all rows that there are: what one of them alone holds, such as a token, may change the others.
+    few = many if attempt.moves else max(ROWS, min(many, probe.count)) if not attempt.noise else ROWS
+    for number, in_graph in dict.fromkeys([(few, False), (many, False), (many, True)]):
+        try:
+            return _told(attempt, probe, weights, number, in_graph)
+        except Exception:  # noqa: BLE001, S112 - of the user's own making
+            continue
+    return False
+
+
+def _told(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], number: int, in_graph: bool) -> bool:
+    """The same with so many rows."""
 
     def outputs(places: list[int], draw: int = 0) -> list[np.ndarray]:
-        found = probe.outputs(probe.take(rows, places), weights, draw, attempt.training, attempt.disturbed)
-        leaves = [leaf for leaf in keras.tree.flatten(found) if leaf.shape.rank and leaf.shape[0] == len(places)]
+        x = probe.take(rows, places)
+
+        def compute() -> list[tf.Tensor]:
+            return keras.tree.flatten(probe.outputs(x, weights, draw, attempt.training, attempt.disturbed))
+
+        found: Any = tf.function(compute, autograph=False)() if in_graph else compute()
+        leaves = [leaf for leaf in found if leaf.shape.rank and leaf.shape[0] == len(places)]
         return [tf.cast(leaf, tf.float64).numpy() for leaf in leaves]
 
-    try:
-        x, tolerance = probe.some_rows(number), max(_ROUNDED, probe.tolerance)
-        rows = keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise), x)
-        if attempt.spread:
-            sizes = np.geomspace(_SMALLEST, _LARGEST, number)
-            rows = keras.tree.map_structure(lambda leaf: spread(leaf, sizes), rows)
-            return _depends_on_others(outputs, outputs(list(range(number))), number, tolerance)
-        together = outputs(list(range(number)))
-        return _depends_on_others(outputs, together, number) or (
-            attempt.moves
-            and (
-                _depends_on_its_place(outputs, together, number, tolerance)
-                or (attempt.training and row_gradients.mix(probe, weights, attempt.disturbed))
-            )
+    x, tolerance = probe.some_rows(number), max(_ROUNDED, probe.tolerance)
+    rows = keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise), x)
+    if attempt.spread:
+        sizes = np.geomspace(_SMALLEST, _LARGEST, number)
+        rows = keras.tree.map_structure(lambda leaf: shortened(spread(leaf, sizes), number), rows)
+        return _depends_on_others(outputs, outputs(list(range(number))), number, tolerance)
+    together = outputs(list(range(number)))
+    return _depends_on_others(outputs, together, number) or (
+        attempt.moves
+        and (
+            _depends_on_its_place(outputs, together, number, tolerance)
+            or (attempt.training and _gradients_tell(probe, weights, attempt.disturbed))
         )
+    )
+
+
+def _gradients_tell(probe: Probe, weights: Sequence[tf.Tensor], off: float) -> bool:
+    """One that has none for a few rows tells nothing."""
+    try:
+        return row_gradients.mix(probe, weights, off)
     except Exception:  # noqa: BLE001 - of the user's own making
         return False
 

@@ -29,6 +29,7 @@ from tfdist.training.row_rules import FREE, MIXED, SIZES, Kind, Rows, shape_of
 from tfdist.training.row_shape_rules import RULES
 from tfdist.training.stateless_call import stateless_call
 
+_TRIED, _PARTS = 64, 4  # a forward pass keeps less than a step does
 _COUNTS = (4, 3, 2)  # rows of the traces beside that of a whole batch
 _SIZE_QUESTIONS = ("Rank", "Shape", "ShapeN", "Size")
 # What makes a tensor of a given shape, which is input 0 or 1, of what is the same for each row. Not random numbers,
@@ -62,11 +63,15 @@ class Proof(NamedTuple):
 class Proofs:
     """Of one model, each made when it is asked for, once. x, take: as for row_mixing.mixes.
 
-    many: rows of a batch of one process; what has room for some of its rows only shows with as many.
+    many: rows of a batch of one process; what has room for some of its rows only shows with as many. part: of them that
+    a model sees at a time when it trains.
+
+    Attributes: tried: rows with which what is not proved may be tried, in memory that is laid out for a part's.
     """
 
-    def __init__(self, model: keras.Model, many: int = ROWS):
+    def __init__(self, model: keras.Model, many: int = ROWS, part: int = 0):
         self._model, self.many = model, max(many, ROWS)
+        self.tried = min(self.many, max(_TRIED, _PARTS * part)) if part else self.many
         # Also a few rows, for what is done above a number of them only.
         self._counts = sorted({self.many, *_COUNTS}, reverse=True)
         self._made: dict[bool, Proof] = {}

@@ -36,7 +36,7 @@ def tried(
     rows. batch: (number) -> so many samples (x, y, w), always the same.
     """
     in_parts = come_in_parts(config, runtime, plan)
-    proofs = Proofs(model, plan.global_batch)
+    proofs = Proofs(model, plan.global_batch, plan.micro_batch)
 
     def rows() -> Any:
         return batch(ROWS)[0]

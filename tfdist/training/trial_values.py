@@ -47,6 +47,15 @@ def spread(leaf: tf.Tensor, scales: Sequence[float] | np.ndarray) -> tf.Tensor:
     return leaf * tf.cast(tf.reshape(tf.constant(scales), [-1, *[1] * (leaf.shape.rank - 1)]), leaf.dtype)
 
 
+def shortened(leaf: tf.Tensor, number: int) -> tf.Tensor:
+    """Rows of whole numbers that end earlier and earlier, as sentences filled up with 0; others as they are."""
+    if leaf.dtype.is_floating or not leaf.dtype.is_integer or leaf.shape.rank != 2 or leaf.shape[0] != number:
+        return leaf
+    length = leaf.shape[1] or 0
+    kept = np.ceil(length * (1 - np.arange(number) / number))  # the first row whole, and none empty
+    return leaf * tf.cast(np.arange(length) < kept[:, None], leaf.dtype)
+
+
 def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
     """`kept` of a tensor without its NaN, and, with `noise`, other values in each row: of whole numbers, which may be
     places in a table, some that were there."""

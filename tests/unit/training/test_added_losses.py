@@ -10,6 +10,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.added_losses import SumsAsMeans, added_losses, found_by_the_chief, may_add
 from tfdist.training.loss_probe import MEAN, SUM
+from tfdist.training.row_proof import Proofs
 
 X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
 
@@ -155,6 +156,29 @@ def test_sums_and_means_in_the_order_of_model_losses():
 def test_anything_else_is_refused(function):
     with pytest.raises(ConfigError, match="loss number 2 that layer odd adds"):
         added_losses(model_of(Adds(a_mean, function, name="odd")), X)
+
+
+@pytest.mark.parametrize("first", [8, 60])
+def test_what_takes_the_first_rows_of_a_batch_is_refused(first):
+    model = model_of(Adds(a_mean, lambda x, _: ops.mean(x[:first] ** 2), name="odd"))
+    with pytest.raises(ConfigError, match="loss number 2 that layer odd adds is neither"):
+        added_losses(model, X, proofs=Proofs(model, 64, 32))
+    model = model_of(Adds(a_sum, a_mean))
+    assert [one.scales for one in added_losses(model, X, proofs=Proofs(model, 63, 32))] == [SUM, MEAN]
+
+
+def test_a_mean_over_what_is_not_filled_up_is_refused():
+    """Also where the first sentences are all of one length."""
+
+    def masked(x, _):
+        real = ops.cast(x != 0, "float32")
+        return ops.sum(real * ops.cast(x, "float32")) / ops.sum(real)
+
+    x = layers.Input((4,), dtype="int32")
+    y = Adds(masked, name="odd")(x)
+    model = keras.Model(x, layers.Embedding(9, 3)(y))
+    with pytest.raises(ConfigError, match="that layer odd adds is neither"):
+        added_losses(model, np.random.default_rng(0).integers(1, 9, (8, 4)), proofs=Proofs(model, 8, 4))
 
 
 def test_rows_that_look_alike_do_not_make_a_mean_of_a_maximum():

@@ -117,6 +117,43 @@ def test_what_looks_at_other_rows_on_the_way_back_is_found(name):
     assert row_mixing.mixes(model_of(layers.Dense(4), Own(backwards(MIXING_BACKWARDS[name]))), X)
 
 
+MANY = {
+    "a place beyond the first rows": lambda x, training, seeds: ops.concatenate([x[:80], 0.5 * x[80:]]),
+    "rolled by many": lambda x, training, seeds: x + 0.3 * ops.concatenate([x[70:], x[:70]]),
+    "fails with fewer rows": lambda x, training, seeds: x - tf.reduce_mean(tf.math.top_k(ops.sum(x, 1), 90)[0]),
+    "fails outside of a graph": lambda x, training, seeds: (
+        x + 0 * tf.gradients(tf.reduce_sum(x), x)[0] - ops.mean(x, 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_models_are_tried_with_as_many_rows_as_a_batch_has_and_in_a_graph(name):
+    model = model_of(Own(MANY[name]))
+    assert row_mixing.mixes(model, X, proofs=Proofs(model, 96, 48))
+
+
+TOKENS = np.random.default_rng(3).integers(1, 9, (6, 5))
+
+
+def trimmed(tokens):
+    """As long as the longest, then the mean over positions."""
+    length = tf.reduce_max(tf.reduce_sum(tf.cast(tokens != 0, tf.int32), 1))
+    return tf.reduce_mean(tf.cast(tokens[:, :length], tf.float32), 1, keepdims=True)
+
+
+def switched(tokens):
+    return tf.cast(tokens, tf.float32) * tf.where(tf.reduce_any(tokens == 9), 2.0, 1.0)
+
+
+@pytest.mark.parametrize("function", [trimmed, switched])
+def test_what_rows_of_tokens_do_to_each_other_is_found(function):
+    rows = TOKENS.copy()
+    rows[4, 2] = 9
+    model = model_of(Own(lambda x, training, seeds: function(x)), inputs=layers.Input((5,), dtype="int32"))
+    assert row_mixing.mixes(model, rows, proofs=Proofs(model, 6, 3))
+
+
 def test_it_is_found_behind_what_the_rows_drive_to_its_limit():
     """Where no gradient of theirs comes back to a weight."""
     model = model_of(layers.Dense(4, activation="tanh"), Own(backwards(MIXING_BACKWARDS["centered"])))
