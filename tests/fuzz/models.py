@@ -11,7 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
-NO_SUMS = ("max_loss", "floored_loss")  # blocks that add losses which are neither means nor sums over rows
+NO_SUMS = (
+    "max_loss",
+    "floored_loss",
+    "first_loss",
+)  # blocks that add losses which are neither means nor sums over rows
 
 # name -> (shapes it works on, lines; {name} is the layer's name, {width} that of the last dim)
 BLOCKS: dict[str, tuple[str, str]] = {
@@ -33,6 +37,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "mean_loss": ("rows grid steps", 'x = own.MeanLoss(0.3, name="{name}")(x)'),
     "sum_loss": ("rows grid steps", 'x = own.SumLoss(0.02, name="{name}")(x)'),
     "max_loss": ("rows grid steps", 'x = own.MaxLoss(0.1, name="{name}")(x)'),
+    "first_loss": ("rows grid steps", 'x = own.FirstLoss(0.1, name="{name}")(x)'),  # in the place of the one before it
     "floored_loss": ("rows grid steps", 'x = own.FlooredLoss(0.1, name="{name}")(x)'),
     "inner_metric": ("rows grid steps", 'x = own.InnerMetric(name="{name}")(x)'),
     "batch_norm": ("rows grid steps", 'x = layers.BatchNormalization(momentum=0.8, name="{name}")(x)'),

@@ -40,7 +40,12 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
 # Runtimes that are a strategy with other flags.
 FLAGS_OF = {"sockets_tcp": {"strategy": "sockets", "communication": "socket"}}
 
-INSTEAD = {"attention": "attention_causal", "counter": "long_counter", "residual": "twins"}  # drawn in their place
+INSTEAD = {  # drawn in their place
+    "attention": "attention_causal",
+    "counter": "long_counter",
+    "residual": "twins",
+    "max_loss": "first_loss",
+}
 UNDRAWN = ("block", *INSTEAD.values())  # as a block by itself
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
 MASKED = "tests.fuzz.objectives:masked"

@@ -107,7 +107,8 @@ class DistributedCall:
         with tf.init_scope(), self.alone(), keras_stateless.left(), self._gradients.of_own_rows():
             x = self.example.like(args[0] if len(args) == 1 and not given.kwargs else given, cut)
             take, count = taking(x, cut)
-            proofs = Proofs(self._model, count, -(-count // self._runtime.size))
+            many = self.example.rows(count, count)  # of what is made up there are few
+            proofs = Proofs(self._model, many, -(-many // self._runtime.size))
             if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count, proofs):
                 fix = (
                     "mix them in compute_loss or train_step, which see the outputs of all rows, take statistics over"

@@ -77,7 +77,9 @@ class Scales:
         take, count = taking(x, cut)
         try:
             layers = keras_layers.all_layers(self._model)
-            proofs = Proofs(self._model, count, -(-count // self._runtime.size))
+            size = self._runtime.size
+            many = self._example.rows(count, count * size)  # x may be this worker's rows alone
+            proofs = Proofs(self._model, many, -(-many // size))
             found = added_losses(self._model, x, take, count, proofs, "train in one process")
             return [[layers.index(one.layer), one.place, one.scales] for one in found]
         except ConfigError as error:
