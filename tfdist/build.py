@@ -125,6 +125,8 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     limits: the memory that the state must fit; None: is not checked.
     """
     train_split, eval_split = _load_splits(config, runtime)
+    if eval_split and config.loop.eval_every >= 0:  # what cannot be evaluated is told before the training, not after it
+        streams.must_end(eval_split, config.data.eval_samples)
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
     train_split = mixing_augmentation.whole_batches(config, runtime, train_split, plan)

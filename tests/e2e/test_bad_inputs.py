@@ -19,6 +19,7 @@ def tf_config(**changes):
     }
 
 
+OUTPUTS = "--model_args=widths=(16,),num_outputs=4"  # for sources that do not tell the number of classes
 LOOKUPS = ["--source=tests.e2e.sources:with_a_row_too_many", "--model=tests.e2e.sources:lookups", "--model_args="]
 ROW_TOO_MANY = ["Sample 70 of tests.e2e.sources:with_a_row_too_many/train has 10 in x at [3]", "rows 0 to 9"]
 # name -> (flags after CLUSTERS, environment, exit code, words of the message)
@@ -103,6 +104,12 @@ CASES = {
         8,
         ["Sample 70 of tests.e2e.sources:with_nan/train has NaN in x at [0]"],
     ),
+    "an evaluation without an end, before the first step": (
+        ["--source=tests.e2e.sources:endless_evaluation", "--log_every=1"],
+        {},
+        4,
+        ["tests.e2e.sources:endless_evaluation/eval", "endless stream: set --eval_samples"],
+    ),
     "missing files": (["--source=text", "--data_dir=/nonexistent"], {}, 4, ["/nonexistent"]),
     "mirrored without GPUs": (["--strategy=mirrored"], {}, 2, ["--virtual_devices"]),
     "a run folder that cannot be made": (["--run_dir=/proc/run"], {}, 2, ["--run_dir=/proc/run"]),
@@ -118,6 +125,13 @@ def test_one_sentence_and_its_code(name, tmp_path):
     assert result.returncode == code, result.stderr
     assert len(told) == 1 and all(word in told[0] for word in words), result.stderr
     assert "Traceback" not in result.stderr and f"(exit code {code}," in told[0]
+    assert "before the first step" not in name or "step 1/" not in result.stdout + result.stderr
+
+
+def test_an_endless_stream_that_is_not_evaluated_on(tmp_path):
+    endless = [*CLUSTERS, "--source=tests.e2e.sources:endless_evaluation", OUTPUTS, "--steps=2"]
+    for number, flags in enumerate([["--eval_every=-1"], ["--eval_samples=20"]]):
+        run(1, [*endless, f"--run_dir={tmp_path / str(number)}", *flags])
 
 
 def test_workers_with_different_data(tmp_path):

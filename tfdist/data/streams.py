@@ -118,11 +118,16 @@ def _window_shuffled(stream: tf.data.Dataset, sample_bytes: int, seed: int) -> t
     return windows.map(as_is(shuffled)).unbatch()
 
 
+def must_end(split: Split, limit: int) -> None:
+    """Raises DataError if all of the split is to be evaluated on, and it is known to have no end."""
+    if split.size is None and not limit and int(split.stream(0, 1).cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise DataError(f"{split.name} is an endless stream: set --eval_samples, the number of samples to evaluate on.")
+
+
 def stream_length(split: Split, limit: int) -> int:
+    must_end(split, limit)
     stream = split.stream(0, 1)
     known = int(stream.cardinality())
-    if known == tf.data.INFINITE_CARDINALITY and not limit:
-        raise DataError(f"{split.name} is an endless stream: set --eval_samples, the number of samples to evaluate on.")
     if known < 0:
         stream = stream.take(limit) if limit else stream
         known = int(stream.reduce(tf.constant(0, tf.int64), lambda count, _: count + 1))
