@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 
@@ -182,6 +183,28 @@ class Slow(SlowOnRankOne):
     def __init__(self, split: str):
         super().__init__(split)
         self.pause = 0.003 if split == "train" else 0.0
+
+
+class LostEvaluation(Slow):
+    """One evaluation sample that nothing reads before an evaluation cannot be read: on every worker."""
+
+    ranks = ("0", "1")
+
+    def __init__(self, split: str):
+        super().__init__(split)
+        self.split, self.pause = split, 0.0
+
+    def __getitem__(self, index: int):
+        rank = str(json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0))
+        if self.split == "eval" and index == 64 and rank in self.ranks:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index)
+
+
+class LostEvaluationOfOne(LostEvaluation):
+    """The same, on the second worker alone."""
+
+    ranks = ("1",)
 
 
 def endless_evaluation(split: str):

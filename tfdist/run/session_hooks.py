@@ -16,7 +16,7 @@ from tfdist.run.trainer import Trainer
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.timer import Clock
 from tfdist.training.evaluation import Evaluator
-from tfdist.training.loop import LoopHooks
+from tfdist.training.loop_hooks import LoopHooks
 from tfdist.training.requests import Requests
 
 
@@ -55,6 +55,8 @@ class SessionHooks:
             settle=trainer.settle,
             rates=trainer.rates,
             watch=trainer.watch,
+            failed_together=lambda: evaluator is not None and evaluator.failed_together,
+            save_final=self.save if config.checkpoint.save_final else None,
         )
 
     @contextlib.contextmanager

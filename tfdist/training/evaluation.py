@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.control.exit_codes import PeerLostError
 from tfdist.data.reading import masked
 from tfdist.models import missing_rows
 from tfdist.runtime.base import Runtime
@@ -41,6 +42,7 @@ class Evaluator:
     ):
         self.averaged = averaged
         self.runtime, self.model, self.objective, self.datasets = runtime, model, objective, datasets
+        self.failed_together = False  # the last one, on one worker or more, and all of them know
         self._names: tuple[str, ...] = ()
         self._cuts = False  # padding off before the objective: nobody knows which row a loss is of
         self._function = tf.function(self._steps, autograph=False)
@@ -48,6 +50,17 @@ class Evaluator:
     def __call__(self) -> dict[str, float]:
         """Means over the split: "loss", the objective's metrics, and "samples" (the sum of the weights). Means over
         nothing are 0."""
+        self.failed_together = False
+        local = self._agreed(self._of_this_worker)
+        loss, weight, *metrics = np.sum(self.runtime.all_gather(local), axis=0)
+        means = {
+            name: float(value / weight) if weight else 0.0  # as training shows
+            for name, value in zip(("loss", *self._names), (loss, *metrics), strict=True)
+        }
+        return {**means, "samples": float(weight)}
+
+    def _of_this_worker(self) -> np.ndarray:
+        """float64 [loss, weight, *metrics]: weighted sums over its samples."""
         datasets, steps = self.datasets()
         if not self._names:
             element: Any = datasets[0].element_spec
@@ -56,15 +69,35 @@ class Evaluator:
             self._names = tuple(sorted(spec.metrics))
             self._cuts = real.shape[0] is not None and spec.losses.shape[0] != real.shape[0]
         with self.averaged():
-            local = (
+            return (
                 self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy() * self.runtime.leads
             )
-        loss, weight, *metrics = np.sum(self.runtime.all_gather(local), axis=0)
-        means = {
-            name: float(value / weight) if weight else 0.0  # as training shows
-            for name, value in zip(("loss", *self._names), (loss, *metrics), strict=True)
-        }
-        return {**means, "samples": float(weight)}
+
+    def _agreed(self, work: Callable[[], np.ndarray]) -> np.ndarray:
+        """What `work` returns. A collective: where it fails on one worker it ends on all, so that nobody waits for sums
+        that do not come, and all can still save together.
+        """
+        alone = self.runtime.size == 1
+        failure, result = None, np.zeros(0)
+        try:
+            result = work()
+        except Exception as error:
+            # Where a model is cut its forward pass is a collective: others may be waiting in the middle of theirs.
+            if not alone and not self.runtime.holds_whole_model:
+                raise
+            failure = error
+        failed = [int(failure is not None)]
+        if not alone and self.runtime.holds_whole_model:
+            try:
+                failed = self.runtime.all_gather(np.array(failed, np.int32)).ravel().tolist()
+            except Exception as error:  # it may be the same one: a peer is gone
+                raise failure or error from None
+        self.failed_together = any(failed)
+        if failure:
+            raise failure
+        if self.failed_together:
+            raise PeerLostError(f"The evaluation has failed on rank {failed.index(1)}.")
+        return result
 
     def _steps(self, iterators: list, steps: tf.Tensor) -> tf.Tensor:
         """float64 [loss, weight, *metrics]: weighted sums over this worker's replicas."""

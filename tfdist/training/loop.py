@@ -16,54 +16,15 @@ answer at the same step. The loop knows no strategy, model, source or tracker; t
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from tfdist.control.exit_codes import DivergedError
-from tfdist.telemetry.events import Event, Observer
-from tfdist.telemetry.rates import Rates
-from tfdist.telemetry.timer import Clock
-from tfdist.training.log_interval import Interval, Watch
-from tfdist.training.loop_schedule import LoopSchedule
-from tfdist.training.requests import Requests
-from tfdist.training.step_output import StepOutput
-
-
-class MakeSteps(Protocol):
-    """What the loop drives: a TrainStep, or the trainer of a parameter-server run."""
-
-    def __call__(self, iterators: Sequence, n: int, requests: Requests, /) -> StepOutput:
-        """Makes exactly n steps. What is asked for is answered in the output's `signals`, here or after a later call:
-        when all workers know of it, and no step after the output's is under way."""
-        ...
-
-
-@dataclass
-class LoopHooks:
-    """What the loop drives; all are plain callables but the schedule, the clock and what measures."""
-
-    step: MakeSteps
-    iterators: Sequence
-    schedule: LoopSchedule
-    global_batch: int
-    position: Callable[[int], int]  # step -> samples consumed
-    clock: Clock
-    observer: Observer
-    extra_values: Callable[[], dict[str, float]]  # of a train event, such as the learning rate
-    evaluate: Callable[[], dict[str, float]] | None  # on all workers
-    save: Callable[[int], None]  # on all workers; takes the step
-    backup: Callable[[int], None]  # the same, for the short-lived backup
-    requests: Callable[[int], Requests]  # what this worker asks for
-    section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
-    # From a bad step to (a good one, its iterators); None: stop
-    rollback: Callable[[int], tuple[int, Sequence]] | None = None
-    # Before an evaluation: brings the state to where that finds it; None: it is there
-    settle: Callable[[int], None] | None = None
-    rates: Rates | None = None
-    watch: Watch | None = None  # of where the time goes
+from tfdist.telemetry.events import Event
+from tfdist.training.log_interval import Interval
+from tfdist.training.loop_hooks import LoopHooks, Save
 
 
 @dataclass(frozen=True)
@@ -112,15 +73,17 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
             gc.collect()
             gc.freeze()
             first = False
-        if hooks.evaluate and schedule.due(schedule.eval_every, before, step):
-            evaluation, evaluated_at = _evaluate(hooks, hooks.evaluate, step), step
-        asked = out.signals["save"] or stopped or (schedule.save_at_evaluation and evaluated_at == step)
-        if asked or schedule.due(schedule.save_every, before, step):
-            _save(hooks, hooks.save, step)
-        elif schedule.due(schedule.backup_every, before, step):
-            _save(hooks, hooks.backup, step)
+        evaluated = hooks.evaluate is not None and schedule.due(schedule.eval_every, before, step)
+        asked = out.signals["save"] or stopped or (schedule.save_at_evaluation and evaluated)
+        due = hooks.save if asked or schedule.due(schedule.save_every, before, step) else None
+        if due is None and schedule.due(schedule.backup_every, before, step):
+            due = hooks.backup
+        if hooks.evaluate and evaluated:
+            evaluation, evaluated_at = _evaluate(hooks, hooks.evaluate, step, due), step
+        if due:
+            _save(hooks, due, step)
     if hooks.evaluate and schedule.eval_every >= 0 and evaluated_at != step and not stopped and not left:
-        evaluation = _evaluate(hooks, hooks.evaluate, step)
+        evaluation = _evaluate(hooks, hooks.evaluate, step, None)
     clock.stop()
     return TrainResult(step, stopped, evaluation, left and not stopped)
 
@@ -129,15 +92,23 @@ def _interval(hooks: LoopHooks) -> Interval:
     return Interval(hooks.clock, hooks.global_batch, hooks.position, hooks.rates, hooks.watch)
 
 
-def _evaluate(hooks: LoopHooks, evaluate: Callable[[], dict[str, float]], step: int) -> dict[str, float]:
+def _evaluate(hooks: LoopHooks, evaluate: Callable[[], dict[str, float]], step: int, due: Save | None) -> dict:
+    """due: the snapshot of this step, which comes after: it holds the result. A failure must not cost it."""
     if hooks.settle:
         _save(hooks, hooks.settle, step)
-    with hooks.clock.pause("evaluation"), hooks.section("evaluation"):
-        evaluation = evaluate()
+    try:
+        with hooks.clock.pause("evaluation"), hooks.section("evaluation"):
+            evaluation = evaluate()
+    except Exception:
+        save = hooks.save_final if step == hooks.schedule.target and hooks.save_final else due
+        if save and hooks.failed_together():
+            with contextlib.suppress(Exception):  # the run ends with what the evaluation has found
+                _save(hooks, save, step)
+        raise
     hooks.observer(Event("eval", step, {f"eval/{name}": value for name, value in evaluation.items()}))
     return evaluation
 
 
-def _save(hooks: LoopHooks, save: Callable[[int], None], step: int) -> None:
+def _save(hooks: LoopHooks, save: Save, step: int) -> None:
     with hooks.clock.pause("saving"), hooks.section("save"):
         save(step)

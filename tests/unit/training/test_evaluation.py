@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.control.exit_codes import DataError, PeerLostError
 from tfdist.data.input_pipeline import eval_dataset
 from tfdist.data.sources.split import array_split
 from tfdist.training.evaluation import Evaluator
@@ -58,6 +59,7 @@ def evaluate(objective, arrays, workers, batch=4, filled=True):
         )
         runtime = SimpleNamespace(
             leads=1,
+            size=1,
             per_replica=lambda batches: batches[0],
             run=lambda function, batch: function(*batch),
             local=lambda value: [value],
@@ -90,3 +92,51 @@ def test_of_nothing_it_is_0():
 def test_negative_weights_of_an_objective_are_seen():
     objective = own_objective("mine:signed", lambda outputs, y, w: Scores(outputs[:, 0], tf.sign(outputs[:, 1]), {}))
     assert np.isnan(evaluate(objective, (X, Y), workers=1)["loss"])
+
+
+class Worker:
+    """One of two, of which the second one's flag is `second`; its gathers are written down. lost: there is no other."""
+
+    leads, rank = 1, 0
+
+    def __init__(self, second=0, holds_whole_model=True, size=2, lost=False):
+        self.size, self.holds_whole_model, self.second, self.lost = size, holds_whole_model, second, lost
+        self.gathered = []
+
+    def all_gather(self, array):
+        self.gathered.append(array.tolist())
+        if self.lost:
+            raise tf.errors.UnavailableError(None, None, "gone")
+        return np.stack([array, np.full_like(array, self.second)])
+
+
+def fails():
+    raise DataError("a bad record")
+
+
+@pytest.mark.parametrize(
+    "worker, together, gathered",
+    [
+        (Worker(size=1), True, []),
+        (Worker(second=0), True, [[1]]),
+        (Worker(second=1), True, [[1]]),
+        (Worker(lost=True), False, [[1]]),
+        (Worker(holds_whole_model=False), False, []),  # the other may be inside the model, and wait there
+    ],
+)
+def test_a_failure_is_told_to_the_others_if_they_listen(worker, together, gathered):
+    evaluator = Evaluator(worker, None, None, fails)
+    with pytest.raises(DataError, match="a bad record"):
+        evaluator()
+    assert evaluator.failed_together is together and worker.gathered == gathered
+
+
+def test_who_hears_of_a_failure_waits_for_no_sums():
+    dataset, steps = eval_dataset(array_split("rows", (X, Y)), batch=4, replica=0, replicas=1)
+    worker = Worker(second=1)
+    worker.per_replica, worker.run, worker.local = lambda each: each[0], lambda call, given: call(*given), lambda v: [v]
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Activation("linear")])
+    evaluator = Evaluator(worker, model, own_objective("own_mask", own_mask), lambda: ([dataset], steps))
+    with pytest.raises(PeerLostError, match="failed on rank 1"):
+        evaluator()
+    assert evaluator.failed_together and worker.gathered == [[0]]

@@ -10,7 +10,8 @@ import pytest
 
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.timer import Clock
-from tfdist.training.loop import LoopHooks, train
+from tfdist.training.loop import train
+from tfdist.training.loop_hooks import LoopHooks
 from tfdist.training.loop_schedule import LoopSchedule
 from tfdist.training.requests import NOTHING, Requests
 from tfdist.training.step_output import StepOutput
@@ -197,6 +198,52 @@ def test_the_best_can_be_kept_as_every_evaluation_is_saved():
     run = Run(LoopSchedule(4, 0, 2, 0, save_at_evaluation=True))
     run.train()
     assert run.said == ["first step 2 first", "evaluate", "save 2", "step 2 first", "evaluate", "save 4"]
+
+
+class FailedEvaluation(Exception):
+    """Stands for whatever one may raise."""
+
+
+def failing(schedule, **hooks):
+    """What is said by a run whose evaluations fail, from its first evaluation on."""
+    run = Run(schedule)
+
+    def evaluate():
+        run.say("evaluate")
+        raise FailedEvaluation
+
+    final = {"save_final": lambda step: run.say(f"final {step}"), "failed_together": lambda: True}
+    run.hooks = dataclasses.replace(run.hooks, **{"evaluate": evaluate, **final, **hooks})
+    with pytest.raises(FailedEvaluation):
+        run.train()
+    assert "eval" not in [event.kind for event in run.events]
+    return run.said[run.said.index("evaluate") + 1 :]
+
+
+def test_a_failing_evaluation_does_not_cost_the_snapshot_of_its_step():
+    assert failing(LoopSchedule(9, 0, 4, 4)) == ["save 4"]
+    assert failing(LoopSchedule(9, 0, 4, 0, backup_every=2)) == ["backup 4"]
+    assert failing(LoopSchedule(9, 0, 4, 0, save_at_evaluation=True)) == ["save 4"]
+    assert failing(LoopSchedule(9, 0, 4, 0), requests=lambda step: Requests(stop=True)) == ["save 4"]
+    assert failing(LoopSchedule(9, 0, 4, 3)) == []  # none is due
+
+
+@pytest.mark.parametrize("eval_every", [0, 4, 8])
+def test_a_failing_last_evaluation_does_not_cost_the_last_snapshot(eval_every):
+    target = 4 if eval_every == 4 else 8
+    assert failing(LoopSchedule(target, 0, eval_every, 0)) == [f"final {target}"]
+    assert failing(LoopSchedule(target, 0, eval_every, 0), save_final=None) == []
+
+
+def test_after_a_failing_evaluation_nobody_saves_alone():
+    assert failing(LoopSchedule(9, 0, 4, 4), failed_together=lambda: False) == []
+
+
+def test_a_failing_evaluation_is_told_of_even_if_the_save_fails():
+    def save(step):
+        raise OSError("no space")
+
+    assert failing(LoopSchedule(9, 0, 4, 4), save=save) == []
 
 
 def test_a_state_that_lies_elsewhere_comes_before_it_is_evaluated():

@@ -11,7 +11,8 @@ import pytest
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.timer import Clock
 from tfdist.training.connected import Connected
-from tfdist.training.loop import LoopHooks, train
+from tfdist.training.loop import train
+from tfdist.training.loop_hooks import LoopHooks
 from tfdist.training.loop_schedule import LoopSchedule
 from tfdist.training.parameter_server.asynchronous import Asynchronous
 from tfdist.training.parameter_server.remote_step import Result
