@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import threading
 
 import pytest
 
-from tests.e2e.job import CLUSTERS, ENVIRONMENT, free_ports
+from tests.e2e.job import CLUSTERS, ENVIRONMENT, free_ports, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +34,23 @@ class Peer:
         except OSError:
             return
 
+    def wait_for_tensorflow(self) -> None:
+        """Until it wants to register here: by HTTP/2, which nothing else speaks."""
+        wait_for(lambda: any(each.recv(3, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"PRI" for each in self._heard()))
+
+    def _heard(self) -> list[socket.socket]:
+        return select.select(self._held, [], [], 0)[0]
+
     def close(self) -> None:
         self._listener.close()
         for connection in self._held:
             connection.close()
 
 
-def start_one_of_two(index: int, strategy: str, folder, dies: bool) -> tuple[int, str]:
-    """(exit code, what it said) of a worker whose peer is such a one; it is killed if it does not end in time."""
+def start_one_of_two(index: int, strategy: str, folder, dies: bool, asked_to_end: bool = False) -> tuple[int, str]:
+    """(exit code, what it said) of a worker whose peer is such a one; it is killed if it does not end in time.
+    asked_to_end: by SIGTERM, while TensorFlow waits for the peer.
+    """
     first = free_ports(2)
     addresses = [f"127.0.0.1:{first + number}" for number in range(2)]
     config = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
@@ -62,6 +72,9 @@ def start_one_of_two(index: int, strategy: str, folder, dies: bool) -> tuple[int
         text=True,
         start_new_session=True,
     )
+    if asked_to_end:
+        peer.wait_for_tensorflow()
+        process.terminate()
     try:
         output, _ = process.communicate(timeout=3 * TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -98,3 +111,10 @@ def test_a_peer_that_dies_or_stops_after_its_knock(index, strategy, dies, tmp_pa
         or "Not all workers came together" in output
         or f"within {TIMEOUT} s" in output
     ), output
+
+
+@pytest.mark.parametrize("strategy", ["multi_worker", pytest.param("mesh", marks=pytest.mark.thorough)])
+def test_who_is_asked_to_end_while_tensorflow_waits_for_a_peer_does(strategy, tmp_path):
+    """TensorFlow takes SIGTERM for itself before that."""
+    code, output = start_one_of_two(1, strategy, tmp_path, dies=False, asked_to_end=True)
+    assert code == -signal.SIGTERM, output

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import signal
+import threading
+from collections.abc import Iterator
+
+_LOOK_SECONDS = 0.0001
+_SIGACTION_BYTES = 256  # more than a `struct sigaction` has anywhere
+_HANDLER_BYTES = ctypes.sizeof(ctypes.c_void_p)  # its first field
+
 
 def google_announces_termination() -> bool:
     """Whether Google Compute Engine's metadata server says that this machine will end. Relies on tensorflow.python's
@@ -11,3 +21,48 @@ def google_announces_termination() -> bool:
     from tensorflow.python.distribute.failure_handling import failure_handling_util
 
     return failure_handling_util.termination_watcher_function_gce()
+
+
+@contextlib.contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """In the context TensorFlow connects a cluster; SIGTERM goes on doing what it did before.
+
+    TensorFlow's coordination service takes SIGTERM for itself (`SigtermNotifier`) when its server starts, before the
+    other workers have come, and only notes it: the worker would wait or train on until it is killed. TensorFlow cannot
+    be told not to. So a thread looks, and gives the signal back within a millisecond; it needs the interpreter's lock,
+    so use it with `interpreter_released`. The last look is at the end.
+    """
+    before = _action()
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            if _give_back(before):
+                return  # it is taken once, and others may be waited for much longer
+
+    watcher = threading.Thread(target=look, name="tfdist-sigterm", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        _give_back(before)
+
+
+def _give_back(before: ctypes.Array) -> bool:
+    """Whether it was taken."""
+    taken = _action().raw[:_HANDLER_BYTES] != before.raw[:_HANDLER_BYTES]
+    if taken:
+        _C.sigaction(signal.SIGTERM, before, None)
+    return taken
+
+
+def _action() -> ctypes.Array:
+    """What SIGTERM does now, as the C library has it: Python only knows what it has set itself."""
+    found = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    _C.sigaction(signal.SIGTERM, None, found)
+    return found
+
+
+_C = ctypes.CDLL(None)

@@ -132,7 +132,7 @@ class Session:
         self.runtime = build.start_runtime(self.config, self.start.cluster, self.start.began)
         self.opened.callback(self._close_runtime)
         self.opened.callback(self.monitor.close)  # before the runtime: that may wait for the others for a while
-        # After the runtime: TensorFlow's coordination service takes SIGTERM for itself when it starts.
+        # After the runtime: whoever waits for others in vain ends at once, with nothing to save.
         self.signals = self.monitor.signals()
         self.monitor.connect(self.runtime)
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist.compat import tensorflow_cluster
 from tfdist.compat.tensorflow_interpreter_lock import interpreter_released
+from tfdist.compat.tensorflow_preemption import sigterm_kept
 from tfdist.compat.tensorflow_replicas import own_first_values
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
@@ -124,7 +125,7 @@ class MultiWorker(StrategyRuntime):
                 heartbeat_s=config.cluster.heartbeat_timeout,
                 register_s=config.cluster.startup_timeout,
             )
-        with own_address_only(cluster.address, cluster.peers), interpreter_released():
+        with own_address_only(cluster.address, cluster.peers), interpreter_released(), sigterm_kept():
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         runtime = cls(strategy, options, rank=cluster.rank, size=cluster.size)
         runtime.cluster = cluster
