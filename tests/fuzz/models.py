@@ -11,11 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
-NO_SUMS = (
-    "max_loss",
-    "floored_loss",
-    "first_loss",
-)  # blocks that add losses which are neither means nor sums over rows
+# Blocks that add losses which are neither means nor sums over rows.
+NO_SUMS = ("max_loss", "floored_loss", "first_loss")
 
 # name -> (shapes it works on, lines; {name} is the layer's name, {width} that of the last dim)
 BLOCKS: dict[str, tuple[str, str]] = {

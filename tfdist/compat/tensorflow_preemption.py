@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import signal
-import threading
 from collections.abc import Iterator
+
+from tfdist.control.repeated_look import repeatedly
 
 _LOOK_SECONDS = 0.0001
 _SIGACTION_BYTES = 256  # more than a `struct sigaction` has anywhere
@@ -33,21 +34,13 @@ def sigterm_kept() -> Iterator[None]:
     so use it with `interpreter_released`. The last look is at the end.
     """
     before = _action()
-    ended = threading.Event()
 
-    def look() -> None:
-        while not ended.wait(_LOOK_SECONDS):
-            if _give_back(before):
-                return  # it is taken once, and others may be waited for much longer
+    def look() -> float | None:
+        # It is taken once, and others may be waited for much longer.
+        return None if _give_back(before) else _LOOK_SECONDS
 
-    watcher = threading.Thread(target=look, name="tfdist-sigterm", daemon=True)
-    watcher.start()
-    try:
+    with repeatedly(look, "tfdist-sigterm"):
         yield
-    finally:
-        ended.set()
-        watcher.join()
-        _give_back(before)
 
 
 def _give_back(before: ctypes.Array) -> bool:

@@ -16,10 +16,10 @@ import socket
 import stat
 import struct
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from tfdist.control.repeated_look import repeatedly
 from tfdist.control.token import host_of, is_loopback
 
 _ATTACH_FILTER = 26  # SO_ATTACH_FILTER, of <asm-generic/socket.h>
@@ -86,25 +86,16 @@ def own_address_only(address: str, peers: Iterable[str]) -> Iterator[None]:
     if not host or not sys.platform.startswith("linux"):
         yield
         return
-    known, done = _sockets(), threading.Event()
+    known, pause = _sockets(), _LOOK_SECONDS
 
-    def look() -> None:
-        pause = _LOOK_SECONDS
-        while True:
-            last = done.is_set()
-            if _narrow(to_address(host), known):
-                pause = _LOOK_AGAIN_SECONDS  # gRPC may make more of the kind
-            if last:
-                return
-            done.wait(pause)
+    def look() -> float:
+        nonlocal pause
+        if _narrow(to_address(host), known):
+            pause = _LOOK_AGAIN_SECONDS  # gRPC may make more of the kind
+        return pause
 
-    watcher = threading.Thread(target=look, name="tfdist-narrow", daemon=True)
-    watcher.start()
-    try:
+    with repeatedly(look, "tfdist-narrow"):
         yield
-    finally:
-        done.set()
-        watcher.join()
 
 
 def _sockets() -> dict[int, int]:

@@ -120,14 +120,21 @@ def _window_shuffled(stream: tf.data.Dataset, sample_bytes: int, seed: int) -> t
 
 def must_end(split: Split, limit: int) -> None:
     """Raises DataError if all of the split is to be evaluated on, and it is known to have no end."""
-    if split.size is None and not limit and int(split.stream(0, 1).cardinality()) == tf.data.INFINITE_CARDINALITY:
+    if split.size is None and not limit:
+        _known_length(split, split.stream(0, 1), limit)
+
+
+def _known_length(split: Split, stream: tf.data.Dataset, limit: int) -> int:
+    """What TensorFlow knows of it: less than 0 if nothing, or that it has no end."""
+    known = int(stream.cardinality())
+    if known == tf.data.INFINITE_CARDINALITY and not limit:
         raise DataError(f"{split.name} is an endless stream: set --eval_samples, the number of samples to evaluate on.")
+    return known
 
 
 def stream_length(split: Split, limit: int) -> int:
-    must_end(split, limit)
     stream = split.stream(0, 1)
-    known = int(stream.cardinality())
+    known = _known_length(split, stream, limit)
     if known < 0:
         stream = stream.take(limit) if limit else stream
         known = int(stream.reduce(tf.constant(0, tf.int64), lambda count, _: count + 1))

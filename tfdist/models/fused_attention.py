@@ -17,13 +17,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_attention, tensorflow_xla
 from tfdist.control.user_errors import first_line
-from tfdist.models.cudnn_attention import (
-    DTYPES,
-    Scores,
-    attention_by_formula,
-    cudnn_attention,
-    distance,
-)
+from tfdist.models.cudnn_attention import DTYPES, Scores, attention_by_formula, cudnn_attention, distance
 from tfdist.runtime.host import known_dims
 
 TOLERANCE = 0.02  # of the norm; bfloat16 rounds to 0.004 of each number

@@ -35,6 +35,8 @@ def check_best(config: Config, metrics: Sequence[str] | None) -> None:
 
 def check_same(config: Config, runtime: Runtime, model: keras.Model) -> None:
     """Whether all workers have this model, and the same code of the user's own. A collective."""
+    if runtime.size == 1:
+        return
     named = {
         "source": config.data.source,
         "augment": config.data.augment,

@@ -180,7 +180,6 @@ class Probe:
         """`found`, after a try with rows of different sizes: what is cut off after the mean (`maximum(mean, limit)`, as
         for free bits) is a mean on one side of the limit only, and what begins at a limit was 0 before.
         """
-        half = ROWS // 2
         left = {key: {SUM, MEAN} if scales == UNKNOWN else {scales} for key, scales in found.items()}
         x = keras.tree.map_structure(lambda leaf: sound(leaf, 1.0, 1.0), self.some_rows())
         others = disturbed(self.weights, 0.3)
@@ -189,38 +188,36 @@ class Probe:
                 tf.constant(with_rows_apart(each, of_weights)) for each in others
             ]  # copied once, not at each call
             rows = keras.tree.map_structure(functools.partial(spread, scales=of_rows * np.geomspace(*APART, ROWS)), x)
-            batches = [self.take(rows, each) for each in (range(ROWS), range(half), range(half, ROWS))]
-            whole, *halves = (self.values(batch, weights, 0, training, 0.3) for batch in batches)
-            wrong = {
-                (key, scales)
-                for key, kinds in left.items()
-                for scales in kinds & {SUM, MEAN}
-                if all(key in one for one in (whole, *halves))
-                and self._is_not(scales, whole[key], [one[key] for one in halves])
-            }
-            # What is random tells nothing.
-            redrawn = self.values(batches[0], weights, 1, training, 0.3) if wrong else {}
-            for key, scales in wrong:
-                if redrawn.get(key) == whole[key]:
-                    left[key] = left[key] - {scales}
+            claims = [(key, scales) for key, kinds in left.items() for scales in kinds & {SUM, MEAN}]
+            for key, scales in self._refuted(claims, rows, ROWS, weights, training, 0.3):
+                left[key] = left[key] - {scales}
         return {key: found[key] if len(kinds) > 1 else next(iter(kinds), OTHER) for key, kinds in left.items()}
 
     def tried_whole(self, found: dict[Key, str], number: int) -> dict[Key, str]:
         """`found`, after a try with as many rows as a batch has: what takes the first of them takes all of a few."""
-        half = number // 2
-        x = keras.tree.map_structure(lambda leaf: shortened(sound(leaf, 1.0, 1.0), 2 * half), self.some_rows(2 * half))
-        batches = [self.take(x, range(*each)) for each in ((0, 2 * half), (0, half), (half, 2 * half))]
+        number -= number % 2
+        x = keras.tree.map_structure(lambda leaf: shortened(sound(leaf, 1.0, 1.0), number), self.some_rows(number))
         weights = [tf.constant(each) for each in disturbed(self.weights, 0.3)]
-        whole, *halves = (self.values(batch, weights, 0, True) for batch in batches)
+        claims = [(key, scales) for key, scales in found.items() if scales in (SUM, MEAN)]
+        return found | {key: OTHER for key, _ in self._refuted(claims, x, number, weights, True)}
+
+    def _refuted(
+        self, claims: Sequence[tuple[Key, str]], x: Any, number: int, weights: Sequence[tf.Tensor], *how: Any
+    ) -> list[tuple[Key, str]]:
+        """Of the losses that are claimed to be a SUM or a MEAN those that are not that of what the halves of x, of an
+        even number of rows, give. What is random tells nothing. how: as for `outputs`, without the draw.
+        """
+        half = number // 2
+        batches = [self.take(x, each) for each in (range(number), range(half), range(half, number))]
+        whole, *halves = (self.values(batch, weights, 0, *how) for batch in batches)
         wrong = [
-            key
-            for key, scales in found.items()
-            if scales in (SUM, MEAN)
-            and all(key in one for one in (whole, *halves))
+            (key, scales)
+            for key, scales in claims
+            if all(key in one for one in (whole, *halves))
             and self._is_not(scales, whole[key], [one[key] for one in halves])
         ]
-        redrawn = self.values(batches[0], weights, 1, True) if wrong else {}  # what is random tells nothing
-        return found | {key: OTHER for key in wrong if redrawn.get(key) == whole[key]}
+        redrawn = self.values(batches[0], weights, 1, *how) if wrong else {}
+        return [(key, scales) for key, scales in wrong if redrawn.get(key) == whole[key]]
 
     def _is_not(self, scales: str, whole: float, halves: Sequence[float]) -> bool:
         largest = max(map(abs, (whole, *halves)))
