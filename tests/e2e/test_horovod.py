@@ -42,6 +42,7 @@ def test_the_same_weights_and_interchangeable_snapshots(tmp_path):
         assert_same_weights(tmp_path / "multi_worker", folder)
 
 
+@pytest.mark.thorough
 def test_a_stopped_worker_is_noticed(tmp_path):
     process = start(
         2,

@@ -29,6 +29,7 @@ def check_that_it_levels_off(name, steps, tmp_path):
     )  # the allocator keeps what the first snapshots took: bench_leaks.py
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SHORT)
 def test_nothing_grows_in_1000_steps(name, tmp_path):
     check_that_it_levels_off(name, 1000, tmp_path)

@@ -96,6 +96,7 @@ def test_a_run_killed_while_it_sends_ends_elsewhere_as_if_undisturbed(s3, tmp_pa
     assert told.returncode == 0 and s3.content("runs/one/report.html"), told.stderr
 
 
+@pytest.mark.thorough
 def test_divided_state_of_four_workers_is_gone_on_with_by_two_elsewhere(s3, tmp_path):
     sharded = [*FLAGS, "--strategy=mesh", "--zero=3", f"--run_dir={URL}"]
     first, here = machine(tmp_path, "first")
@@ -139,6 +140,7 @@ def test_workers_on_machines_of_their_own_send_their_own_logs(s3, tmp_path):
     assert not (folders[1] / "checkpoints").exists()
 
 
+@pytest.mark.thorough
 def test_parts_from_four_machines_are_gone_on_with_by_two_others(s3, tmp_path):
     """Each of the four sends its own part, and has no other; the two are compared with what the four became."""
     sharded = ["--strategy=mesh", "--zero=3", "--steps=20", "--model_args=widths=(16,)"]
@@ -189,6 +191,7 @@ def test_of_parts_killed_on_their_way_nothing_half_is_gone_on_with(s3, tmp_path,
     assert [name for name in s3.names() if "/part-" in name] == [], output
 
 
+@pytest.mark.thorough
 def test_a_store_that_goes_away_ends_no_training(s3, tmp_path):
     flag, folder = machine(tmp_path, "first")
     away, flags = [], [*FLAGS, "--steps=100", "--steps_per_loop=1", "--store_timeout=3", f"--run_dir={URL}", flag]
@@ -227,7 +230,7 @@ def test_a_rollback_asks_nothing_of_a_store_that_is_away(s3, tmp_path):
     assert process.returncode == 9 and "start again on this machine" in output, output
 
 
-@pytest.mark.parametrize("kind", ["at random", "from front to back"])
+@pytest.mark.parametrize("kind", ["at random", pytest.param("from front to back", marks=pytest.mark.thorough)])
 def test_data_of_a_store_train_as_those_of_a_folder(s3, tmp_path, kind):
     """Two workers that share a cache; the stream stopped, and gone on with on another machine."""
     folder = tmp_path / "records"

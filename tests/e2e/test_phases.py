@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=thorough_but(CASES, "optimizer", "network"))
+@pytest.fixture(scope="module", params=thorough_but(CASES, "optimizer"))
 def case(request, tmp_path_factory) -> tuple[str, Path, str]:
     """(name, run folder, output)."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -109,6 +109,7 @@ def test_sigterm_saves_and_ends_with_42(launch, tmp_path):
     assert process.returncode == 42 and list((tmp_path / "checkpoints").glob("step-*")), output
 
 
+@pytest.mark.thorough
 def test_a_mistake_keeps_its_code_and_is_not_retried(launch, tmp_path):
     output, _ = (
         process := launch(2, [*CLUSTERS, "--steps=10", "--model_args=width=3", f"--run_dir={tmp_path}"])
@@ -119,6 +120,7 @@ def test_a_mistake_keeps_its_code_and_is_not_retried(launch, tmp_path):
     assert "has no option 'width'" in (tmp_path / "logs" / "worker-1.log").read_text()
 
 
+@pytest.mark.thorough
 def test_too_little_room_is_said_after_a_time(launch, tmp_path):
     output, _ = (
         process := launch(4, [*CLUSTERS, "--steps=10", f"--run_dir={tmp_path}"], "--placement_timeout=2")

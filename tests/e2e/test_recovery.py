@@ -66,6 +66,7 @@ def test_a_worker_stuck_in_python_is_named_by_all(tmp_path):
     assert "Python stacks" in logs(tmp_path, 3)[1] and "Python stacks" not in logs(tmp_path, 3)[0]
 
 
+@pytest.mark.thorough
 def test_a_stopped_worker_is_named_with_its_section(tmp_path):
     code, output = with_faults(
         "1:20:stop",
@@ -265,6 +266,7 @@ def test_chaos_ends_where_the_undisturbed_run_ends(tmp_path):
     assert done.returncode == 0 and "bitwise those of the undisturbed run" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_a_straggler_is_named(tmp_path):
     """Rank 1 reads slowly."""
     output = run(

@@ -16,7 +16,7 @@ from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, run, start
 from tfdist.telemetry.goodput import account
 from tfdist.telemetry.plot_style import PART_COLORS, RUN_COLORS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 FLAGS = [
     *CLUSTERS,

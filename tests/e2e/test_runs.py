@@ -80,6 +80,7 @@ np.testing.assert_allclose(one, other, atol=1e-5)
     assert json.loads(evaluated.partition(": ")[2])["loss"] == pytest.approx(summary["eval/loss"], abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_repeated_run_is_bitwise_equal(undisturbed, tmp_path):
     """From the flag file that the first run has written."""
     run(2, [f"--flagfile={undisturbed / 'flags.txt'}", f"--run_dir={tmp_path}"])

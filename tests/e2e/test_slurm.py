@@ -115,6 +115,7 @@ def test_a_signalled_job_saves_is_requeued_and_finishes(slurm, tmp_path, monkeyp
     assert last == STEPS == json.loads((tmp_path / "summary.json").read_text())["steps"]
 
 
+@pytest.mark.thorough
 def test_a_mistake_is_not_requeued(slurm, tmp_path):
     job, log = submit(slurm, tmp_path, "--steps=10", "--model_args=width=3")
     assert wait_until_ended(slurm, job, log) == "FAILED"

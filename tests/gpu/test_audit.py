@@ -112,7 +112,7 @@ def test_what_runs_on_a_gpu_is_not_reported():
     assert _of(lambda x: tf.nn.relu(x @ x), LARGE).findings == ()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("warm_start")
 def test_collectives_of_meshes_have_one_order_and_kernels(tmp_path):
     rows = ["pipe2_interleaved", "expert2_zero3_recompute"]

@@ -1,7 +1,7 @@
 """Trains with every compression, for tests/multi/test_compression.py: one process of two.
 
-    python -m tests.multi.compression digits|text      prints {"kind": [final loss, bytes sent, bytes on the wire]}
-    python -m tests.multi.compression resumed FOLDER   stops and goes on from a snapshot: {"kind": what differs}
+    python -m tests.multi.compression digits|text [all]   {"kind": [final loss, bytes sent, bytes on the wire]}
+    python -m tests.multi.compression resumed FOLDER      stops and goes on from a snapshot: {"kind": what differs}
 
 "at once" is without the steps of whole gradients at the start. A job that has those has both ways to travel in its
 graph, so that its bytes on the wire are told by one without them.
@@ -55,9 +55,10 @@ KINDS = (
     "powersgd at once",
     "topk at once without feedback",
 )
+IN_DEFAULT_SUITE = tuple(kind for kind in KINDS if kind not in ("fp16", "bf16", "powersgd at once"))
 
 
-def main(name: str) -> None:
+def main(name: str, kinds: tuple[str, ...]) -> None:
     import keras
 
     from tfdist import build
@@ -80,7 +81,7 @@ def main(name: str) -> None:
         return job, job.iterators(0)
 
     found, steps = {}, base.run.steps
-    for kind in KINDS:
+    for kind in kinds:
         job, iterators = make(kind)
         if kind != "powersgd at once":  # of which the bytes are looked at, not the loss
             job.step(iterators, steps - steps // 10)
@@ -175,4 +176,7 @@ def operations(function):
 
 
 if __name__ == "__main__":
-    resumed(sys.argv[2]) if sys.argv[1] == "resumed" else main(sys.argv[1])
+    if sys.argv[1] == "resumed":
+        resumed(sys.argv[2])
+    else:
+        main(sys.argv[1], KINDS if "all" in sys.argv else IN_DEFAULT_SUITE)

@@ -12,11 +12,13 @@ from tfdist.control.local_job import LocalJob
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["digits", pytest.param("text", marks=pytest.mark.thorough)])
-def test_compression(name, tmp_path):
+@pytest.mark.parametrize(
+    "arguments", [["digits"], *(pytest.param([name, "all"], marks=pytest.mark.thorough) for name in ("digits", "text"))]
+)
+def test_compression(arguments, tmp_path):
     output = io.StringIO()
     job = LocalJob(
-        [sys.executable, "-m", "tests.multi.compression", name],
+        [sys.executable, "-m", "tests.multi.compression", *arguments],
         2,
         tmp_path,
         pin=False,
@@ -40,7 +42,7 @@ def test_compression(name, tmp_path):
             )  # the sums of loss and metrics, and padding, come on top
     worse = {kind: found[kind][0] - whole for kind in found}
     assert worse["topk without feedback"] > 2 * worse["topk"], found
-    if name == "digits":  # on text, what is sent at once harms with feedback, too: compression.py
+    if "digits" in arguments:  # on text, what is sent at once harms with feedback, too: compression.py
         assert worse["topk at once without feedback"] > max(10 * worse["topk at once"], 0.1 * whole), found
 
 

@@ -38,6 +38,7 @@ def test_nobody_leaves_while_another_needs_it(late, tmp_path):
     assert all(f"rank {rank} left" in log for rank, log in enumerate(logs)), logs
 
 
+@pytest.mark.thorough
 def test_short_runs_end_in_order():
     """scripts/short_runs.py with --runs=300 is the long form."""
     result = subprocess.run(

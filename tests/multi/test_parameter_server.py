@@ -50,6 +50,7 @@ def said(run_dir: Path, text: str) -> bool:
     return any(text in str(record["values"].get("message", "")) for record in records(run_dir))
 
 
+@pytest.mark.thorough
 def test_asynchronous_workers_learn_digits_though_one_is_killed(tmp_path):
     """The chief goes slowly while worker 0 is away, so that it is back before the end."""
     (tmp_path / "faults").mkdir()

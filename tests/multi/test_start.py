@@ -88,10 +88,10 @@ def start_one_of_two(index: int, strategy: str, folder, dies: bool, asked_to_end
     "index, strategy, dies",
     [
         (0, "multi_worker", True),
-        (1, "multi_worker", False),
         *(
             pytest.param(index, strategy, dies, marks=pytest.mark.thorough)
             for index, strategy, dies in [
+                (1, "multi_worker", False),
                 (0, "multi_worker", False),
                 (1, "multi_worker", True),
                 (0, "mesh", True),

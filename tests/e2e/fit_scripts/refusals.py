@@ -114,7 +114,7 @@ for name, dataset in (
     print(f"taken {name}:", tfdist.fit(model, dataset, verbose=0).history["squares"], flush=True)
 print("taken arrays:", tfdist.fit(model, other(3), other(39), batch_size=40, verbose=0).history["squares"], flush=True)
 
-path = Path(sys.argv[2]) / "saved.txt"
+path = Path(sys.argv[1]) / "saved.txt"
 if rank == 0:
     time.sleep(1)
     path.write_text("saved")
@@ -191,28 +191,28 @@ for kind in ("frozen embedding", "take", "whole numbers"):
         found.append(np.nan)
         print(f"missing rows: {type(error).__name__}: {error}", flush=True)
     print(f"missing rows, {kind}:", [bool(np.isnan(each).any()) for each in found], flush=True)
-if sys.argv[1] == "length":
-    shorter = tf.data.Dataset.from_tensor_slices((x, x)).batch(4).take(5 - rank)
-    refused("length", lambda: tfdist.fit(dense(), shorter.filter(lambda *_: True), verbose=0))
-else:
+shorter = tf.data.Dataset.from_tensor_slices((x, x)).batch(4).take(5 - rank)
+refused("length", lambda: tfdist.fit(dense(), shorter.filter(lambda *_: True), verbose=0))
 
-    def later(index, row):
-        return row + tf.cast(index == 26, tf.float32) * rank  # in the middle of the fifth batch
 
-    rows = tf.data.Dataset.from_tensor_slices((x, x))
-    for name, dataset in (
-        ("order", rows.map(lambda a, b: (later(a, a), b))),
-        ("targets", rows.map(lambda a, b: (a, later(a, b)))),
-        ("weights", rows.map(lambda a, b: (a, b, later(a, b)))),
-    ):
-        refused(name, lambda dataset=dataset: tfdist.fit(dense(), dataset.batch(5), verbose=0))
-    inputs = keras.Input((1,)), keras.Input((1,))
-    erases = compiled(Erases(inputs, keras.layers.Dense(1)(keras.layers.concatenate(inputs))))
-    refused("train_step's rows", lambda: tfdist.fit(erases, (x, x), x, batch_size=40, shuffle=False, verbose=0))
-    own_rows.LARGEST = -1
-    refused("own rows", lambda: tfdist.fit(dense(), rows.map(lambda a, b: (a, later(a, b))).batch(5), verbose=0))
-    refused("evaluate", lambda: tfdist.evaluate(dense(), rows.map(lambda a, b: (a, later(a, b))).batch(5), verbose=0))
-    own_rows.LARGEST = 1 << 24
-    refused("predict", lambda: tfdist.predict(dense(), rows.map(lambda a, b: later(a, a)).batch(5), verbose=0))
+def later(index, row):
+    return row + tf.cast(index == 26, tf.float32) * rank  # in the middle of the fifth batch
+
+
+rows = tf.data.Dataset.from_tensor_slices((x, x))
+for name, dataset in (
+    ("order", rows.map(lambda a, b: (later(a, a), b))),
+    ("targets", rows.map(lambda a, b: (a, later(a, b)))),
+    ("weights", rows.map(lambda a, b: (a, b, later(a, b)))),
+):
+    refused(name, lambda dataset=dataset: tfdist.fit(dense(), dataset.batch(5), verbose=0))
+inputs = keras.Input((1,)), keras.Input((1,))
+erases = compiled(Erases(inputs, keras.layers.Dense(1)(keras.layers.concatenate(inputs))))
+refused("train_step's rows", lambda: tfdist.fit(erases, (x, x), x, batch_size=40, shuffle=False, verbose=0))
+own_rows.LARGEST = -1
+refused("own rows", lambda: tfdist.fit(dense(), rows.map(lambda a, b: (a, later(a, b))).batch(5), verbose=0))
+refused("evaluate", lambda: tfdist.evaluate(dense(), rows.map(lambda a, b: (a, later(a, b))).batch(5), verbose=0))
+own_rows.LARGEST = 1 << 24
+refused("predict", lambda: tfdist.predict(dense(), rows.map(lambda a, b: later(a, a)).batch(5), verbose=0))
 if rank == 0:
     refused("chief only", lambda: tfdist.evaluate(dense(), x, x, verbose=0))

@@ -138,10 +138,8 @@ def work():
 """
 
 
-@pytest.mark.parametrize(
-    "work", [pytest.param(RUBBISH, id="rubbish", marks=pytest.mark.thorough), pytest.param(CALLS, id="calls")]
-)
-@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("work", [pytest.param(RUBBISH, id="rubbish"), pytest.param(CALLS, id="calls")])
 def test_threads_that_are_looked_at_run_on_unharmed(work):
     environment = {**os.environ, "TF_NUM_INTEROP_THREADS": "4"}
     done = subprocess.run(

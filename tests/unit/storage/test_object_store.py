@@ -197,7 +197,7 @@ def test_faults_that_pass_change_nothing(s3, through_proxy, tmp_path, seed):
     assert set(os.listdir(tmp_path)) == {"file", "copy"}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_will_not_pass_is_told_in_a_sentence(through_proxy, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="nowhere.*the bucket or folder is not there.*create it"), as_sentence():
         ObjectStore("s3://nowhere/run", patience=5).put_text("a", "")

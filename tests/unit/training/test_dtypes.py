@@ -3,12 +3,14 @@ Keras, and norms against NumPy.
 """
 
 import functools
+import itertools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.marks import thorough_but
 from tfdist.config import Config, PrecisionConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
@@ -104,8 +106,10 @@ def expected_weights(accumulation, clip_norm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(UPDATES))
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "name, accumulation",
+    thorough_but(itertools.product(UPDATES, [1, 2]), ("zero 3", 1), *((name, 2) for name in UPDATES)),
+)
 def test_variables_of_several_dtypes_are_trained_as_by_keras(name, accumulation):
     model, rule = make_model(), switch_off_reduction(keras.optimizers.SGD(0.1, momentum=0.9))
     runtime, update = UPDATES[name](model, rule)
