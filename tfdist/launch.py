@@ -45,9 +45,10 @@ from tfdist.control.machine_shares import visible_gpus
 from tfdist.control.processes import Standbys
 from tfdist.control.ray_cluster import RayPlacements, connect
 from tfdist.control.ray_job import RayJob
+from tfdist.control.run_address import backup_folder
 from tfdist.control.signals import StopSignals, on_hangup
 from tfdist.control.strategies import STRATEGIES, asked_for
-from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_snapshot_step
+from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_saved_step
 from tfdist.control.terminal import say_at_once
 from tfdist.control.worker_count import WorkerCount
 from tfdist.data.batch_plan import plan_batch
@@ -126,7 +127,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
     supervisor = Supervisor(
         make_job,
         RestartPolicy(options.max_restarts),
-        lambda: newest_snapshot_step(run_dir),
+        lambda: newest_step(config),
         WorkerCount(options.workers, options.min_workers, options.discover, options.grow_after),
         STANDBY_AFTER_SECONDS if options.standby else None,
     )
@@ -183,6 +184,11 @@ def launch_program(command: list[str], name: str, options: LaunchOptions) -> int
     )
 
 
+def newest_step(config: Config) -> int:
+    """What shows the supervisor that a job makes progress."""
+    return newest_saved_step(config.run.folder, backup_folder(config.checkpoint.backup_dir, config.run.cache_dir))
+
+
 def launch_on_ray(arguments: list[str], logs: Path, options: LaunchOptions, config: Config | None = None) -> int:
     """`python ARGUMENTS` on every worker, where Ray has room.
 
@@ -215,7 +221,7 @@ def launch_on_ray(arguments: list[str], logs: Path, options: LaunchOptions, conf
             Supervisor(
                 make_job,
                 RestartPolicy(options.max_restarts),
-                lambda: newest_snapshot_step(logs.parent) if config else -1,
+                lambda: newest_step(config) if config else -1,
                 placements,
             ),
             logs,

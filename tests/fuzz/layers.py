@@ -29,6 +29,14 @@ class SumLoss(MeanLoss):
         return x
 
 
+class RowsLoss(SumLoss):
+    """Adds one value for each row, of which Keras takes the sum."""
+
+    def call(self, x):
+        self.add_loss(self.rate * ops.sum(ops.square(x), axis=tuple(range(1, len(x.shape)))))
+        return x
+
+
 class MaxLoss(MeanLoss):
     """Adds the largest x^2 to the loss, which is neither a mean nor a sum over rows."""
 

@@ -76,7 +76,7 @@ def forms(case: dict[str, Any], blocks: list[str], chance: random.Random) -> Non
     if "pipe=" not in options.get("mesh", "") or "builtin" in model:
         return
     named = chance.choice([[], ["input"], ["output"], ["input", "output"]])
-    adds = {*NO_SUMS, "mean_loss", "sum_loss", "activity_loss", "dense_l2"} & set(blocks)
+    adds = {*NO_SUMS, "mean_loss", "sum_loss", "rows_loss", "activity_loss", "dense_l2"} & set(blocks)
     if adds and "output" in named:  # which takes an objective of one's own
         named = ["input"]
     if named:

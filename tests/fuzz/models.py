@@ -33,6 +33,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     ),
     "mean_loss": ("rows grid steps", 'x = own.MeanLoss(0.3, name="{name}")(x)'),
     "sum_loss": ("rows grid steps", 'x = own.SumLoss(0.02, name="{name}")(x)'),
+    "rows_loss": ("rows grid steps", 'x = own.RowsLoss(0.02, name="{name}")(x)'),  # in the place of the one before it
     "max_loss": ("rows grid steps", 'x = own.MaxLoss(0.1, name="{name}")(x)'),
     "first_loss": ("rows grid steps", 'x = own.FirstLoss(0.1, name="{name}")(x)'),  # in the place of the one before it
     "floored_loss": ("rows grid steps", 'x = own.FlooredLoss(0.1, name="{name}")(x)'),

@@ -178,7 +178,7 @@ class Reference:
             loss = tf.reduce_sum(losses * weights)
             sums = self._added(layer for layer in self.model._flatten_layers() if isinstance(layer, SumLoss))
             means = (
-                tf.add_n([tf.cast(term, self.float) for term in self.model.losses]) - sums
+                tf.add_n([tf.reduce_sum(tf.cast(term, self.float)) for term in self.model.losses]) - sums
                 if self.model.losses
                 else tf.zeros([], self.float)
             )
@@ -217,7 +217,7 @@ class Reference:
         return sums
 
     def _added(self, layers) -> tf.Tensor:
-        terms = [tf.cast(term, self.float) for layer in layers for term in layer.losses]
+        terms = [tf.reduce_sum(tf.cast(term, self.float)) for layer in layers for term in layer.losses]
         return tf.add_n(terms) if terms else tf.zeros([], self.float)
 
     def _batch(self, parts: tuple, rows: np.ndarray) -> tuple:

@@ -45,6 +45,7 @@ INSTEAD = {  # drawn in their place
     "counter": "long_counter",
     "residual": "twins",
     "max_loss": "first_loss",
+    "sum_loss": "rows_loss",
 }
 UNDRAWN = ("block", *INSTEAD.values())  # as a block by itself
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
@@ -432,7 +433,8 @@ def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "the chief alone reads"
     if set(blocks) & {"batch_norm", "running_mean", "spectral"}:
         return "statistics are of what one worker has"
-    if case["data"]["weights"] != "none" and set(blocks) & {"mean_loss", "sum_loss", "activity_loss", "dense_l2"}:
+    adding = {"mean_loss", "sum_loss", "rows_loss", "activity_loss", "dense_l2"}
+    if case["data"]["weights"] != "none" and set(blocks) & adding:
         return "cannot bring together losses that layers add and weighted samples"
     if (
         options.get("precision") == "float16"

@@ -22,8 +22,9 @@ from tfdist.artifacts.parts import must_hold_all
 from tfdist.artifacts.sender import Sender
 from tfdist.artifacts.store import has_content, measure
 from tfdist.artifacts.stored_parts import StoredParts, data_file, index_of, note_of
-from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots, step_folder
+from tfdist.artifacts.stored_snapshots import StoredSnapshots, step_folder
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.run_address import SNAPSHOTS
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
 
@@ -70,7 +71,7 @@ class Gathering:
         """The newest of those whose parts earlier processes have all sent, before anything is removed from the store.
         Raises StoreError, OSError.
         """
-        names = self._objects.names(FOLDER)
+        names = self._objects.names(SNAPSHOTS)
         steps = {int(name.split("/")[1][5:]) for name in names if name.endswith(f"/{note_of(0)}")}
         for step in sorted((step for step in steps if step > newer_than), reverse=True):
             with contextlib.suppress(CheckpointError):

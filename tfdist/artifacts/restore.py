@@ -87,7 +87,8 @@ def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int)
     if manifest["consumed"] % global_batch:
         raise CheckpointError(
             f"The snapshot has consumed {manifest['consumed']} samples, not a multiple of"
-            f" --global_batch={global_batch}: keep the run's global batch."
+            f" --global_batch={global_batch}: keep --global_batch={manifest['identity']['global_batch']}, with which it"
+            " was saved, or take another divisor of that number."
         )
 
 

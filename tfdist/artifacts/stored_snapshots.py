@@ -23,11 +23,11 @@ from tfdist.artifacts.sender import Sender
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
+from tfdist.control.run_address import SNAPSHOTS
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence
 
-FOLDER = "checkpoints"
-_OBJECT = re.compile(rf"^{FOLDER}/step-(\d{{8,19}})/([^/]+)$")
+_OBJECT = re.compile(rf"^{SNAPSHOTS}/step-(\d{{8,19}})/([^/]+)$")
 _SENDING = ".sending-"
 _DAMAGED = "damaged-manifest.json"  # the name that the manifest of a damaged snapshot is given
 
@@ -53,7 +53,7 @@ def bring_for_reading(objects: ObjectStore | None, store: SnapshotStore, step: i
 
 def step_folder(step: int) -> str:
     """Where a snapshot lies in the store."""
-    return f"{FOLDER}/step-{step:08d}"
+    return f"{SNAPSHOTS}/step-{step:08d}"
 
 
 class StoredSnapshots:
@@ -142,7 +142,7 @@ class StoredSnapshots:
     def _inventory(self) -> dict[int, dict[str, int]]:
         """step -> {file: bytes} of what is in the store, whole or not."""
         found: dict[int, dict[str, int]] = {}
-        for name, size in self._objects.names(FOLDER).items():
+        for name, size in self._objects.names(SNAPSHOTS).items():
             if match := _OBJECT.match(name):
                 found.setdefault(int(match.group(1)), {})[match.group(2)] = size
         return found
@@ -164,7 +164,7 @@ class StoredSnapshots:
             else:
                 for file in files.keys() - self._files(step):  # of which it was made
                     self._objects.remove(f"{step_folder(step)}/{file}")
-        self._objects.remove_half_sent(f"{FOLDER}/")
+        self._objects.remove_half_sent(f"{SNAPSHOTS}/")
         self.sender.start()
 
     def _find(self, step: int) -> bool:
@@ -234,7 +234,7 @@ class StoredSnapshots:
         self._objects.put_text(f"{step_folder(step)}/{MANIFEST}", text)
         self._there[step], self._manifests[step] = manifest.get("metrics") or {}, text
         if step == max(self._there):
-            self._objects.put_text(f"{FOLDER}/checkpoint", pointer(f"step-{step:08d}/state-{step}"))
+            self._objects.put_text(f"{SNAPSHOTS}/checkpoint", pointer(f"step-{step:08d}/state-{step}"))
 
     def withdraw(self, step: int) -> None:
         """One that is about to be written anew is believed no longer. Raises StoreError."""

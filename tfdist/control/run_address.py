@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tfdist.control.exit_codes import ConfigError
 
+SNAPSHOTS = "checkpoints"  # the folder of them in that of a run, and of a backup in a store
 _LONGEST_BYTES = 800  # of a URL without its scheme: S3 allows names of 1024, and those of files follow
 # scheme -> (package of its file system, what it is). pyproject.toml has extras for them.
 STORES = {
@@ -42,6 +43,13 @@ def working_folder(run_dir: str, cache_dir: str = "") -> Path:
     if not is_url(run_dir):
         return Path(run_dir)
     return cache_folder(cache_dir) / "runs" / folder_name(run_dir)
+
+
+def backup_folder(backup_dir: str, cache_dir: str = "") -> str:
+    """Where a backup is written on this machine: `backup_dir` itself, or what is kept here of a URL."""
+    if not is_url(backup_dir):
+        return backup_dir
+    return str(cache_folder(cache_dir) / "backups" / folder_name(backup_dir) / SNAPSHOTS)
 
 
 def folder_name(url: str) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 from tfdist.control.job import Job
+from tfdist.control.run_address import SNAPSHOTS
 from tfdist.control.worker_count import WorkerSupply
 from tfdist.control.workers import JobResult
 
@@ -30,8 +31,8 @@ class RestartPolicy:
     """How many failures without progress are borne, and how long to wait after each.
 
     The wait doubles from `first_wait` to at most `longest_wait` seconds, times a random factor of 0.5 to 1, so that
-    many jobs that failed together do not come back together. Any progress (a newer snapshot) forgives all failures so
-    far.
+    many jobs that failed together do not come back together. Any progress (a newer snapshot or backup) forgives all
+    failures so far.
     """
 
     max_restarts: int
@@ -39,10 +40,10 @@ class RestartPolicy:
     longest_wait: float = 60.0
     random: Callable[[], float] = random.random
     failures: int = 0  # since the last progress
-    step: int = -1  # of the newest snapshot, -1 for none
+    step: int = -1  # of what was saved last, -1 for none
 
     def after(self, code: int, step: int) -> float | None:
-        """Seconds to wait before starting again; None: give up. `step`: of the newest snapshot when the job ended."""
+        """Seconds to wait before starting again; None: give up. `step`: of what it had saved last when it ended."""
         if self.max_restarts == 0:
             return None
         known = {member.value for member in ExitCode}
@@ -109,7 +110,7 @@ class Supervisor:
             if result.code != ExitCode.PREEMPTED:
                 self.workers.failed(result.rank, progress)
             self.restarts += 1
-            where = f"from the snapshot of step {step}" if step >= 0 else "from the beginning"
+            where = f"from step {step}" if step >= 0 else "from the beginning"
             fewer = f" with {self.workers.count} workers" if self.workers.count != count else ""
             _say(f"{result.cause}; restart number {self.restarts}{fewer} in {wait:.1f} s, {where}.")
             self._sleep(wait)
@@ -149,15 +150,16 @@ class Supervisor:
             time.sleep(0.05)
 
 
-def newest_snapshot_step(run_dir: Path) -> int:
-    """The step of the newest snapshot folder, -1 if there is none.
+def newest_saved_step(run_dir: Path, backup_folder: str = "") -> int:
+    """The step of the newest folder of a snapshot or backup, -1 if there is none.
 
     Whether it is valid is for the workers to find out.
     """
     names = list[str]()
-    for folder in ("checkpoints", "parts"):  # of a run in a store each machine may have parts alone
+    snapshots = (run_dir / SNAPSHOTS, run_dir / "parts")  # of a run in a store each machine may have parts alone
+    for folder in (*snapshots, *([Path(backup_folder)] if backup_folder else [])):
         with contextlib.suppress(OSError):
-            names += os.listdir(run_dir / folder)
+            names += os.listdir(folder)
     return max((int(match.group(1)) for match in map(_SNAPSHOT.match, names) if match), default=-1)
 
 

@@ -22,8 +22,9 @@ from tfdist.artifacts.ranges import RangedSnapshots
 from tfdist.artifacts.status import read_status
 from tfdist.artifacts.store import Snapshot
 from tfdist.artifacts.stored_parts import PARTS, StoredParts, left_parts, send_part
-from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
+from tfdist.artifacts.stored_snapshots import StoredSnapshots
 from tfdist.control.exit_codes import CheckpointError, StartupError, TfdistError
+from tfdist.control.run_address import SNAPSHOTS
 from tfdist.run.agreement import broadcast_json
 from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.base import Runtime
@@ -60,7 +61,7 @@ class PartsInStore:
             stored.follow(told["lease"]),
         )
         self.reads = RangedSnapshots(stored.objects, stored.folder, shelf)
-        self.reads.place, self.reads.required = f"{stored.objects.url}/{FOLDER}", restore.REQUIRED
+        self.reads.place, self.reads.required = f"{stored.objects.url}/{SNAPSHOTS}", restore.REQUIRED
         self._gathering = Gathering(stored.objects, self.writes, shelf) if shelf else None
         self._send_left(told["run_id"])
         stored.sends_parts(self.writes.sender, self._gathering.sender if self._gathering else None)

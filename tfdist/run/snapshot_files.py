@@ -29,10 +29,10 @@ from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.faults import Faults
-from tfdist.control.run_address import is_url
+from tfdist.control.run_address import backup_folder, is_url
 from tfdist.run.agreement import broadcast_json
 from tfdist.run.parts_in_store import PartsInStore
-from tfdist.run.stored_backup import StoredBackup, backup_folder
+from tfdist.run.stored_backup import StoredBackup
 from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.base import Runtime
 from tfdist.storage.store_errors import as_sentence
@@ -247,7 +247,8 @@ class SnapshotFiles:
 
 def _make_backup(config: Config, writes: bool) -> BackupAndRestore:
     """Raises ConfigError if its folder cannot be used."""
-    folder, options = backup_folder(config), config.checkpoint
+    options = config.checkpoint
+    folder = backup_folder(options.backup_dir, config.run.cache_dir)
     if writes:
         _make_backup_folder(folder, options.backup_dir)
     frequency = options.backup_every or "epoch"

@@ -19,13 +19,13 @@ from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.manifest import MANIFEST
 from tfdist.artifacts.sender import sent_within
 from tfdist.artifacts.status import STATUS_FILE
-from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
+from tfdist.artifacts.stored_snapshots import StoredSnapshots
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import job_identity
 from tfdist.control.lease_owner import end_worker
 from tfdist.control.resolvers import resolve_cluster
-from tfdist.control.run_address import cache_folder, folder_name, is_url
+from tfdist.control.run_address import SNAPSHOTS
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
 from tfdist.storage.in_threads import for_at_most
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
@@ -33,14 +33,6 @@ from tfdist.storage.store_errors import StoreError, as_sentence
 from tfdist.storage.store_lease import StoreLease
 
 _GIVE_BACK_SECONDS = 10.0
-
-
-def backup_folder(config: Config) -> str:
-    """Where a backup is written on this machine: --backup_dir, or what is kept here of a URL."""
-    place = config.checkpoint.backup_dir
-    if not is_url(place):
-        return place
-    return str(cache_folder(config.run.cache_dir) / "backups" / folder_name(place) / FOLDER)
 
 
 class StoredBackup:
@@ -89,7 +81,7 @@ class StoredBackup:
         """
         wanted = {self._run_id}
         for step in self._shelf.steps()[-1:]:
-            wanted.add(_run_of(self._objects.text(f"{FOLDER}/step-{step:08d}/{MANIFEST}") or ""))
+            wanted.add(_run_of(self._objects.text(f"{SNAPSHOTS}/step-{step:08d}/{MANIFEST}") or ""))
         for step in self._store.steps():
             try:
                 run_id = _run_of(Path(self._store.path(step), MANIFEST).read_text(encoding="utf-8"))
@@ -119,7 +111,7 @@ class StoredBackup:
             try:
                 for step in self._shelf.all_steps():
                     self._shelf.remove(step)
-                self._objects.remove(f"{FOLDER}/checkpoint")
+                self._objects.remove(f"{SNAPSHOTS}/checkpoint")
                 failed.clear()
             except StoreError as error:
                 failed[:] = [str(error)]

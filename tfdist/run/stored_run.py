@@ -24,12 +24,12 @@ from tfdist.artifacts.sender import Sender, sent_within
 from tfdist.artifacts.status import STATUS_FILE, parse_status, read_status
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.stored_parts import PARTS
-from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots
+from tfdist.artifacts.stored_snapshots import StoredSnapshots
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import end_worker
-from tfdist.control.run_address import is_url
+from tfdist.control.run_address import SNAPSHOTS, is_url
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
 from tfdist.storage.in_threads import for_at_most
 from tfdist.storage.mirror import FolderMirror, bring_files
@@ -43,7 +43,7 @@ _GIVE_BACK_SECONDS = 5.0
 _OF_A_RANK = re.compile(r"^logs/(?:rank|worker)-(\d+)\D")
 _SET_ASIDE = "set-aside-"
 # What there may be before the first status: of an evaluator, of tfdist.doctor, snapshots that a user has put there.
-_WITHOUT_STATUS = ("logs/", "tensorboard/", "faults/", "doctor-", f"{FOLDER}/")
+_WITHOUT_STATUS = ("logs/", "tensorboard/", "faults/", "doctor-", f"{SNAPSHOTS}/")
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ class StoredRun:
             try:
                 with as_sentence():
                     self._adopt()
-                    self._bring(lambda name: not name.startswith((f"{FOLDER}/", "faults/")))
+                    self._bring(lambda name: not name.startswith((f"{SNAPSHOTS}/", "faults/")))
             except BaseException:
                 self._lease.give_back()
                 raise
@@ -141,7 +141,7 @@ class StoredRun:
     def sends(self, store: SnapshotStore, retention: Retention) -> StoredSnapshots:
         """What brings and sends the chief's snapshots."""
         assert self._lease  # only the chief sends snapshots
-        store.place = f"{self.objects.url}/{FOLDER}"
+        store.place = f"{self.objects.url}/{SNAPSHOTS}"
         # Whoever goes on from a snapshot finds the logs up to it.
         snapshots = StoredSnapshots(
             self.objects, store, retention, allowed=self._lease.confirm, before=self._mirror.send
@@ -168,7 +168,11 @@ class StoredRun:
     def _owns(self, name: str) -> bool:
         if match := _OF_A_RANK.match(name):
             return int(match.group(1)) == self._rank
-        if name.startswith((f"{FOLDER}/", f"{PARTS}/", _SET_ASIDE, "faults/")) or is_evaluators(name) or name == LEASE:
+        if (
+            name.startswith((f"{SNAPSHOTS}/", f"{PARTS}/", _SET_ASIDE, "faults/"))
+            or is_evaluators(name)
+            or name == LEASE
+        ):
             return False
         # Event files and profiles bear the names of their host and process.
         return self._is_chief or self._leads_machine and name.startswith("tensorboard/")

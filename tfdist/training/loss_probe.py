@@ -96,7 +96,7 @@ class Probe:
 
     def _record(self, number: int, loss: Any) -> None:
         place = sum(key[0] == number for key, _ in self._added)
-        self._added.append(((number, place), loss))
+        self._added.append(((number, place), tf.reduce_sum(loss)))  # one value for each row is their sum, as in Keras
 
     def outputs(
         self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], draw: int, training: bool, states_off: float = 0.0

@@ -105,4 +105,6 @@ class TotalLoss:
 
 
 def _sum(losses: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n([tf.cast(term, tf.float32) for term in losses]) if losses else tf.constant(0.0)
+    """Of a loss of several values, such as one for each row, their sum, as in keras.Model.compute_loss."""
+    terms = [tf.cast(term, tf.float32) for term in losses]
+    return tf.add_n([tf.reduce_sum(term) if term.shape.rank else term for term in terms]) if terms else tf.constant(0.0)

@@ -22,8 +22,9 @@ from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.ranges import RangedSnapshots
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.stored_parts import PARTS, StoredParts, left_parts, send_part
-from tfdist.artifacts.stored_snapshots import FOLDER, StoredSnapshots, bring_for_reading, step_folder
+from tfdist.artifacts.stored_snapshots import StoredSnapshots, bring_for_reading, step_folder
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.run_address import SNAPSHOTS
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
 
@@ -65,7 +66,7 @@ class Workers:
             StoredParts(self.objects[rank], self.folders[rank], lambda step: None, rank, size, token)
             for rank in range(size)
         ]
-        whole = SnapshotStore(str(self.folders[0] / FOLDER))
+        whole = SnapshotStore(str(self.folders[0] / SNAPSHOTS))
         self.shelf = StoredSnapshots(self.objects[0], whole, Retention(3))
         self.gathering = Gathering(self.objects[0], self.parts[0], self.shelf)
 
@@ -104,7 +105,7 @@ class Workers:
 
 
 def is_right(folder: Path, step: int) -> bool:
-    store = SnapshotStore(str(folder / FOLDER))
+    store = SnapshotStore(str(folder / SNAPSHOTS))
     found = store.read(store.verify(step))
     return found.keys() == arrays(step).keys() and all(np.array_equal(found[key], a) for key, a in arrays(step).items())
 
@@ -125,7 +126,7 @@ def test_parts_of_machines_of_their_own_become_a_snapshot_like_any_other(url, tm
     workers = Workers(tmp_path, size, url=url)
     workers.save(10, 20)
     assert not any("/part-" in name for name in workers.objects[0].names()), "what it was made of is removed"
-    store = SnapshotStore(str(tmp_path / "reader" / FOLDER))
+    store = SnapshotStore(str(tmp_path / "reader" / SNAPSHOTS))
     bring_for_reading(workers.objects[0], store)
     assert store.steps() == [20] and is_right(tmp_path / "reader", 20)
     for rank in range(2):

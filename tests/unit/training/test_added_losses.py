@@ -140,6 +140,12 @@ def test_sums_and_means_in_the_order_of_model_losses():
     assert "add_loss" not in vars(first) and "call" not in vars(model.layers[1])
 
 
+def test_a_value_for_each_row_counts_as_their_sum():
+    """As in keras.Model.compute_loss."""
+    model = model_of(Adds(lambda x, _: ops.sum(ops.square(x), -1), a_mean))
+    assert [one.scales for one in added_losses(model, X)] == [SUM, MEAN]
+
+
 @pytest.mark.parametrize(
     "function",
     [

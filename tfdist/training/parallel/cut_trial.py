@@ -112,7 +112,9 @@ class CutTrial:
                     for place, leaf in enumerate(outputs)
                     if leaf.dtype.is_floating
                 )
-            added: Any = sum((tf.cast(loss, tf.float32) for loss in self._model.losses), tf.constant(0.0))
+            added: Any = tf.constant(0.0)
+            for loss in self._model.losses:
+                added += tf.reduce_sum(tf.cast(loss, tf.float32))
             sources = [variable.value for variable in self._variables]
             found: Any = tape.gradient(total, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
             return outputs, added, [tf.convert_to_tensor(gradient) for gradient in found]
