@@ -53,6 +53,15 @@ class FirstLoss(MeanLoss):
         return x
 
 
+class HiddenLoss(MeanLoss):
+    """Adds the mean of x^2 to the loss, and to its gradient that of a variance over all rows."""
+
+    def call(self, x):
+        hidden = ops.mean(ops.var(x, axis=0))
+        self.add_loss(self.rate * (ops.mean(ops.square(x)) + hidden - ops.stop_gradient(hidden)))
+        return x
+
+
 class FlooredLoss(MeanLoss):
     """Adds the mean of x^2 as far as it is above a limit, which it is on some batches, or parts of them."""
 

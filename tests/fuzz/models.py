@@ -12,7 +12,7 @@ from typing import Any
 
 WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
 # Blocks that add losses which are neither means nor sums over rows.
-NO_SUMS = ("max_loss", "floored_loss", "first_loss")
+NO_SUMS = ("max_loss", "floored_loss", "first_loss", "hidden_loss")
 
 # name -> (shapes it works on, lines; {name} is the layer's name, {width} that of the last dim)
 BLOCKS: dict[str, tuple[str, str]] = {
@@ -36,6 +36,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "rows_loss": ("rows grid steps", 'x = own.RowsLoss(0.02, name="{name}")(x)'),  # in the place of the one before it
     "max_loss": ("rows grid steps", 'x = own.MaxLoss(0.1, name="{name}")(x)'),
     "first_loss": ("rows grid steps", 'x = own.FirstLoss(0.1, name="{name}")(x)'),  # in the place of the one before it
+    "hidden_loss": ("rows grid steps", 'x = own.HiddenLoss(0.3, name="{name}")(x)'),  # in the place of the next
     "floored_loss": ("rows grid steps", 'x = own.FlooredLoss(0.1, name="{name}")(x)'),
     "inner_metric": ("rows grid steps", 'x = own.InnerMetric(name="{name}")(x)'),
     "batch_norm": ("rows grid steps", 'x = layers.BatchNormalization(momentum=0.8, name="{name}")(x)'),

@@ -46,6 +46,7 @@ INSTEAD = {  # drawn in their place
     "residual": "twins",
     "max_loss": "first_loss",
     "sum_loss": "rows_loss",
+    "floored_loss": "hidden_loss",
 }
 UNDRAWN = ("block", *INSTEAD.values())  # as a block by itself
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")

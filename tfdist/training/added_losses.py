@@ -29,10 +29,12 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.user_errors import first_line
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
+from tfdist.training import row_gradients
 from tfdist.training.calm_layers import is_of_keras
 from tfdist.training.dtypes import at_least_float32
-from tfdist.training.loss_probe import MEAN, OTHER, ROWS, SUM, UNKNOWN, Probe, Take, generators_kept
+from tfdist.training.loss_probe import MEAN, OTHER, ROWS, SUM, UNKNOWN, Key, Probe, Take, generators_kept
 from tfdist.training.row_proof import Proofs
+from tfdist.training.trial_values import disturbed
 
 _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of one value for each row"
 
@@ -94,6 +96,7 @@ def added_losses(
         if not all(is_of_keras(probe.layers[number]) for number, _ in found):
             found = probe.tried_apart(found, training=True)
             found = probe.tried_whole(found, proofs.tried) if proofs.tried > ROWS else found
+            found |= dict.fromkeys(_with_mixed_gradients(probe, found), OTHER)
         for key, scales in found.items():
             if scales == UNKNOWN and not probe.depends_on_rows(key):
                 found[key] = MEAN
@@ -101,6 +104,20 @@ def added_losses(
         if scales not in (MEAN, SUM):
             raise ConfigError(_refusal(probe.layers[number], place, scales, otherwise))
     return tuple(AddedLoss(probe.layers[number], place, found[number, place]) for number, place in sorted(found))
+
+
+def _with_mixed_gradients(probe: Probe, found: dict[Key, str]) -> list[Key]:
+    """The losses that are sums or means over rows where their gradients are not."""
+    weights = [tf.constant(weight) for weight in disturbed(probe.weights, 0.3)]
+
+    def mixed(losses: dict[Key, str]) -> bool:
+        try:
+            return row_gradients.mix(probe, weights, 0.3, losses)
+        except Exception:  # noqa: BLE001 - of the user's own making; what has no gradient tells nothing
+            return False
+
+    judged = {key: scales for key, scales in found.items() if scales in (MEAN, SUM)}
+    return [key for key, scales in judged.items() if mixed({key: scales})] if judged and mixed(judged) else []
 
 
 def _refusal(layer: keras.Layer, place: int, scales: str, otherwise: str) -> str:
@@ -112,8 +129,8 @@ def _refusal(layer: keras.Layer, place: int, scales: str, otherwise: str) -> str
         )
     return (
         f"{what} is neither a mean nor a sum over the rows of a batch (such as a maximum, or a mean over what a mask"
-        " leaves), so that workers and micro-batches, which have some of the rows each, cannot add what one would:"
-        f" {_FIX}, or {otherwise}."
+        " leaves), or its gradient is not, so that workers and micro-batches, which have some of the rows each, cannot"
+        f" add what one would: {_FIX}, or {otherwise}."
     )
 
 

@@ -123,13 +123,14 @@ class Probe:
             ]
         return self._states_off[off]
 
-    def _run(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], *how: Any) -> list[tuple[Key, tf.Tensor]]:
+    def added(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], *how: Any) -> list[tuple[Key, tf.Tensor]]:
+        """The losses that layers add. how: as for `outputs`."""
         self.outputs(x, weights, *how)
         return self._added
 
     def values(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], *how: Any) -> dict[Key, float]:
         """Of the losses. how: as for `outputs`."""
-        return {key: float(loss) for key, loss in self._run(x, weights, *how)}
+        return {key: float(loss) for key, loss in self.added(x, weights, *how)}
 
     def depends_on_rows(self, key: Key) -> bool:
         """Whether it is made of the rows at all; if not it is what weights, or nothing, give."""
@@ -139,7 +140,7 @@ class Probe:
             inputs = {leaf.op for leaf in keras.tree.flatten(x)}
             waiting = [
                 loss.op
-                for at, loss in self._run(x, self.weights, 0, True)
+                for at, loss in self.added(x, self.weights, 0, True)
                 if at == key and getattr(loss, "graph", None) is graph
             ]
             seen = set(waiting)

@@ -4,7 +4,7 @@ to it that they are not, where outputs tell nothing: one that clips what comes b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.compat import tensorflow_tapes
 from tfdist.runtime.host import known_dims
-from tfdist.training.loss_probe import ROWS, Probe
+from tfdist.training.loss_probe import MEAN, ROWS, SUM, Key, Probe
 from tfdist.training.trial_values import differ_beyond_noise, sound, spread
 
 _SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limits lie between two of them
@@ -24,9 +24,10 @@ _LEAST_NOISE, _NOISES = 1e-6, 100.0
 _LARGEST = 10_000_000  # numbers of a table that are looked at
 
 
-def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float) -> bool:
+def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float, added: Mapping[Key, str] | None = None) -> bool:
     """Whether the gradients by weights, in training, of a few rows together are others than the sum of those of the
-    first and of the last of them. off: by how much weights and states are disturbed.
+    first and of the last of them. off: by how much weights and states are disturbed. added: look at these losses in
+    place of the outputs, of which each is a SUM or a MEAN over the rows.
     """
     # Whole numbers as they are: made-up ones are alike in a row, and rows that are alike can hide it.
     rows = keras.tree.map_structure(tf.convert_to_tensor, probe.some_rows())
@@ -34,18 +35,36 @@ def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float) -> bool:
         x = keras.tree.map_structure(
             lambda leaf, kept=kept: sound(leaf, kept, 1.0) if leaf.dtype.is_floating else sound(leaf, 1.0, 0.0), rows
         )
-        found = _mixed(probe, weights, off, x)
+        found = _mixed(probe, weights, off, x, added)
         if found is not None:
             return found
     return False
 
 
-def _mixed(probe: Probe, weights: Sequence[tf.Tensor], off: float, x: Any) -> bool | None:
+def _mixed(
+    probe: Probe, weights: Sequence[tf.Tensor], off: float, x: Any, added: Mapping[Key, str] | None
+) -> bool | None:
     """Of these rows; None if they are not, but some weights have no gradient to tell."""
     half, every = ROWS // 2, range(ROWS)
 
+    def of_outputs(places: Sequence[int], draw: int) -> Any:
+        outputs = keras.tree.flatten(probe.outputs(probe.take(x, list(places)), weights, draw, True, off))
+        return sum(
+            tf.reduce_sum(tf.cast(leaf, tf.float32) * tf.gather(_upstream(leaf), list(places)))
+            for leaf in outputs
+            if leaf.dtype.is_floating and leaf.shape.rank and leaf.shape[0] == len(places)
+        )
+
+    def of_added(places: Sequence[int], draw: int) -> Any:
+        found = dict(probe.added(probe.take(x, list(places)), weights, draw, True, off))
+        parts = {SUM: 1.0, MEAN: float(len(places))}
+        return sum(tf.cast(found[key], tf.float32) * parts[scales] for key, scales in (added or {}).items())
+
     def gradients(places: Sequence[int], draw: int = 0) -> list[np.ndarray]:
-        return _gradients(probe, x, weights, off, places, draw)
+        with tensorflow_tapes.recording(), tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(weights)
+            total = of_outputs(places, draw) if added is None else of_added(places, draw)
+        return _numbers(tape.gradient(total, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO))
 
     together, first, last = gradients(every), gradients(every[:half]), gradients(every[half:])
     sizes = [np.max(np.abs(each), initial=0.0) for each in together]
@@ -63,19 +82,8 @@ def _mixed(probe: Probe, weights: Sequence[tf.Tensor], off: float, x: Any) -> bo
     return _differ(together, sums, rounded, known) and not _differ(together, gradients(every, 1), rounded, known)
 
 
-def _gradients(
-    probe: Probe, x: Any, weights: Sequence[tf.Tensor], off: float, places: Sequence[int], draw: int
-) -> list[np.ndarray]:
-    with tensorflow_tapes.recording(), tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(weights)
-        outputs = keras.tree.flatten(probe.outputs(probe.take(x, list(places)), weights, draw, True, off))
-        total: Any = sum(
-            tf.reduce_sum(tf.cast(leaf, tf.float32) * tf.gather(_upstream(leaf), list(places)))
-            for leaf in outputs
-            if leaf.dtype.is_floating and leaf.shape.rank and leaf.shape[0] == len(places)
-        )
-    found: Any = tape.gradient(total, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO)
-    small = [gradient for gradient in found if gradient.shape.num_elements() <= _LARGEST]
+def _numbers(gradients: Any) -> list[np.ndarray]:
+    small = [gradient for gradient in gradients if gradient.shape.num_elements() <= _LARGEST]
     return [tf.cast(tf.convert_to_tensor(gradient), tf.float64).numpy() for gradient in small]
 
 

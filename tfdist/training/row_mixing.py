@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
+from tfdist.compat.keras_tensors import mask_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
@@ -156,7 +157,8 @@ def _told(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], number: 
         x = probe.take(rows, places)
 
         def compute() -> list[tf.Tensor]:
-            return keras.tree.flatten(probe.outputs(x, weights, draw, attempt.training, attempt.disturbed))
+            leaves = keras.tree.flatten(probe.outputs(x, weights, draw, attempt.training, attempt.disturbed))
+            return [*leaves, *(mask for leaf in leaves if (mask := mask_of(leaf)) is not None)]
 
         found: Any = tf.function(compute, autograph=False)() if in_graph else compute()
         leaves = [leaf for leaf in found if leaf.shape.rank and leaf.shape[0] == len(places)]

@@ -173,6 +173,17 @@ def test_what_takes_the_first_rows_of_a_batch_is_refused(first):
     assert [one.scales for one in added_losses(model, X, proofs=Proofs(model, 63, 32))] == [SUM, MEAN]
 
 
+def test_a_mean_whose_gradient_is_none_is_refused():
+    def hidden(x, _):
+        spread = ops.mean(ops.var(x, axis=0))
+        return ops.mean(x**2) + spread - ops.stop_gradient(spread)
+
+    mean = lambda x, _: ops.mean(x**2)  # noqa: E731
+    with pytest.raises(ConfigError, match="loss number 2 that layer odd adds .* or its gradient is not"):
+        added_losses(model_of(layers.Dense(5), Adds(mean, hidden, a_sum, name="odd")), X)
+    assert [one.scales for one in added_losses(model_of(layers.Dense(5), Adds(mean, a_sum)), X)] == [MEAN, SUM]
+
+
 def test_a_mean_over_what_is_not_filled_up_is_refused():
     """Also where the first sentences are all of one length."""
 

@@ -112,6 +112,28 @@ APART_BACKWARDS = {
 }
 
 
+class Masks(layers.Layer):
+    """Leaves x as it is, and masks what is smaller than a limit."""
+
+    def __init__(self, limit, **options):
+        super().__init__(**options)
+        self.limit, self.supports_masking = limit, True
+
+    def call(self, x, mask=None):
+        return x
+
+    def compute_mask(self, x, previous_mask=None):
+        return ops.mean(x, -1) > self.limit(x)
+
+
+@pytest.mark.parametrize("limit, expected", [(ops.mean, True), (lambda x: ops.mean(x, (1, 2))[:, None], False)])
+def test_a_mask_counts_as_what_the_model_returns(limit, expected):
+    """Keras' losses weigh by it."""
+    x = layers.Input((4, 5))
+    model = keras.Model(x, layers.Dense(2)(Masks(limit)(x)))
+    assert row_mixing.mixes(model, np.random.default_rng(0).normal(size=(6, 4, 5)).astype("float32")) == expected
+
+
 @pytest.mark.parametrize("name", MIXING_BACKWARDS)
 def test_what_looks_at_other_rows_on_the_way_back_is_found(name):
     assert row_mixing.mixes(model_of(layers.Dense(4), Own(backwards(MIXING_BACKWARDS[name]))), X)
