@@ -263,7 +263,8 @@ def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Cal
 
 def _compare(runtime: OneDevice, model: keras.Model, settings: dict[str, Any]) -> None:
     """Raises ConfigError unless all workers have this model and these settings."""
-    own = [each for each in keras.tree.flatten(getattr(model, "loss", None)) if each is not None]
+    given = [*keras.tree.flatten(getattr(model, "loss", None)), getattr(model, "optimizer", None)]
+    own = [each for each in given if each is not None]
     same_model.must_be_the_same(runtime, same_model.facts_of(model, own, settings))
     _compared.add(model)
 

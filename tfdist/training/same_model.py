@@ -7,6 +7,7 @@ adds to what it was not asked for, and nothing tells: the weights stay the same 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import sys
@@ -15,7 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
+from tfdist.training.own_values import own_value
 
 # Of a configuration of Keras' what may differ: names count what a process has made so far, seeds are drawn at random or
 # sent by the chief.
@@ -30,19 +32,30 @@ _MAY_DIFFER = ("name", "seed", "random_seed", "seed_generator", "build_config", 
 _NOT_OF_THE_USER = ("keras", "tensorflow", "tfdist", "builtins", "numpy", "functools")
 _MAIN = "__main__"  # a script may be another on each worker; what it defines may not
 
-Facts = list[tuple[str, int]]  # (what, a checksum of it)
+_SHOWN = 60  # characters of a value
+
+
+class Fact(NamedTuple):
+    """What is compared, a checksum of it, and its value if that is short."""
+
+    what: str
+    checksum: int
+    shown: str = ""
+
+
+Facts = list[Fact]
 
 
 def must_be_the_same(runtime: Runtime, facts: Facts) -> None:
     """Raises ConfigError on all workers, naming the first difference, unless they are the same. A collective."""
     text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    sums = [checksum for _, checksum in facts]  # without what names them: a layer may be the worker's second dense
+    sums = [fact.checksum for fact in facts]  # without what names them: a layer may be the worker's second dense
     rows = runtime.all_gather(np.array([zlib.crc32(repr(sums).encode()), text.size], np.int64))
     if (rows[:, 0] == rows[0, 0]).all():
         return
     padded = np.zeros(int(rows[:, 1].max()), np.uint8)
     padded[: text.size] = text
-    found = [json.loads(row.tobytes().rstrip(b"\0")) for row in runtime.all_gather(padded)]
+    found = [[Fact(*fact) for fact in json.loads(row.tobytes().rstrip(b"\0"))] for row in runtime.all_gather(padded)]
     for rank, other in enumerate(found):
         if (what := _first_difference(found[0], other)) is not None:
             raise ConfigError(
@@ -53,34 +66,56 @@ def must_be_the_same(runtime: Runtime, facts: Facts) -> None:
 
 def _first_difference(first: Facts, other: Facts) -> str | None:
     for one, its in zip(first, other, strict=False):
-        if one[1] != its[1]:
-            return one[0]
+        if one.checksum != its.checksum:
+            values = f" ({one.shown} against {its.shown})" if one.shown and its.shown else ""
+            return f"{one.what}{values}"
     return None if len(first) == len(other) else "how many files of the user's own there are"
 
 
 def facts_of(model: keras.Model, own: Iterable[Any] = (), settings: Mapping[str, Any] | None = None) -> Facts:
     """What is compared. own: functions and objects of the user's beside the model's layers. settings: configurations,
     under the names by which the user knows them."""
-    layers = keras_layers.all_layers(model)
+    layers, own = keras_layers.all_layers(model), list(own)
     everywhere = [keras.config.floatx(), keras.config.epsilon(), keras.config.image_data_format()]
-    found = [("keras.config", _checksum(everywhere)), ("how many layers there are", len(layers))]
+    found = [_fact("keras.config", everywhere), _fact("how many layers there are", len(layers))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of lambdas, which Keras would not write to a file
         for number, layer in enumerate(layers):
-            config = {} if isinstance(layer, keras.Model) else _config(layer)
-            found.append((f"layer {number}, {layer.name}", _checksum([type(layer).__name__, config])))
-    found += [(name, _checksum(value)) for name, value in (settings or {}).items()]
-    return found + [(name, zlib.crc32(text.encode())) for name, text in sorted(_own_code([*layers, *own]))]
+            found += _facts_of_layer(f"layer {number}, {layer.name}", layer)
+    for name, value in (settings or {}).items():
+        found += _by_key(name, value)
+    for each in own:
+        found += _by_key(f"what {getattr(each, '__name__', type(each).__name__)} holds", own_value(each))
+    texts = sorted(_own_code([*layers, *own]))
+    return found + [Fact(name, zlib.crc32(text.encode())) for name, text in texts]
+
+
+def _facts_of_layer(name: str, layer: keras.Layer) -> Facts:
+    config = {} if isinstance(layer, keras.Model) else _config(layer)
+    policy = layer.dtype_policy.name if layer.dtype_policy is not None else ""
+    # Losses and optimizers of a model are told by themselves.
+    held = {key: value for key, value in own_value(layer).items() if key not in ("loss", "optimizer")}
+    kinds = [_fact(name, type(layer).__name__), _fact(f"{name}: its dtype policy", policy)]
+    return [*kinds, *_by_key(name, config), *_by_key(name, held)]
+
+
+def _by_key(name: str, value: Any) -> Facts:
+    """One fact for each entry of a mapping, else one."""
+    if not isinstance(value, Mapping):
+        return [_fact(name, value)]
+    return [_fact(f"{name}: {key}", each) for key, each in sorted(value.items(), key=str) if key not in _MAY_DIFFER]
+
+
+def _fact(what: str, value: Any) -> Fact:
+    plain = _plain(value)
+    text = json.dumps(plain)
+    return Fact(what, zlib.crc32(text.encode()), text if len(text) <= _SHOWN and not isinstance(plain, list) else "")
 
 
 def _config(layer: keras.Layer) -> Any:
     with contextlib.suppress(Exception):  # of the user's own making, or one that cannot be told
         return layer.get_config()
     return None
-
-
-def _checksum(value: Any) -> int:
-    return zlib.crc32(json.dumps(_plain(value)).encode())
 
 
 def _plain(value: Any) -> Any:
@@ -91,7 +126,9 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in sorted(value.items(), key=str) if key not in _MAY_DIFFER}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if isinstance(value, (str, int, float, bool, type(None))):
+    if isinstance(value, str):
+        return "a path" if "/" in value or "\\" in value else value  # each machine may have its own
+    if isinstance(value, (int, float, bool, type(None))):
         return value
     if isinstance(value, (np.ndarray, np.generic)):
         return [str(value.dtype), list(value.shape), zlib.crc32(np.ascontiguousarray(value).tobytes())]
@@ -111,7 +148,7 @@ def _own_code(objects: Iterable[Any]) -> Iterator[tuple[str, str]]:
             if key in seen or module is None or module.partition(".")[0] in _NOT_OF_THE_USER:
                 continue
             seen.add(key)
-            with contextlib.suppress(OSError, TypeError, UnicodeError):  # a notebook's, or compiled
+            with contextlib.suppress(OSError, TypeError, KeyError, AttributeError, UnicodeError):  # a notebook's, made
                 if module == _MAIN:
                     yield f"the code of {definition.__qualname__}", inspect.getsource(definition)
                 else:
@@ -120,6 +157,8 @@ def _own_code(objects: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 
 def _definitions(each: Any) -> list[Any]:
+    if isinstance(each, functools.partial):
+        return _definitions(each.func)
     if isinstance(each, FunctionType):
         return [each]
     if isinstance(each, type):

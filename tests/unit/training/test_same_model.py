@@ -1,5 +1,6 @@
 """Whether all workers compute the same."""
 
+import functools
 import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -90,3 +91,61 @@ def test_a_worker_with_other_settings_or_another_version_of_a_file_is_told_by_al
     assert together(before, facts_of(model(), [loss])) == ["", ""]
     file.write_text("def loss(y, outputs):\n    return y - 2 * outputs\n")
     assert "the file of_the_user.py" in together(before, facts_of(model(), [loss]))[0]
+
+
+class Loss:
+    """Of the user's own."""
+
+    def __init__(self, weight, made=0.0):
+        self.weight, self.made, self.calls = weight, made, int(made)
+
+    def __call__(self, y, outputs):
+        return self.weight * mean(y, outputs)
+
+
+def closing_over(factor):
+    return lambda y, outputs: factor * mean(y, outputs)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (lambda y, outputs: mean(y, outputs), lambda y, outputs: 2 * mean(y, outputs)),
+        (closing_over(1.0), closing_over(2.0)),
+        (closing_over(np.ones(2)), closing_over(np.zeros(2))),
+        (functools.partial(keras.losses.huber, delta=1.0), functools.partial(keras.losses.huber, delta=2.0)),
+        (Loss(1.0), Loss(2.0)),
+        (keras.losses.Huber(1.0), keras.losses.Huber(2.0)),
+    ],
+)
+def test_losses_that_hold_something_else(one, other):
+    assert "they differ first in what " in together(facts_of(model(), [one]), facts_of(model(), [other]))[0]
+    assert together(facts_of(model(), [one]), facts_of(model(), [one])) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "one, other, words",
+    [
+        (keras.layers.Lambda(lambda x: x), keras.layers.Lambda(lambda x: 2 * x), ": function"),
+        (keras.layers.Dense(2, kernel_regularizer=Loss(1.0)), keras.layers.Dense(2, kernel_regularizer=Loss(2.0)), ""),
+        (keras.layers.Dense(2), keras.layers.Dense(2, dtype="mixed_bfloat16"), 'policy ("float32" against "mixed'),
+        (keras.layers.Dropout(0.1), keras.layers.Dropout(0.3), "rate (0.1 against 0.3)"),
+    ],
+)
+def test_a_layer_that_holds_something_else_is_told_with_it(one, other, words):
+    said = together(facts_of(model(more=[one])), facts_of(model(more=[other])))[0]
+    assert "they differ first in layer 6, " in said and words in said
+
+
+def test_what_may_differ():
+    """Points in time, counts and ranks, and folders of a machine."""
+    one, other = Scaled(1.0), Scaled(1.0)
+    one.folder, other.folder, one.rank, other.rank, one.made, other.made = "/a/b", "/c", 0, 1, 1.7e9, 1.8e9
+    losses = [Loss(1.0, 1.7e9)], [Loss(1.0, 1.8e9)]
+    assert together(*(facts_of(model(more=[layer]), own) for layer, own in zip((one, other), losses, strict=True))) == [
+        "",
+        "",
+    ]
+    generated = {"__name__": "of no module"}
+    exec("import keras\nclass Own(keras.layers.Layer):\n    def call(self, x):\n        return x", generated)
+    assert facts_of(model(more=[generated["Own"]()]))
