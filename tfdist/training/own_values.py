@@ -22,26 +22,36 @@ _FROM_LIBRARIES = ("keras", "tensorflow", "tfdist", "builtins", "numpy")
 _DEEPEST = 4
 _LATEST = 1e9  # larger ones are points in time
 _LARGEST = 1 << 20  # numbers of an array that are looked at
+_MANY = 1000  # entries of a list
 
 
-def own_value(value: Any) -> Any:
-    """The same for what computes the same, as JSON knows it: {attribute: what it holds} of an object."""
+def own_value(value: Any, depth: int = 0) -> Any:
+    """The same for what computes the same, as JSON knows it: {attribute: what it holds} of an object.
+
+    depth: how many objects hold it, of which one may be itself.
+    """
     if isinstance(value, (functools.partial, FunctionType, MethodType)):
-        return _function(value, 0)
-    held = {name: _attribute(each) for name, each in vars(value).items()} if hasattr(value, "__dict__") else {}
+        return _function(value, depth)
+    held = {name: _attribute(each, depth + 1) for name, each in vars(value).items()} if _holds(value, depth) else {}
     return {name: each for name, each in held.items() if each is not None and name not in ("build", "quantize", "call")}
 
 
-def _attribute(value: Any) -> Any:
+def _holds(value: Any, depth: int) -> bool:
+    return depth <= _DEEPEST and hasattr(value, "__dict__")
+
+
+def _attribute(value: Any, depth: int) -> Any:
     if isinstance(value, (functools.partial, FunctionType)):
-        return _function(value, 0)
+        return _function(value, depth)
     if isinstance(value, Mapping):
-        found = {str(key): number for key, each in value.items() if (number := _attribute(each)) is not None}
-        return found or None
+        if depth > _DEEPEST or len(value) > _MANY:
+            return None
+        found = {str(key): _attribute(each, depth + 1) for key, each in value.items()}
+        return {key: each for key, each in found.items() if each is not None} or None
     if isinstance(value, (float, np.floating)):
         return float(value) if abs(value) < _LATEST else None
     if callable(value) and not isinstance(value, (type, keras.layers.Layer)) and not _is_from_libraries(type(value)):
-        return own_value(value) or None  # a regularizer, or a schedule
+        return own_value(value, depth) or None  # a regularizer, or a schedule
     return None
 
 
@@ -88,9 +98,11 @@ def _held(value: Any, depth: int) -> Any:
         return value
     if isinstance(value, (functools.partial, FunctionType, MethodType)):
         return _function(value, depth + 1)
-    if isinstance(value, Mapping) and depth <= _DEEPEST:
+    if isinstance(value, (Mapping, Sequence)) and (depth > _DEEPEST or len(value) > _MANY):
+        return type(value).__name__
+    if isinstance(value, Mapping):
         return {str(key): _held(each, depth + 1) for key, each in value.items()}
-    if isinstance(value, Sequence) and depth <= _DEEPEST:
+    if isinstance(value, Sequence):
         return [_held(each, depth + 1) for each in value]
     if isinstance(value, (np.ndarray, np.generic)) or isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         array = np.asarray(value)

@@ -146,6 +146,10 @@ def test_what_may_differ():
         "",
         "",
     ]
+    held_by_itself, items = Loss(1.0), []
+    held_by_itself.other, many = held_by_itself, list(range(10**6))
+    items.append(items)
+    facts_of(model(), [held_by_itself, lambda y, outputs: (items, many)])
     generated = {"__name__": "of no module"}
     exec("import keras\nclass Own(keras.layers.Layer):\n    def call(self, x):\n        return x", generated)
     assert facts_of(model(more=[generated["Own"]()]))
