@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                 everything (11 to 17 minutes on two cores, by machine)
 #   bash scripts/test.sh -m "not slow"   the fast part (2 to 3)
-#   bash scripts/test.sh -m thorough     the rest: more meshes, engines and models (another 25 minutes)
+#   bash scripts/test.sh -m thorough     the rest: more meshes, engines and models (another half an hour)
 #   bash scripts/test.sh tests/unit/data further arguments go to pytest
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
