@@ -90,7 +90,7 @@ def assert_only_this_machine_reaches(port: int) -> None:
     ("flags", "listening"),
     [
         (["--strategy=sockets"], 0),
-        pytest.param(["--strategy=multi_worker"], 2, marks=pytest.mark.thorough),
+        (["--strategy=multi_worker"], 2),
         pytest.param(["--strategy=mesh", "--mesh=data=2", "--zero=3"], 2, marks=pytest.mark.thorough),
     ],
     ids=["sockets", "multi_worker", "mesh"],
