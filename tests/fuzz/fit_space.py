@@ -23,7 +23,7 @@ CLASSES = (
 LOOPS = ("own", "on_batch", "gan", "gan_penalty")
 BACKUP_EPOCHS = 3
 # Blocks that add losses in the type they compute in.
-ADDING = {"mean_loss", "sum_loss", "rows_loss", *models.NO_SUMS, "activity_loss"}
+ADDING = {*models.SUMS_AND_MEANS, *models.NO_SUMS}
 
 
 def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:

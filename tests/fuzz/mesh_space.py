@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from tests.fuzz.models import NO_SUMS
+from tests.fuzz.models import NO_SUMS, SUMS_AND_MEANS
 
 AXES = ("pipe", "data", "expert", "model")
 ELEMENTWISE = ("sgd", "momentum", "adam", "adamw", "lion")
@@ -76,7 +76,7 @@ def forms(case: dict[str, Any], blocks: list[str], chance: random.Random) -> Non
     if "pipe=" not in options.get("mesh", "") or "builtin" in model:
         return
     named = chance.choice([[], ["input"], ["output"], ["input", "output"]])
-    adds = {*NO_SUMS, "mean_loss", "sum_loss", "rows_loss", "activity_loss", "dense_l2"} & set(blocks)
+    adds = {*NO_SUMS, *SUMS_AND_MEANS, "dense_l2"} & set(blocks)
     if adds and "output" in named:  # which takes an objective of one's own
         named = ["input"]
     if named:

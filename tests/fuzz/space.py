@@ -434,8 +434,7 @@ def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "the chief alone reads"
     if set(blocks) & {"batch_norm", "running_mean", "spectral"}:
         return "statistics are of what one worker has"
-    adding = {"mean_loss", "sum_loss", "rows_loss", "activity_loss", "dense_l2"}
-    if case["data"]["weights"] != "none" and set(blocks) & adding:
+    if case["data"]["weights"] != "none" and set(blocks) & {*models.SUMS_AND_MEANS, "dense_l2"}:
         return "cannot bring together losses that layers add and weighted samples"
     if (
         options.get("precision") == "float16"

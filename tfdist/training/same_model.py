@@ -24,12 +24,13 @@ import numpy as np
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
-from tfdist.training.own_values import own_value
+from tfdist.training.own_values import LIBRARIES, own_value
 
 # Of a configuration of Keras' what may differ: names count what a process has made so far, seeds are drawn at random or
 # sent by the chief.
 _MAY_DIFFER = ("name", "seed", "random_seed", "seed_generator", "build_config", "registered_name")
-_NOT_OF_THE_USER = ("keras", "tensorflow", "tfdist", "builtins", "numpy", "functools")
+# Of attributes: what Keras has wrapped; losses and optimizers, which are told by themselves; what a model has run.
+_NO_FACTS = ("build", "quantize", "call", "loss", "optimizer", "train_function", "test_function", "predict_function")
 _MAIN = "__main__"  # a script may be another on each worker; what it defines may not
 
 _SHOWN = 60  # characters of a value
@@ -93,8 +94,7 @@ def facts_of(model: keras.Model, own: Iterable[Any] = (), settings: Mapping[str,
 def _facts_of_layer(name: str, layer: keras.Layer) -> Facts:
     config = {} if isinstance(layer, keras.Model) else _config(layer)
     policy = layer.dtype_policy.name if layer.dtype_policy is not None else ""
-    # Losses and optimizers of a model are told by themselves.
-    held = {key: value for key, value in own_value(layer).items() if key not in ("loss", "optimizer")}
+    held = {key: value for key, value in own_value(layer).items() if key not in _NO_FACTS}
     kinds = [_fact(name, type(layer).__name__), _fact(f"{name}: its dtype policy", policy)]
     return [*kinds, *_by_key(name, config), *_by_key(name, held)]
 
@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     if isinstance(value, str):
-        return "a path" if "/" in value or "\\" in value else value  # each machine may have its own
+        return "a path" if "/" in value else value  # each machine may have its own
     if isinstance(value, (int, float, bool, type(None))):
         return value
     if isinstance(value, (np.ndarray, np.generic)):
@@ -145,7 +145,7 @@ def _own_code(objects: Iterable[Any]) -> Iterator[tuple[str, str]]:
         for definition in _definitions(each):
             module = definition.__module__
             key = definition if module == _MAIN else module
-            if key in seen or module is None or module.partition(".")[0] in _NOT_OF_THE_USER:
+            if key in seen or module is None or module.partition(".")[0] in (*LIBRARIES, "functools"):
                 continue
             seen.add(key)
             with contextlib.suppress(OSError, TypeError, KeyError, AttributeError, UnicodeError):  # a notebook's, made

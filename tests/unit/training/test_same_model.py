@@ -146,6 +146,11 @@ def test_what_may_differ():
         "",
         "",
     ]
+    eager = model()
+    eager.compile("sgd", "mse", run_eagerly=True)
+    before = facts_of(eager)
+    eager.predict(np.ones((1, 2)), verbose=0)  # as the chief alone may have done
+    assert together(before, facts_of(eager)) == ["", ""]
     held_by_itself, items = Loss(1.0), []
     held_by_itself.other, many = held_by_itself, list(range(10**6))
     items.append(items)
