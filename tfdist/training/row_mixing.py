@@ -3,8 +3,8 @@
 A layer that takes the mean over the rows of its batch, say, takes it over the rows of one worker or micro-batch:
 another number than one process would have, and nothing tells. (BatchNormalization is synchronised and no such layer.)
 Where the model's graph does not prove that it has nothing to do with them (row_proof.py), the model is called with some
-rows, and again with one of them in the same place and all others replaced by copies of it: its output for that row must
-not change. The same shapes run the same kernels, so that rounding changes nothing.
+rows, and again with some of them in the same places and all others replaced by copies of one of these: its outputs for
+those rows must not change. The same shapes run the same kernels, so that rounding changes nothing.
 Nor may it change where the row stands elsewhere among fewer: a layer that divides by the number of rows of its batch
 divides by those of a worker. There rounding is allowed for. Rows of different sizes show what begins above some value,
 and gradients what is mixed on their way back (row_gradients.py).
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -39,13 +39,14 @@ _ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half p
 
 class Attempt(NamedTuple):
     """By how much weights are disturbed, how much of the rows is kept, how much noise is added to them, and whether
-    rows are of different sizes then."""
+    rows are of different sizes then. by_halves: whether every other row stays, or the first or the last alone."""
 
     disturbed: float
     kept: float
     noise: float
     spread: bool
     training: bool
+    by_halves: bool
 
     @property
     def moves(self) -> bool:
@@ -55,8 +56,10 @@ class Attempt(NamedTuple):
 
 
 _ATTEMPTS = [
-    Attempt(*how, training)
-    for how in ((0.0, 1.0, 0.0, False), (0.3, 1.0, 1.0, False), (0.3, 1.0, 1.0, True), (1.0, 0.0, 1.0, False))
+    Attempt(*how, training, by_halves=(number + training) % 2 == 1)
+    for number, how in enumerate(
+        ((0.0, 1.0, 0.0, False), (0.3, 1.0, 1.0, False), (0.3, 1.0, 1.0, True), (1.0, 0.0, 1.0, False))
+    )
     for training in (False, True)
 ]
 _SMALLEST, _LARGEST = 1e-3, 1e3  # of rows of different sizes
@@ -152,6 +155,7 @@ def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], many: i
 
 def _told(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], number: int, in_graph: bool) -> bool:
     """The same with so many rows."""
+    kept = [range(0, number, 2), range(1, number, 2)] if attempt.by_halves else [range(1), range(number - 1, number)]
 
     def outputs(places: list[int], draw: int = 0) -> list[np.ndarray]:
         x = probe.take(rows, places)
@@ -165,13 +169,14 @@ def _told(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], number: 
         return [tf.cast(leaf, tf.float64).numpy() for leaf in leaves]
 
     x, tolerance = probe.some_rows(number), max(_ROUNDED, probe.tolerance)
-    rows = keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise), x)
+    draw = None if attempt.moves else 2 * attempt.spread + attempt.training
+    rows = keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise, draw), x)
     if attempt.spread:
         sizes = np.geomspace(_SMALLEST, _LARGEST, number)
         rows = keras.tree.map_structure(lambda leaf: shortened(spread(leaf, sizes), number), rows)
-        return _depends_on_others(outputs, outputs(list(range(number))), number, tolerance)
+        return _depends_on_others(outputs, outputs(list(range(number))), number, kept, tolerance)
     together = outputs(list(range(number)))
-    return _depends_on_others(outputs, together, number) or (
+    return _depends_on_others(outputs, together, number, kept) or (
         attempt.moves
         and (
             _depends_on_its_place(outputs, together, number, tolerance)
@@ -192,13 +197,21 @@ def _depends_on_others(
     outputs: Callable[[list[int]], list[np.ndarray]],
     together: list[np.ndarray],
     number: int,
+    kept: Iterable[Sequence[int]],
     of_row: float | None = None,
 ) -> bool:
-    """of_row: the tolerance in parts of what is largest in the row itself, where rows are of different sizes."""
+    """Whether the output for one of the rows that are kept, in turn these or those, is another where all others are
+    copies of the first of them.
+
+    of_row: the tolerance in parts of what is largest in the row itself, where rows are of different sizes.
+    """
     found = any(
         differ(one[place], other[place], *(of_row, one[place]) if of_row else (_TOLERANCE, one))
-        for place in (0, number - 1)
-        for one, other in zip(together, outputs([place] * number), strict=True)
+        for places in kept
+        for one, other in zip(
+            together, outputs([row if row in places else places[0] for row in range(number)]), strict=True
+        )
+        for place in places
     )
     if not found:
         return False

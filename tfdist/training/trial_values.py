@@ -56,9 +56,10 @@ def shortened(leaf: tf.Tensor, number: int) -> tf.Tensor:
     return leaf * tf.cast(np.arange(length) < kept[:, None], leaf.dtype)
 
 
-def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
+def sound(leaf: Any, kept: float, noise: float, draw: int | None = None) -> tf.Tensor:
     """`kept` of a tensor without its NaN, and, with `noise`, other values in each row: of whole numbers, which may be
-    places in a table, some that were there."""
+    places in a table, one of each row in all of its places, or, by a `draw`, some between those of all rows in a place.
+    """
     leaf = tf.convert_to_tensor(leaf)
     if leaf.dtype.is_floating:
         values = kept * tf.where(tf.math.is_finite(leaf), leaf, tf.zeros_like(leaf))
@@ -67,6 +68,9 @@ def sound(leaf: Any, kept: float, noise: float) -> tf.Tensor:
     numbers = leaf.numpy()
     if leaf.dtype.is_integer and noise and numbers.ndim > 1 and numbers.size:
         rows, places = numbers.reshape(len(numbers), -1), np.arange(len(numbers))
+        if draw is not None:
+            between = np.random.default_rng(draw).integers(rows.min(0), rows.max(0), rows.shape, endpoint=True)
+            return tf.constant(between.reshape(numbers.shape), leaf.dtype)
         one_each = rows[places, places % rows.shape[1]]
         return tf.constant(np.broadcast_to(one_each.reshape(-1, *[1] * (numbers.ndim - 1)), numbers.shape))
     return leaf
